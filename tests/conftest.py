@@ -1,0 +1,41 @@
+"""Fixtures that every test may use. Nothing is built or started before a test asks for it."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from trl_april.server import LocalServer
+
+
+# Before any Hugging Face library is imported: no test may depend on a network, or report to one.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder with the tiny Qwen3 of `tests/tiny.py`, tied embeddings."""
+    from tests.tiny import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder with the tiny Qwen3 of `tests/tiny.py`, untied embeddings."""
+    from tests.tiny import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-untied") / "model", tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model_dir: str) -> Iterator[LocalServer]:
+    """The one real vLLM server of a test run, with the weights of `tiny_model_dir` at its start.
+
+    Tests share it, so a test that loads other weights or leaves requests behind has to put things back.
+    """
+    with LocalServer(
+        tiny_model_dir, vllm_args=["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+    ) as running:
+        yield running

@@ -1,0 +1,145 @@
+"""Where the trainer runs stock GRPO and why, and which datasets are refused."""
+
+import pytest
+from datasets import Dataset, IterableDataset
+from trl import GRPOConfig
+
+from trl_april.applies import check_dataset, why_stock
+from trl_april.config import APRILGRPOConfig
+from trl_april.errors import ConfigError
+
+
+TEXT = Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]})
+CHAT = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 2})
+
+
+def config(**changes) -> APRILGRPOConfig:
+    return APRILGRPOConfig("out", use_cpu=True, bf16=False, **changes)
+
+
+def stream(*rows: dict) -> IterableDataset:
+    """A stream whose columns are known by its rows only."""
+    dataset = IterableDataset.from_generator(lambda: iter(rows))
+    assert dataset.column_names is None
+    return dataset
+
+
+class TwoProcesses(APRILGRPOConfig):
+    """As it is under `accelerate launch --num_processes 2`."""
+
+    world_size = 2
+
+
+def parts(*kinds: str) -> list[dict]:
+    """A conversational prompt whose content is split in parts, as for vision models."""
+    return [{"role": "user", "content": [{"type": kind, "text": "x"} for kind in kinds]}]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [TEXT, CHAT, TEXT.to_iterable_dataset(), stream({"prompt": "a"}), stream({"prompt": parts("text", "text")}), None],
+    ids=["text", "chat", "iterable", "stream", "parts of text", "none"],
+)
+def test_april_applies(dataset):
+    assert why_stock(config(), dataset) is None
+
+
+def test_april_applies_to_a_stock_config_in_server_mode():
+    """Pinned: APRIL is on exactly when vLLM's server mode is, whichever config class says so."""
+    stock = {"use_cpu": True, "bf16": False}
+    assert why_stock(GRPOConfig("out", use_vllm=True, vllm_mode="server", **stock), TEXT) is None
+    assert why_stock(GRPOConfig("out", **stock), TEXT) == "use_vllm is False"
+    assert "'colocate'" in why_stock(GRPOConfig("out", use_vllm=True, vllm_mode="colocate", **stock), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({"use_vllm": False}, {}, "use_vllm is False"),
+        ({"vllm_mode": "colocate"}, {}, "vllm_mode is 'colocate', and partial rollouts need 'server'"),
+        ({}, {"tools": [print]}, "tools are given"),
+        ({}, {"environment_factory": dict}, "environment_factory is given"),
+        ({}, {"rollout_func": print}, "rollout_func is given"),
+    ],
+)
+def test_the_reason_for_stock(changes, arguments, words):
+    assert words in why_stock(config(**changes), TEXT, **arguments)
+
+
+def test_no_tools_are_no_tools():
+    assert why_stock(config(), TEXT, tools=[]) is None
+
+
+def test_several_processes_run_stock():
+    args = TwoProcesses("out", use_cpu=True, bf16=False)
+    assert why_stock(args, TEXT) == ("training runs in 2 processes, and the pool is not shared between processes yet")
+
+
+IMAGES = {
+    "column image": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}),
+    "column images": Dataset.from_dict({"prompt": ["a"], "images": [["x.png"]]}),
+    "column of an iterable dataset": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}).to_iterable_dataset(),
+    "column of a stream": stream({"prompt": "a", "images": ["x.png"]}),
+    "part of a prompt": Dataset.from_dict({"prompt": [parts("image", "text")]}),
+    "last part of a streamed prompt": stream({"prompt": parts("text", "image")}),
+    "second message": stream({"prompt": [{"role": "system", "content": "s"}, *parts("image")]}),
+}
+
+
+@pytest.mark.parametrize("images", IMAGES)
+def test_images_run_stock(images):
+    assert why_stock(config(), IMAGES[images]) == ("the dataset has images, which partial rollouts do not support yet")
+
+
+@pytest.mark.parametrize(
+    "prompt", [["a", "b"], [1, 2], [{"role": "user", "content": ["x"]}], [{"role": "user", "content": None}]]
+)
+def test_an_odd_prompt_is_left_to_trl(prompt):
+    """Pinned: what TRL would say about it, or do with it, is not preceded by an error of ours."""
+    assert why_stock(config(), stream({"prompt": prompt})) is None
+
+
+def test_an_empty_dataset_is_no_reason_for_stock():
+    """It is refused afterwards, by `check_dataset`, with a sentence about datasets."""
+    assert why_stock(config(), Dataset.from_dict({"prompt": []})) is None
+    assert why_stock(config(), stream()) is None
+
+
+def test_looking_at_a_stream_takes_nothing_from_it():
+    dataset = stream({"prompt": "a"}, {"prompt": "b"})
+    why_stock(config(), dataset)
+    check_dataset(dataset, 1)
+    assert [row["prompt"] for row in dataset] == ["a", "b"]
+
+
+# Datasets that no round can be made of
+
+
+@pytest.mark.parametrize(
+    "dataset", [TEXT, TEXT.to_iterable_dataset(), stream({"prompt": "a"}), None, [{"prompt": "a"}]]
+)
+def test_a_dataset_that_will_do(dataset):
+    check_dataset(dataset, 2)  # of a stream, the length is not known; of something else, TRL says what it takes
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (TEXT, ["has 2 rows", "needs 3 prompts", "generation_batch_size / num_generations", "Add rows", "lower"]),
+        (Dataset.from_dict({"prompt": []}), ["has 0 rows", "needs 3 prompts"]),
+        (Dataset.from_dict({}), ["has 0 rows"]),
+        (stream(), ["is empty", "loaded or filtered"]),
+        (
+            Dataset.from_dict({"question": ["a"] * 3, "answer": ["1"] * 3}),
+            ["the columns question, answer", "no `prompt`", "rename_column"],
+        ),
+        (Dataset.from_dict({"question": ["a"]}).to_iterable_dataset(), ["the columns question", "no `prompt`"]),
+        (stream({"question": "a"}), ["the columns question", "no `prompt`", "rename_column"]),
+    ],
+    ids=["too few", "empty", "no columns", "empty stream", "no prompt", "no prompt, iterable", "no prompt, stream"],
+)
+def test_a_dataset_that_no_round_can_be_made_of(dataset, words):
+    with pytest.raises(ConfigError) as caught:
+        check_dataset(dataset, 3)
+    for word in words:
+        assert word in str(caught.value)

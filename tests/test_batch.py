@@ -1,0 +1,184 @@
+"""Finished groups as TRL takes them, and the figures of a round computed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from trl_april.batch import batch_rows, rollout_output, round_metrics, staleness
+from trl_april.pool import Pool
+from trl_april.rollout import Round
+from trl_april.types import FinishReason, Group
+
+
+def round_of_a_small_pool() -> tuple[Round, Pool]:
+    """Two rounds of a pool with quota 2, two samples per group and target 4; the second one's batch is returned.
+
+    ```
+              round 0 (version 3)        round 1 (version 5)         state afterwards
+    group 0   1 2 3      | 4             5 6        |                taken in round 1
+    group 1   taken in round 0
+    group 2   taken in round 0
+    group 3   1          |               2 3 4 5    | 6 7            taken in round 1
+    group 4                              1 2 3      |                parked, 5 tokens in all
+    group 5                              (finished: 1 | 1)           surplus
+    ```
+    """
+    pool = Pool(2, over_provisioning=2.0, versions_per_round=2)
+
+    def admit(count):
+        for group_id in range(pool.groups_admitted, pool.groups_admitted + count):
+            row = {"prompt": f"p{group_id}", "tags": [group_id]}
+            pool.admit(group_id, row, [100, group_id], num_generations=2, max_completion_length=20)
+
+    def generate(group, index, token_ids, *, finish):
+        sample = group.samples[index]
+        pool.start(sample)
+        pool.record(sample, token_ids, [-token_id / 4 for token_id in token_ids])
+        if finish:
+            pool.finish(sample, FinishReason.STOP)
+        else:
+            pool.park(sample)
+
+    pool.begin_round(3)
+    admit(4)
+    zero, one, two, three = pool
+    for group in (one, two):
+        for index in range(2):
+            generate(group, index, [9], finish=True)
+    generate(zero, 0, [1, 2, 3], finish=False)
+    generate(zero, 1, [4], finish=True)
+    generate(three, 0, [1], finish=False)
+    pool.take()
+
+    pool.begin_round(5)
+    admit(2)
+    *_, four, five = pool
+    generate(zero, 0, [5, 6], finish=True)
+    generate(three, 0, [2, 3, 4, 5], finish=True)
+    generate(three, 1, [6, 7], finish=True)
+    generate(four, 0, [1, 2, 3], finish=False)
+    generate(four, 1, [1, 2], finish=False)
+    generate(five, 0, [1], finish=True)
+    generate(five, 1, [1], finish=True)
+    done = Round(
+        5,
+        groups=pool.take(),
+        seconds=4.0,
+        abort_seconds=0.5,
+        generated_tokens=2 + 4 + 2 + 3 + 2 + 1 + 1,
+        carried_tokens=3 + 1 + 1,
+        requests=7,
+        resumed_groups=2,
+        aborted_requests=2,
+        launched_tokens=5 + 5 + 2 + 3 + 2 + 1 + 1,
+        in_flight=[(0.0, 7), (1.0, 3), (3.0, 0)],
+    )
+    return done, pool
+
+
+def groups() -> list[Group]:
+    return round_of_a_small_pool()[0].groups
+
+
+def test_rows_prompts_tokens_and_log_probabilities_are_aligned():
+    """Pinned: group by group, sample by sample, oldest group first: TRL's advantages rely on that order."""
+    batch = groups()
+    assert [row["prompt"] for row in batch_rows(batch)] == ["p0", "p0", "p3", "p3"]
+    assert rollout_output(batch) == {
+        "prompt_ids": [[100, 0], [100, 0], [100, 3], [100, 3]],
+        "completion_ids": [[1, 2, 3, 5, 6], [4], [1, 2, 3, 4, 5], [6, 7]],
+        "logprobs": [[-0.25, -0.5, -0.75, -1.25, -1.5], [-1.0], [-0.25, -0.5, -0.75, -1.0, -1.25], [-1.5, -1.75]],
+    }
+
+
+def test_the_batch_is_plain_lists():
+    """TRL calls `torch.tensor` on them and `tolist` on nothing."""
+    for value in rollout_output(groups()).values():
+        assert type(value) is list
+        assert {type(entry) for entry in value} == {list}
+
+
+def test_every_row_is_a_copy_of_its_own():
+    """Pinned: TRL and reward functions write into rows; neither a sibling nor the pool's group may see that."""
+    batch = groups()
+    rows = batch_rows(batch)
+    rows[0]["extra"] = 1
+    rows[0]["tags"].append("written")
+    assert rows[1] == {"prompt": "p0", "tags": [0]}
+    assert batch[0].row == {"prompt": "p0", "tags": [0]}
+
+
+def test_tokens_are_copies_too():
+    batch = groups()
+    output = rollout_output(batch)
+    for name in ("prompt_ids", "completion_ids", "logprobs"):
+        output[name][0].append(0)
+    output["prompt_ids"][0].append(0)
+    assert output["prompt_ids"][1] == [100, 0]
+    assert batch[0].prompt_ids == [100, 0]
+    assert rollout_output(batch)["completion_ids"][0] == [1, 2, 3, 5, 6]
+    assert rollout_output(batch)["logprobs"][0] == [-0.25, -0.5, -0.75, -1.25, -1.5]
+
+
+def test_staleness_of_every_token():
+    (cut, early), (_, late) = (group.samples for group in groups())
+    assert staleness(cut, 5) == [2, 2, 2, 0, 0]
+    assert staleness(early, 5) == [2]
+    assert staleness(late, 6) == [1, 1]
+
+
+def test_the_figures_of_a_round_by_hand():
+    done, pool = round_of_a_small_pool()
+    metrics = round_metrics(done, pool, sync_seconds=0.25, max_staleness=1)
+    assert metrics == pytest.approx(
+        {
+            "round_seconds": 4.0,
+            "abort_seconds": 0.5,
+            "sync_seconds": 0.25,
+            "generated_tokens": 15,
+            "trained_tokens": 5 + 1 + 5 + 2,
+            "generated_tokens_per_second": 15 / 4,
+            "trained_tokens_per_second": 13 / 4,
+            "in_flight_mean": (7 * 1 + 3 * 2 + 0 * 1) / 4,
+            "groups_resumed": 2,
+            "aborted_requests": 2,
+            "carried_fraction": 5 / 13,
+            "staleness_mean": (3 * 2 + 1 * 2 + 1 * 2) / 13,
+            "staleness_max": 2,
+            "over_staleness_fraction": 5 / 13,
+            "versions_per_sample_max": 2,
+            "outstanding": 2,
+            "parked_tokens": 5,
+            "parked_bytes": 5 * 8,
+            "completions/launched_mean_length": 19 / 7,
+            "completions/trained_mean_length": 13 / 4,
+        }
+    )
+
+
+@pytest.mark.parametrize(("bound", "fraction"), [(None, 0.0), (2, 0.0), (1, 5 / 13), (0, 5 / 13)])
+def test_tokens_over_the_bound_are_counted_above_it_only(bound, fraction):
+    done, pool = round_of_a_small_pool()
+    metrics = round_metrics(done, pool, sync_seconds=0.0, max_staleness=bound)
+    assert metrics["over_staleness_fraction"] == pytest.approx(fraction)
+
+
+def test_a_round_without_duration_has_no_rates():
+    """A simulated clock may stand still."""
+    done, pool = round_of_a_small_pool()
+    metrics = round_metrics(replace(done, seconds=0.0, in_flight=[]), pool, sync_seconds=0.0, max_staleness=5)
+    assert metrics["trained_tokens_per_second"] == metrics["generated_tokens_per_second"] == 0.0
+    assert metrics["generated_tokens"] == 15
+
+
+def test_a_batch_that_surplus_filled_has_no_rates():
+    """Pinned: it takes no time and no request; its tokens are those of earlier rounds (slime credits them)."""
+    done, pool = round_of_a_small_pool()
+    filled = Round(6, groups=done.groups, carried_tokens=13)
+    metrics = round_metrics(filled, pool, sync_seconds=0.0, max_staleness=5)
+    assert metrics["trained_tokens_per_second"] == metrics["generated_tokens_per_second"] == 0.0
+    assert metrics["completions/launched_mean_length"] == 0.0
+    assert metrics["in_flight_mean"] == 0.0
+    assert metrics["carried_fraction"] == 1.0
+    assert metrics["trained_tokens"] == 13
+    assert metrics["staleness_max"] == 3

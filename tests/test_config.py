@@ -1,0 +1,187 @@
+"""APRIL's options: defaults, the command line and YAML, and refusals that say what to do."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from transformers import HfArgumentParser
+from trl import GRPOConfig, TrlParser
+
+from trl_april.config import APRILGRPOConfig, AprilOptions
+from trl_april.errors import AprilError, ConfigError
+
+
+CPU = {"use_cpu": True, "bf16": False}
+OWN = {
+    "over_provisioning": 1.5,
+    "max_staleness": 3,
+    "staleness_policy": "ignore",
+    "weight_sync": "filesystem",
+    "weight_sync_dir": "/some/where",
+    "stream_interval": 32,
+}
+
+
+def own(args: APRILGRPOConfig) -> dict:
+    return {name: getattr(args, name) for name in OWN}
+
+
+def test_defaults():
+    args = APRILGRPOConfig("out", **CPU)
+    assert own(args) == {
+        "over_provisioning": 2.0,
+        "max_staleness": 5,
+        "staleness_policy": "wait",
+        "weight_sync": "auto",
+        "weight_sync_dir": None,
+        "stream_interval": 64,
+    }
+
+
+def test_exactly_these_fields_are_new_and_these_defaults_changed():
+    """Pinned: whatever else a user sets means what it means to TRL."""
+    ours = {field.name: field for field in dataclasses.fields(APRILGRPOConfig)}
+    trls = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    assert ours.keys() - trls.keys() == set(OWN)
+    changed = {
+        name
+        for name, field in trls.items()
+        if (field.default, field.default_factory) != (ours[name].default, ours[name].default_factory)
+    }
+    assert changed == {"use_vllm", "vllm_mode", "vllm_importance_sampling_mode"}
+    assert ours["use_vllm"].default is True
+    assert ours["vllm_mode"].default == "server"
+    assert ours["vllm_importance_sampling_mode"].default == "token_truncate"
+
+
+@pytest.mark.parametrize("name", [*OWN, "use_vllm", "vllm_mode", "vllm_importance_sampling_mode"])
+def test_every_field_is_explained(name):
+    (field,) = [field for field in dataclasses.fields(APRILGRPOConfig) if field.name == name]
+    assert field.metadata["help"].endswith(".")
+    assert "%" not in field.metadata["help"]  # argparse would format it
+    assert name in APRILGRPOConfig.__doc__
+
+
+def test_the_fields_of_the_options_are_those_of_the_config():
+    assert {field.name for field in dataclasses.fields(AprilOptions)} == set(OWN)
+    defaults = AprilOptions()
+    assert AprilOptions.of(APRILGRPOConfig("out", **CPU)) == defaults
+
+
+def test_options_are_taken_from_the_config():
+    assert dataclasses.asdict(AprilOptions.of(APRILGRPOConfig("out", **CPU, **OWN))) == OWN
+
+
+def test_a_stock_config_gives_default_options():
+    assert AprilOptions.of(GRPOConfig("out", **CPU)) == AprilOptions()
+
+
+COMMAND_LINE = [
+    *("--output_dir", "out"),
+    *("--use_cpu", "true"),
+    *("--bf16", "false"),
+    *("--over_provisioning", "1.5"),
+    *("--max_staleness", "3"),
+    *("--staleness_policy", "ignore"),
+    *("--weight_sync", "filesystem"),
+    *("--weight_sync_dir", "/some/where"),
+    *("--stream_interval", "32"),
+    *("--num_generations", "4"),
+]
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+def test_the_command_line(parser):
+    (args,) = parser(APRILGRPOConfig).parse_args_into_dataclasses(COMMAND_LINE)
+    assert own(args) == OWN
+    assert args.num_generations == 4
+    assert (args.use_vllm, args.vllm_mode) == (True, "server")
+
+
+def test_the_help_of_the_command_line_is_printable(capsys):
+    with pytest.raises(SystemExit) as ended:
+        TrlParser(APRILGRPOConfig).parse_args_into_dataclasses(["--help"])
+    assert ended.value.code == 0
+    assert "--over_provisioning" in capsys.readouterr().out
+
+
+def test_vllm_can_be_switched_off_on_the_command_line():
+    (args,) = HfArgumentParser(APRILGRPOConfig).parse_args_into_dataclasses(
+        ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false", "--use_vllm", "false"]
+    )
+    assert args.use_vllm is False
+
+
+def test_yaml(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("output_dir: out\nuse_cpu: true\nbf16: false\nmax_staleness: null\nover_provisioning: 9.5\n")
+    (args,) = HfArgumentParser(APRILGRPOConfig).parse_yaml_file(path)
+    assert (args.max_staleness, args.over_provisioning) == (None, 9.5)
+
+
+def test_yaml_and_command_line_together(tmp_path):
+    """The command line wins over the file, as everywhere in TRL."""
+    path = tmp_path / "config.yaml"
+    path.write_text("output_dir: out\nuse_cpu: true\nbf16: false\nmax_staleness: null\nover_provisioning: 9.5\n")
+    (args,) = TrlParser(APRILGRPOConfig).parse_args_and_config(
+        ["--config", str(path), "--stream_interval", "16", "--over_provisioning", "3.5"]
+    )
+    assert (args.max_staleness, args.over_provisioning, args.stream_interval) == (None, 3.5, 16)
+
+
+def test_to_dict_round_trip():
+    """What `report_to` and `training_args.bin` readers get; it is JSON and makes the same config again."""
+    args = APRILGRPOConfig("out", **CPU, **OWN)
+    stored = json.loads(args.to_json_string())
+    assert {name: stored[name] for name in OWN} == OWN
+    assert own(APRILGRPOConfig("out", **CPU, **{name: stored[name] for name in OWN})) == OWN
+    assert {name: args.to_sanitized_dict()[name] for name in OWN} == OWN
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"over_provisioning": 0.5}, ["over_provisioning is 0.5", "at least 1.0", "1.0 is synchronous"]),
+        ({"over_provisioning": math.nan}, ["over_provisioning is nan", "finite"]),
+        ({"over_provisioning": math.inf, "max_staleness": None}, ["over_provisioning is inf", "finite"]),
+        (
+            {"over_provisioning": 4.5, "max_staleness": 3},
+            ["over_provisioning is 4.5", "max_staleness=3", "at most 4", "Lower it, or raise"],
+        ),
+        ({"max_staleness": 0}, ["over_provisioning is 2.0", "max_staleness=0", "at most 1"]),
+        ({"max_staleness": -1}, ["max_staleness is -1", "cannot be negative", "None"]),
+        ({"max_staleness": -1, "staleness_policy": "ignore"}, ["max_staleness is -1", "cannot be negative"]),
+        ({"staleness_policy": "mask"}, ["staleness_policy is 'mask'", "wait, ignore"]),
+        ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, nccl, filesystem"]),
+        ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
+    ],
+)
+def test_refusals_name_value_rule_and_remedy(wrong, words):
+    for make in (lambda: APRILGRPOConfig("out", **CPU, **wrong), lambda: AprilOptions(**wrong)):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, AprilError)
+        for word in words:
+            assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"over_provisioning": 1.0, "max_staleness": 0},
+        {"over_provisioning": 6.0},
+        {"over_provisioning": 50.0, "max_staleness": None},
+        {"over_provisioning": 50.0, "max_staleness": 1, "staleness_policy": "ignore"},
+        {"stream_interval": 1},
+    ],
+)
+def test_the_limits_themselves_are_allowed(right):
+    args = APRILGRPOConfig("out", **CPU, **right)
+    assert {name: getattr(args, name) for name in right} == right
+
+
+def test_trls_own_checks_still_run():
+    with pytest.raises(ValueError, match="divisible by num_generations"):
+        APRILGRPOConfig("out", **CPU, num_generations=3, per_device_train_batch_size=4)

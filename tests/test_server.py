@@ -1,0 +1,454 @@
+"""`LocalServer`: the command it builds, what it refuses, how it starts and dies, and that nothing of it stays behind.
+
+Most tests start a small script in the place of vLLM; those marked `server` run on the real one.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trl_april.errors import AprilError, ConfigError, ServerError
+from trl_april.process_session import end_session, session_members, start_watchdog
+from trl_april.server import LocalServer, run_in_foreground
+from trl_april.server_command import flag_name, flag_value, server_command, server_environment
+
+
+HEALTHY = """
+    import http.server, sys
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    print("listening", flush=True)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+# Deaf to SIGTERM, with a child that is deaf too.
+STUBBORN = """
+    import signal, subprocess, sys
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True)"
+    subprocess.Popen([sys.executable, "-c", child + "; time.sleep(600)"])
+"""
+
+DYING = """
+    import sys
+    for number in range(100):
+        print("line", number)
+    print("(APIServer pid=6) WARNING 11-21 06:23:46 [x.py:2] Expect errors like `OSError: [Errno 24] Too many`.")
+    print("(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1]     raise ValueError(")
+    print("(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1] ValueError: the KV cache is too small")
+    print("RuntimeError: Engine core initialization failed. See root cause above.")
+    for number in range(100, 150):
+        print("line", number)
+    sys.exit(3)
+"""
+
+
+class ScriptServer(LocalServer):
+    """A `LocalServer` that runs a script in vLLM's place."""
+
+    def __init__(self, script: Path, **kwargs):
+        self.script = script
+        kwargs.setdefault("log_file", script.with_suffix(".log"))
+        super().__init__("model", **kwargs)
+
+    def command(self, port):
+        return [sys.executable, str(self.script), str(port)]
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(*parts: str) -> Path:
+        path = tmp_path / "fake_vllm.py"
+        path.write_text("".join(textwrap.dedent(part) for part in parts))
+        return path
+
+    return write
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+# The command line and the environment
+
+
+def test_command_on_a_cpu():
+    command = server_command("dir/model", "127.0.0.1", 8123, ["--max-model-len", "4096"], platform="cpu")
+    assert command[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in {
+        "--model": "dir/model",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1",
+        "--generation-config": "vllm",
+        "--max-model-len": "4096",
+    }.items():
+        assert flag_value(command, flag) == value
+    assert "--disable-uvicorn-access-log" in command
+    assert "--weight-transfer-config" not in command  # there is no NCCL on a CPU
+
+
+@pytest.mark.parametrize("release, scale_out", [("0.22.1", False), ("0.30.0", True), ("0.31.0+cu130", True)])
+def test_command_on_a_gpu(monkeypatch, release, scale_out):
+    monkeypatch.setattr("trl_april.server_command.version", lambda name: release)
+    command = server_command("m", "127.0.0.1", 1, platform="gpu")
+    assert json.loads(flag_value(command, "--weight-transfer-config")) == {"backend": "nccl"}
+    assert ("--enable-scale-out" in command) == scale_out
+    for own in (["--weight-transfer-config", '{"backend": "ipc"}'], ["--weight_transfer_config.backend=ipc"]):
+        assert '{"backend": "nccl"}' not in server_command("m", "127.0.0.1", 1, own, platform="gpu")
+
+
+def test_a_flag_of_the_user_wins_over_a_default():
+    command = server_command("m", "h", 1, ["--generation-config", "auto", "--max_logprobs=5"], platform="cpu")
+    assert flag_value(command, "--generation-config") == "auto"
+    assert flag_value(command, "--max-logprobs") == "5"
+
+
+def test_nothing_wins_over_what_training_needs():
+    # vLLM's parser takes abbreviations, which is why the order decides and not a comparison of names.
+    command = server_command("m", "h", 1, ["--logprobs-mod", "raw_logprobs"], platform="cpu")
+    assert command.index("--logprobs-mod") < command.index("--logprobs-mode")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--logprobs-mode", "raw_logprobs"], ["raw_logprobs", "processed_logprobs", "Leave the flag out"]),
+        (["--logprobs_mode=raw_logits"], ["raw_logits", "processed_logprobs"]),
+        (["--port", "8000"], ["--port", "argument `port`"]),
+        (["--host=0.0.0.0"], ["--host", "argument `host`"]),
+        (["--model", "other"], ["--model", "first argument"]),
+        (["--uds", "/tmp/socket"], ["--uds", "leave it out"]),
+        (["--tokens-only"], ["--tokens-only", "leave it out"]),
+        (["--skip-tokenizer-init"], ["--skip-tokenizer-init", "tokenizer"]),
+        ("--dtype float32", ["--dtype float32", "one entry per word", "['--dtype', 'float32']"]),
+    ],
+)
+def test_flags_that_make_training_impossible_are_refused(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        LocalServer("m", vllm_args=arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"port": 0}, ["0", "1 to 65535"]),
+        ({"port": 70000}, ["70000", "1 to 65535"]),
+        ({"port": "8000"}, ["'8000'", "whole number"]),
+        ({"port": True}, ["True", "whole number"]),
+        ({"host": "http://localhost"}, ["http://localhost", "host name"]),
+        ({"host": ""}, ["''", "host name"]),
+        ({"host": "--help"}, ["--help", "host name"]),
+        ({"host": "no-such-host.invalid"}, ["no-such-host.invalid", "does not resolve"]),
+        ({"host": "192.0.2.1"}, ["192.0.2.1", "cannot bind"]),
+        ({"startup_timeout": 0}, ["startup_timeout", "positive"]),
+        ({"env": {"VLLM_SERVER_DEV_MODE": "0"}}, ["VLLM_SERVER_DEV_MODE", "'0'", "Leave it out"]),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options, words):
+    with pytest.raises(ConfigError) as error:
+        LocalServer("m", **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_port_in_use_is_refused_because_a_stranger_would_answer():
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        with pytest.raises(ConfigError, match="another port"):
+            LocalServer("m", port=stranger.getsockname()[1])
+
+
+def test_vllm_that_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"trl-april\[cpu\]"):
+        LocalServer("m")
+
+
+def test_environment(monkeypatch):
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    env = server_environment({"A": "b"}, platform="cpu")
+    assert env["A"] == "b"
+    assert env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert env["PATH"] == os.environ["PATH"]
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"} & env.keys()
+
+    assert server_environment({"VLLM_CPU_KVCACHE_SPACE": "8"}, platform="cpu")["VLLM_CPU_KVCACHE_SPACE"] == "8"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(platform="gpu")
+    # vLLM lets the variable override the flag, so it must not be there beside it.
+    flags = ["--kv-cache-memory-bytes=2000000000"]
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(None, flags, platform="cpu")
+
+
+def test_flags_are_read_as_vllm_reads_them():
+    assert flag_name("--logprobs_mode=x") == "--logprobs-mode"
+    assert flag_name("--weight-transfer-config.backend") == "--weight-transfer-config"
+    assert flag_name("-1") is None and flag_name("value") is None
+    assert flag_value(["--a", "1", "--a=2"], "--a") == "2"
+    assert flag_value(["--a"], "--a") == ""
+    assert flag_value(["--b", "1"], "--a") is None
+
+
+# Start and end
+
+
+def test_round_trip(script, capsys, tmp_path):
+    server = ScriptServer(script(HEALTHY), log_file=tmp_path / "logs" / "server.log")
+    for early in ("base_url", "pid", "log_path"):
+        with pytest.raises(ServerError, match="start"):
+            getattr(server, early)
+    with server:
+        pid = server.pid
+        assert server.base_url == f"http://127.0.0.1:{server.port}"
+        assert server.is_healthy()
+        assert server.start() is server and server.pid == pid  # a second start changes nothing
+        assert server.tail(1) == "listening"
+        assert server.log_path == tmp_path / "logs" / "server.log"
+        assert session_members(pid)
+    assert not session_members(pid)
+    assert not server.is_healthy()
+    server.stop()  # a second stop neither
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "starting" in lines[0] and "ready after" in lines[1]
+
+
+def test_a_server_can_be_started_again(script):
+    server = ScriptServer(script(HEALTHY), quiet=True)
+    with server:
+        first = server.pid
+    with server:
+        assert server.pid != first and server.is_healthy()
+
+
+def test_quiet_means_silent(script, capsys):
+    with ScriptServer(script(HEALTHY), quiet=True):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_server_that_dies_while_starting_shows_its_log(script):
+    server = ScriptServer(script(DYING), quiet=True)
+    with pytest.raises(ServerError) as error:
+        server.start()
+    message = str(error.value)
+    assert isinstance(error.value, AprilError) and isinstance(error.value, ConnectionError)
+    assert "exit code 3" in message and str(server.log_path) in message
+    assert "first error: ValueError: the KV cache is too small" in message
+    assert "line 149" in message and "line 120" in message and "line 119" not in message  # 30 lines
+    with pytest.raises(ServerError, match="does not run"):
+        server.pid  # noqa: B018
+
+
+def test_a_server_that_does_not_become_healthy_is_stopped(script, monkeypatch):
+    server = ScriptServer(script(STUBBORN, "import time; time.sleep(600)"), quiet=True, startup_timeout=1.0)
+    monkeypatch.setattr("trl_april.server.GRACE", 0.2)
+    with pytest.raises(ServerError, match="startup_timeout=1.0"):
+        server.start()
+    assert not server.is_healthy()
+
+
+def test_processes_that_ignore_sigterm_are_gone_after_stop(script, monkeypatch):
+    monkeypatch.setattr("trl_april.server.GRACE", 0.5)
+    with ScriptServer(script(STUBBORN, HEALTHY), quiet=True) as server:
+        pid = server.pid
+        wait_for(lambda: "child" in server.tail())
+        assert len(session_members(pid)) == 2
+    assert not session_members(pid)
+
+
+def test_an_orphan_of_a_dead_server_is_stopped_too(script, monkeypatch):
+    monkeypatch.setattr("trl_april.server.GRACE", 0.5)
+    with ScriptServer(script(STUBBORN, HEALTHY), quiet=True) as server:
+        pid = server.pid
+        wait_for(lambda: "child" in server.tail())
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: len(session_members(pid)) == 1)
+    assert not session_members(pid)
+
+
+def test_an_exception_in_the_block_stops_the_server(script):
+    server = ScriptServer(script(HEALTHY), quiet=True)
+    with pytest.raises(ZeroDivisionError), server:
+        pid = server.pid
+        1 / 0  # noqa: B018
+    assert not session_members(pid)
+
+
+OWNER = """
+    import os, sys, time
+    sys.path[:0] = [{tests!r}, {root!r}]
+    from pathlib import Path
+    from test_server import ScriptServer
+
+    server = ScriptServer(Path({script!r}), quiet=True).start()
+    print(server.pid, flush=True)
+    {after}
+"""
+
+
+@pytest.fixture
+def owner(script, tmp_path):
+    """Starts a process that owns a server and then does `after`. Returns it with the server's pid."""
+
+    def start(after: str) -> tuple[subprocess.Popen, int]:
+        tests = Path(__file__).parent
+        program = textwrap.dedent(OWNER).format(
+            tests=str(tests), root=str(tests.parent), script=str(script(HEALTHY)), after=after
+        )
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        return process, int(process.stdout.readline())
+
+    return start
+
+
+@pytest.mark.parametrize("after", ["", "sys.exit(1)", "raise RuntimeError"])
+def test_the_end_of_the_interpreter_stops_the_server(owner, after):
+    process, pid = owner(after)
+    process.communicate(timeout=30)
+    assert not session_members(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_owner_leaves_no_server(owner, number):
+    process, pid = owner("time.sleep(600)")
+    assert session_members(pid)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    wait_for(lambda: not session_members(pid))
+
+
+def test_a_fork_of_the_owner_does_not_stop_the_server(owner):
+    process, pid = owner("child = os.fork()\n    if child: os.waitpid(child, 0); time.sleep(600)".replace("    ", ""))
+    time.sleep(1.0)
+    assert session_members(pid)
+    process.kill()
+    process.communicate(timeout=30)
+    wait_for(lambda: not session_members(pid))
+
+
+def test_the_watchdog_ends_with_the_server(script):
+    others = {child.pid for child in psutil.Process().children()}  # the test run's own server, if it is up already
+    with ScriptServer(script(HEALTHY), quiet=True) as server:
+        children = {child.pid for child in psutil.Process().children()} - others
+        assert server.pid in children and len(children) == 2
+    left = {child.pid for child in psutil.Process().children()} & children
+    assert not left
+
+
+def test_end_of_a_session_that_is_gone():
+    process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    process.wait()
+    assert end_session(process.pid, grace=5.0) == []
+
+
+HOARDER = """
+    import signal, sys, time
+    from multiprocessing import shared_memory
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    block = shared_memory.SharedMemory(create=True, size=1024)
+    print(block.name, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_shared_memory_of_a_killed_server_is_freed():
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOARDER)], start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    name = process.stdout.readline().strip()
+    wait_for(lambda: len(session_members(process.pid)) == 2)  # with the resource tracker
+    assert end_session(process.pid, grace=0.2) == []
+    process.communicate()
+    with pytest.raises(FileNotFoundError):
+        shared_memory.SharedMemory(name=name)
+
+
+def test_a_process_that_left_the_session_is_found_through_its_parent():
+    program = "import subprocess, sys; subprocess.run(['sleep', '600'], start_new_session=True)"
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    wait_for(lambda: len(session_members(process.pid)) == 2)
+    members = session_members(process.pid)
+    end_session(process.pid, grace=5.0)
+    process.wait()
+    assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
+
+
+def test_the_watchdog_does_nothing_while_its_owner_lives():
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    watchdog = start_watchdog(process.pid, grace=1.0)
+    try:
+        time.sleep(1.5)
+        assert process.poll() is None and watchdog.poll() is None
+    finally:
+        watchdog.kill()
+        watchdog.wait()
+        process.kill()
+        process.wait()
+
+
+# In the foreground
+
+
+def test_foreground_returns_the_exit_code():
+    assert run_in_foreground([sys.executable, "-c", "raise SystemExit(3)"], os.environ) == 3
+    assert run_in_foreground([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], os.environ) == 137
+
+
+# The real server
+
+
+@pytest.mark.server
+def test_real_server_has_what_training_needs(server):
+    with urllib.request.urlopen(f"{server.base_url}/server_info?config_format=json", timeout=30) as answer:
+        model_config = json.load(answer)["vllm_config"]["model_config"]
+    assert model_config["logprobs_mode"] == "processed_logprobs"
+    assert model_config["max_logprobs"] == -1
+    assert model_config["generation_config"] == "vllm"
+    assert model_config["max_model_len"] == 4096
+    assert len(session_members(server.pid)) >= 2  # the API server and its engine
+
+
+@pytest.mark.server
+def test_real_server_generates(server):
+    body = {
+        "model": server.model,
+        "prompt": [1, 5, 6],
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{server.base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        choice = json.load(answer)["choices"][0]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 8

@@ -1,0 +1,596 @@
+"""The row source against stock GRPO: the same rows in the same order, exactly as often, and none that comes too late.
+
+The reference is `stock_rounds`, which is transformers' loop and TRL's rule for when to generate, without a model. That
+it is what they do is shown by real training runs of stock GRPO on a tiny model. `micro` below is the number of calls
+of `training_step` per round: `steps_per_generation * num_iterations`.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from trl.trainer.utils import RepeatSampler, repeat_iterable_dataset
+
+from tests.tiny import build_model, build_tokenizer
+from trl_april.config import APRILGRPOConfig
+from trl_april.errors import ConfigError
+from trl_april.pool import Pool
+from trl_april.row_order import make_source, open_permutation, open_stream, optimiser_steps_per_round
+from trl_april.source import RowSource
+from trl_april.trainer import APRILGRPOTrainer
+from trl_april.types import FinishReason
+
+
+# The reference
+
+
+def stock_rounds(
+    chunks: Callable[[int], list],
+    *,
+    micro: int,
+    accumulation: int,
+    max_steps: int,
+    has_length: bool,
+    start_step: int = 0,
+    skip_rows: bool = True,
+) -> list[tuple[int, object]]:
+    """Every generation of a stock run, as the global step that it happens at and the chunk of rows that it gets.
+
+    `Trainer.set_initial_training_values`, `_init_training_state` and `_run_epoch`, and TRL's `_prepare_inputs`, in
+    their own words. `chunks(epoch)` are the complete chunks of rows of an epoch.
+    """
+    len_dataloader = len(chunks(0)) * micro if has_length else None
+    if len_dataloader is not None:
+        num_update_steps_per_epoch = max(-(-len_dataloader // accumulation), 1)
+        steps_in_epoch = len_dataloader
+    else:
+        num_update_steps_per_epoch = max_steps
+        steps_in_epoch = max_steps * accumulation
+    global_step = start_step
+    if global_step >= max_steps:
+        return []
+    epochs_trained = global_step // num_update_steps_per_epoch
+    steps_trained_in_current_epoch = global_step % num_update_steps_per_epoch * accumulation if skip_rows else 0
+    remainder = steps_in_epoch % accumulation or accumulation
+
+    rounds = []
+    trl_step = 0  # `self._step`, which no checkpoint holds
+    epoch = epochs_trained
+    while True:
+        epoch_iterator = iter([chunk for chunk in chunks(epoch) for _ in range(micro)])
+        step, num_update_steps_trained = -1, 0
+        if epoch == epochs_trained and steps_trained_in_current_epoch > 0:
+            list(islice(epoch_iterator, steps_trained_in_current_epoch))
+            step = steps_trained_in_current_epoch - 1
+            num_update_steps_trained = steps_trained_in_current_epoch // accumulation
+        for update_step in range(num_update_steps_trained, num_update_steps_per_epoch):
+            num_batches = accumulation if update_step != num_update_steps_per_epoch - 1 else remainder
+            for inputs in list(islice(epoch_iterator, num_batches)):
+                step += 1
+                do_sync_step = (step + 1) % accumulation == 0 or (step + 1) == steps_in_epoch
+                if trl_step % micro == 0:
+                    rounds.append((global_step, inputs))
+                trl_step += 1
+                if do_sync_step:
+                    global_step += 1
+                    if global_step >= max_steps:
+                        return rounds
+        epoch += 1
+
+
+def numbered_chunks(rounds_per_epoch: int, quota: int) -> Callable[[int], list[list[dict]]]:
+    """Epochs of rows that say which epoch and row they are."""
+
+    def chunks(epoch: int) -> list[list[dict]]:
+        return [[{"row": (epoch, c * quota + i)} for i in range(quota)] for c in range(rounds_per_epoch)]
+
+    return chunks
+
+
+def as_epochs(chunks: Callable[[int], list[list[dict]]], leftover: int = 0) -> Callable[[int], Iterator[dict]]:
+    """The same as a source reads them, with rows left over that fill no chunk."""
+
+    def open_epoch(epoch: int) -> Iterator[dict]:
+        rows = [row for chunk in chunks(epoch) for row in chunk]
+        return iter([*rows, *({"row": (epoch, "left over")} for _ in range(leftover))])
+
+    return open_epoch
+
+
+def drain(source: RowSource, counts: Iterator[int]) -> list[tuple[int, dict]]:
+    """Everything that a source hands out, asked for in pieces."""
+    rows = []
+    while True:
+        count = next(counts)
+        piece = source.next_rows(count)
+        assert len(piece) <= count
+        rows += piece
+        if len(piece) < count:
+            assert source.next_rows(5) == []  # the end is the end
+            return rows
+        assert len(rows) < 10_000, "the source does not end"
+
+
+def endless(seed: int) -> Iterator[int]:
+    rng = random.Random(seed)
+    while True:
+        yield rng.randint(1, 9)
+
+
+# The same rows as often, whatever does not divide evenly
+
+SIZES = {
+    "quota": st.integers(1, 4),
+    "micro": st.integers(1, 8),
+    "accumulation": st.integers(1, 8),
+    "rounds_per_epoch": st.integers(1, 5),
+    "max_steps": st.integers(1, 20),
+    "leftover": st.integers(0, 3),
+    "pieces": st.integers(0, 10**6),
+    "has_length": st.booleans(),
+}
+
+
+def check_against_stock(
+    *,
+    quota,
+    micro,
+    accumulation,
+    rounds_per_epoch,
+    max_steps,
+    leftover=0,
+    pieces=0,
+    has_length=True,
+    start_step=0,
+    skip_rows=True,
+):
+    chunks = numbered_chunks(rounds_per_epoch, quota)
+    source = RowSource(
+        as_epochs(chunks, leftover % quota),
+        groups_per_round=quota,
+        micro_steps_per_round=micro,
+        gradient_accumulation_steps=accumulation,
+        max_steps=max_steps,
+        rounds_per_epoch=rounds_per_epoch if has_length else None,
+        start_step=start_step,
+        skip_rows=skip_rows,
+    )
+    rounds = stock_rounds(
+        chunks,
+        micro=micro,
+        accumulation=accumulation,
+        max_steps=max_steps,
+        has_length=has_length,
+        start_step=start_step,
+        skip_rows=skip_rows,
+    )
+    handed_out = drain(source, endless(pieces))
+    assert [row for _, row in handed_out] == [row for _, chunk in rounds for row in chunk]
+    ids = [group_id for group_id, _ in handed_out]
+    assert ids == list(range(ids[0], ids[0] + len(ids))) if ids else True
+    return ids
+
+
+def trains_at_all(sizes: dict) -> bool:
+    """A stream shorter than one optimiser step never does one: stock runs for ever, so there is nothing to match."""
+    return sizes["has_length"] or sizes["rounds_per_epoch"] * sizes["micro"] >= sizes["accumulation"]
+
+
+@given(**SIZES)
+@settings(max_examples=400, deadline=None)
+def test_exactly_the_rows_of_stock(**sizes):
+    assume(trains_at_all(sizes))
+    assert check_against_stock(**sizes)[0] == 0
+
+
+EXAMPLE = {"quota": 1, "rounds_per_epoch": 2, "leftover": 0, "pieces": 0}
+
+
+@given(start_step=st.integers(1, 20), **SIZES)
+@example(start_step=3, micro=2, accumulation=3, max_steps=4, has_length=False, **EXAMPLE)
+@example(start_step=3, micro=2, accumulation=3, max_steps=4, has_length=False, **{**EXAMPLE, "rounds_per_epoch": 4})
+@settings(max_examples=600, deadline=None)
+def test_exactly_the_rows_of_stock_after_resuming(start_step, **sizes):
+    """Wherever the checkpoint falls: in an epoch, between two, or in the middle of a round.
+
+    Pinned by the examples: a stream that ends while it is skipped, in the first by a whole round and in the second by
+    one micro-step only. Stock begins its next epoch then, at `start_step`: what the end of an epoch rounds off is not
+    rounded off twice.
+    """
+    assume(trains_at_all(sizes))
+    check_against_stock(start_step=start_step, **sizes)
+
+
+@given(start_step=st.integers(1, 20), **SIZES)
+@example(start_step=1, micro=2, accumulation=3, max_steps=3, has_length=True, **EXAMPLE)
+@settings(max_examples=600, deadline=None)
+def test_exactly_the_rows_of_stock_after_resuming_without_skipping(start_step, **sizes):
+    """`ignore_data_skip`: the epoch begins anew.
+
+    Pinned by the example: so does its count of micro-steps, hence the step at which it ends.
+    """
+    assume(trains_at_all(sizes))
+    check_against_stock(start_step=start_step, skip_rows=False, **sizes)
+
+
+def test_by_hand():
+    """2 rows and 2 optimiser steps per round, 3 rounds and one row left over per epoch; 9 steps are 5 rounds."""
+    source = RowSource(
+        as_epochs(numbered_chunks(3, 2), leftover=1),
+        groups_per_round=2,
+        micro_steps_per_round=4,
+        gradient_accumulation_steps=2,
+        max_steps=9,
+        rounds_per_epoch=3,
+    )
+    expected = [(0, i) for i in range(6)] + [(1, i) for i in range(4)]
+    assert drain(source, endless(0)) == [(i, {"row": row}) for i, row in enumerate(expected)]
+
+
+def test_the_short_last_step_of_an_epoch_counts():
+    """Pinned: 3 micro-steps per epoch with an accumulation of 2 are two optimiser steps of a map-style dataset, the
+    second one shorter, but one of a stream. So 4 steps are two epochs of the one and four of the other."""
+    sizes = {"groups_per_round": 1, "micro_steps_per_round": 3, "gradient_accumulation_steps": 2, "max_steps": 4}
+    epochs = as_epochs(numbered_chunks(1, 1))
+    assert len(drain(RowSource(epochs, rounds_per_epoch=1, **sizes), endless(0))) == 2
+    assert len(drain(RowSource(epochs, **sizes), endless(0))) == 4
+
+
+def test_resuming_continues_the_ids_and_the_epochs_of_the_uninterrupted_run():
+    """Pinned: each epoch is opened once and in order also when resuming, since opening draws its permutation."""
+    sizes = {
+        "groups_per_round": 2,
+        "micro_steps_per_round": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 9,
+        "rounds_per_epoch": 3,
+    }
+    chunks = numbered_chunks(3, 2)
+    whole = drain(RowSource(as_epochs(chunks), **sizes), endless(0))
+    for start_step in range(10):
+        opened = []
+
+        def open_epoch(epoch, opened=opened):
+            opened.append(epoch)
+            return as_epochs(chunks)(epoch)
+
+        assert drain(RowSource(open_epoch, start_step=start_step, **sizes), endless(1)) == whole[2 * start_step :]
+        assert opened == list(range(len(opened)))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_too_few_rows_for_a_single_round(rows):
+    source = RowSource(
+        lambda epoch: iter([{}] * rows),
+        groups_per_round=4,
+        micro_steps_per_round=1,
+        gradient_accumulation_steps=1,
+        max_steps=1,
+    )
+    with pytest.raises(ConfigError) as caught:
+        source.next_rows(1)
+    for word in (f"has {rows} rows", "needs 4 prompts", "Add rows", "generation_batch_size", "num_generations"):
+        assert word in str(caught.value)
+
+
+def test_nothing_is_read_that_nobody_asked_for():
+    """A stream may be slow: no row is read before it is wanted, but for the rest of its chunk."""
+    read = []
+
+    def open_epoch(epoch):
+        for i in range(100):
+            read.append(i)
+            yield {"row": i}
+
+    source = RowSource(
+        open_epoch, groups_per_round=4, micro_steps_per_round=1, gradient_accumulation_steps=1, max_steps=9
+    )
+    assert read == []
+    assert [row for _, row in source.next_rows(5)] == [{"row": i} for i in range(5)]
+    assert read == list(range(8))
+
+
+# Pool and source, without any engine (rule 9)
+
+TRAINING = {
+    "seed": st.integers(0, 10**9),
+    "prompts": st.integers(1, 2),
+    "steps_per_generation": st.integers(1, 4),
+    "num_iterations": st.integers(1, 2),
+    "accumulation": st.integers(1, 5),
+    "rounds_per_epoch": st.integers(1, 4),
+    "max_steps": st.integers(1, 15),
+    "has_length": st.booleans(),
+    "factor": st.sampled_from([1.0, 1.5, 2.0]),
+}
+
+
+@given(**TRAINING)
+@example(
+    seed=0,
+    prompts=1,
+    steps_per_generation=2,
+    num_iterations=1,
+    accumulation=3,
+    rounds_per_epoch=2,
+    max_steps=4,
+    has_length=True,
+    factor=2.0,
+)
+@settings(max_examples=300, deadline=None)
+def test_training_ends_with_an_empty_pool_and_every_row_trained_as_often_as_in_stock(**sizes):
+    """Rule 9, with the staleness guarantee on: the policy versions are those that stock would have.
+
+    Pinned by the example: the short optimiser step at the end of an epoch is a version too. With 2 micro-steps per
+    round, an accumulation of 3 and 2 rounds per epoch, the version goes from 0 to 2 in the epoch's second round.
+    """
+    train_without_an_engine(start_step=0, **sizes)
+
+
+@given(start_step=st.integers(1, 8), **TRAINING)
+@example(  # the last round of the resumed epoch reaches over its end, where steps count anew
+    start_step=2,
+    seed=0,
+    prompts=1,
+    steps_per_generation=4,
+    num_iterations=1,
+    accumulation=3,
+    rounds_per_epoch=2,
+    max_steps=3,
+    has_length=False,
+    factor=1.0,
+)
+@settings(max_examples=300, deadline=None)
+def test_resumed_training_ends_with_an_empty_pool_too(**sizes):
+    train_without_an_engine(**sizes)
+
+
+def train_without_an_engine(
+    *,
+    seed,
+    prompts,
+    steps_per_generation,
+    num_iterations,
+    accumulation,
+    rounds_per_epoch,
+    max_steps,
+    has_length,
+    factor,
+    start_step,
+):
+    rng = random.Random(seed)
+    micro = steps_per_generation * num_iterations
+    sizes = {"micro": micro, "accumulation": accumulation, "has_length": has_length}
+    assume(trains_at_all({**sizes, "rounds_per_epoch": rounds_per_epoch}))
+    args = APRILGRPOConfig(
+        per_device_train_batch_size=2 * prompts,
+        num_generations=2,
+        steps_per_generation=steps_per_generation,
+        num_iterations=num_iterations,
+        gradient_accumulation_steps=accumulation,
+        use_cpu=True,
+        bf16=False,
+    )
+    versions_per_round = optimiser_steps_per_round(args)
+    quota = args.generation_batch_size // args.num_generations
+    chunks = numbered_chunks(rounds_per_epoch, quota)
+    rounds = stock_rounds(chunks, max_steps=max_steps, start_step=start_step, **sizes)
+    source = RowSource(
+        as_epochs(chunks),
+        groups_per_round=quota,
+        micro_steps_per_round=micro,
+        gradient_accumulation_steps=accumulation,
+        max_steps=max_steps,
+        rounds_per_epoch=rounds_per_epoch if has_length else None,
+        start_step=start_step,
+    )
+    pool = Pool(
+        quota,
+        over_provisioning=factor,
+        max_staleness=2 * versions_per_round,
+        versions_per_round=versions_per_round,
+    )
+    trained = Counter()
+    for version, _ in rounds:
+        pool.begin_round(version)
+        for group_id, row in source.next_rows(pool.room):
+            pool.admit(group_id, row, [1], num_generations=1, max_completion_length=9)
+        unfinished = [group for group in pool if group.samples[0].finish_reason is None]
+        while not pool.quota_met:
+            assert unfinished, "all that was admitted is finished, and it fills no batch"
+            (sample,) = unfinished.pop(rng.randrange(len(unfinished))).samples
+            pool.start(sample)
+            pool.record(sample, [1], [-1.0])
+            pool.finish(sample, FinishReason.STOP)
+        trained.update(group.row["row"] for group in pool.take())
+        pool.check()
+    assert len(pool) == 0
+    assert source.next_rows(1) == []
+    assert trained == Counter(row["row"] for _, chunk in rounds for row in chunk)
+
+
+# The same order as TRL's own sampler and stream
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for so small a model, threads only wait for each other
+    yield build_model(), build_tokenizer()
+    torch.set_num_threads(threads)
+
+
+def rows_of(rows: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"p{i}" for i in range(rows)], "number": list(range(rows))})
+
+
+def stream_of(rows: int) -> IterableDataset:
+    return rows_of(rows).to_iterable_dataset(num_shards=2)
+
+
+def make_trainer(model_and_tokenizer, output_dir: Path, dataset, **options) -> APRILGRPOTrainer:
+    """A trainer whose generations are recorded in `trainer.generations`, as `(global step, prompts)`.
+
+    Given a `rollout_func`, it runs stock GRPO, and its sources can be asked for beside that.
+    """
+    model, tokenizer = model_and_tokenizer
+    generations = []
+
+    def rollout(prompts, trainer):
+        generations.append((trainer.state.global_step, prompts[:: trainer.num_generations]))
+        return {
+            "prompt_ids": [[5, 6]] * len(prompts),
+            "completion_ids": [[7, 2]] * len(prompts),
+            "logprobs": [[-1.0, -1.0]] * len(prompts),
+        }
+
+    trainer = APRILGRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))],
+        args=APRILGRPOConfig(
+            str(output_dir),
+            **{
+                "use_vllm": False,
+                "use_cpu": True,
+                "bf16": False,
+                "gradient_checkpointing": False,
+                "num_generations": 2,
+                "per_device_train_batch_size": 2,
+                "report_to": "none",
+                "disable_tqdm": True,
+                "save_strategy": "no",
+                "learning_rate": 0.0,
+                **options,
+            },
+        ),
+        train_dataset=dataset,
+        rollout_func=rollout,
+    )
+    trainer.generations = generations
+    return trainer
+
+
+@pytest.mark.parametrize("rows", [4, 7, 12])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("seed", [0, 42])
+def test_permutations_are_those_of_trls_sampler(model_and_tokenizer, tmp_path, rows, shuffle, seed):
+    trainer = make_trainer(
+        model_and_tokenizer,
+        tmp_path,
+        rows_of(rows),
+        shuffle_dataset=shuffle,
+        seed=seed,
+        steps_per_generation=3,
+        num_iterations=2,
+        max_steps=1,
+    )
+    quota = 3
+    sampler = RepeatSampler(range(rows), mini_repeat_count=1, batch_size=quota, shuffle=shuffle, seed=seed)
+    open_epoch = open_permutation(trainer, quota)
+    epochs = [list(open_epoch(epoch)) for epoch in range(3)]
+    assert [[row["number"] for row in epoch] for epoch in epochs] == [list(sampler) for _ in range(3)]
+    assert all(row["prompt"] == f"p{row['number']}" for epoch in epochs for row in epoch)
+    if shuffle and rows == 12:
+        assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("rows", [4, 7, 12])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_streams_are_in_trls_order(model_and_tokenizer, tmp_path, rows, shuffle):
+    trainer = make_trainer(
+        model_and_tokenizer, tmp_path, stream_of(rows), shuffle_dataset=shuffle, seed=7, max_steps=1
+    )
+    stream = stream_of(rows)
+    if shuffle:
+        stream = stream.shuffle(seed=7)
+    stream = repeat_iterable_dataset(stream, mini_repeat_count=2, batch_size=3, repeat_count=4)
+    open_epoch = open_stream(trainer, 3)
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        numbers = [row["number"] for row in stream]
+        once = [number for start in range(0, len(numbers), 24) for number in numbers[start : start + 6 : 2]]
+        assert [row["number"] for row in open_epoch(epoch)] == once
+
+
+# What stock GRPO really trains on. Both the reference above and the trainer's source have to say the same.
+
+RUNS = {
+    "one step per round": {"rows": 5, "max_steps": 7},
+    "epochs": {"rows": 5, "num_train_epochs": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2},
+    "a part of an epoch": {"rows": 10, "num_train_epochs": 1.5, "steps_per_generation": 2},
+    "two steps per round": {"rows": 7, "max_steps": 7, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "iterations": {"rows": 6, "max_steps": 9, "steps_per_generation": 2, "num_iterations": 3},
+    "short last step": {"rows": 3, "max_steps": 7, "steps_per_generation": 3, "gradient_accumulation_steps": 2},
+    "round over two steps": {"rows": 4, "max_steps": 5, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
+    "four rounds per step": {"rows": 8, "max_steps": 5, "steps_per_generation": 1, "gradient_accumulation_steps": 4},
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("run", RUNS)
+def test_the_source_gives_what_stock_trains_on(model_and_tokenizer, tmp_path, run, streaming):
+    options = dict(RUNS[run])
+    rows = options.pop("rows")
+    if streaming and "max_steps" not in options:
+        options["max_steps"] = 6  # a stream needs it
+    trainer = make_trainer(
+        model_and_tokenizer, tmp_path, stream_of(rows) if streaming else rows_of(rows), seed=3, **options
+    )
+    trainer.train()
+    check_source_of(trainer)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("skip", [True, False], ids=["skip", "no skip"])
+def test_the_source_gives_what_stock_trains_on_after_resuming(model_and_tokenizer, tmp_path, streaming, skip):
+    """Resumed in the middle of the first epoch, and of a round: stock generates that round anew."""
+    options = {"max_steps": 9, "steps_per_generation": 2, "seed": 3, "ignore_data_skip": not skip}
+    dataset = stream_of(16) if streaming else rows_of(16)
+    first = make_trainer(
+        model_and_tokenizer, tmp_path, dataset, save_strategy="steps", save_steps=5, save_only_model=False, **options
+    )
+    first.train()
+    resumed = make_trainer(model_and_tokenizer, tmp_path, dataset, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert resumed.generations[0][0] == 5
+    check_source_of(resumed, start_step=5)
+
+
+def check_source_of(trainer: APRILGRPOTrainer, start_step: int = 0) -> None:
+    args = trainer.args
+    quota = args.generation_batch_size // args.num_generations
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    assert trainer.state.global_step == trainer.state.max_steps
+
+    trainer.state.global_step = start_step
+    source = make_source(trainer)
+    assert [row["prompt"] for _, row in drain(source, endless(0))] == [
+        prompt for _, prompts in trainer.generations for prompt in prompts
+    ]
+
+    open_epoch = open_stream(trainer, quota) if is_stream else open_permutation(trainer, quota)
+    epochs: dict[int, list] = {}
+
+    def chunks(epoch):
+        while len(epochs) <= epoch:
+            prompts = [row["prompt"] for row in open_epoch(len(epochs))]
+            epochs[len(epochs)] = [prompts[i : i + quota] for i in range(0, len(prompts), quota)]
+        return epochs[epoch]
+
+    assert trainer.generations == stock_rounds(
+        chunks,
+        micro=args.steps_per_generation * args.num_iterations,
+        accumulation=args.gradient_accumulation_steps,
+        max_steps=trainer.state.max_steps,
+        has_length=not is_stream,
+        start_step=start_step,
+        skip_rows=not args.ignore_data_skip,
+    )

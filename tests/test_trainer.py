@@ -1,0 +1,476 @@
+"""The trainer on the real server: what training with partial rollouts must keep, run for real."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from trl_april.config import APRILGRPOConfig
+from trl_april.errors import ConfigError, ServerError
+from trl_april.server import LocalServer
+from trl_april.trainer import APRILGRPOTrainer
+
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
+
+ROWS = [{"prompt": f"{number}+{number}=", "number": number} for number in range(48)]
+DATASET = Dataset.from_list(ROWS)
+
+
+def distinct_characters(completions, **kwargs) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+class RecordingTrainer(APRILGRPOTrainer):
+    """Keeps every batch, and the weights of every policy version."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.rounds = []
+        self.weights = {}
+        super().__init__(*args, **kwargs)
+
+    def _run_round(self):
+        done = super()._run_round()
+        self.rounds.append(done)
+        self.weights[done.version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return done
+
+    @property
+    def trained_groups(self):
+        return [group for done in self.rounds for group in done.groups]
+
+
+def make_config(server: LocalServer, output_dir: Path, **options) -> APRILGRPOConfig:
+    defaults = {
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 200,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    return APRILGRPOConfig(str(output_dir), vllm_server_base_url=server.base_url, **{**defaults, **options})
+
+
+def make_trainer(server, model_dir, output_dir, *, dataset=DATASET, reward=distinct_characters, **options):
+    trainer_options = {
+        name: options.pop(name) for name in ("callbacks", "eval_dataset", "peft_config") if name in options
+    }
+    return RecordingTrainer(
+        model=model_dir,
+        reward_funcs=reward,
+        args=make_config(server, output_dir, **options),
+        train_dataset=dataset,
+        **trainer_options,
+    )
+
+
+def running_requests(server: LocalServer) -> float:
+    """Requests that the server runs or has queued, by its own account."""
+    text = requests.get(f"{server.base_url}/metrics", timeout=10).text
+    gauges = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(gauges))
+
+
+def wait_until_idle(server: LocalServer, seconds: float = 10) -> float:
+    deadline = time.monotonic() + seconds
+    while running_requests(server) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return running_requests(server)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch of this process on one thread: on two cores its threads and the server's would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def sigint():
+    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def long_run(server, tiny_model_dir, tmp_path_factory, one_thread):
+    """One run with samples of three policy versions and more, used by several tests."""
+    trainer = make_trainer(
+        server,
+        tiny_model_dir,
+        tmp_path_factory.mktemp("long_run"),
+        over_provisioning=5.0,  # many wait for long
+        max_completion_length=500,
+        max_steps=10,
+    )
+    trainer.train()
+    return trainer
+
+
+class TestConservation:
+    def test_the_pool_is_empty_when_max_steps_is_reached(self, long_run):
+        assert len(long_run.pool) == 0
+        assert long_run.pool.groups_taken == 10 * 4
+
+    def test_every_generated_token_is_trained(self, long_run):
+        trained = sum(group.num_tokens for group in long_run.trained_groups)
+        assert trained == long_run.pool.tokens_taken == long_run.pool.tokens_generated
+        assert trained == sum(done.generated_tokens for done in long_run.rounds)
+
+    def test_no_group_is_trained_twice(self, long_run):
+        assert sorted(group.group_id for group in long_run.trained_groups) == list(range(40))
+
+    def test_something_was_carried_over(self, long_run):
+        # Otherwise the other tests would prove nothing.
+        assert sum(done.carried_tokens for done in long_run.rounds) > 0
+        assert sum(done.aborted_requests for done in long_run.rounds) > 0
+
+
+class TestLogProbabilities:
+    def test_samples_span_three_versions(self, long_run):
+        versions = [
+            len({segment.version for segment in sample.segments})
+            for group in long_run.trained_groups
+            for sample in group.samples
+        ]
+        assert max(versions) >= 3
+
+    def test_recorded_equal_those_of_the_tagged_version(self, long_run, tiny_model_dir):
+        """To 1e-4 in float32, for every token, under the weights of the version that its segment is tagged with."""
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+        parameters = dict(model.named_parameters())
+        compared = 0
+        for version, weights in long_run.weights.items():
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(weights[name])
+            for group in long_run.trained_groups:
+                for sample in group.samples:
+                    here = torch.tensor([v == version for v in sample.versions])
+                    if not here.any():
+                        continue
+                    prompt, completion = torch.tensor(group.prompt_ids), torch.tensor(sample.token_ids.tolist())
+                    with torch.no_grad():
+                        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+                    expected = logits.log_softmax(-1).gather(-1, completion[:, None]).squeeze(-1)
+                    recorded = torch.tensor(sample.logprobs.tolist())
+                    assert (expected - recorded)[here].abs().max() < 1e-4
+                    compared += int(here.sum())
+        assert compared == long_run.pool.tokens_taken
+
+    def test_versions_differ_by_more_than_the_tolerance(self, long_run):
+        """The test above means something: the same tokens under the version after differ."""
+        differences = [
+            entry["sampling/sampling_logp_difference/max"]
+            for entry in long_run.state.log_history
+            if entry.get("april/staleness_max", 0) > 0
+        ]
+        assert differences and max(differences) > 1e-2
+
+    def test_on_policy_tokens_need_no_correction(self, long_run):
+        first = long_run.state.log_history[0]
+        assert first["april/staleness_max"] == 0
+        assert first["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+class TestStaleness:
+    def test_wait_keeps_the_bound_of_one(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, max_staleness=1, over_provisioning=2.0, max_completion_length=300
+        )
+        trainer.train()
+        ages = [
+            done.version - segment.version
+            for done in trainer.rounds
+            for group in done.groups
+            for sample in group.samples
+            for segment in sample.segments
+        ]
+        assert max(ages) == 1  # reached, and not passed
+        assert len(trainer.pool) == 0
+
+    def test_a_batch_of_many_steps_lowers_over_provisioning(self, server, tiny_model_dir, tmp_path, caplog):
+        """4 optimiser steps per generation batch age a waiting group by 4 versions: with a bound of 5 it waits "
+        "once."""
+        trainer = make_trainer(
+            server,
+            tiny_model_dir,
+            tmp_path,
+            per_device_train_batch_size=4,
+            steps_per_generation=4,
+            over_provisioning=3.0,
+            max_steps=12,
+            max_completion_length=60,
+        )
+        trainer.train()
+        assert "over_provisioning is lowered from 3.0 to 2" in caplog.text
+        assert trainer.pool.target == 8
+        assert len(trainer.rounds) == 3 and len(trainer.pool) == 0
+        assert [done.version for done in trainer.rounds] == [0, 4, 8]
+
+
+class TestSameRowsAsStock:
+    @pytest.mark.parametrize("shuffle", [True, False])
+    def test_synchronous_batches_are_those_of_the_data_loader(self, server, tiny_model_dir, tmp_path, shuffle):
+        """With over_provisioning=1.0 each batch has just the rows that stock GRPO would generate for."""
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, over_provisioning=1.0, shuffle_dataset=shuffle, max_completion_length=8
+        )
+        asked = []
+        stock = trainer._generate_and_score_completions
+
+        def remember(inputs):
+            asked.append([row["prompt"] for row in inputs[::4]])
+            return stock(inputs)
+
+        trainer._generate_and_score_completions = remember
+        trainer.train()
+        assert asked == [[group.row["prompt"] for group in done.groups] for done in trainer.rounds]
+
+    def test_two_epochs_train_every_row_twice(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, dataset=DATASET.select(range(12)), max_steps=-1, num_train_epochs=2,
+            max_completion_length=40,
+        )  # fmt: skip
+        trainer.train()
+        assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(12), 2)
+        assert len(trainer.pool) == 0
+
+    def test_a_stream_of_unknown_length(self, server, tiny_model_dir, tmp_path):
+        dataset = IterableDataset.from_generator(lambda: iter(ROWS[:10]))
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, dataset=dataset, max_steps=5, max_completion_length=8)
+        trainer.train()
+        assert len(trainer.trained_groups) == 20 and len(trainer.pool) == 0
+        # 10 rows hold two batches of 4; the rest of an epoch is dropped, as in stock GRPO.
+        assert max(Counter(group.row["number"] for group in trainer.trained_groups).values()) <= 3
+
+
+class TestDropIn:
+    def test_everything_around_the_rollouts_works_as_in_stock(self, server, tiny_model_dir, tmp_path):
+        """Evaluation, callbacks, extra dataset columns, log_completions, gradient accumulation, async rewards."""
+        seen = []
+
+        class Steps(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                seen.append(state.global_step)
+
+        async def numbers_arrive(prompts, completions, number, completion_ids, trainer_state, log_metric, **kwargs):
+            assert [f"{n}+{n}=" for n in number] == prompts
+            assert all(isinstance(ids, list) and ids for ids in completion_ids)
+            log_metric("my_metric", 3.0)
+            return [len(completion) / 10 for completion in completions]
+
+        trainer = make_trainer(
+            server,
+            tiny_model_dir,
+            tmp_path,
+            reward=[distinct_characters, numbers_arrive],
+            reward_weights=[1.0, 0.5],
+            callbacks=[Steps()],
+            eval_dataset=DATASET.select(range(4)),
+            eval_strategy="steps",
+            eval_steps=2,
+            per_device_eval_batch_size=8,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            max_completion_length=30,
+            log_completions=True,
+            beta=0.1,
+        )
+        trainer.train()
+        assert seen == [1, 2, 3, 4]
+        assert len(trainer.rounds) == 4 and len(trainer.pool) == 0
+        training = [entry for entry in trainer.state.log_history if "loss" in entry]
+        evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+        assert len(training) == 4 and len(evaluations) == 2
+        assert all(entry["my_metric"] == 3.0 and "kl" in entry for entry in training)
+        assert not any(key.startswith("eval_april") for entry in evaluations for key in entry)
+        assert len(list((tmp_path / "completions").glob("*.parquet"))) >= 4
+
+    def test_conversational_prompts(self, server, tiny_model_dir, tmp_path):
+        dataset = Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": row["prompt"]}], "number": row["number"]} for row in ROWS]
+        )
+
+        def has_one_message(prompts, completions, **kwargs):
+            assert all(len(completion) == 1 and completion[0]["role"] == "assistant" for completion in completions)
+            return [float(len(completion[0]["content"])) for completion in completions]
+
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, dataset=dataset, reward=has_one_message, max_steps=2,
+            max_completion_length=30,
+        )  # fmt: skip
+        trainer.train()
+        tokenizer = trainer.processing_class
+        for group in trainer.trained_groups:
+            expected = tokenizer.apply_chat_template(group.row["prompt"], add_generation_prompt=True, tokenize=False)
+            assert tokenizer.decode(group.prompt_ids) == expected
+
+    def test_lora_adapters(self, server, tiny_model_dir, tmp_path):
+        """The merged weights reach the server: the canary and the on-policy log-probabilities agree."""
+        from peft import LoraConfig
+
+        trainer = make_trainer(
+            server,
+            tiny_model_dir,
+            tmp_path,
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM"),
+            over_provisioning=1.0,
+            max_steps=3,
+            max_completion_length=30,
+            disable_dropout=True,
+        )
+        trainer.train()
+        training = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in training)
+
+    def test_checkpoints_are_written_and_resumed(self, server, tiny_model_dir, tmp_path, caplog):
+        options = {"max_steps": 4, "max_completion_length": 20, "save_strategy": "steps", "save_steps": 2}
+        make_trainer(server, tiny_model_dir, tmp_path, **options).train()
+        assert (tmp_path / "README.md").exists()  # the model card, which names APRIL
+        resumed = make_trainer(server, tiny_model_dir, tmp_path, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert "resumes at step 2 with an empty pool" in caplog.text
+        assert [done.version for done in resumed.rounds] == [2, 3]
+        assert min(group.group_id for group in resumed.trained_groups) == 8  # the rows of the first two steps are done
+        assert resumed.state.global_step == 4 and len(resumed.pool) == 0
+
+    def test_training_twice_with_one_trainer(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=2, max_completion_length=30)
+        trainer.train()
+        trainer.train()
+        assert len(trainer.rounds) == 4 and len(trainer.pool) == 0
+        second_start = [entry for entry in trainer.state.log_history if entry.get("april/staleness_max") == 0]
+        assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in second_start)
+
+    def test_nothing_of_ours_outlives_training(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=1, max_completion_length=8)
+        trainer.train()
+        assert not [thread for thread in threading.enumerate() if thread.name == "trl-april-rollouts"]
+        assert not list(Path("/dev/shm").glob("trl_april_weights_*"))
+
+
+class TestMetrics:
+    def test_every_promised_metric_is_logged(self, long_run):
+        training = [entry for entry in long_run.state.log_history if "loss" in entry]
+        promised = {
+            "round_seconds", "abort_seconds", "sync_seconds", "generated_tokens", "trained_tokens",
+            "generated_tokens_per_second", "trained_tokens_per_second", "in_flight_mean", "groups_resumed",
+            "aborted_requests", "carried_fraction", "staleness_mean", "staleness_max", "over_staleness_fraction",
+            "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes",
+            "completions/launched_mean_length", "completions/trained_mean_length",
+        }  # fmt: skip
+        for entry in training:
+            assert {key.removeprefix("april/") for key in entry if key.startswith("april/")} == promised
+
+    def test_figures_agree_with_the_batches(self, long_run):
+        training = [entry for entry in long_run.state.log_history if "loss" in entry]
+        for entry, done in zip(training, long_run.rounds, strict=True):
+            tokens = sum(group.num_tokens for group in done.groups)
+            assert entry["april/trained_tokens"] == tokens
+            assert entry["april/carried_fraction"] == pytest.approx(done.carried_tokens / tokens)
+            assert entry["completions/mean_length"] == pytest.approx(entry["april/completions/trained_mean_length"])
+            assert entry["april/parked_bytes"] == 8 * entry["april/parked_tokens"]
+
+
+class TestBadInput:
+    def test_a_reward_function_that_raises(self, server, tiny_model_dir, tmp_path):
+        """The traceback is the user's, nothing is left running, and the next run works."""
+
+        def raises(completions, **kwargs):
+            raise ZeroDivisionError("mine")
+
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, reward=raises)
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            trainer.train()
+        assert wait_until_idle(server) == 0
+        assert trainer.rollout_func is None
+        again = make_trainer(server, tiny_model_dir, tmp_path, max_steps=1, max_completion_length=8)
+        again.train()
+        assert len(again.pool) == 0
+
+    def test_ctrl_c_in_the_middle_of_a_round(self, server, tiny_model_dir, tmp_path, sigint):
+        """Requests are aborted, what they had generated is kept, and the pool is whole."""
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, max_completion_length=3000, generation_kwargs={"ignore_eos": True}
+        )
+
+        def interrupt():
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                if trainer.pool is not None and trainer.pool.tokens_generated > 500:
+                    return _thread.interrupt_main()
+                time.sleep(0.02)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert wait_until_idle(server) == 0
+        trainer.pool.check()
+        assert trainer.pool.tokens_held > 500
+        states = {sample.state.value for group in trainer.pool for sample in group.samples}
+        assert "parked" in states and "running" not in states
+
+    def test_a_prompt_longer_than_the_context(self, server, tiny_model_dir, tmp_path):
+        dataset = Dataset.from_list([{"prompt": "1" * 4000} for _ in range(8)])
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, dataset=dataset)
+        with pytest.raises(ConfigError, match="has 4000 tokens.*context of 4096 tokens leaves 3896"):
+            trainer.train()
+        assert wait_until_idle(server) == 0
+
+    def test_a_context_shorter_than_the_completion(self, server, tiny_model_dir, tmp_path):
+        with pytest.raises(ConfigError, match="context of 4096 tokens.*max_completion_length=4096"):
+            make_trainer(server, tiny_model_dir, tmp_path, max_completion_length=4096)
+
+    def test_another_model_is_served(self, server, tiny_model_dir, tmp_path):
+        from tests.tiny import save_tiny_model
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+        model.config.num_hidden_layers, model.config.layer_types = 1, model.config.layer_types[:1]
+        model.model.layers = model.model.layers[:1]
+        other = save_tiny_model(tmp_path / "other")
+        model.save_pretrained(other)
+        with pytest.raises(ConfigError, match="num_hidden_layers=2.*num_hidden_layers=1"):
+            make_trainer(server, other, tmp_path)
+
+    def test_a_server_that_is_not_there(self, tiny_model_dir, tmp_path):
+        class Nowhere:
+            base_url = "http://127.0.0.1:9"
+
+        with pytest.raises(ServerError, match="127.0.0.1:9 within 0.5 s.*trl-april serve"):
+            make_trainer(Nowhere, tiny_model_dir, tmp_path, vllm_server_timeout=0.5)
+
+    def test_options_that_a_cut_cannot_preserve(self, server, tiny_model_dir, tmp_path):
+        with pytest.raises(ConfigError, match="stop=.*straddles"):
+            make_trainer(server, tiny_model_dir, tmp_path, generation_kwargs={"stop": ["END"]})
+
+    @pytest.mark.parametrize(
+        ("dataset", "message"),
+        [
+            (Dataset.from_list([]), "rows, but one generation batch needs"),
+            (Dataset.from_list([{"question": "1"}] * 8), "no `prompt`"),
+            (IterableDataset.from_generator(lambda: iter([])), "empty"),
+        ],
+    )
+    def test_datasets_that_cannot_be_trained_on(self, server, tiny_model_dir, tmp_path, dataset, message):
+        with pytest.raises(ConfigError, match=message):
+            make_trainer(server, tiny_model_dir, tmp_path, dataset=dataset)

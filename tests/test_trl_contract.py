@@ -1,0 +1,132 @@
+"""Everything of TRL that trl_april relies on, so that an upgrade fails here with a sentence, and not in training.
+
+If a test fails after an upgrade of TRL, read what changed there, adapt the override that the test names, and only then
+widen the pin in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import trl
+from packaging.version import Version
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import utils
+
+from trl_april.config import APRILGRPOConfig
+from trl_april.trainer import APRILGRPOTrainer
+from trl_april.weight_sync import ServerGeneration
+
+
+GENERATE = inspect.getsource(GRPOTrainer._generate)
+SCORE = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+CONSTRUCTOR = inspect.getsource(GRPOTrainer.__init__)
+
+
+def parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_version_is_the_minor_that_was_tested():
+    assert Version(trl.__version__).release[:2] == (1, 16)
+
+
+def test_the_constructor_takes_what_stock_takes():
+    """APRILGRPOTrainer.__init__ repeats the signature; defaults and order are part of a drop-in."""
+    stock, ours = (inspect.signature(cls.__init__).parameters for cls in (GRPOTrainer, APRILGRPOTrainer))
+    assert list(ours) == list(stock)
+    assert {name: p.default for name, p in ours.items()} == {name: p.default for name, p in stock.items()}
+
+
+def test_only_marked_methods_of_trl_are_overridden():
+    overridden = {
+        name
+        for name, value in vars(APRILGRPOTrainer).items()
+        if callable(value) and any(hasattr(base, name) for base in APRILGRPOTrainer.__mro__[1:-1])
+    }
+    assert overridden == {"__init__", "train", "_generate_and_score_completions"}
+
+
+def test_the_slot_for_foreign_rollouts():
+    """`rollout_func` is read at every call of `_generate`, before tokenization, and returns these keys."""
+    assert GENERATE.index("if self.rollout_func is not None") < GENERATE.index("self._tokenize_prompts")
+    assert "self.rollout_func(prompts, self)" in GENERATE
+    assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in GENERATE
+    assert "self.state.global_step != self._last_loaded_step" in GENERATE
+
+
+def test_recorded_log_probabilities_reach_the_correction():
+    assert "sampling_per_token_logps_list," in SCORE
+    assert "self.use_vllm and self.vllm_importance_sampling_correction" in SCORE
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["inputs"]
+
+
+def test_train_and_eval_are_told_apart_by_the_models_mode():
+    assert 'mode = "train" if self.model.training else "eval"' in SCORE
+
+
+def test_a_generation_batch_is_made_every_so_many_micro_steps():
+    """RowSource counts rounds by this rule."""
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
+    assert "self._step % generate_every == 0 or self._buffered_inputs is None" in source
+
+
+def test_vllm_is_attached_at_the_end_of_the_constructor():
+    """It is constructed with vLLM off; these are the attributes that the branch with vLLM would have set."""
+    branch = CONSTRUCTOR[CONSTRUCTOR.index("if self.use_vllm:\n            # Initialize vLLM") :]
+    branch = branch[: branch.index("\n        else:")]
+    set_there = set(re.findall(r"^            self\.(\w+) = ", branch, flags=re.MULTILINE))
+    assert set_there == {"vllm_generation", "_last_loaded_step"}
+
+
+def test_tokenization_and_sampler():
+    assert parameters(GRPOTrainer._tokenize_prompts) == ["prompts"]
+    assert "return prompt_ids, images, multimodal_fields" in inspect.getsource(GRPOTrainer._tokenize_prompts)
+    assert parameters(GRPOTrainer._get_train_sampler) == ["dataset"]
+    sampler = inspect.getsource(GRPOTrainer._get_train_sampler)
+    for argument in (
+        "mini_repeat_count=self.num_generations",
+        "batch_size=self.args.generation_batch_size // self.num_generations",
+        "repeat_count=self.num_iterations * self.args.steps_per_generation",
+    ):
+        assert argument in sampler
+    assert parameters(utils.repeat_iterable_dataset) == ["dataset", "mini_repeat_count", "batch_size", "repeat_count"]
+
+
+def test_generation_takes_our_place():
+    """ServerGeneration overrides these two and calls the others."""
+    assert parameters(VLLMGeneration._init_vllm) == [] == parameters(VLLMGeneration.sync_weights)
+    assert parameters(VLLMGeneration._iter_named_params) == []
+    assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
+    wanted = {
+        "model", "accelerator", "processing_class", "mode", "server_base_url", "server_host", "server_port",
+        "server_timeout", "group_port", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+        "max_completion_length", "logprobs", "generation_kwargs",
+    }  # fmt: skip
+    assert wanted <= set(parameters(VLLMGeneration.__init__))
+    overridden = {
+        name
+        for name in vars(ServerGeneration)
+        if name in vars(VLLMGeneration) and callable(getattr(VLLMGeneration, name))
+    }
+    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights"}
+
+
+def test_the_client_sets_its_session_up_before_it_checks_the_server():
+    """The API key is added in `check_server`, the first call after the session is made."""
+    source = inspect.getsource(VLLMClient.__init__)
+    assert source.index("self.session = ") < source.index("self.check_server(") < source.index("/v1/models")
+    assert parameters(VLLMClient.check_server) == ["total_timeout", "retry_interval"]
+
+
+def test_config_adds_fields_and_removes_none():
+    stock, ours = GRPOConfig.__dataclass_fields__, APRILGRPOConfig.__dataclass_fields__
+    assert set(ours) - set(stock) == {
+        "over_provisioning", "max_staleness", "staleness_policy", "weight_sync", "weight_sync_dir", "stream_interval",
+    }  # fmt: skip
+    changed = {name for name in stock if ours[name].default != stock[name].default}
+    assert changed == {"use_vllm", "vllm_mode", "vllm_importance_sampling_mode"}

@@ -1,0 +1,197 @@
+"""Weights on their way to the real server, and the proof that they arrived."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import build_model
+from trl_april.canary import server_logprobs, trainer_logprobs
+from trl_april.errors import ConfigError, WeightSyncError
+from trl_april.weight_sync import ServerGeneration, _shards, _tied_names
+
+
+class Trainer:
+    """What ServerGeneration needs of a trainer: a model, and the step that it is at."""
+
+    def __init__(self, model_dir: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.step = 0
+
+    def connect(self, server, generation_class=ServerGeneration, **options) -> ServerGeneration:
+        defaults = {"weight_sync": "auto", "weight_sync_dir": None, "needs_logprobs": True, "api_key": None}
+        return generation_class(
+            policy_version=lambda: self.step,
+            model=self.model,
+            accelerator=Accelerator(cpu=True),
+            processing_class=self.tokenizer,
+            server_base_url=server.base_url,
+            max_completion_length=64,
+            **{**defaults, **options},
+        )
+
+    def change(self, scale: float) -> None:
+        generator = torch.Generator().manual_seed(self.step + 1)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
+        self.step += 1
+
+    def distance(self, generation: ServerGeneration) -> float:
+        """Largest difference of log-probabilities between the two sides, on other tokens than the canary's."""
+        token_ids = list(range(4, 80))
+        ours = torch.tensor(trainer_logprobs(self.model, token_ids, torch.device("cpu")))
+        session = generation.vllm_client.session
+        theirs = torch.tensor(server_logprobs(session, generation.base_url, generation.facts.model, token_ids))
+        return float((ours - theirs).abs().max())
+
+
+@pytest.fixture
+def trainer(tiny_model_dir, one_thread) -> Trainer:
+    return Trainer(tiny_model_dir)
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.server
+class TestFileSystem:
+    def test_tied_weights_arrive_exactly_every_time(self, server, trainer):
+        generation = trainer.connect(server)
+        assert generation.weight_sync == "filesystem"
+        for _ in range(3):
+            trainer.change(0.3)
+            generation.sync_weights()
+            assert trainer.distance(generation) < 1e-4
+
+    def test_without_the_sync_the_two_sides_differ(self, server, trainer):
+        """The test above would not pass by itself."""
+        generation = trainer.connect(server)
+        generation.sync_weights()
+        trainer.change(0.3)
+        assert trainer.distance(generation) > 0.1
+
+    def test_the_server_reports_the_policy_version(self, server, trainer):
+        generation = trainer.connect(server)
+        trainer.step = 41
+        trainer.change(0.1)
+        generation.sync_weights()
+        assert requests.get(f"{server.base_url}/weight_info", timeout=10).json() == {"weight_version": "42"}
+        assert generation.sync_seconds > 0
+
+    def test_the_folder_is_the_one_given_and_left_empty(self, server, trainer, tmp_path, monkeypatch):
+        generation = trainer.connect(server, weight_sync_dir=str(tmp_path))
+        paths = []
+        post = generation._post
+
+        def remember(path, body=None):
+            if path == "collective_rpc":
+                paths.append(Path(body["kwargs"]["weights_path"]))
+                assert list(paths[-1].glob("*.safetensors"))
+            return post(path, body)
+
+        monkeypatch.setattr(generation, "_post", remember)
+        generation.sync_weights()
+        assert [path.parent for path in paths] == [tmp_path]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_many_shards_are_one_model(self, server, trainer, monkeypatch):
+        monkeypatch.setattr("trl_april.weight_sync.SHARD_BYTES", 20_000)
+        generation = trainer.connect(server)
+        trainer.change(0.3)
+        generation.sync_weights()
+        assert trainer.distance(generation) < 1e-4
+
+    def test_the_models_mode_is_left_as_it_was(self, server, trainer):
+        generation = trainer.connect(server)
+        for training in (True, False):
+            trainer.model.train(training)
+            generation.sync_weights()
+            assert trainer.model.training is training
+
+
+class KeepsOldWeights(ServerGeneration):
+    """A server that says it has loaded the weights, and has not."""
+
+    lies = False
+
+    def _sync_through_files(self) -> None:
+        if not self.lies:
+            super()._sync_through_files()
+
+
+@pytest.mark.server
+class TestCanary:
+    @pytest.mark.parametrize("scale", [0.3, 1e-4])
+    def test_a_server_that_kept_its_old_weights_is_an_error(self, server, trainer, scale):
+        """Also where the weights have moved by so little that both sides still agree within the tolerance."""
+        generation = trainer.connect(server, KeepsOldWeights)
+        generation.sync_weights()
+        generation.lies = True
+        trainer.change(scale)
+        with pytest.raises(WeightSyncError, match="does not hold|has kept its old weights"):
+            generation.sync_weights()
+
+    def test_a_small_step_that_arrives_is_fine(self, server, trainer):
+        generation = trainer.connect(server, KeepsOldWeights)
+        generation.sync_weights()
+        trainer.change(1e-4)
+        generation.sync_weights()
+
+
+@pytest.mark.server
+class TestChoice:
+    def test_nccl_on_a_cpu_is_refused(self, server, trainer):
+        with pytest.raises(ConfigError, match="weight_sync='nccl' needs.*cpu.*filesystem"):
+            trainer.connect(server, weight_sync="nccl")
+
+    def test_a_folder_that_is_not_there_is_refused(self, server, trainer, tmp_path):
+        with pytest.raises(ConfigError, match="nowhere.*not a folder"):
+            trainer.connect(server, weight_sync_dir=str(tmp_path / "nowhere"))
+
+    @pytest.mark.parametrize(
+        ("asked", "trainer_device", "server_device", "has_transfer", "chosen"),
+        [
+            ("auto", "cuda", "cuda", True, "nccl"),
+            ("auto", "cuda", "cuda", False, "filesystem"),
+            ("auto", "cpu", "cuda", True, "filesystem"),
+            ("auto", "cuda", "cpu", True, "filesystem"),
+            ("filesystem", "cuda", "cuda", True, "filesystem"),
+            ("nccl", "cuda", "cuda", True, "nccl"),
+        ],
+    )
+    def test_by_devices(self, server, trainer, asked, trainer_device, server_device, has_transfer, chosen):
+        from dataclasses import replace
+
+        generation = trainer.connect(server)
+        generation._asked_weight_sync = asked
+        generation.facts = replace(generation.facts, device=server_device, has_weight_transfer=has_transfer)
+
+        class Device:
+            device = torch.device(trainer_device)
+
+        generation.accelerator = Device()
+        assert generation._choose_weight_sync() == chosen
+
+
+def test_a_shard_holds_no_more_than_asked_beside_its_first_parameter():
+    sizes = [4, 4, 4, 20, 1, 1]
+    params = [(f"p{place}", torch.zeros(size, dtype=torch.uint8)) for place, size in enumerate(sizes)]
+    shards = list(_shards(iter(params), 10))
+    assert [list(shard) for shard in shards] == [["p0", "p1"], ["p2"], ["p3"], ["p4", "p5"]]
+
+
+def test_shared_parameters_are_named_twice():
+    assert _tied_names(build_model(tie_word_embeddings=True)) == {"model.embed_tokens.weight": ["lm_head.weight"]}
+    assert _tied_names(build_model(tie_word_embeddings=False)) == {}

@@ -1,0 +1,63 @@
+"""APRIL for TRL: GRPO training that does not wait for its longest completion.
+
+Names are imported on first use, so that `import trl_april.pool` loads neither torch nor TRL.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from .config import APRILGRPOConfig
+    from .errors import AprilError, ConfigError, EngineError, PoolError, ServerError, WeightSyncError
+    from .pool import Pool
+    from .server import LocalServer
+    from .trainer import APRILGRPOTrainer
+    from .types import Group, Sample, Segment
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "APRILGRPOConfig": "config",
+    "APRILGRPOTrainer": "trainer",
+    "AprilError": "errors",
+    "ConfigError": "errors",
+    "EngineError": "errors",
+    "Group": "types",
+    "LocalServer": "server",
+    "Pool": "pool",
+    "PoolError": "errors",
+    "Sample": "types",
+    "Segment": "types",
+    "ServerError": "errors",
+    "WeightSyncError": "errors",
+}
+
+__all__ = [
+    "APRILGRPOConfig",
+    "APRILGRPOTrainer",
+    "AprilError",
+    "ConfigError",
+    "EngineError",
+    "Group",
+    "LocalServer",
+    "Pool",
+    "PoolError",
+    "Sample",
+    "Segment",
+    "ServerError",
+    "WeightSyncError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value  # the next look-up finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

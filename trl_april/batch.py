@@ -1,0 +1,93 @@
+"""Finished groups as what TRL takes, and what the logs say about them.
+
+The invariant owned here: rows, prompts, tokens and log-probabilities stay aligned, group by group and sample by
+sample, in the order of the pool. Torch is not needed: TRL takes lists.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from .pool import Pool
+from .rollout import Round
+from .types import Group, Sample, SampleState
+
+
+def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """One row per sample, each a copy of its own: TRL and reward functions write into them."""
+    return [copy.deepcopy(group.row) for group in groups for _ in group.samples]
+
+
+def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
+    """The batch in the form of TRL's `rollout_func`.
+
+    Returns:
+        `dict` with one list entry per sample, group-major:
+
+        - `prompt_ids` (`list[list[int]]`, shape `(batch, prompt_length)`)
+        - `completion_ids` (`list[list[int]]`, shape `(batch, completion_length)`)
+        - `logprobs` (`list[list[float]]`, shape `(batch, completion_length)`): each under the policy version that the
+          token was sampled from.
+    """
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    return {
+        "prompt_ids": [list(group.prompt_ids) for group, _ in samples],
+        "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
+        "logprobs": [sample.logprobs.tolist() for _, sample in samples],
+    }
+
+
+def staleness(sample: Sample, version: int) -> list[int]:
+    """Age of every token in policy versions when trained under `version`, shape `(length,)`."""
+    return [version - sampled_under for sampled_under in sample.versions]
+
+
+def round_metrics(done: Round, pool: Pool, *, sync_seconds: float, max_staleness: int | None) -> dict[str, float]:
+    """What a round adds to the trainer's log, without the `april/` prefix.
+
+    Args:
+        done (`Round`):
+            The round, its batch taken.
+        pool (`Pool`):
+            What remains.
+        sync_seconds (`float`):
+            Duration of the weight sync before the round, 0 if there was none.
+        max_staleness (`int`, *optional*):
+            Bound above which tokens are counted as over it.
+    """
+    samples = [sample for group in done.groups for sample in group.samples]
+    trained_tokens = sum(len(sample) for sample in samples)
+    # By segment, not by token: a batch has few of them.
+    ages = [(done.version - s.version, s.length) for sample in samples for s in sample.segments]
+    parked = [sample for group in pool for sample in group.samples if sample.state is SampleState.PARKED]
+    # A batch that surplus filled takes no time; a rate over nothing is reported as zero.
+    per_second = 1 / done.seconds if done.requests and done.seconds else 0.0
+    return {
+        "round_seconds": done.seconds,
+        "abort_seconds": done.abort_seconds,
+        "sync_seconds": sync_seconds,
+        "generated_tokens": done.generated_tokens,
+        "trained_tokens": trained_tokens,
+        "generated_tokens_per_second": done.generated_tokens * per_second,
+        "trained_tokens_per_second": trained_tokens * per_second,
+        "in_flight_mean": done.in_flight_mean,
+        "groups_resumed": done.resumed_groups,
+        "aborted_requests": done.aborted_requests,
+        "carried_fraction": done.carried_tokens / trained_tokens,
+        "staleness_mean": sum(age * length for age, length in ages) / trained_tokens,
+        "staleness_max": max(age for age, _ in ages),
+        "over_staleness_fraction": (
+            0.0
+            if max_staleness is None
+            else sum(length for age, length in ages if age > max_staleness) / trained_tokens
+        ),
+        "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
+        "outstanding": len(pool),
+        "parked_tokens": sum(len(sample) for sample in parked),
+        "parked_bytes": sum(sample.nbytes for sample in parked),
+        "completions/launched_mean_length": done.launched_tokens / done.requests if done.requests else 0.0,
+        "completions/trained_mean_length": fmean(len(sample) for sample in samples),
+    }

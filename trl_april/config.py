@@ -1,0 +1,143 @@
+"""APRIL's options: the fields that TRL lacks, and the few TRL defaults that partial rollouts change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trl import GRPOConfig
+
+from .errors import ConfigError
+from .pool import check_bound
+
+
+WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
+
+
+@dataclass
+class APRILGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`APRILGRPOTrainer`].
+
+    This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
+    all others please refer to [`~trl.GRPOConfig`]. Three of its defaults differ:
+
+    - `use_vllm=True` and `vllm_mode="server"`: APRIL works on a vLLM server.
+    - `vllm_importance_sampling_mode="token_truncate"`: TRL's default, `"sequence_mask"`, exponentiates the log-ratio
+      summed over the sequence, and so would mask out just those long samples of several policy versions that APRIL
+      keeps.
+
+    Parameters:
+        over_provisioning (`float`, *optional*, defaults to `2.0`):
+            Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
+            synchronous GRPO through the same code.
+        max_staleness (`int` or `None`, *optional*, defaults to `5`):
+            Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
+            version at sampling. `None` lifts it. The paper observed at most 5.
+        staleness_policy (`str`, *optional*, defaults to `"wait"`):
+            What happens at the bound. `"wait"`: a guarantee, the round stays open for the groups that fall due.
+            `"ignore"`: older tokens are trained all the same, and only counted in the logs.
+        weight_sync (`str`, *optional*, defaults to `"auto"`):
+            How weights travel to the server: `"nccl"` (TRL's own, RCCL on AMD), `"filesystem"` (any device; also
+            trainer and server on one GPU), or `"auto"`, which takes NCCL where both have a GPU and the server was
+            started for it.
+        weight_sync_dir (`str`, *optional*):
+            Existing folder that the file-system sync writes to, visible to the server under the same path. Defaults to
+            shared memory of this host.
+        stream_interval (`int`, *optional*, defaults to `64`):
+            Tokens per streamed chunk: what a crash of the server can cost per sample.
+
+    Raises:
+        ConfigError: If a value is out of its range. It is a `ValueError`.
+    """
+
+    over_provisioning: float = field(
+        default=2.0,
+        metadata={
+            "help": "Prompt groups in flight as a factor of those that a batch needs, at least 1.0. 1.0 is "
+            "synchronous GRPO through the same code."
+        },
+    )
+    max_staleness: int | None = field(
+        default=5,
+        metadata={
+            "help": "Bound on the age of a trained token, in policy versions (version at training minus version at "
+            "sampling). `None` lifts it."
+        },
+    )
+    staleness_policy: str = field(
+        default="wait",
+        metadata={
+            "help": "What happens at `max_staleness`. `'wait'`: a guarantee, the round stays open for the groups that "
+            "fall due. `'ignore'`: older tokens are trained and only counted."
+        },
+    )
+    weight_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "How weights travel to the server: `'nccl'`, `'filesystem'`, or `'auto'`, which takes NCCL where "
+            "trainer and server both have a GPU and the server was started for it."
+        },
+    )
+    weight_sync_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Existing folder that the file-system sync writes to, visible to the server under the same path. "
+            "Defaults to shared memory of this host."
+        },
+    )
+    stream_interval: int = field(
+        default=64,
+        metadata={"help": "Tokens per streamed chunk: what a crash of the server can cost per sample."},
+    )
+
+    # Changed defaults; the class docstring says why.
+    use_vllm: bool = field(
+        default=True,
+        metadata={"help": "Whether to use vLLM for generating completions. APRIL is on in server mode only."},
+    )
+    vllm_mode: str = field(
+        default="server",
+        metadata={
+            "help": "`'server'`: APRIL, on a separate vLLM server (start one with `trl-april serve`). `'colocate'`: "
+            "stock GRPO with vLLM in the same process."
+        },
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "Importance sampling correction for tokens sampled under other weights: 'token_truncate', "
+            "'token_mask', 'sequence_truncate' or 'sequence_mask'. See `GRPOConfig`."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        AprilOptions.of(self)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, slots=True)
+class AprilOptions:
+    """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them."""
+
+    over_provisioning: float = 2.0
+    max_staleness: int | None = 5
+    staleness_policy: str = "wait"
+    weight_sync: str = "auto"
+    weight_sync_dir: str | None = None
+    stream_interval: int = 64
+
+    @classmethod
+    def of(cls, args: GRPOConfig) -> AprilOptions:
+        """The options of an [`APRILGRPOConfig`], or the defaults for any other config."""
+        if not isinstance(args, APRILGRPOConfig):
+            return cls()
+        values: dict[str, Any] = {option.name: getattr(args, option.name) for option in fields(cls)}
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        check_bound(self.over_provisioning, self.max_staleness, self.staleness_policy)
+        if self.weight_sync not in WEIGHT_SYNCS:
+            raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
+        if self.stream_interval < 1:
+            raise ConfigError(f"stream_interval is {self.stream_interval}; it counts tokens and must be at least 1.")

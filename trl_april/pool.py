@@ -1,0 +1,461 @@
+"""The pool: every admitted group is here, in exactly one state, until it is taken for training.
+
+This one object is where "nothing lost, nothing twice" is decided. The cache of partial samples is not a second store,
+it is the pool's parked samples. The pool never waits, reads no clock and knows neither torch nor HTTP; the trainer and
+a simulator can drive the same one.
+
+```
+admit -> WAITING -> start -> RUNNING -> finish -> FINISHED -> take
+                       ^        |
+                       |       park
+                       +----- PARKED
+```
+
+An illegal transition raises [`PoolError`] and changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from .errors import ConfigError, PoolError
+from .types import FinishReason, Group, Sample, SampleState
+
+
+STALENESS_POLICIES = ("wait", "ignore")
+STATE_FORMAT = 1
+
+
+def check_bound(
+    over_provisioning: float, max_staleness: int | None, staleness_policy: str, versions_per_round: int = 1
+) -> None:
+    """Refuse a factor and a staleness bound that are out of range, or that cannot be kept together.
+
+    Args:
+        over_provisioning, max_staleness, staleness_policy, versions_per_round:
+            As for [`Pool`].
+
+    Raises:
+        ConfigError: If one is out of range, or if under `"wait"` more groups would be outstanding than the bound lets
+            through.
+    """
+    if not 1.0 <= over_provisioning < math.inf:
+        raise ConfigError(
+            f"over_provisioning is {over_provisioning}; it is the number of groups in flight as a factor of those "
+            "needed, so it must be finite and at least 1.0 (1.0 is synchronous)."
+        )
+    if staleness_policy not in STALENESS_POLICIES:
+        raise ConfigError(
+            f"staleness_policy is {staleness_policy!r}; it must be one of {', '.join(STALENESS_POLICIES)}."
+        )
+    if max_staleness is None:
+        return
+    if max_staleness < 0:
+        raise ConfigError(
+            f"max_staleness is {max_staleness}; it counts policy versions and cannot be negative. Use None to lift "
+            "the bound."
+        )
+    rounds = max_staleness // versions_per_round
+    if staleness_policy == "wait" and over_provisioning > rounds + 1:
+        raise ConfigError(
+            f"over_provisioning is {over_provisioning} with max_staleness={max_staleness} and up to "
+            f"{versions_per_round} policy version(s) per round. A group can then wait for {rounds} round(s), so "
+            f"over_provisioning must be at most {rounds + 1}. Lower it, or raise max_staleness to at least "
+            f"{math.ceil(over_provisioning - 1) * versions_per_round}."
+        )
+
+
+class Pool:
+    """Groups between admission and training, and the rules by which they move.
+
+    Args:
+        quota (`int`):
+            Groups that a round delivers (N).
+        over_provisioning (`float`, *optional*, defaults to `2.0`):
+            Target for outstanding groups as a factor of the quota (N'/N), at least 1.0. Finished surplus counts
+            against the target.
+        max_staleness (`int` or `None`, *optional*, defaults to `5`):
+            Bound on the staleness of a token in policy versions: version at training minus version at sampling. `None`
+            lifts it.
+        staleness_policy (`str`, *optional*, defaults to `"wait"`):
+            `"wait"` makes the bound a guarantee: a round stays open for the groups that fall due. `"ignore"` lets the
+            bound be passed (it is still counted in the metrics).
+        versions_per_round (`int`, *optional*, defaults to `1`):
+            The most that the policy version may advance from one round to the next.
+
+    Raises:
+        ConfigError: If an argument is out of range, or if under `"wait"` more groups would be outstanding than the
+            bound lets through.
+    """
+
+    def __init__(
+        self,
+        quota: int,
+        *,
+        over_provisioning: float = 2.0,
+        max_staleness: int | None = 5,
+        staleness_policy: str = "wait",
+        versions_per_round: int = 1,
+    ) -> None:
+        if quota < 1:
+            raise ConfigError(f"quota is {quota}; a round delivers at least 1 group.")
+        if versions_per_round < 1:
+            raise ConfigError(f"versions_per_round is {versions_per_round}; it must be at least 1.")
+        check_bound(over_provisioning, max_staleness, staleness_policy, versions_per_round)
+        # Only under "wait" does the bound decide anything here.
+        self._bound = max_staleness if staleness_policy == "wait" else None
+        self.quota = quota
+        self.versions_per_round = versions_per_round
+        # The small subtraction keeps 1.1 * 10 = 11.000000000000002 from becoming 12.
+        self.target = math.ceil(over_provisioning * quota - 1e-9)
+        self.version: int | None = None
+        self.groups_admitted = 0
+        self.groups_taken = 0
+        self.tokens_generated = 0
+        self.tokens_taken = 0
+        self._last_id = -1
+        self._groups: dict[int, Group] = {}  # in the order of admission, which is that of the ids
+        self._finished: list[int] = []  # ids, ascending
+
+    # Admission
+
+    def begin_round(self, version: int) -> None:
+        """Enter the next round: from here on, tokens are sampled under `version`.
+
+        Raises:
+            PoolError: If requests still run under another version, or if the version goes back, or advances further
+                than `versions_per_round` while a staleness bound is guaranteed.
+        """
+        if self.version is not None and version != self.version:
+            running = self.count(SampleState.RUNNING)
+            if running:
+                raise PoolError(
+                    f"The policy version cannot go from {self.version} to {version} while {running} requests run: a "
+                    "segment has one version. Park or finish them first."
+                )
+            if version < self.version:
+                raise PoolError(f"The policy version cannot go back from {self.version} to {version}.")
+            if self._bound is not None and self._groups and version - self.version > self.versions_per_round:
+                raise PoolError(
+                    f"The policy version went from {self.version} to {version} in one round, more than the "
+                    f"{self.versions_per_round} that the staleness bound was planned with."
+                )
+        self.version = version
+
+    @property
+    def room(self) -> int:
+        """Groups worth admitting now: up to the target, and none in a round whose quota is met by surplus already.
+
+        A group admitted to such a round would be cut before its first token. [`~Pool.admit`] enforces the target only.
+        """
+        return 0 if self.quota_met else max(0, self.target - len(self._groups))
+
+    def admit(
+        self,
+        group_id: int,
+        row: dict[str, Any],
+        prompt_ids: list[int],
+        *,
+        num_generations: int,
+        max_completion_length: int,
+    ) -> Group:
+        """Take responsibility for the next dataset row.
+
+        Args:
+            group_id (`int`):
+                Larger than every id admitted before: age is the order of the ids.
+            row (`dict`):
+                The dataset row.
+            prompt_ids (`list[int]`):
+                Token ids of its prompt, not empty.
+            num_generations (`int`):
+                Samples to generate, at least 1.
+            max_completion_length (`int`):
+                Token budget of each sample, at least 1.
+
+        Returns:
+            `Group`: The admitted group, all its samples waiting.
+
+        Raises:
+            PoolError: If no round has begun, the ids do not ascend, the group is empty, or the target is reached.
+        """
+        if self.version is None:
+            raise PoolError("begin_round must be called before the first group is admitted.")
+        if group_id <= self._last_id:
+            raise PoolError(f"Group {group_id} comes after group {self._last_id}; ids must ascend.")
+        if not prompt_ids or num_generations < 1 or max_completion_length < 1:
+            raise PoolError(
+                f"Group {group_id} has {len(prompt_ids)} prompt tokens, {num_generations} samples and a budget of "
+                f"{max_completion_length} tokens; each must be at least 1."
+            )
+        if len(self._groups) >= self.target:
+            raise PoolError(f"{len(self._groups)} groups are outstanding, which is the target; admit no more.")
+        group = Group.fresh(group_id, row, prompt_ids, num_generations, max_completion_length, self.version)
+        self._groups[group_id] = group
+        self._last_id = group_id
+        self.groups_admitted += 1
+        return group
+
+    # Transitions of samples
+
+    def ready(self) -> list[tuple[Group, Sample]]:
+        """Samples that can be started, resumed ones first, each kind oldest first."""
+        pairs = [
+            (group, sample)
+            for group in self._groups.values()
+            for sample in group.samples
+            if sample.state in (SampleState.WAITING, SampleState.PARKED)
+        ]
+        pairs.sort(key=lambda pair: pair[1].state is SampleState.WAITING)  # stable: age within each kind
+        return pairs
+
+    def start(self, sample: Sample) -> None:
+        """A request for `sample` is about to be sent."""
+        self._expect(sample, SampleState.WAITING, SampleState.PARKED)
+        sample.segment_open = False
+        sample.state = SampleState.RUNNING
+
+    def record(self, sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens that have arrived for a running sample.
+
+        Args:
+            sample (`Sample`):
+                The running sample.
+            token_ids (`Sequence[int]`, shape `(n,)`):
+                New tokens.
+            logprobs (`Sequence[float]`, shape `(n,)`):
+                Log-probability of each under the policy that sampled it.
+
+        Raises:
+            PoolError: If the sample is not running, or the tokens pass its budget.
+            EngineError: If the tokens are malformed.
+        """
+        group = self._expect(sample, SampleState.RUNNING)
+        assert self.version is not None  # a sample runs only inside a round
+        if len(token_ids) > group.remaining(sample):
+            raise PoolError(
+                f"Sample {sample.index} of group {sample.group_id} got {len(token_ids)} tokens with "
+                f"{group.remaining(sample)} of its {group.max_completion_length} left."
+            )
+        sample.append(token_ids, logprobs, self.version)
+        self.tokens_generated += len(token_ids)
+
+    def finish(self, sample: Sample, reason: FinishReason) -> None:
+        """The request of `sample` ended by itself: the completion is whole."""
+        group = self._expect(sample, SampleState.RUNNING)
+        if not len(sample):
+            raise PoolError(
+                f"Sample {sample.index} of group {sample.group_id} finished without a token; nothing can be trained."
+            )
+        self._complete(group, sample, FinishReason(reason))
+
+    def park(self, sample: Sample) -> None:
+        """The request of `sample` was cut: keep what it has, to be resumed.
+
+        A sample whose budget is used up has nothing left to ask for and is finished instead.
+        """
+        group = self._expect(sample, SampleState.RUNNING)
+        if group.remaining(sample) == 0:
+            self._complete(group, sample, FinishReason.LENGTH)
+        else:
+            sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
+
+    # Delivery
+
+    @property
+    def quota_met(self) -> bool:
+        """Whether the round can be closed: enough groups are finished, and none that must go now is left behind.
+
+        Under `"wait"`, a group born under version `b` can wait for `(b + max_staleness - version) //
+        versions_per_round` more rounds. What is left behind must fit: for every j, at most `j * quota` groups may
+        have j rounds or fewer to go. Rounds deliver the oldest first, so this is earliest deadline first, and keeping
+        it true at every round's end keeps it feasible for ever (admission keeps `len(self) <= target`).
+        """
+        if len(self._finished) < self.quota:
+            return False
+        if self._bound is None:
+            return True
+        return self._fits(leaving=set(islice(self._finished, self.quota)), rounds=0)
+
+    def _fits(self, leaving: set[int], rounds: int) -> bool:
+        """Whether all groups but `leaving` can be trained in time, with `rounds` more rounds than they can wait."""
+        assert self._bound is not None and self.version is not None
+        left_behind = 0
+        for group in self._groups.values():  # oldest first, so the rounds that they can wait only grow
+            if group.group_id not in leaving:
+                left_behind += 1
+                can_wait = (group.born + self._bound - self.version) // self.versions_per_round
+                if left_behind > self.quota * (can_wait + rounds):
+                    return False
+        return True
+
+    def take(self) -> list[Group]:
+        """Hand the oldest finished groups over to training, exactly `quota` of them, oldest first.
+
+        Raises:
+            PoolError: If the quota is not met.
+        """
+        if not self.quota_met:
+            raise PoolError(
+                f"{len(self._finished)} of {self.quota} groups are finished, or one that falls due is not; the round "
+                "cannot be closed yet."
+            )
+        taken = [self._groups.pop(group_id) for group_id in self._finished[: self.quota]]
+        del self._finished[: self.quota]
+        self.groups_taken += len(taken)
+        self.tokens_taken += sum(group.num_tokens for group in taken)
+        return taken
+
+    # What is inside
+
+    def __len__(self) -> int:
+        """Outstanding groups: admitted and not yet taken."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    @property
+    def num_finished(self) -> int:
+        """Finished groups that wait to be taken."""
+        return len(self._finished)
+
+    @property
+    def tokens_held(self) -> int:
+        """Completion tokens of all outstanding groups."""
+        return sum(group.num_tokens for group in self._groups.values())
+
+    def count(self, state: SampleState) -> int:
+        """Samples in `state`."""
+        return sum(sample.state is state for group in self._groups.values() for sample in group.samples)
+
+    def check(self) -> None:
+        """Verify every invariant by recounting from the samples; linear in their number.
+
+        Raises:
+            PoolError: Naming the invariant that does not hold.
+        """
+        if self.groups_admitted != self.groups_taken + len(self._groups):
+            raise PoolError(
+                f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken and {len(self._groups)} are "
+                "in the pool: a group was lost or taken twice."
+            )
+        if self.tokens_generated != self.tokens_taken + self.tokens_held:
+            raise PoolError(
+                f"{self.tokens_generated} tokens were generated, {self.tokens_taken} trained and {self.tokens_held} "
+                "are in the pool: tokens were lost or counted twice."
+            )
+        if list(self._groups) != sorted(self._groups):
+            raise PoolError("The groups of the pool are not in the order of their ids.")
+        finished = [g.group_id for g in self if all(s.state is SampleState.FINISHED for s in g.samples)]
+        if finished != self._finished:
+            raise PoolError(f"Finished groups are {finished}, but {self._finished} are listed.")
+        for group in self:
+            for sample in group.samples:
+                self._check_sample(group, sample)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is in the pool, as plain data; nothing that runs is disturbed.
+
+        A running sample is stored as what has arrived of it, parked. Tokens and log-probabilities are copies of the
+        compact arrays.
+        """
+        return {
+            "format": STATE_FORMAT,
+            "version": self.version,
+            "last_id": self._last_id,
+            "groups_admitted": self.groups_admitted,
+            "groups_taken": self.groups_taken,
+            "tokens_generated": self.tokens_generated,
+            "tokens_taken": self.tokens_taken,
+            "groups": [group.state_dict() for group in self],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what [`~Pool.state_dict`] returned, into an empty pool. The options stay those of this pool.
+
+        Raises:
+            PoolError: If the pool is not empty, the format is another one, keys are missing or unknown, or the state
+                breaks an invariant. The pool is then as it was before.
+        """
+        if self._groups or self.groups_admitted:
+            raise PoolError("A state can only be loaded into an empty pool.")
+        if state.get("format") != STATE_FORMAT:
+            raise PoolError(f"The state has format {state.get('format')!r}; this version reads {STATE_FORMAT}.")
+        restored = Pool(self.quota, max_staleness=None)
+        _expect_keys("pool state", state, restored.state_dict())
+        try:
+            groups = [Group.from_state_dict(entry) for entry in state["groups"]]
+            restored._last_id = int(state["last_id"])
+            for name in ("groups_admitted", "groups_taken", "tokens_generated", "tokens_taken"):
+                setattr(restored, name, int(state[name]))
+            restored.version = None if state["version"] is None else int(state["version"])
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            raise PoolError(f"The pool state is malformed: {error!r}.") from error
+        restored._groups = {group.group_id: group for group in groups}
+        if len(restored._groups) != len(groups) or (groups and max(restored._groups) > restored._last_id):
+            raise PoolError("The pool state holds a group twice, or one that was never admitted.")
+        restored._finished = sorted(
+            g.group_id for g in groups if all(s.state is SampleState.FINISHED for s in g.samples)
+        )
+        restored.check()
+        if self._bound is not None and groups:
+            restored._bound, restored.versions_per_round = self._bound, self.versions_per_round
+            if not restored._fits(leaving=set(), rounds=1):  # the round that comes next is one more
+                raise PoolError(
+                    f"The {len(groups)} groups of the pool state cannot all be trained within a staleness of "
+                    f"{self._bound} versions at {self.quota} groups per round. Resume with the max_staleness that "
+                    "they were saved under, or None."
+                )
+        for name in (
+            "version", "groups_admitted", "groups_taken", "tokens_generated", "tokens_taken",
+            "_last_id", "_groups", "_finished",
+        ):  # fmt: skip
+            setattr(self, name, getattr(restored, name))
+
+    # Internal
+
+    def _expect(self, sample: Sample, *states: SampleState) -> Group:
+        group = self._groups.get(sample.group_id)
+        if group is None or group.samples[sample.index] is not sample:
+            raise PoolError(f"Sample {sample.index} of group {sample.group_id} is not in the pool.")
+        if sample.state not in states:
+            raise PoolError(
+                f"Sample {sample.index} of group {sample.group_id} is {sample.state.value}; this needs it to be "
+                f"{' or '.join(states)}."
+            )
+        return group
+
+    def _complete(self, group: Group, sample: Sample, reason: FinishReason) -> None:
+        sample.state = SampleState.FINISHED
+        sample.finish_reason = reason
+        sample.segment_open = False
+        if all(sibling.state is SampleState.FINISHED for sibling in group.samples):
+            insort(self._finished, group.group_id)
+
+    def _check_sample(self, group: Group, sample: Sample) -> None:
+        where = f"sample {sample.index} of group {group.group_id}"
+        length = len(sample)
+        if length != len(sample.logprobs) or length != sum(segment.length for segment in sample.segments):
+            raise PoolError(f"Tokens, log-probabilities and segments of {where} differ in length.")
+        if length > group.max_completion_length:
+            raise PoolError(f"{where} has {length} tokens with a budget of {group.max_completion_length}.")
+        versions = [segment.version for segment in sample.segments]
+        if versions != sorted(versions) or (versions and versions[0] < group.born):
+            raise PoolError(f"The policy versions {versions} of {where} go back, or before its group was admitted.")
+        if (sample.finish_reason is not None) != (sample.state is SampleState.FINISHED):
+            raise PoolError(f"{where} is {sample.state.value} with finish reason {sample.finish_reason}.")
+        if sample.state is SampleState.FINISHED and not length:
+            raise PoolError(f"{where} is finished without a token.")
+
+
+def _expect_keys(what: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    if found.keys() != expected.keys():
+        wrong = sorted(found.keys() ^ expected.keys())
+        raise PoolError(f"Keys {wrong} of the {what} are missing or unknown.")

@@ -1,0 +1,45 @@
+"""The progress bar of a round, nested under the trainer's own."""
+
+from __future__ import annotations
+
+import time
+
+from tqdm.auto import tqdm
+
+from .pool import Pool
+from .rollout import RolloutDriver
+
+
+class RoundProgress:
+    """Shows groups done of the quota, requests in flight and tokens per second, as long as a round runs.
+
+    Args:
+        pool (`Pool`):
+            Pool that the round fills.
+        driver (`RolloutDriver`):
+            Driver that runs it.
+        disable (`bool`):
+            Whether to show nothing.
+    """
+
+    def __init__(self, pool: Pool, driver: RolloutDriver, *, disable: bool) -> None:
+        self._pool = pool
+        self._driver = driver
+        self._started = time.monotonic()
+        self._tokens = pool.tokens_generated
+        self._bar = tqdm(total=pool.quota, desc="rollout", unit="group", leave=False, disable=disable)
+
+    def update(self) -> None:
+        """Draw the present state."""
+        if self._bar.disable:
+            return
+        elapsed = time.monotonic() - self._started
+        rate = (self._pool.tokens_generated - self._tokens) / elapsed if elapsed else 0.0
+        self._bar.n = min(self._pool.num_finished, self._pool.quota)
+        self._bar.set_postfix_str(f"{self._driver.in_flight} in flight, {rate:,.0f} tok/s")
+
+    def __enter__(self) -> RoundProgress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()

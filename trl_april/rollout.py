@@ -1,0 +1,353 @@
+"""The round driver: dispatch, stream, meet the quota, abort, drain.
+
+The invariant owned here: when [`RolloutDriver.run_round`] returns or raises, no request of ours is left running, and
+every token that arrived is in the pool. Time is the event loop's, so a loop with a simulated clock works too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from .engine import GenerationRequest, RolloutEngine
+from .errors import EngineError, ServerError
+from .pool import Pool
+from .types import FinishReason, Group, GroupState, Sample
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Round:
+    """What happened in one round.
+
+    Args:
+        version (`int`):
+            Policy version that its tokens were sampled under.
+        groups (`list[Group]`):
+            The batch: `quota` finished groups, oldest first.
+        started (`float`):
+            Start on the event loop's clock (`time.monotonic` on a real one), in seconds.
+        seconds (`float`):
+            Duration from dispatch to the last drained request.
+        abort_seconds (`float`):
+            The part of it after the quota was met.
+        generated_tokens (`int`):
+            Tokens that arrived in this round.
+        carried_tokens (`int`):
+            Tokens of the batch that were generated in earlier rounds.
+        requests (`int`):
+            Samples dispatched.
+        resumed_groups (`int`):
+            Groups that were continued from an earlier round.
+        aborted_requests (`int`):
+            Requests that were cut short.
+        launched_tokens (`int`):
+            Length so far, summed over the dispatched samples, at the end of the round.
+        in_flight (`list[tuple[float, int]]`):
+            `(seconds since started, requests in flight)` at every change.
+    """
+
+    version: int
+    groups: list[Group] = field(default_factory=list)
+    started: float = 0.0
+    seconds: float = 0.0
+    abort_seconds: float = 0.0
+    generated_tokens: int = 0
+    carried_tokens: int = 0
+    requests: int = 0
+    resumed_groups: int = 0
+    aborted_requests: int = 0
+    launched_tokens: int = 0
+    in_flight: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def in_flight_mean(self) -> float:
+        """Time-weighted mean of the requests in flight."""
+        if not self.in_flight or not self.seconds:
+            return 0.0
+        ends = [time for time, _ in self.in_flight[1:]] + [self.seconds]
+        area = sum((end - start) * count for (start, count), end in zip(self.in_flight, ends, strict=True))
+        return area / self.seconds
+
+
+class RolloutDriver:
+    """Runs rounds of a pool against an engine.
+
+    Args:
+        pool (`Pool`):
+            Where the groups are. Admission is the caller's.
+        engine (`RolloutEngine`):
+            What generates.
+        run_id (`str`):
+            Prefix of request ids and cache salts; unique per run, since policy versions repeat between runs.
+        seed (`int`, *optional*):
+            If given, every request gets a seed derived from it, the sample, and the tokens it already has.
+        idle_timeout (`float`, *optional*, defaults to `240.0`):
+            Seconds without a single token from the engine after which a round fails. There is no total time-out: a
+            completion of 20 minutes is normal.
+        retries (`int`, *optional*, defaults to `3`):
+            How often a sample is asked for again, from the prefix that arrived, when its stream breaks without
+            progress.
+        sweep_interval (`float`, *optional*, defaults to `0.05`):
+            Seconds after which requests that have not ended are aborted again. The server may not yet have known a
+            request when the first abort arrived.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        engine: RolloutEngine,
+        *,
+        run_id: str,
+        seed: int | None = None,
+        idle_timeout: float = 240.0,
+        retries: int = 3,
+        sweep_interval: float = 0.05,
+    ) -> None:
+        self.pool = pool
+        self.engine = engine
+        self.round: Round | None = None
+        self._run_id = run_id
+        self._seed = seed
+        self._idle_timeout = idle_timeout
+        self._retries = retries
+        self._sweep_interval = sweep_interval
+        self._requests_sent = 0
+        self._running: dict[str, Sample] = {}  # by request id
+        self._closing = asyncio.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that run now."""
+        return len(self._running)
+
+    async def run_round(self) -> Round:
+        """Run the pool's current round and take its batch.
+
+        The pool's `begin_round` and the admissions come first; they are the caller's.
+
+        Returns:
+            `Round`: The batch and what it took.
+
+        Raises:
+            ServerError: If the engine went away or fell silent.
+            EngineError: If it sent something that is no piece of a rollout.
+            PoolError: If an invariant is broken, or too few groups were admitted to meet the quota.
+        """
+        clock = asyncio.get_running_loop().time
+        assert self.pool.version is not None, "begin_round comes first"
+        self.round = Round(self.pool.version, started=clock())
+        self._closing = asyncio.Event()
+        self._error = None
+        tokens_before = self.pool.tokens_generated
+        held_before = {group.group_id: group.num_tokens for group in self.pool}
+
+        if not self.pool.quota_met:
+            resumed = [group for group in self.pool if group.state is GroupState.PARKED]
+            self.round.resumed_groups = len(resumed)
+            samples = self.pool.ready()
+            self.round.requests = len(samples)
+            tasks = [asyncio.create_task(self._complete(group, sample)) for group, sample in samples]
+            try:
+                await self._wait_for_quota(tasks)
+                closing_began = clock()
+                await self._drain(tasks)
+                self.round.abort_seconds = clock() - closing_began
+            finally:
+                # Also on cancellation: cut what runs and keep what has arrived.
+                await self._cut_off(tasks)
+            self.round.launched_tokens = sum(len(sample) for _, sample in samples)
+            if self._error is not None:
+                raise self._error
+
+        self.round.seconds = clock() - self.round.started
+        self.round.generated_tokens = self.pool.tokens_generated - tokens_before
+        self.round.groups = self.pool.take()
+        self.round.carried_tokens = sum(held_before[group.group_id] for group in self.round.groups)
+        self.pool.check()
+        return self.round
+
+    # One sample
+
+    async def _complete(self, group: Group, sample: Sample) -> None:
+        """Generate `sample` until it is finished or the round closes, across broken streams."""
+        failures = 0
+        try:
+            while not self._closing.is_set():
+                length_before = len(sample)
+                try:
+                    if await self._stream(group, sample):
+                        break
+                    if self._closing.is_set():
+                        break
+                    error: ServerError = ServerError(
+                        f"Somebody else aborted sample {sample.index} of group {sample.group_id}."
+                    )
+                except ServerError as caught:
+                    error = caught
+                # A stream that broke behind the last token of the budget has left a finished sample.
+                if self._closing.is_set() or sample.finish_reason is not None:
+                    break
+                failures = 1 if len(sample) > length_before else failures + 1
+                if failures > self._retries:
+                    raise error
+                logger.warning("%s Asking again from token %d.", error, len(sample))
+                # At once the first time, then with growing pauses.
+                await self._pause(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5))
+        except Exception as caught:  # whatever it is, it must end the round, not just this task
+            self._fail(caught)
+        if self.pool.quota_met:
+            self._closing.set()
+
+    async def _stream(self, group: Group, sample: Sample) -> bool:
+        """Send one request and record what it returns; whether the sample is finished."""
+        assert self.round is not None
+        request = self._request(group, sample)
+        self.pool.start(sample)
+        self._running[request.request_id] = sample
+        self._note_in_flight()
+        try:
+            async with aclosing(self.engine.generate(request)) as stream:
+                async for chunk in stream:
+                    self.pool.record(sample, chunk.token_ids, chunk.logprobs)
+                    if chunk.finish_reason == "abort":
+                        self.round.aborted_requests += self._closing.is_set()  # not those that others abort
+                        break
+                    if chunk.finish_reason is not None:
+                        self.pool.finish(sample, _finish_reason(chunk.finish_reason))
+                        break
+                else:
+                    raise ServerError(f"The stream of {request.request_id} ended without a finish reason.")
+        finally:
+            del self._running[request.request_id]
+            self._note_in_flight()
+            if sample.finish_reason is None:
+                self.pool.park(sample)
+        return sample.finish_reason is not None
+
+    def _request(self, group: Group, sample: Sample) -> GenerationRequest:
+        self._requests_sent += 1
+        name = f"{self._run_id}-{sample.group_id}-{sample.index}"
+        return GenerationRequest(
+            # The counter makes the id unique: a sample is asked for once per segment, and again after a broken stream.
+            request_id=f"{name}-{self._requests_sent}",
+            token_ids=[*group.prompt_ids, *sample.token_ids],
+            generated=len(sample),
+            max_tokens=group.remaining(sample),
+            # KV computed under other weights can then never be hit, even if a reset of the cache fails.
+            cache_salt=f"{self._run_id}-{self.pool.version}",
+            seed=None if self._seed is None else derive_seed(self._seed, sample),
+        )
+
+    # The round
+
+    async def _wait_for_quota(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Until the round closes, every task has ended, or the engine has been silent for too long."""
+        closing = asyncio.create_task(self._closing.wait())
+        pending: set[asyncio.Task[None]] = set(tasks)
+        try:
+            while pending and not self._closing.is_set():
+                tokens = self.pool.tokens_generated
+                done, _ = await asyncio.wait(
+                    {closing, *pending}, timeout=self._idle_timeout, return_when=asyncio.FIRST_COMPLETED
+                )
+                pending -= done  # type: ignore[arg-type]
+                if not done and self.pool.tokens_generated == tokens:
+                    self._fail(
+                        ServerError(
+                            f"The server has not sent a token for {self._idle_timeout:.0f} s with "
+                            f"{len(self._running)} requests in flight. See its log; a longer wait is set by "
+                            "vllm_server_timeout."
+                        )
+                    )
+        finally:
+            closing.cancel()
+        self._closing.set()
+
+    async def _drain(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Abort what runs, by id, until every stream has delivered its rest and ended."""
+        pending = {task for task in tasks if not task.done()}
+        silent_since = asyncio.get_running_loop().time()
+        progress = None
+        abort: asyncio.Task[None] | None = None
+        try:
+            while pending:
+                if self._running and abort is None:
+                    # Beside the waiting, so that a server that does not answer it cannot hold up streams that end.
+                    abort = asyncio.create_task(self.engine.abort(list(self._running)))
+                _, pending = await asyncio.wait(pending, timeout=self._sweep_interval)
+                if abort is not None and abort.done():
+                    try:
+                        abort.result()
+                    except ServerError as error:
+                        logger.warning("%s Aborting again.", error)  # harmless to repeat
+                    abort = None
+                now = asyncio.get_running_loop().time()
+                if progress != (self.pool.tokens_generated, len(self._running)):
+                    progress, silent_since = (self.pool.tokens_generated, len(self._running)), now
+                elif now - silent_since > self._idle_timeout:
+                    raise ServerError(
+                        f"{len(self._running)} aborted requests have not ended in {self._idle_timeout:.0f} s."
+                    )
+        except Exception as error:  # the round must still be cut off
+            self._fail(error)
+        finally:
+            if abort is not None:
+                abort.cancel()
+                await asyncio.gather(abort, return_exceptions=True)
+
+    async def _cut_off(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Leave nothing running, whatever happened before; a no-op after a complete drain."""
+        self._closing.set()
+        try:
+            if self._running and self._error is None:
+                # Cancelled (Ctrl-C): the server is well, so what it has generated can still be fetched.
+                async with asyncio.timeout(5):
+                    await self._drain(tasks)
+        except TimeoutError:
+            logger.warning("%d requests have not ended in 5 s.", len(self._running))
+        finally:
+            for task in tasks:
+                task.cancel()  # closes the connection, at which the server aborts the request by itself
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not past the end of the round."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            pass
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember the first error and close the round."""
+        if self._error is None:
+            self._error = error
+        self._closing.set()
+
+    def _note_in_flight(self) -> None:
+        assert self.round is not None
+        elapsed = asyncio.get_running_loop().time() - self.round.started
+        self.round.in_flight.append((elapsed, len(self._running)))
+
+
+def derive_seed(seed: int, sample: Sample) -> int:
+    """A seed for the next segment of `sample`: equal seeds give equal completions, so no two requests share one."""
+    key = f"{seed}/{sample.group_id}/{sample.index}/{len(sample)}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1  # vLLM takes signed 64-bit
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    try:
+        return FinishReason(reason)
+    except ValueError:
+        raise EngineError(
+            f"The engine ended a request with finish_reason={reason!r}; known are stop, length and abort."
+        ) from None

@@ -1,0 +1,80 @@
+"""The order in which TRL trains a dataset's rows, for the row source.
+
+The invariant owned here: the rows are those of TRL's own sampler, or of its own view of a stream, each once where TRL
+repeats it per generation and per use. Nothing of the order is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from datasets import IterableDataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import repeat_iterable_dataset
+
+from .source import Row, RowSource
+
+
+def make_source(trainer: GRPOTrainer) -> RowSource:
+    """The row source of the training run that `trainer` is in; it starts at the trainer's `state.global_step`."""
+    args = trainer.args
+    quota = args.generation_batch_size // args.num_generations
+    if isinstance(trainer.train_dataset, IterableDataset):
+        rounds_per_epoch, open_epoch = None, open_stream(trainer, quota)
+    else:
+        rounds_per_epoch, open_epoch = len(trainer.train_dataset) // quota, open_permutation(trainer, quota)
+    return RowSource(
+        open_epoch,
+        groups_per_round=quota,
+        micro_steps_per_round=args.steps_per_generation * args.num_iterations,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        max_steps=trainer.state.max_steps,
+        rounds_per_epoch=rounds_per_epoch,
+        start_step=trainer.state.global_step,
+        skip_rows=not args.ignore_data_skip,
+    )
+
+
+def open_permutation(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterator[Row]]:
+    """Epochs of a map-style dataset, in the order of TRL's own sampler."""
+    dataset = trainer._remove_unused_columns(trainer.train_dataset, description="Rollout")
+    sampler = trainer._get_train_sampler(dataset)
+    per_batch = quota * trainer.num_generations
+    per_round = per_batch * trainer.args.steps_per_generation * trainer.args.num_iterations
+
+    def open_epoch(epoch: int) -> Iterator[Row]:
+        # The sampler repeats every index per generation, and every batch for as often as it is trained.
+        indices = list(sampler)
+        unique = (
+            index
+            for start in range(0, len(indices), per_round)
+            for index in indices[start : start + per_batch : trainer.num_generations]
+        )
+        return (dataset[index] for index in unique)
+
+    return open_epoch
+
+
+def open_stream(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterator[Row]]:
+    """Epochs of an iterable dataset, shuffled as TRL shuffles it."""
+    dataset = trainer.train_dataset
+    if trainer.shuffle_dataset:
+        dataset = dataset.shuffle(seed=trainer.args.seed)
+    # Repeats nothing here, but is a view of its own: its epoch is not that of TRL's data loader.
+    dataset = repeat_iterable_dataset(dataset, mini_repeat_count=1, batch_size=quota, repeat_count=1)
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="Rollout")
+
+    def open_epoch(epoch: int) -> Iterator[Row]:
+        dataset.set_epoch(epoch)
+        return (collate([row])[0] for row in dataset)
+
+    return open_epoch
+
+
+def optimiser_steps_per_round(args: GRPOConfig) -> int:
+    """The most optimiser steps, and so policy versions, from the start of one round to that of the next."""
+    micro_steps, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+    even = micro_steps % accumulation == 0 or accumulation % micro_steps == 0
+    # Where they do not divide evenly, an epoch can end with one more, shorter step.
+    return math.ceil(micro_steps / accumulation) + (0 if even else 1)

@@ -1,0 +1,164 @@
+"""What a server must be like before it is trained with: said in one sentence each, before the first rollout.
+
+The invariant owned here: a server that passes serves the trainer's model and vocabulary, reports the log-probabilities
+that the correction needs, can be told to abort, and has room for prompt and completion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+from transformers import AutoConfig, PretrainedConfig
+
+from .errors import ConfigError, ServerError
+
+
+_SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What the rest of the package needs to know of the server.
+
+    Args:
+        model (`str`):
+            Name under which the model is served.
+        max_model_len (`int`):
+            Context in tokens, prompt and completion together.
+        dtype (`str`):
+            Data type of the weights, such as `"float32"`.
+        quantized (`bool`):
+            Whether the weights are quantized.
+        device (`str`):
+            Device type, such as `"cpu"` or `"cuda"`.
+        has_weight_transfer (`bool`):
+            Whether the server was started with a weight-transfer engine (needed for `weight_sync="nccl"`).
+    """
+
+    model: str
+    max_model_len: int
+    dtype: str
+    quantized: bool
+    device: str
+    has_weight_transfer: bool
+
+
+def check_server(
+    session: requests.Session,
+    base_url: str,
+    *,
+    config: PretrainedConfig,
+    max_completion_length: int | None,
+    needs_logprobs: bool,
+) -> ServerFacts:
+    """Check a server that answers, and return what it is.
+
+    Args:
+        session (`requests.Session`):
+            Session that carries the API key, if any.
+        base_url (`str`):
+            Where the server is.
+        config ([`~transformers.PretrainedConfig`]):
+            Configuration of the trainer's model.
+        max_completion_length (`int`, *optional*):
+            Tokens that a completion may have.
+        needs_logprobs (`bool`):
+            Whether the recorded log-probabilities are used for the importance-sampling correction.
+
+    Raises:
+        ServerError: If the server does not have the development endpoints, or does not answer as vLLM does.
+        ConfigError: If it serves another model or vocabulary, reports other log-probabilities, or its context is too
+            short.
+    """
+    try:
+        info = _server_info(session, base_url)
+        model = info["model_config"]
+        logprobs_mode, served_model = str(model["logprobs_mode"]), str(model["model"])
+        facts = ServerFacts(
+            model=str(_get(session, f"{base_url}/v1/models")["data"][0]["id"]),
+            max_model_len=int(model["max_model_len"]),
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            quantized=model["quantization"] is not None,
+            device=str(info["device_config"]["device"]).split(":")[0],
+            has_weight_transfer=info["weight_transfer_config"] is not None,
+        )
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ServerError(
+            f"What answers at {base_url} does not answer as a vLLM server does: {error!r}. Check "
+            "vllm_server_base_url, and that the server is a version of vLLM that TRL supports."
+        ) from error
+    if needs_logprobs and logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            f"The vLLM server at {base_url} runs with --logprobs-mode {logprobs_mode}, which are not the "
+            "log-probabilities that its tokens are sampled with, so the off-policy correction would be wrong. Restart "
+            "it with --logprobs-mode processed_logprobs (`trl-april serve` does), or set "
+            "vllm_importance_sampling_correction=False."
+        )
+    if max_completion_length is not None and facts.max_model_len <= max_completion_length:
+        raise ConfigError(
+            f"The vLLM server at {base_url} has a context of {facts.max_model_len} tokens, but a prompt and a "
+            f"completion of max_completion_length={max_completion_length} tokens have to fit. Restart it with a "
+            "larger --max-model-len, or lower max_completion_length."
+        )
+    _check_architecture(served_model, base_url, config)
+    _check_vocabulary(session, base_url, facts.model, config)
+    return facts
+
+
+def _server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
+    response = session.get(f"{base_url}/server_info", params={"config_format": "json"})
+    if response.status_code == 404:
+        raise ServerError(
+            f"The vLLM server at {base_url} has no development endpoints, which are needed to sync weights and to "
+            "abort requests. Restart it with VLLM_SERVER_DEV_MODE=1 in its environment (`trl-april serve` does)."
+        )
+    info: dict[str, Any] = _json(response)["vllm_config"]
+    return info
+
+
+def _check_architecture(name: str, base_url: str, config: PretrainedConfig) -> None:
+    """Compare the served model's shape with the trainer's, where the server's model can be read from here."""
+    try:
+        served = AutoConfig.from_pretrained(name).get_text_config()
+    except (OSError, ValueError):
+        return  # another host's folder; the vocabulary check and the canary after the first sync remain
+    own = config.get_text_config()
+    for field in _SHAPE:
+        theirs, ours = getattr(served, field, None), getattr(own, field, None)
+        if theirs != ours and None not in (theirs, ours):
+            raise ConfigError(
+                f"The vLLM server at {base_url} serves {name!r} with {field}={theirs}, but the trainer's model has "
+                f"{field}={ours}. Start it with the model that is trained."
+            )
+
+
+def _check_vocabulary(session: requests.Session, base_url: str, model: str, config: PretrainedConfig) -> None:
+    """The server must know the last token id of the trainer's vocabulary, and none beyond it."""
+    size = config.get_text_config().vocab_size
+    # vLLM lets the id that equals the tokenizer's size pass, so the next one is asked for.
+    for token_id, known in ((size - 1, True), (size + 1, False)):
+        body = {"model": model, "prompt": [token_id], "max_tokens": 1}
+        response = session.post(f"{base_url}/v1/completions", json=body)
+        if (response.status_code == 200) != known:
+            raise ConfigError(
+                f"The vLLM server at {base_url} {'does not know' if known else 'knows'} token id {token_id}, but the "
+                f"trainer's model has a vocabulary of {size}. Start it with the model that is trained. It answered: "
+                f"{response.status_code} {response.text[:200]}"
+            )
+
+
+def _get(session: requests.Session, url: str) -> Any:
+    return _json(session.get(url))
+
+
+def _json(response: requests.Response) -> Any:
+    if response.status_code == 401:
+        raise ServerError(
+            f"The vLLM server refuses {response.url}: {response.text[:200]}. Set VLLM_API_KEY to the key that it was "
+            "started with."
+        )
+    if response.status_code != 200:
+        raise ServerError(f"The vLLM server answered {response.status_code} to {response.url}: {response.text[:200]}")
+    return response.json()

@@ -1,0 +1,385 @@
+"""APRILGRPOTrainer: TRL's GRPOTrainer, with one place overridden: where the completions of a training batch come from.
+
+The way of the data in a training step:
+
+1. TRL asks `_generate_and_score_completions` for a generation batch.
+2. The weights go to the server, if they changed since the last time.
+3. The pool enters the next round, is filled up to its target, and the driver runs until the quota is met.
+4. The batch that the pool hands over goes into TRL's own slot for foreign rollouts (`rollout_func`), for the length of
+   one `super()` call. Scoring, advantages, importance-sampling correction and loss are TRL's.
+
+Everything else is inherited. Where APRIL does not apply, stock GRPO runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.extras.profiling import profiling_context
+from trl.trainer.utils import get_config_model_id
+
+from .applies import check_dataset, why_stock
+from .background import BackgroundLoop
+from .batch import batch_rows, rollout_output, round_metrics
+from .config import APRILGRPOConfig, AprilOptions
+from .errors import ConfigError
+from .pool import Pool
+from .progress import RoundProgress
+from .rollout import RolloutDriver, Round
+from .row_order import make_source, optimiser_steps_per_round
+from .sampling import SamplingOptions, sampling_options
+from .vllm_engine import VLLMEngine
+from .weight_sync import ServerGeneration
+
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+logger = get_logger(__name__)
+
+# Rounds whose in-flight curve is kept for plots; the metrics of all rounds are in the log.
+ROUNDS_KEPT = 256
+
+
+class APRILGRPOTrainer(GRPOTrainer):
+    """
+    Trainer for Group Relative Policy Optimization with Active Partial Rollouts (APRIL).
+
+    APRIL (https://huggingface.co/papers/2509.18521) keeps more prompt groups in flight than a batch needs, closes the
+    round when enough are complete, aborts the rest, keeps their partial completions, and resumes them first in the
+    next round. No generated token is discarded, and a few long completions no longer stall the batch.
+
+    The only change with respect to [`~trl.GRPOTrainer`] is where the completions of a *training* batch come from: a
+    pool of groups on a vLLM server. Arguments, dataset order, evaluation, rewards, advantages, loss, callbacks and
+    logs are inherited; the log gains keys with the prefix `april/`.
+
+    APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, in one process, without
+    `tools`,
+    `environment_factory`, `rollout_func` or images. Otherwise the trainer runs stock GRPO and says so once.
+
+    Args:
+        args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
+            Configuration. With a stock config, APRIL's own options have their defaults.
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+        optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
+            As for [`~trl.GRPOTrainer`].
+
+    Attributes:
+        april_enabled (`bool`):
+            Whether rollouts go through the pool.
+        pool (`Pool` or `None`):
+            Groups in flight and partial samples of the current (or last) training run.
+        round_history (`deque[Round]`):
+            The last rounds, without their batches: durations, token counts and requests in flight over time.
+
+    Raises:
+        ConfigError: For options that contradict each other or cannot survive a cut, or a dataset that cannot be
+        trained
+            on. It is a `ValueError`.
+        ServerError: If there is no server to train with. It is a `ConnectionError`.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+
+    with LocalServer("Qwen/Qwen3-0.6B") as server:
+        trainer = APRILGRPOTrainer(
+            model="Qwen/Qwen3-0.6B",
+            reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
+            args=APRILGRPOConfig("out", vllm_server_base_url=server.base_url),
+            train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+        )
+        trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "april"]
+    _name = "APRIL"
+    _paper = {
+        "title": "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
+        "id": "2509.18521",
+    }
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL")
+
+        stock_because = why_stock(
+            args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func
+        )
+        self.april_enabled = stock_because is None
+        self.pool: Pool | None = None
+        self.round_history: deque[Round] = deque(maxlen=ROUNDS_KEPT)
+        if self.april_enabled:
+            self._options = AprilOptions.of(args)
+            self._check_arguments(args, train_dataset)
+
+        # TRL connects to vLLM in its constructor and offers no way to do that with another class. So it is constructed
+        # with vLLM off, and the server is attached afterwards.
+        with _vllm_off(args) if self.april_enabled else nullcontext():
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        if self.april_enabled:
+            self._attach_server()
+        else:
+            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.")
+
+    # Overrides of TRL. There are two; both hand over to `super()`.
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call."""
+        if not self.april_enabled:
+            return super().train(*args, **kwargs)
+        self._last_loaded_step = -1  # the server may have served another run since
+        self.pool = None
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._close_rollouts()
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        # Evaluation is TRL's stock path. In training, `inputs` are the rows that stock GRPO would generate for now;
+        # the pool has them too, from the same order, but trains them when they are done.
+        if not self.april_enabled or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        done = self._run_round()
+        self.rollout_func = lambda prompts, trainer: rollout_output(done.groups)
+        try:
+            return super()._generate_and_score_completions(batch_rows(done.groups))
+        finally:
+            self.rollout_func = None
+
+    # The round
+
+    def _run_round(self) -> Round:
+        """Sync, fill the pool, and run until the quota is met."""
+        sync_seconds = 0.0
+        if self.state.global_step != self._last_loaded_step:
+            with profiling_context(self, "sync_weights"):
+                self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+            sync_seconds = self.vllm_generation.sync_seconds
+        if self.pool is None:
+            self._open_rollouts()
+        assert self.pool is not None
+        self.pool.begin_round(self.state.global_step)
+        self._admit(self.pool)
+        silent = self.args.disable_tqdm or not self.is_world_process_zero()
+        with (
+            profiling_context(self, "vLLM.generate"),
+            RoundProgress(self.pool, self._driver, disable=silent) as progress,
+        ):
+            done = self._loop.run(self._driver.run_round(), poll=progress.update)
+        metrics = round_metrics(done, self.pool, sync_seconds=sync_seconds, max_staleness=self._options.max_staleness)
+        for name, value in metrics.items():
+            self._metrics["train"][f"april/{name}"].append(value)
+        self.round_history.append(replace(done, groups=[]))
+        return done
+
+    def _admit(self, pool: Pool) -> None:
+        """Fill the pool up to its target with the next dataset rows."""
+        rows = self._source.next_rows(pool.room)
+        if not rows:
+            return
+        # TRL's own tokenization, so that a prompt has the same tokens as in stock GRPO and in evaluation.
+        prompt_ids, images, _ = self._tokenize_prompts(copy.deepcopy([row["prompt"] for _, row in rows]))
+        if images is not None:
+            raise ConfigError(
+                "A prompt holds an image, which partial rollouts do not support. Use GRPOTrainer, or a dataset with "
+                "an `images` column, for which this trainer runs stock GRPO."
+            )
+        context = self.vllm_generation.facts.max_model_len
+        budgets = [self.max_completion_length or context - len(ids) for ids in prompt_ids]
+        for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True):
+            if budget < 1 or len(ids) + budget > context:
+                raise ConfigError(
+                    f"The prompt of group {group_id} has {len(ids)} tokens, but with max_completion_length="
+                    f"{self.max_completion_length} the server's context of {context} tokens leaves "
+                    f"{max(0, context - (self.max_completion_length or 1))} for it: {str(row['prompt'])[:200]!r}. "
+                    "Shorten or filter the prompts, lower max_completion_length, or restart the server with a larger "
+                    "--max-model-len."
+                )
+        for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True):
+            pool.admit(group_id, row, list(ids), num_generations=self.num_generations, max_completion_length=budget)
+
+    # Set-up and end of a training run
+
+    def _open_rollouts(self) -> None:
+        """Make pool, source, engine and driver for the training run that has just begun."""
+        if self.state.global_step > 0:
+            logger.warning(
+                f"Training resumes at step {self.state.global_step} with an empty pool: checkpoints do not hold "
+                "partial samples yet. Rows that were in flight when the checkpoint was written are not trained, and "
+                "as many that had overtaken them are trained again."
+            )
+        self.pool = self._make_pool(self.args)
+        self._source = make_source(self)
+        self._loop = BackgroundLoop("trl-april-rollouts")
+        self._engine = VLLMEngine(
+            self.vllm_generation.base_url,
+            self.vllm_generation.facts.model,
+            self._sampling(self.args, stop_token_ids=self.eos_token_ids),
+            stream_interval=self._options.stream_interval,
+            api_key=_api_key(),
+        )
+        self._driver = RolloutDriver(
+            self.pool,
+            self._engine,
+            run_id=uuid.uuid4().hex[:12],
+            seed=self._sampling(self.args).seed,
+            idle_timeout=self.args.vllm_server_timeout,
+        )
+
+    def _close_rollouts(self) -> None:
+        """Close connections and loop. The pool stays, to be looked at."""
+        if self.pool is not None:
+            self._loop.run(self._engine.close())
+            self._loop.close()
+
+    def _make_pool(self, args: GRPOConfig) -> Pool:
+        options = self._options
+        versions_per_round = optimiser_steps_per_round(args)
+        over_provisioning = options.over_provisioning
+        if options.staleness_policy == "wait" and options.max_staleness is not None:
+            # A round of several optimiser steps ages what waits by as many versions.
+            most = options.max_staleness // versions_per_round + 1
+            if over_provisioning > most:
+                logger.warning(
+                    f"over_provisioning is lowered from {over_provisioning} to {most}: a generation batch is trained "
+                    f"for {versions_per_round} optimiser steps, so with max_staleness={options.max_staleness} a group "
+                    f"can wait {most - 1} rounds. Set max_staleness to "
+                    f"{math.ceil(over_provisioning - 1) * versions_per_round} or more, or None, to keep it."
+                )
+                over_provisioning = most
+        return Pool(
+            args.generation_batch_size // args.num_generations,
+            over_provisioning=over_provisioning,
+            max_staleness=options.max_staleness,
+            staleness_policy=options.staleness_policy,
+            versions_per_round=versions_per_round,
+        )
+
+    # The server
+
+    def _check_arguments(self, args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
+        """Everything that can be said before a model is loaded."""
+        quota = args.generation_batch_size // args.num_generations
+        check_dataset(train_dataset, quota)
+        self._sampling(args)
+        if args.vllm_importance_sampling_correction:
+            if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):
+                # TRL's own check, which it skips while vLLM is off in its constructor.
+                raise ConfigError(
+                    f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but loss_type='vespo' "
+                    "needs 'token_truncate' or 'token_mask'."
+                )
+            if args.vllm_importance_sampling_mode == "sequence_mask":
+                logger.warning(
+                    "vllm_importance_sampling_mode is 'sequence_mask', which leaves out samples whose log-ratio, "
+                    "summed over the sequence, is large: those are the long samples of several policy versions that "
+                    "APRIL keeps. 'token_truncate' is APRILGRPOConfig's default."
+                )
+
+    def _sampling(self, args: GRPOConfig, stop_token_ids: Any = ()) -> SamplingOptions:
+        return sampling_options(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            stop_token_ids=stop_token_ids,
+            generation_kwargs=args.generation_kwargs,
+            structured_outputs_regex=args.vllm_structured_outputs_regex,
+        )
+
+    def _attach_server(self) -> None:
+        """Connect as TRL's constructor would have, with our own weight sync."""
+        args = self.args
+        self.use_vllm = True
+        self._last_loaded_step = -1
+        self.vllm_generation = ServerGeneration(
+            weight_sync=self._options.weight_sync,
+            weight_sync_dir=self._options.weight_sync_dir,
+            policy_version=lambda: self.state.global_step,
+            needs_logprobs=args.vllm_importance_sampling_correction,
+            api_key=_api_key(),
+            model=self.model,
+            accelerator=self.accelerator,
+            processing_class=self.processing_class,
+            server_base_url=args.vllm_server_base_url,
+            server_host=args.vllm_server_host,
+            server_port=args.vllm_server_port,
+            server_timeout=args.vllm_server_timeout,
+            group_port=args.vllm_group_port,
+            repetition_penalty=self.repetition_penalty,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_completion_length=self.max_completion_length,
+            logprobs=0,  # only the sampled token's, for evaluation
+            generation_kwargs=args.generation_kwargs,
+        )
+
+
+def _api_key() -> str | None:
+    """Key of the server: the variable that vLLM itself reads."""
+    return os.environ.get("VLLM_API_KEY")
+
+
+@contextmanager
+def _vllm_off(args: GRPOConfig) -> Iterator[None]:
+    """For TRL's constructor only: no vLLM, and none of its sampling options, which transformers does not know."""
+    use_vllm, generation_kwargs = args.use_vllm, args.generation_kwargs
+    args.use_vllm, args.generation_kwargs = False, None
+    try:
+        yield
+    finally:
+        args.use_vllm, args.generation_kwargs = use_vllm, generation_kwargs

@@ -1,0 +1,260 @@
+"""What moves through trl_april: a group of samples, each a run of segments.
+
+The invariant owned here is the shape of a sample: tokens only append, and
+`len(token_ids) == len(logprobs) == sum(segment.length)` after every call of [`Sample.append`]. The transitions between
+states belong to `trl_april.pool`. Standard library only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import isfinite
+from typing import Any
+
+from .errors import EngineError
+
+
+class FinishReason(StrEnum):
+    """Why a sample is complete: the model stopped it, or its token budget is used up."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SampleState(StrEnum):
+    """Life-cycle of a sample.
+
+    ```
+    WAITING --start--> RUNNING --finish--> FINISHED
+                        |   ^
+                        park |start
+                        v   |
+                        PARKED       (a park with no token so far goes back to WAITING,
+                                      one with no budget left on to FINISHED)
+    ```
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Segment:
+    """The tokens of a sample that one request generated, and so one policy version.
+
+    Args:
+        version (`int`):
+            Policy version that the tokens were sampled under (`trainer.state.global_step` at the weight sync).
+        length (`int`):
+            Number of tokens.
+    """
+
+    version: int
+    length: int
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One completion of a group's prompt, finished or not.
+
+    Args:
+        group_id (`int`):
+            Group that the sample belongs to.
+        index (`int`):
+            Position in its group, `0 <= index < num_generations`.
+        token_ids (`array` of `int32`, shape `(length,)`):
+            Completion tokens so far, as the engine returned them.
+        logprobs (`array` of `float32`, shape `(length,)`):
+            Log-probability (nats) of each token under the policy that sampled it.
+        segments (`list[Segment]`):
+            Which policy version sampled which run of tokens, in order.
+        state (`SampleState`):
+            Where the sample is in its life-cycle.
+        finish_reason (`FinishReason`, *optional*):
+            Set exactly when `state` is `FINISHED`.
+        segment_open (`bool`):
+            Whether the last segment belongs to the request that runs now, and so still grows.
+    """
+
+    group_id: int
+    index: int
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    segments: list[Segment] = field(default_factory=list)
+    state: SampleState = SampleState.WAITING
+    finish_reason: FinishReason | None = None
+    segment_open: bool = False
+
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append tokens that the running request generated under `version`; all of them, or none and an error.
+
+        Raises:
+            EngineError: If the two sequences differ in length, a token id is not a non-negative 32-bit integer, or a
+                log-probability is missing or not finite.
+        """
+        if len(token_ids) != len(logprobs):
+            raise EngineError(
+                f"The engine sent {len(token_ids)} tokens and {len(logprobs)} log-probabilities for sample "
+                f"{self.index} of group {self.group_id}; there must be one per token."
+            )
+        if not token_ids:
+            return
+        try:
+            new_ids, new_logprobs = array("i", token_ids), array("f", logprobs)
+        except (TypeError, OverflowError) as error:
+            raise EngineError(
+                f"The engine sent a token id or a log-probability that is not a number for sample {self.index} of "
+                f"group {self.group_id}: {error}."
+            ) from error
+        if min(new_ids) < 0:
+            raise EngineError(f"The engine sent token id {min(new_ids)}; token ids are not negative.")
+        if not all(map(isfinite, new_logprobs)):
+            raise EngineError(
+                f"The engine sent a log-probability that is not finite for sample {self.index} of group "
+                f"{self.group_id}. The correction needs the one that each token was sampled with."
+            )
+        self.token_ids.extend(new_ids)
+        self.logprobs.extend(new_logprobs)
+        if self.segment_open:
+            self.segments[-1].length += len(new_ids)
+        else:
+            self.segments.append(Segment(version, len(new_ids)))
+            self.segment_open = True
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by tokens and log-probabilities."""
+        return len(self.token_ids) * (self.token_ids.itemsize + self.logprobs.itemsize)
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy version of every token, shape `(length,)`."""
+        return [segment.version for segment in self.segments for _ in range(segment.length)]
+
+
+class GroupState(StrEnum):
+    """State of a group, derived from its samples so that the two can never disagree."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One dataset row and its `num_generations` samples.
+
+    Args:
+        group_id (`int`):
+            Position in the order of the rows: 0 is the first row that training sees.
+        row (`dict`):
+            The dataset row, untouched.
+        prompt_ids (`list[int]`):
+            Token ids of the prompt.
+        max_completion_length (`int`):
+            Token budget of each sample, over all its segments.
+        born (`int`):
+            Policy version of the round that admitted the group. No token of the group is older, so a bound kept for
+            `born` is kept for every token.
+        samples (`list[Sample]`):
+            Its samples, by index.
+    """
+
+    group_id: int
+    row: dict[str, Any]
+    prompt_ids: list[int]
+    max_completion_length: int
+    born: int
+    samples: list[Sample]
+
+    @classmethod
+    def fresh(
+        cls,
+        group_id: int,
+        row: dict[str, Any],
+        prompt_ids: list[int],
+        num_generations: int,
+        max_completion_length: int,
+        born: int,
+    ) -> Group:
+        """A group of which no token has been generated yet."""
+        samples = [Sample(group_id, index) for index in range(num_generations)]
+        return cls(group_id, row, prompt_ids, max_completion_length, born, samples)
+
+    @property
+    def state(self) -> GroupState:
+        states = {sample.state for sample in self.samples}
+        if states == {SampleState.FINISHED}:
+            return GroupState.FINISHED
+        if SampleState.RUNNING in states:
+            return GroupState.RUNNING
+        # A finished sibling counts as progress: such a group is resumed, not begun.
+        return GroupState.WAITING if states == {SampleState.WAITING} else GroupState.PARKED
+
+    def remaining(self, sample: Sample) -> int:
+        """Tokens that `sample` may still generate."""
+        return self.max_completion_length - len(sample)
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all its samples."""
+        return sum(len(sample) for sample in self.samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The group as plain data. A running sample is stored as what has arrived of it; arrays are copies."""
+        return {
+            "group_id": self.group_id,
+            "row": self.row,
+            "prompt_ids": list(self.prompt_ids),
+            "max_completion_length": self.max_completion_length,
+            "born": self.born,
+            "samples": [
+                {
+                    "token_ids": sample.token_ids[:],
+                    "logprobs": sample.logprobs[:],
+                    "segments": [[segment.version, segment.length] for segment in sample.segments],
+                    "finish_reason": sample.finish_reason and sample.finish_reason.value,
+                }
+                for sample in self.samples
+            ],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Group:
+        """The group that [`~Group.state_dict`] described, with its unfinished samples parked or waiting.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: If the state is malformed.
+        """
+        group = cls(
+            group_id=int(state["group_id"]),
+            row=dict(state["row"]),
+            prompt_ids=[int(token_id) for token_id in state["prompt_ids"]],
+            max_completion_length=int(state["max_completion_length"]),
+            born=int(state["born"]),
+            samples=[],
+        )
+        for index, stored in enumerate(state["samples"]):
+            sample = Sample(group.group_id, index)
+            sample.token_ids.extend(stored["token_ids"])
+            sample.logprobs.extend(stored["logprobs"])
+            sample.segments = [Segment(int(version), int(length)) for version, length in stored["segments"]]
+            if stored["finish_reason"] is not None:
+                sample.finish_reason = FinishReason(stored["finish_reason"])
+            elif group.remaining(sample) <= 0:
+                sample.finish_reason = FinishReason.LENGTH  # it was saved in the instant before it was finished
+            if sample.finish_reason is not None:
+                sample.state = SampleState.FINISHED
+            else:
+                sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
+            group.samples.append(sample)
+        return group

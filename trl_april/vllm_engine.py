@@ -1,0 +1,181 @@
+"""The rollout engine that is a vLLM server, over HTTP: token ids in, token ids out, one streamed request per sample.
+
+The invariant owned here: what is yielded is exactly what the server generated for these token ids, or an error names
+what was wrong with it. Nothing is retried here; a caller that asks again knows better from which token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from .engine import Chunk, GenerationRequest
+from .errors import EngineError, ServerError
+from .sampling import SamplingOptions
+
+
+class VLLMEngine:
+    """Generates on a vLLM server through `/v1/completions` and `/abort_requests`.
+
+    Args:
+        base_url (`str`):
+            Where the server is, such as `http://127.0.0.1:8000`.
+        model (`str`):
+            Name under which the server serves the model.
+        sampling (`SamplingOptions`):
+            Options of every request.
+        stream_interval (`int`, *optional*, defaults to `64`):
+            Tokens per streamed chunk.
+        api_key (`str`, *optional*):
+            Sent as a bearer token.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        sampling: SamplingOptions,
+        *,
+        stream_interval: int = 64,
+        api_key: str | None = None,
+    ) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._min_tokens = sampling.min_tokens
+        self._body = {
+            **sampling.body,
+            "model": model,
+            "stream": True,
+            "stream_interval": stream_interval,
+            "logprobs": 0,  # only the sampled token's
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # spares the server the text of every token
+        }
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """See [`~trl_april.engine.RolloutEngine.generate`]."""
+        body = {
+            **self._body,
+            "prompt": request.token_ids,
+            "max_tokens": request.max_tokens,
+            "min_tokens": max(0, self._min_tokens - request.generated),
+            "cache_salt": request.cache_salt,
+        }
+        if request.seed is not None:
+            body["seed"] = request.seed
+        try:
+            async with self._open_session().post(
+                f"{self._base_url}/v1/completions",
+                data=orjson.dumps(body),
+                headers={"X-Request-Id": request.request_id, "Content-Type": "application/json"},
+            ) as response:
+                await _raise_for_status(response)
+                pending = b""
+                async for data in response.content.iter_any():
+                    *lines, pending = (pending + data).split(b"\n")
+                    for line in lines:
+                        chunk = _parse_line(line, request)
+                        if chunk is not None:
+                            yield chunk
+                            if chunk.finish_reason is not None:
+                                return
+        except ServerError:
+            raise  # it is an OSError too, but the server's own words
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ServerError(
+                f"The connection of request {request.request_id} to the vLLM server at {self._base_url} broke: "
+                f"{error or type(error).__name__}."
+            ) from error
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See [`~trl_april.engine.RolloutEngine.abort`]."""
+        if not request_ids:
+            # The server takes an empty list to mean everybody's requests.
+            raise EngineError("abort was called without request ids; at least one is needed.")
+        # vLLM knows the request with header X-Request-Id "x" as "cmpl-x-0": prefix of the endpoint, index of the
+        # prompt.
+        names = [f"cmpl-{request_id}-0" for request_id in request_ids]
+        try:
+            async with self._open_session().post(
+                f"{self._base_url}/abort_requests", json={"request_ids": names}
+            ) as response:
+                await _raise_for_status(response)
+        except ServerError:
+            raise
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ServerError(
+                f"The vLLM server at {self._base_url} did not take an abort: {error or type(error).__name__}."
+            ) from error
+
+    async def close(self) -> None:
+        """See [`~trl_april.engine.RolloutEngine.close`]."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        # Not in the constructor: a session belongs to the event loop that it is made in.
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # One connection per request in flight; the server's own scheduler decides what runs. None is used
+                # twice: the server drops idle ones after 5 s, and one that is starved of CPU has been seen to do so
+                # with a request already on its way. A new one costs far less than that request.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                # No total time-out: a long completion is normal. Silence is the round driver's business, because only
+                # it knows whether other requests are making progress.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+                headers=self._headers,
+            )
+        return self._session
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    text = (await response.text())[:500]
+    message = f"The vLLM server answered {response.status} to {response.url.path}: {text}"
+    if response.status == 401:
+        raise EngineError(f"{message} Set VLLM_API_KEY to the key that the server was started with.")
+    if response.status == 404 and response.url.path == "/abort_requests":
+        raise EngineError(f"{message} Restart the server with VLLM_SERVER_DEV_MODE=1 in its environment.")
+    if response.status >= 500 or response.status == 429:
+        raise ServerError(message)
+    raise EngineError(message)
+
+
+def _parse_line(line: bytes, request: GenerationRequest) -> Chunk | None:
+    """One line of the event stream as a chunk; `None` for lines that carry no choice."""
+    line = line.strip()
+    if not line.startswith(b"data:"):
+        return None
+    data = line[len(b"data:") :].strip()
+    if data == b"[DONE]":
+        return None
+    try:
+        event = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise EngineError(f"Request {request.request_id} got a line that is not JSON: {data[:200]!r}.") from error
+    if isinstance(event, dict) and "error" in event:
+        raise ServerError(f"The vLLM server failed in the middle of request {request.request_id}: {event['error']}.")
+    try:
+        if not event["choices"]:
+            return None
+        choice = event["choices"][0]
+        echoed = choice.get("prompt_token_ids")
+        if echoed is not None and echoed != request.token_ids:
+            raise EngineError(
+                f"The server generated for other token ids than those of request {request.request_id}: it received "
+                f"{len(echoed)} of {len(request.token_ids)}."
+            )
+        return Chunk(choice["token_ids"] or [], _logprobs(choice), choice.get("finish_reason"))
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise EngineError(f"Request {request.request_id} got a malformed event: {data[:200]!r}.") from error
+
+
+def _logprobs(choice: dict[str, Any]) -> list[float]:
+    logprobs = choice.get("logprobs")
+    return [] if logprobs is None else logprobs["token_logprobs"]

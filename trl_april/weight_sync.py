@@ -1,0 +1,266 @@
+"""Trainer weights to the server, and the proof that they arrived.
+
+[`ServerGeneration`] is TRL's `VLLMGeneration` in server mode with two things exchanged: how the weights travel, and
+that every sync ends with the server's `weight_version` set and the canary asked. Which parameters there are and what
+they are called (FSDP, DeepSpeed, PEFT merging) is TRL's, and so is generation for evaluation.
+
+The invariant owned here: after `sync_weights` returns, the server samples from the weights of the policy version that
+it reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from accelerate.utils import is_peft_model
+from safetensors.torch import save_file
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+from .canary import Canary, server_logprobs, trainer_logprobs
+from .errors import ConfigError, ServerError, WeightSyncError
+from .server_check import ServerFacts, check_server
+
+
+logger = logging.getLogger(__name__)
+
+# Bytes of parameters collected before a shard file is written: what the sync costs in memory beside the model.
+SHARD_BYTES = 512 * 1024**2
+_REMEDY = (
+    "Its log says more. With weight_sync='filesystem' it must see the files under the same path: set weight_sync_dir "
+    "to a shared folder if it runs on another host."
+)
+
+
+class _Client(VLLMClient):
+    """TRL's client with an API key on every request, also on those that its constructor makes."""
+
+    def __init__(self, *args: Any, api_key: str | None, **kwargs: Any) -> None:
+        self._api_key = api_key
+        super().__init__(*args, **kwargs)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        if self._api_key is not None:
+            self.session.headers["Authorization"] = f"Bearer {self._api_key}"
+        try:
+            super().check_server(total_timeout, retry_interval)
+        except requests.ConnectionError as error:
+            raise ServerError(
+                f"No vLLM server answered at {self.base_url} within {total_timeout:g} s. Start one with "
+                "`trl-april serve MODEL`, or set vllm_server_base_url (or vllm_server_host and vllm_server_port) to "
+                "where it is, or vllm_server_timeout to a longer wait."
+            ) from error
+
+
+class ServerGeneration(VLLMGeneration):
+    """TRL's server-mode generation with a choice of weight transport, a version stamp and a canary.
+
+    Args:
+        weight_sync (`str`):
+            `"nccl"` (TRL's own path; RCCL on AMD), `"filesystem"` (safetensors that the server reads), or `"auto"`:
+            NCCL where trainer and server each have a GPU of their own and the server was started for it.
+        weight_sync_dir (`str`, *optional*):
+            Existing folder for the file-system sync, visible to the server under the same path. Shared memory of this
+            host if not given.
+        policy_version (`Callable[[], int]`):
+            Returns the version that a sync is for.
+        needs_logprobs (`bool`):
+            Whether recorded log-probabilities are used for the correction.
+        api_key (`str`, *optional*):
+            Key of the server.
+        kwargs:
+            As for TRL's `VLLMGeneration`, `mode` excepted.
+
+    Raises:
+        ServerError: If no server answers in time, or it is none that can be trained with.
+        ConfigError: If the server's model does not fit the trainer's, or the weight sync asked for is not possible.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight_sync: str,
+        weight_sync_dir: str | None,
+        policy_version: Callable[[], int],
+        needs_logprobs: bool,
+        api_key: str | None,
+        **kwargs: Any,
+    ) -> None:
+        self._asked_weight_sync = weight_sync
+        self._weight_sync_dir = weight_sync_dir
+        self._policy_version = policy_version
+        self._needs_logprobs = needs_logprobs
+        self._api_key = api_key
+        self.sync_seconds = 0.0  # of the last sync
+        super().__init__(mode="server", **kwargs)
+
+    def _init_vllm(self) -> None:
+        """Connect, check the server, and choose the transport. Called by TRL's constructor."""
+        config = self.model.config
+        self.vllm_client = _Client(
+            base_url=(self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/"),
+            group_port=self.group_port,
+            connection_timeout=self.server_timeout,
+            api_key=self._api_key,
+        )
+        self.base_url = self.vllm_client.base_url
+        self.facts: ServerFacts = check_server(
+            self.vllm_client.session,
+            self.base_url,
+            config=config,
+            max_completion_length=self.max_completion_length,
+            needs_logprobs=self._needs_logprobs,
+        )
+        self.weight_sync = self._choose_weight_sync()
+        if self.weight_sync == "nccl":
+            self.vllm_client.init_communicator(device=self.accelerator.device)
+        trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
+        self._canary = Canary(
+            config.get_text_config().vocab_size,
+            exact=trainer_is_float32 and self.facts.dtype == "float32",
+            comparable=not self.facts.quantized,
+        )
+        self._tied_names = _tied_names(self.model)
+
+    def _choose_weight_sync(self) -> str:
+        if self._weight_sync_dir is not None and not os.path.isdir(self._weight_sync_dir):
+            raise ConfigError(
+                f"weight_sync_dir is {self._weight_sync_dir!r}, which is not a folder. Create it, where the server "
+                "sees it under the same path, or leave weight_sync_dir out to use shared memory."
+            )
+        accelerated = self.accelerator.device.type == "cuda" and self.facts.device == "cuda"  # ROCm's name too
+        if self._asked_weight_sync == "auto":
+            return "nccl" if accelerated and self.facts.has_weight_transfer else "filesystem"
+        if self._asked_weight_sync == "nccl" and not (accelerated and self.facts.has_weight_transfer):
+            raise ConfigError(
+                f"weight_sync='nccl' needs a trainer on a CUDA or ROCm device (it is on {self.accelerator.device}) "
+                f"and a server on another one (it is on {self.facts.device}) started with "
+                """--weight-transfer-config '{"backend": "nccl"}'. Use weight_sync='filesystem' instead."""
+            )
+        return self._asked_weight_sync
+
+    def sync_weights(self) -> None:
+        """Give the server the trainer's weights, stamp them with the policy version, and verify that they are in use.
+
+        Raises:
+            WeightSyncError: If the server refuses the weights, or samples from others afterwards.
+        """
+        began = time.perf_counter()
+        version = self._policy_version()
+        if self.weight_sync == "nccl":
+            super().sync_weights()  # resets the prefix cache too
+        else:
+            self._sync_through_files()
+            self._reset_prefix_cache()
+        self._post("update_weight_version", {"new_version": str(version)})
+        reported = self._get("weight_info")["weight_version"]
+        if reported != str(version):
+            raise WeightSyncError(f"The server reports weight version {reported!r} after the sync of {version}.")
+        self._canary.compare(
+            trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device),
+            server_logprobs(self.vllm_client.session, self.base_url, self.facts.model, self._canary.token_ids),
+            version,
+        )
+        self.sync_seconds = time.perf_counter() - began
+
+    # File system
+
+    def _sync_through_files(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="trl_april_weights_", dir=self._weight_sync_dir or _shared_memory()))
+        try:
+            if self._weight_sync_dir is not None:
+                folder.chmod(0o755)  # a shared folder is for a server that may run as another user
+            for number, shard in enumerate(_shards(self._iter_checkpoint_params(), SHARD_BYTES)):
+                save_file(shard, folder / f"model-{number:05d}.safetensors")
+            self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _iter_checkpoint_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters under every name that a checkpoint of the model may have for them.
+
+        The CPU build of vLLM keeps a packed copy of a tied output layer and refreshes it only if the checkpoint names
+        it too; elsewhere the second name is passed over.
+        """
+        for name, param in self._iter_named_params():
+            # A copy also where the parameter is on the CPU: it changes as soon as the iteration goes on (merged
+            # adapters are unmerged, gathered parameters are scattered), and the shard is written later.
+            tensor = param.detach().to("cpu", copy=True).contiguous()
+            yield name, tensor
+            for other_name in self._tied_names.get(name, ()):
+                yield other_name, tensor.clone()  # a safetensors file does not take shared memory
+
+    def _reset_prefix_cache(self) -> None:
+        for _ in range(10):
+            if self._post("reset_prefix_cache").get("success", True):
+                return
+            time.sleep(0.1)
+        logger.warning(
+            "The vLLM server at %s could not reset its prefix cache: other clients hold blocks of it. Rollouts are "
+            "not affected (each policy version has its own cache salt); evaluation may reuse old blocks.",
+            self.base_url,
+        )
+
+    # HTTP
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._answer("POST", path, body)
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return self._answer("GET", path)
+
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            response = self.vllm_client.session.request(method, f"{self.base_url}/{path}", json=body)
+        except requests.RequestException as error:
+            raise WeightSyncError(
+                f"The vLLM server failed at /{path} in the weight sync: {error}. {_REMEDY}"
+            ) from error
+        if response.status_code != 200:
+            raise WeightSyncError(
+                f"The vLLM server answered {response.status_code} to /{path} in the weight sync: "
+                f"{response.text[:500]} {_REMEDY}"
+            )
+        answer: dict[str, Any] = response.json() if response.content else {}
+        return answer
+
+
+def _shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Group parameters into shards of about `shard_bytes`, without ever holding more than one shard."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in params:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Further names of parameters that are shared between modules, by the name that is iterated."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for name, param in base.named_parameters(remove_duplicate=False):
+        name = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
+        if id(param) in first:
+            others.setdefault(first[id(param)], []).append(name)
+        else:
+            first[id(param)] = name
+    return others
+
+
+def _shared_memory() -> str:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
