@@ -4,9 +4,10 @@
     python benchmarks/rollout.py --sigma 1.0 --factors 1.0 2.0 --json result.json
     python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a server that runs already
 
-Completion lengths are forced: lognormal around `--median`, the same for every factor. The factors take turns, each
-measurement is a run of its own, and what is compared are the measurements of one turn. A run's first rounds are left
-out (`--warmup`), so a figure is that of the steady state; generated and trained tokens are counted apart.
+Completion lengths are forced: lognormal around `--median`, the same for every factor. Each factor has a pool of its
+own, and they take turns on one server round by round; what is compared are the measurements of one turn. The first
+rounds are left out (`--warmup`), so a figure is that of the steady state; generated and trained tokens are counted
+apart.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import requests
@@ -64,16 +66,17 @@ class ForcedLengths:
 
 @dataclass(slots=True)
 class Measurement:
-    """The steady state of one run."""
+    """The steady state of one factor in one turn."""
 
     sigma: float
     factor: float
     turn: int
-    seconds: float
-    trained_tokens: int
-    generated_tokens: int
-    staleness_max: int
-    carried_fraction: float
+    seconds: float = 0.0
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+    carried_tokens: int = 0
+    staleness_max: int = 0
+    request_seconds: float = 0.0
 
     @property
     def trained_per_second(self) -> float:
@@ -83,54 +86,85 @@ class Measurement:
     def generated_per_second(self) -> float:
         return self.generated_tokens / self.seconds
 
+    @property
+    def carried_fraction(self) -> float:
+        return self.carried_tokens / self.trained_tokens
 
-async def measure(options: argparse.Namespace, base_url: str, model: str, sigma: float, factor: float, turn: int):
-    """Run `warmup + rounds` rounds and measure the last `rounds`."""
-    pool = Pool(options.quota, over_provisioning=factor, max_staleness=options.max_staleness)
-    sampling = sampling_options(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-        stop_token_ids=(), generation_kwargs={"ignore_eos": True},
-    )  # fmt: skip
-    # Another seed per turn, the same for all factors of a turn.
-    engine = ForcedLengths(
-        VLLMEngine(base_url, model, sampling, stream_interval=options.stream_interval),
-        sigma, options.median, options.seed + turn,
-    )  # fmt: skip
-    driver = RolloutDriver(pool, engine, run_id=uuid.uuid4().hex)
-    prompts = random.Random(options.seed)
-    next_id = 0
-    total = Measurement(sigma, factor, turn, 0.0, 0, 0, 0, 0.0)
-    carried = 0
+    @property
+    def in_flight_mean(self) -> float:
+        return self.request_seconds / self.seconds
+
+
+class Contestant:
+    """One factor: a pool of its own, and rounds on a server that it shares with the other factors."""
+
+    def __init__(
+        self, options: argparse.Namespace, base_url: str, model: str, sigma: float, factor: float, turn: int
+    ) -> None:
+        sampling = sampling_options(
+            temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
+            stop_token_ids=(), generation_kwargs={"ignore_eos": True},
+        )  # fmt: skip
+        # Another seed per turn, the same for all factors of a turn.
+        self.engine = ForcedLengths(
+            VLLMEngine(base_url, model, sampling, stream_interval=options.stream_interval),
+            sigma, options.median, options.seed + turn,
+        )  # fmt: skip
+        self.pool = Pool(options.quota, over_provisioning=factor, max_staleness=options.max_staleness)
+        self.driver = RolloutDriver(self.pool, self.engine, run_id=uuid.uuid4().hex)
+        self.measurement = Measurement(sigma, factor, turn)
+        self._group_size = options.group_size
+        self._prompts = random.Random(options.seed)
+        self._rows = count()
+
+    async def run_round(self, version: int, *, counts: bool) -> None:
+        """Fill the pool, run a round, and add it to the measurement if it counts."""
+        self.pool.begin_round(version)
+        for _ in range(self.pool.room):
+            prompt = [self._prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)]
+            self.pool.admit(
+                next(self._rows), {}, prompt, num_generations=self._group_size, max_completion_length=LONGEST
+            )
+        done = await self.driver.run_round()
+        samples = [sample for group in done.groups for sample in group.samples]
+        assert all(len(sample) == self.engine.length(sample.group_id, sample.index) for sample in samples)
+        if not counts:
+            return
+        total = self.measurement
+        total.seconds += done.seconds
+        total.generated_tokens += done.generated_tokens
+        total.trained_tokens += sum(len(sample) for sample in samples)
+        total.carried_tokens += done.carried_tokens
+        oldest = min(segment.version for sample in samples for segment in sample.segments)
+        total.staleness_max = max(total.staleness_max, version - oldest)
+        total.request_seconds += done.in_flight_mean * done.seconds
+
+
+async def measure(
+    options: argparse.Namespace, base_url: str, model: str, sigma: float, factors: Sequence[float], turn: int
+) -> list[Measurement]:
+    """Let the factors take turns round by round, and measure all but the first `warmup` rounds of each.
+
+    A shared machine's speed drifts within seconds by more than what is to be measured. What is compared was therefore
+    measured as close together as can be: a round of each factor, then the next of each, in alternating order.
+    """
+    contestants = [Contestant(options, base_url, model, sigma, factor, turn) for factor in factors]
     try:
         for version in range(options.warmup + options.rounds):
-            pool.begin_round(version)
-            for _ in range(pool.room):
-                prompt = [prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)]
-                pool.admit(next_id, {}, prompt, num_generations=options.group_size, max_completion_length=LONGEST)
-                next_id += 1
-            done = await driver.run_round()
-            samples = [sample for group in done.groups for sample in group.samples]
-            assert all(len(sample) == engine.length(sample.group_id, sample.index) for sample in samples)
-            if version < options.warmup:
-                continue
-            total.seconds += done.seconds
-            total.generated_tokens += done.generated_tokens
-            total.trained_tokens += sum(len(sample) for sample in samples)
-            carried += done.carried_tokens
-            oldest = min(segment.version for sample in samples for segment in sample.segments)
-            total.staleness_max = max(total.staleness_max, version - oldest)
+            for contestant in contestants if version % 2 == 0 else reversed(contestants):
+                await contestant.run_round(version, counts=version >= options.warmup)
     finally:
-        await engine.close()
-    total.carried_fraction = carried / total.trained_tokens
-    return total
+        for contestant in contestants:
+            await contestant.engine.close()
+    return [contestant.measurement for contestant in contestants]
 
 
 def table(measurements: list[Measurement], factors: list[float]) -> str:
     """Medians over the turns, and the median of each turn's ratio to the first factor."""
     lines = [
         "| sigma | factor | trained tok/s | generated tok/s | "
-        f"trained, ratio to {factors[0]:g} (range) | carried | oldest token |",
-        "|---|---|---|---|---|---|---|",
+        f"trained, ratio to {factors[0]:g} (range) | in flight | carried | oldest token |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     by_cell = {(m.sigma, m.factor, m.turn): m for m in measurements}
     for sigma in dict.fromkeys(m.sigma for m in measurements):
@@ -145,6 +179,7 @@ def table(measurements: list[Measurement], factors: list[float]) -> str:
                 f"| {sigma:g} | {factor:g} | {statistics.median(m.trained_per_second for m in cell):,.0f} "
                 f"| {statistics.median(m.generated_per_second for m in cell):,.0f} "
                 f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+                f"| {statistics.median(m.in_flight_mean for m in cell):.0f} "
                 f"| {statistics.median(m.carried_fraction for m in cell):.0%} "
                 f"| {max(m.staleness_max for m in cell)} |"
             )
@@ -178,7 +213,9 @@ def main() -> None:
     )
     parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="spread of log lengths")
     parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0], help="over_provisioning")
-    parser.add_argument("--turns", type=int, default=3, help="measurements of every factor, alternating")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="measurements of every factor, with other lengths in each"
+    )
     parser.add_argument("--quota", type=int, default=8, help="groups per batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds per run")
@@ -195,15 +232,13 @@ def main() -> None:
     with server(options.base_url) as base_url:
         model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
         warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0})
-        asyncio.run(measure(warm, base_url, model, 0.0, 1.0, -1))  # the server compiles at its first requests
+        asyncio.run(measure(warm, base_url, model, 0.0, [1.0], -1))  # the server compiles at its first requests
         for sigma in options.sigma:
             for turn in range(options.turns):
-                # Back and forth, so that a drift of the machine does not favour one factor.
-                for factor in options.factors if turn % 2 == 0 else reversed(options.factors):
-                    done = asyncio.run(measure(options, base_url, model, sigma, factor, turn))
+                for done in asyncio.run(measure(options, base_url, model, sigma, options.factors, turn)):
                     measurements.append(done)
                     print(
-                        f"sigma {sigma:g} turn {turn} factor {factor:g}: {done.trained_per_second:,.0f} trained "
+                        f"sigma {sigma:g} turn {turn} factor {done.factor:g}: {done.trained_per_second:,.0f} trained "
                         f"tok/s, {done.generated_per_second:,.0f} generated tok/s in {done.seconds:.1f} s",
                         flush=True,
                     )

@@ -208,6 +208,23 @@ def test_environment(monkeypatch):
     assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(None, flags, platform="cpu")
 
 
+@pytest.mark.parametrize(
+    ("platform", "cores", "given", "expected"),
+    [
+        ("cpu", 2, {}, "0"),
+        ("cpu", 2, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "1"),
+        ("cpu", 8, {}, None),
+        ("gpu", 2, {}, None),
+    ],
+)
+def test_on_a_cpu_with_few_cores_the_model_runs_in_the_schedulers_process(
+    monkeypatch, platform, cores, given, expected
+):
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert server_environment(given, platform=platform).get("VLLM_ENABLE_V1_MULTIPROCESSING") == expected
+
+
 def test_flags_are_read_as_vllm_reads_them():
     assert flag_name("--logprobs_mode=x") == "--logprobs-mode"
     assert flag_name("--weight-transfer-config.backend") == "--weight-transfer-config"

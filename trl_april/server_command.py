@@ -24,6 +24,9 @@ LAUNCHER_VARIABLES = re.compile(
     r"(TORCHELASTIC_.*|ROLE_.*|(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT))$"
 )
 
+# Up to so many cores, a vLLM on a CPU runs its model and its scheduler in one process.
+FEW_CORES = 3
+
 # Flags that belong to the arguments of their own, and those with which no training is possible.
 REFUSED_FLAGS = {
     "--model": "the model is the first argument of LocalServer and of `trl-april serve`; give it there",
@@ -147,6 +150,12 @@ def server_command(
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *defaults, *vllm_args, *enforced]
 
 
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS knows no affinity
+
+
 def server_environment(
     env: Mapping[str, str] | None = None, vllm_args: Sequence[str] = (), *, platform: str | None = None
 ) -> dict[str, str]:
@@ -174,8 +183,14 @@ def server_environment(
         )
     inherited = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLES.match(key)}
     merged = {**inherited, **env, "VLLM_SERVER_DEV_MODE": "1"}
+    platform = platform or vllm_platform()
     memory_flags = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
-    if (platform or vllm_platform()) == "cpu" and not memory_flags & {flag_name(a) for a in vllm_args}:
+    if platform == "cpu" and not memory_flags & {flag_name(a) for a in vllm_args}:
         # In GiB. Unset, vLLM takes nearly all of the machine's memory, and the trainer lives on the same machine.
         merged.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if platform == "cpu" and _usable_cores() <= FEW_CORES:
+        # Despite its name it decides, on a CPU, whether the model runs in vLLM's scheduler process ("0") or in one of
+        # its own. Then both spin while they wait for each other, and with two cores nothing is left for the process
+        # that takes requests in: 32 concurrent requests were seen to run three at a time.
+        merged.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return merged
