@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py                        # sigma 0, 0.5 and 1.0 at factors 1.0, 1.5, 2.0, 3.0
     python benchmarks/rollout.py --sigma 1.0 --factors 1.0 2.0 --json result.json
+    python benchmarks/rollout.py --useless 0.4          # 40 % of the groups rejected and replaced: dynamic sampling
     python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a server that runs already
 
 Completion lengths are forced: lognormal around `--median`, the same for every factor. Each factor has a pool of its
@@ -28,11 +29,13 @@ from pathlib import Path
 
 import requests
 
+from trl_april.dynamic_sampling import DynamicSampling, NewGroup
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.sampling import sampling_options
 from trl_april.server import LocalServer
+from trl_april.types import Score
 from trl_april.vllm_engine import VLLMEngine
 
 
@@ -75,6 +78,8 @@ class Measurement:
     trained_tokens: int = 0
     generated_tokens: int = 0
     carried_tokens: int = 0
+    groups: int = 0
+    rejected_groups: int = 0
     staleness_max: int = 0
     request_seconds: float = 0.0
 
@@ -89,6 +94,10 @@ class Measurement:
     @property
     def carried_fraction(self) -> float:
         return self.carried_tokens / self.trained_tokens
+
+    @property
+    def groups_per_second(self) -> float:
+        return self.groups / self.seconds
 
     @property
     def in_flight_mean(self) -> float:
@@ -110,21 +119,40 @@ class Contestant:
             VLLMEngine(base_url, model, sampling, stream_interval=options.stream_interval),
             sigma, options.median, options.seed + turn,
         )  # fmt: skip
-        self.pool = Pool(options.quota, over_provisioning=factor, max_staleness=options.max_staleness)
-        self.driver = RolloutDriver(self.pool, self.engine, run_id=uuid.uuid4().hex)
+        self.pool = Pool(
+            options.quota, over_provisioning=factor, max_staleness=options.max_staleness,
+            dynamic_sampling=options.useless > 0,
+        )  # fmt: skip
+        self.dynamic = None
+        if options.useless:
+            self.dynamic = DynamicSampling(
+                lambda groups: [Score([[0.0]] * options.group_size) for _ in groups],
+                lambda score: self._useful(), lambda rejected, room: self._next(room), max_rejected=10**6,
+            )  # fmt: skip
+        self.driver = RolloutDriver(self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic)
         self.measurement = Measurement(sigma, factor, turn)
         self._group_size = options.group_size
-        self._prompts = random.Random(options.seed)
+        self._useless = options.useless
+        self._prompts, self._verdicts = random.Random(options.seed), random.Random(options.seed)
         self._rows = count()
+
+    def _useful(self) -> bool:
+        return self._verdicts.random() >= self._useless
+
+    def _next(self, wanted: int) -> list[NewGroup]:
+        return [
+            NewGroup(
+                next(self._rows), {}, [self._prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)],
+                self._group_size, LONGEST,
+            )
+            for _ in range(wanted)
+        ]  # fmt: skip
 
     async def run_round(self, version: int, *, counts: bool) -> None:
         """Fill the pool, run a round, and add it to the measurement if it counts."""
         self.pool.begin_round(version)
-        for _ in range(self.pool.room):
-            prompt = [self._prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)]
-            self.pool.admit(
-                next(self._rows), {}, prompt, num_generations=self._group_size, max_completion_length=LONGEST
-            )
+        for group in self._next(self.pool.room):
+            group.admit_to(self.pool)
         done = await self.driver.run_round()
         samples = [sample for group in done.groups for sample in group.samples]
         assert all(len(sample) == self.engine.length(sample.group_id, sample.index) for sample in samples)
@@ -133,6 +161,8 @@ class Contestant:
         total = self.measurement
         total.seconds += done.seconds
         total.generated_tokens += done.generated_tokens
+        total.groups += len(done.groups)
+        total.rejected_groups += done.rejected_groups
         total.trained_tokens += sum(len(sample) for sample in samples)
         total.carried_tokens += done.carried_tokens
         oldest = min(segment.version for sample in samples for segment in sample.segments)
@@ -156,31 +186,38 @@ async def measure(
     finally:
         for contestant in contestants:
             await contestant.engine.close()
+            if contestant.dynamic is not None:
+                contestant.dynamic.close()
     return [contestant.measurement for contestant in contestants]
+
+
+def ratios(measurements: list[Measurement], first: list[Measurement], rate: str) -> str:
+    """Median, and in brackets the range, of each turn's ratio to the first factor."""
+    values = [getattr(one, rate) / getattr(other, rate) for one, other in zip(measurements, first, strict=True)]
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def table(measurements: list[Measurement], factors: list[float]) -> str:
     """Medians over the turns, and the median of each turn's ratio to the first factor."""
     lines = [
-        "| sigma | factor | trained tok/s | generated tok/s | "
-        f"trained, ratio to {factors[0]:g} (range) | in flight | carried | oldest token |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| sigma | factor | trained tok/s | ratio to {factors[0]:g} (range) | generated tok/s | trained groups/s "
+        f"| ratio to {factors[0]:g} (range) | in flight | carried | rejected | oldest token |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    by_cell = {(m.sigma, m.factor, m.turn): m for m in measurements}
     for sigma in dict.fromkeys(m.sigma for m in measurements):
-        turns = sorted({m.turn for m in measurements if m.sigma == sigma})
-        for factor in factors:
-            cell = [by_cell[sigma, factor, turn] for turn in turns]
-            ratios = [
-                by_cell[sigma, factor, turn].trained_per_second / by_cell[sigma, factors[0], turn].trained_per_second
-                for turn in turns
-            ]
+        by_factor = {f: [m for m in measurements if (m.sigma, m.factor) == (sigma, f)] for f in factors}
+        first = by_factor[factors[0]]
+        for factor, cell in by_factor.items():
+            rejected = sum(m.rejected_groups for m in cell)
             lines.append(
                 f"| {sigma:g} | {factor:g} | {statistics.median(m.trained_per_second for m in cell):,.0f} "
+                f"| {ratios(cell, first, 'trained_per_second')} "
                 f"| {statistics.median(m.generated_per_second for m in cell):,.0f} "
-                f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+                f"| {statistics.median(m.groups_per_second for m in cell):.2f} "
+                f"| {ratios(cell, first, 'groups_per_second')} "
                 f"| {statistics.median(m.in_flight_mean for m in cell):.0f} "
                 f"| {statistics.median(m.carried_fraction for m in cell):.0%} "
+                f"| {rejected / (rejected + sum(m.groups for m in cell)):.0%} "
                 f"| {max(m.staleness_max for m in cell)} |"
             )
     return "\n".join(lines)
@@ -222,6 +259,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
     parser.add_argument("--median", type=int, default=150, help="median length in tokens")
     parser.add_argument("--max-staleness", type=int, default=5, help="bound in policy versions (one per round)")
+    parser.add_argument("--useless", type=float, default=0.0, help="share of groups that dynamic sampling rejects")
     parser.add_argument("--stream-interval", type=int, default=64, help="tokens per streamed chunk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-url", help="a server that runs already (default: start one)")
@@ -248,6 +286,7 @@ def main() -> None:
         rows = [
             {
                 **asdict(m),
+                "trained_groups_per_second": m.groups_per_second,
                 "trained_tokens_per_second": m.trained_per_second,
                 "generated_tokens_per_second": m.generated_per_second,
             }

@@ -91,6 +91,19 @@ def test_rows_prompts_tokens_and_log_probabilities_are_aligned():
     }
 
 
+def test_tokens_of_old_versions_leave_the_loss_one_by_one():
+    """By token: the sibling that was finished in the old version alone loses all, the others only what is old."""
+    output = rollout_output(groups(), mask_below=5)
+    assert output["env_mask"] == [[0, 0, 0, 1, 1], [0], [0, 1, 1, 1, 1], [1, 1]]
+    assert output["completion_ids"] == rollout_output(groups())["completion_ids"]
+
+
+@pytest.mark.parametrize("mask_below", [None, 3, -2])
+def test_without_a_token_that_is_too_old_there_is_no_mask(mask_below):
+    """Pinned: a mask of ones changes nothing in the loss, but TRL's figures would come another way."""
+    assert "env_mask" not in rollout_output(groups(), mask_below=mask_below)
+
+
 def test_the_batch_is_plain_lists():
     """TRL calls `torch.tensor` on them and `tolist` on nothing."""
     for value in rollout_output(groups()).values():
@@ -146,6 +159,10 @@ def test_the_figures_of_a_round_by_hand():
             "staleness_mean": (3 * 2 + 1 * 2 + 1 * 2) / 13,
             "staleness_max": 2,
             "over_staleness_fraction": 5 / 13,
+            "fully_stale_samples": 1,
+            "rejected_groups": 0,
+            "rejected_tokens": 0,
+            "filled_groups": 0,
             "versions_per_sample_max": 2,
             "outstanding": 2,
             "parked_tokens": 5,

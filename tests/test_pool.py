@@ -488,7 +488,7 @@ def test_a_group_that_cannot_be_generated_is_not_admitted(wrong):
         ({"over_provisioning": math.nan}, ["over_provisioning is nan", "finite"]),
         ({"over_provisioning": math.inf, "max_staleness": None}, ["over_provisioning is inf", "finite"]),
         ({"max_staleness": -1}, ["max_staleness is -1", "negative", "None"]),
-        ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, ignore"]),
+        ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
         ({"versions_per_round": 0}, ["versions_per_round is 0", "at least 1"]),
         ({"over_provisioning": 2.5, "max_staleness": 1}, ["2.5", "max_staleness=1", "at most 2", "at least 2"]),
         ({"over_provisioning": 2.0, "max_staleness": 2, "versions_per_round": 3}, ["wait for 0 round", "to 3"]),

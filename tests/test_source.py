@@ -594,3 +594,65 @@ def check_source_of(trainer: APRILGRPOTrainer, start_step: int = 0) -> None:
         start_step=start_step,
         skip_rows=not args.ignore_data_skip,
     )
+
+
+# Rows in the place of rejected ones
+
+
+def plain_source(rows: int, *, per_round: int = 2, max_steps: int = 3) -> RowSource:
+    """Rows 0, 1, 2, ... in every epoch; one optimiser step per round."""
+    return RowSource(
+        lambda epoch: iter([{"row": row, "epoch": epoch} for row in range(rows)]),
+        groups_per_round=per_round,
+        micro_steps_per_round=1,
+        gradient_accumulation_steps=1,
+        max_steps=max_steps,
+        rounds_per_epoch=rows // per_round,
+    )
+
+
+def places(rows: list) -> list[tuple[int, int]]:
+    return [(row["epoch"], row["row"]) for _, row in rows]
+
+
+def test_rejected_groups_are_replaced_by_the_rows_that_follow():
+    source = plain_source(10)
+    assert len(source.next_rows(100)) == 6  # three rounds of two
+    assert source.next_rows(1) == []
+    source.replace(3)
+    rows = source.next_rows(100)
+    assert places(rows) == [(0, 6), (0, 7), (0, 8)]
+    assert [group_id for group_id, _ in rows] == [6, 7, 8]
+    assert source.next_rows(1) == []
+
+
+def test_rows_that_replace_others_go_on_in_the_next_epoch():
+    source = plain_source(4, max_steps=2)
+    source.replace(6)
+    assert places(source.next_rows(100)) == [(epoch, row) for epoch in range(3) for row in range(4)][:10]
+
+
+def test_planned_rows_come_before_those_that_are_owed():
+    source = plain_source(10)
+    source.replace(1)
+    assert places(source.next_rows(2)) == [(0, 0), (0, 1)]
+    assert len(source.next_rows(100)) == 5
+
+
+def test_what_was_not_handed_out_yet_can_be_taken_back():
+    source = plain_source(10)
+    source.replace(3)
+    assert source.take_back(2) == 0
+    assert len(source.next_rows(100)) == 7
+    assert source.take_back(1) == 1  # it is on its way already
+
+
+def test_a_dataset_that_runs_out_of_rows_to_replace_others_says_so():
+    rows = iter([{"row": 0}, {"row": 1}])
+    source = RowSource(
+        lambda epoch: rows, groups_per_round=2, micro_steps_per_round=1, gradient_accumulation_steps=1, max_steps=1
+    )
+    assert len(source.next_rows(2)) == 2
+    source.replace(1)
+    with pytest.raises(ConfigError, match="1 rejected groups have to be replaced"):
+        source.next_rows(1)

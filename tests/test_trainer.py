@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -367,6 +368,199 @@ class TestDropIn:
         trainer.train()
         assert not [thread for thread in threading.enumerate() if thread.name == "trl-april-rollouts"]
         assert not list(Path("/dev/shm").glob("trl_april_weights_*"))
+
+
+class CountingReward:
+    """Differs within the group of an even number, and is equal within that of an odd one."""
+
+    def __init__(self) -> None:
+        self.scored = Counter()
+
+    def __call__(self, completions, number, log_extra, log_metric, **kwargs) -> list[float]:
+        self.scored.update(number)
+        log_extra("row", list(number))
+        log_metric("calls", 1.0)
+        return [0.0 if value % 2 else float(index) for index, value in enumerate(number)]
+
+
+def all_equal(completions, **kwargs) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def dynamic_run(server, tiny_model_dir, tmp_path_factory):
+    """A training in which half of the rows are rejected, and its reward function."""
+    reward = CountingReward()
+    trainer = make_trainer(
+        server, tiny_model_dir, tmp_path_factory.mktemp("dynamic"), dynamic_sampling=True, reward=reward,
+        log_completions=True, num_completions_to_print=0,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, reward
+
+
+class TestDynamicSampling:
+    def test_every_trained_group_has_differing_rewards(self, dynamic_run):
+        trainer, _ = dynamic_run
+        assert len(trainer.trained_groups) == 6 * 4
+        for group in trainer.trained_groups:
+            assert group.row["number"] % 2 == 0
+            assert len({rewards[0] for rewards in group.score.rewards}) > 1
+        assert all(entry["frac_reward_zero_std"] == 0 for entry in trainer.state.log_history if "reward" in entry)
+
+    def test_no_sample_is_scored_twice(self, dynamic_run):
+        """Four samples per row; the 24 trained rows and as many rejected ones, which are all in one epoch."""
+        trainer, reward = dynamic_run
+        assert set(reward.scored.values()) == {4}
+        assert len(reward.scored) == trainer.pool.groups_taken + trainer.pool.groups_rejected
+
+    def test_rows_are_accounted_for(self, dynamic_run):
+        trainer, _ = dynamic_run
+        pool = trainer.pool
+        assert len(pool) == 0
+        assert pool.groups_rejected >= 0.3 * pool.groups_admitted
+        assert pool.groups_admitted == pool.groups_taken + pool.groups_rejected
+        assert pool.tokens_generated == pool.tokens_taken + pool.tokens_rejected
+        logged = [entry for entry in trainer.state.log_history if "april/rejected_groups" in entry]
+        assert sum(entry["april/rejected_groups"] for entry in logged) == pool.groups_rejected
+
+    def test_what_the_reward_function_logs_belongs_to_the_trained_samples(self, dynamic_run):
+        trainer, _ = dynamic_run
+        expected = [group.row["number"] for group in trainer.trained_groups for _ in group.samples]
+        assert list(trainer._logs["extra"]["row"])[-16:] == expected[-16:]
+        assert any("calls" in entry for entry in trainer.state.log_history)
+
+    def test_rewards_are_those_of_stock_for_the_same_completions(self, dynamic_run):
+        trainer, _ = dynamic_run
+        trained = trainer.trained_groups[-4:]
+        assert list(trainer._logs["rewards"]["CountingReward"])[-16:] == [
+            rewards[0] for group in trained for rewards in group.score.rewards
+        ]
+
+    def test_asynchronous_and_several_reward_functions(self, server, tiny_model_dir, tmp_path):
+        async def parity(completions, number, **kwargs) -> list[float | None]:
+            return [None if value % 2 else float(index) for index, value in enumerate(number)]
+
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, dynamic_sampling=True, reward=[parity, all_equal], max_steps=2,
+            reward_weights=[2.0, 1.0],
+        )  # fmt: skip
+        trainer.train()
+        assert all(group.row["number"] % 2 == 0 for group in trainer.trained_groups)
+        assert len(trainer.pool) == 0
+
+    def test_a_hopeless_round_is_filled_and_training_ends_with_an_empty_pool(
+        self, server, tiny_model_dir, tmp_path, caplog
+    ):
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, dynamic_sampling=True, max_rejected_groups_per_round=4, max_steps=2,
+            reward=all_equal, max_completion_length=20,
+        )  # fmt: skip
+        trainer.train()
+        assert "filled with 4 of them" in caplog.text
+        assert len(trainer.trained_groups) == 8
+        assert len(trainer.pool) == 0
+        trainer.pool.check()
+
+    def test_a_reward_function_that_raises(self, server, tiny_model_dir, tmp_path):
+        def broken(completions, **kwargs):
+            raise ZeroDivisionError("mine")
+
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, dynamic_sampling=True, reward=broken)
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            trainer.train()
+        assert any(entry.name == "broken" for entry in caught.traceback)  # the user's own line
+        assert wait_until_idle(server) == 0
+
+    def test_a_slow_reward_function_does_not_stop_the_other_requests(self, server, tiny_model_dir, tmp_path):
+        """It sleeps for 2 s a call; what runs beside it goes on until the quota is met."""
+
+        def slow(completions, **kwargs):
+            time.sleep(2.0)
+            return [float(index) for index in range(len(completions))]
+
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, dynamic_sampling=True, reward=slow, max_steps=1, max_staleness=None,
+            over_provisioning=3.0, max_completion_length=3000, generation_kwargs={"ignore_eos": True},
+            per_device_train_batch_size=4,
+        )  # fmt: skip
+        open_rollouts = trainer._open_rollouts
+
+        def open_with_lengths() -> None:
+            """The first group is done at once, the others would run for seconds."""
+            open_rollouts()
+            make_request = trainer._driver._request
+
+            def request(group, sample):
+                length = 8 if group.group_id == 0 else 3000
+                return replace(make_request(group, sample), max_tokens=length - len(sample))
+
+            trainer._driver._request = request
+
+        trainer._open_rollouts = open_with_lengths
+        trainer.train()
+        (done,) = trainer.rounds
+        assert [len(sample) for sample in done.groups[0].samples] == [8] * 4
+        # Generated while the reward function slept, and cut when it was done.
+        lengths = [len(sample) for group in trainer.pool for sample in group.samples]
+        assert all(8 < length < 3000 for length in lengths)
+
+
+class TestMaskPolicy:
+    def test_old_tokens_leave_the_loss_and_their_samples_keep_their_reward(self, server, tiny_model_dir, tmp_path):
+        batches = []
+
+        class Trainer(RecordingTrainer):
+            def _generate_and_score_completions(self, inputs):
+                batches.append(super()._generate_and_score_completions(inputs))
+                return batches[-1]
+
+        trainer = Trainer(
+            model=tiny_model_dir,
+            reward_funcs=distinct_characters,
+            args=make_config(
+                server, tmp_path, staleness_policy="mask", max_staleness=0, over_provisioning=3.0, max_steps=5
+            ),
+            train_dataset=DATASET,
+        )
+        trainer.train()
+        masked = 0
+        for done, batch in zip(trainer.rounds, batches, strict=True):
+            samples = [sample for group in done.groups for sample in group.samples]
+            for row, sample in enumerate(samples):
+                young = torch.tensor([version == done.version for version in sample.versions])
+                kept = batch.get("tool_mask", torch.ones_like(batch["completion_mask"]))[row, : len(sample)].bool()
+                assert torch.equal(kept, young)
+                masked += int((~young).sum())
+            rewards = torch.tensor(list(trainer._logs["rewards"]["distinct_characters"])[-16:])
+            assert len(rewards) == 16 and not rewards.isnan().any()
+        assert masked > 0
+        stale = [entry["april/over_staleness_fraction"] for entry in trainer.state.log_history if "reward" in entry]
+        assert max(stale) > 0
+
+
+class TestLosses:
+    def test_gspo_on_partial_rollouts(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, loss_type="gspo", max_steps=3)
+        trainer.train()
+        assert trainer.args.loss_type == "gspo"
+        assert (trainer.loss_type, trainer.importance_sampling_level) == ("grpo", "sequence")
+        assert (trainer.epsilon_low, trainer.epsilon_high) == (3e-4, 4e-4)
+        assert len(trainer.pool) == 0
+
+    def test_the_correction_is_logged_by_age_and_length(self, long_run):
+        logged = {key for entry in long_run.state.log_history for key in entry}
+        for bucket in ("age_0", "age_1", "length_q1", "length_q4"):
+            for figure in ("tokens_fraction", "mean_ratio", "clipped_fraction", "effective_sample_size"):
+                assert f"april/correction/{bucket}/{figure}" in logged
+
+    def test_a_mode_that_masks_most_carried_tokens_is_told_once(self, server, tiny_model_dir, tmp_path, caplog):
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, vllm_importance_sampling_mode="sequence_mask",
+            vllm_importance_sampling_clip_max=1.0001, vllm_importance_sampling_clip_min=0.9999,
+        )  # fmt: skip
+        trainer.train()
+        assert caplog.text.count("of the carried tokens of this batch") == 1
 
 
 class TestMetrics:

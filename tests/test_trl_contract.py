@@ -47,7 +47,7 @@ def test_only_marked_methods_of_trl_are_overridden():
         for name, value in vars(APRILGRPOTrainer).items()
         if callable(value) and any(hasattr(base, name) for base in APRILGRPOTrainer.__mro__[1:-1])
     }
-    assert overridden == {"__init__", "train", "_generate_and_score_completions"}
+    assert overridden == {"__init__", "train", "_generate_and_score_completions", "_calculate_rewards"}
 
 
 def test_the_slot_for_foreign_rollouts():
@@ -62,6 +62,41 @@ def test_recorded_log_probabilities_reach_the_correction():
     assert "sampling_per_token_logps_list," in SCORE
     assert "self.use_vllm and self.vllm_importance_sampling_correction" in SCORE
     assert parameters(GRPOTrainer._generate_and_score_completions) == ["inputs"]
+
+
+def test_rewards_can_be_computed_by_a_copy_of_the_trainer():
+    """Dynamic sampling decodes and scores groups with these two, on a shallow copy that has logs of its own."""
+    assert parameters(GRPOTrainer._calculate_rewards) == ["inputs", "prompts", "completions", "completion_ids_list"]
+    rewards = inspect.getsource(GRPOTrainer._calculate_rewards)
+    assert "self._log_completion_extra" in rewards and "self._log_metric" in rewards
+    assert "self._pending_extra_logs[column].extend" in inspect.getsource(GRPOTrainer._log_completion_extra)
+    assert "self._pending_metrics[name].append" in inspect.getsource(GRPOTrainer._log_metric)
+    assert "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)" in SCORE
+    # What is written beside the return value, and so must be the copy's own.
+    assert set(re.findall(r"self\.(\w+)(?:\.\w+)? ?(?:\+?=|\[)[^=]", GENERATE)) == {
+        "state", "_metrics", "_env_tools", "_last_loaded_step",
+    }  # fmt: skip
+
+
+def test_tokens_can_leave_the_loss():
+    assert 'extra_fields.pop("env_mask", None)' in GENERATE
+    assert "completion_mask * tool_mask" in SCORE
+
+
+def test_the_correction_is_in_the_batch():
+    for key in ("importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps", "tool_mask"):
+        assert f'output["{key}"]' in SCORE
+
+
+def test_the_options_that_gspo_stands_for():
+    options = GRPOConfig.__dataclass_fields__
+    assert options["epsilon"].default == 0.2 and options["epsilon_high"].default is None
+    for line in (
+        "self.loss_type = args.loss_type",
+        "self.importance_sampling_level = args.importance_sampling_level",
+        "self.epsilon_low = args.epsilon",
+    ):
+        assert line in CONSTRUCTOR
 
 
 def test_train_and_eval_are_told_apart_by_the_models_mode():
@@ -127,6 +162,7 @@ def test_config_adds_fields_and_removes_none():
     stock, ours = GRPOConfig.__dataclass_fields__, APRILGRPOConfig.__dataclass_fields__
     assert set(ours) - set(stock) == {
         "over_provisioning", "max_staleness", "staleness_policy", "weight_sync", "weight_sync_dir", "stream_interval",
+        "dynamic_sampling", "max_rejected_groups_per_round",
     }  # fmt: skip
     changed = {name for name in stock if ours[name].default != stock[name].default}
     assert changed == {"use_vllm", "vllm_mode", "vllm_importance_sampling_mode"}

@@ -21,8 +21,14 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [copy.deepcopy(group.row) for group in groups for _ in group.samples]
 
 
-def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
+def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) -> dict[str, list[list[Any]]]:
     """The batch in the form of TRL's `rollout_func`.
+
+    Args:
+        groups (`Sequence[Group]`):
+            The batch.
+        mask_below (`int`, *optional*):
+            Tokens sampled under an older policy version than this leave the loss. By default all stay.
 
     Returns:
         `dict` with one list entry per sample, group-major:
@@ -31,13 +37,19 @@ def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
         - `completion_ids` (`list[list[int]]`, shape `(batch, completion_length)`)
         - `logprobs` (`list[list[float]]`, shape `(batch, completion_length)`): each under the policy version that the
           token was sampled from.
+        - `env_mask` (`list[list[int]]`, shape `(batch, completion_length)`): 0 for tokens that leave the loss. Only if
+          there are any.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
-    return {
+    output = {
         "prompt_ids": [list(group.prompt_ids) for group, _ in samples],
         "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
         "logprobs": [sample.logprobs.tolist() for _, sample in samples],
     }
+    if mask_below is not None and any(s.version < mask_below for _, sample in samples for s in sample.segments):
+        # By token, so that a sibling which finished early keeps those that are young enough.
+        output["env_mask"] = [[int(version >= mask_below) for version in sample.versions] for _, sample in samples]
+    return output
 
 
 def staleness(sample: Sample, version: int) -> list[int]:
@@ -84,6 +96,14 @@ def round_metrics(done: Round, pool: Pool, *, sync_seconds: float, max_staleness
             if max_staleness is None
             else sum(length for age, length in ages if age > max_staleness) / trained_tokens
         ),
+        "fully_stale_samples": (
+            0
+            if max_staleness is None
+            else sum(all(done.version - s.version > max_staleness for s in sample.segments) for sample in samples)
+        ),
+        "rejected_groups": done.rejected_groups,
+        "rejected_tokens": done.rejected_tokens,
+        "filled_groups": done.filled_groups,
         "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
         "outstanding": len(pool),
         "parked_tokens": sum(len(sample) for sample in parked),

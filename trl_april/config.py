@@ -27,6 +27,11 @@ class APRILGRPOConfig(GRPOConfig):
       summed over the sequence, and so would mask out just those long samples of several policy versions that APRIL
       keeps.
 
+    `loss_type="gspo"` is accepted beside all of TRL's loss types. It stands for TRL's `"grpo"` with
+    `importance_sampling_level="sequence"` and the clip range of the GSPO paper
+    (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless those are set.
+    `loss_type="dapo"` keeps TRL's meaning, the aggregation; `scripts/recipes/dapo.yaml` spells out the rest of DAPO.
+
     Parameters:
         over_provisioning (`float`, *optional*, defaults to `2.0`):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
@@ -36,7 +41,15 @@ class APRILGRPOConfig(GRPOConfig):
             version at sampling. `None` lifts it. The paper observed at most 5.
         staleness_policy (`str`, *optional*, defaults to `"wait"`):
             What happens at the bound. `"wait"`: a guarantee, the round stays open for the groups that fall due.
-            `"ignore"`: older tokens are trained all the same, and only counted in the logs.
+            `"mask"`: older tokens leave the loss, token by token, while the sample keeps its reward in the group's
+            baseline. `"ignore"`: older tokens are trained all the same, and only counted in the logs.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether groups whose rewards are all equal are rejected and replaced by others while the round runs, as in
+            DAPO (https://huggingface.co/papers/2503.14476, section 3.2). Each group is then scored as soon as it is
+            finished, beside the generation of the others.
+        max_rejected_groups_per_round (`int`, *optional*):
+            Rejected groups at which a round is given up and filled with them, oldest first. At least the groups of a
+            batch; by default ten times as many.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to the server: `"nccl"` (TRL's own, RCCL on AMD), `"filesystem"` (any device; also
             trainer and server on one GPU), or `"auto"`, which takes NCCL where both have a GPU and the server was
@@ -69,7 +82,21 @@ class APRILGRPOConfig(GRPOConfig):
         default="wait",
         metadata={
             "help": "What happens at `max_staleness`. `'wait'`: a guarantee, the round stays open for the groups that "
-            "fall due. `'ignore'`: older tokens are trained and only counted."
+            "fall due. `'mask'`: older tokens leave the loss. `'ignore'`: older tokens are trained and only counted."
+        },
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether groups whose rewards are all equal are rejected and replaced by others while the round "
+            "runs (DAPO)."
+        },
+    )
+    max_rejected_groups_per_round: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rejected groups at which a round is given up and filled with them. At least the groups of a "
+            "batch; by default ten times as many."
         },
     )
     weight_sync: str = field(
@@ -123,6 +150,8 @@ class AprilOptions:
     over_provisioning: float = 2.0
     max_staleness: int | None = 5
     staleness_policy: str = "wait"
+    dynamic_sampling: bool = False
+    max_rejected_groups_per_round: int | None = None
     weight_sync: str = "auto"
     weight_sync_dir: str | None = None
     stream_interval: int = 64
@@ -137,6 +166,11 @@ class AprilOptions:
 
     def __post_init__(self) -> None:
         check_bound(self.over_provisioning, self.max_staleness, self.staleness_policy)
+        if self.max_rejected_groups_per_round is not None and self.max_rejected_groups_per_round < 1:
+            raise ConfigError(
+                f"max_rejected_groups_per_round is {self.max_rejected_groups_per_round}; it must be at least the "
+                "groups of a batch (generation_batch_size / num_generations). Leave it out for ten times as many."
+            )
         if self.weight_sync not in WEIGHT_SYNCS:
             raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
         if self.stream_interval < 1:

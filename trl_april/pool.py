@@ -6,9 +6,9 @@ a simulator can drive the same one.
 
 ```
 admit -> WAITING -> start -> RUNNING -> finish -> FINISHED -> take
-                       ^        |
-                       |       park
-                       +----- PARKED
+                       ^        |                    |
+                       |       park                  +-- under dynamic sampling: accept -> take
+                       +----- PARKED                                             reject
 ```
 
 An illegal transition raises [`PoolError`] and changes nothing.
@@ -23,11 +23,14 @@ from itertools import islice
 from typing import Any
 
 from .errors import ConfigError, PoolError
-from .types import FinishReason, Group, Sample, SampleState
+from .types import FinishReason, Group, GroupState, Sample, SampleState, Score
 
 
-STALENESS_POLICIES = ("wait", "ignore")
+STALENESS_POLICIES = ("wait", "mask", "ignore")
 STATE_FORMAT = 1
+COUNTERS = (
+    "groups_admitted", "groups_taken", "groups_rejected", "tokens_generated", "tokens_taken", "tokens_rejected",
+)  # fmt: skip
 
 
 def check_bound(
@@ -82,10 +85,12 @@ class Pool:
             Bound on the staleness of a token in policy versions: version at training minus version at sampling. `None`
             lifts it.
         staleness_policy (`str`, *optional*, defaults to `"wait"`):
-            `"wait"` makes the bound a guarantee: a round stays open for the groups that fall due. `"ignore"` lets the
-            bound be passed (it is still counted in the metrics).
+            `"wait"` makes the bound a guarantee: a round stays open for the groups that fall due. `"mask"` and
+            `"ignore"` let the bound be passed: what becomes of the older tokens is not decided here.
         versions_per_round (`int`, *optional*, defaults to `1`):
             The most that the policy version may advance from one round to the next.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether a finished group counts only once it is scored and accepted.
 
     Raises:
         ConfigError: If an argument is out of range, or if under `"wait"` more groups would be outstanding than the
@@ -100,6 +105,7 @@ class Pool:
         max_staleness: int | None = 5,
         staleness_policy: str = "wait",
         versions_per_round: int = 1,
+        dynamic_sampling: bool = False,
     ) -> None:
         if quota < 1:
             raise ConfigError(f"quota is {quota}; a round delivers at least 1 group.")
@@ -110,16 +116,20 @@ class Pool:
         self._bound = max_staleness if staleness_policy == "wait" else None
         self.quota = quota
         self.versions_per_round = versions_per_round
+        self.dynamic_sampling = dynamic_sampling
         # The small subtraction keeps 1.1 * 10 = 11.000000000000002 from becoming 12.
         self.target = math.ceil(over_provisioning * quota - 1e-9)
         self.version: int | None = None
         self.groups_admitted = 0
         self.groups_taken = 0
+        self.groups_rejected = 0
         self.tokens_generated = 0
         self.tokens_taken = 0
+        self.tokens_rejected = 0
         self._last_id = -1
         self._groups: dict[int, Group] = {}  # in the order of admission, which is that of the ids
-        self._finished: list[int] = []  # ids, ascending
+        self._finished: list[int] = []  # ids of those that can be taken, ascending
+        self._rejected: list[Group] = []  # of this round, oldest first
 
     # Admission
 
@@ -145,6 +155,7 @@ class Pool:
                     f"{self.versions_per_round} that the staleness bound was planned with."
                 )
         self.version = version
+        self._rejected.clear()
 
     @property
     def room(self) -> int:
@@ -264,6 +275,82 @@ class Pool:
         else:
             sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
 
+    # Verdicts, under dynamic sampling
+
+    def unscored(self) -> list[Group]:
+        """Finished groups that await their verdict, oldest first."""
+        if not self.dynamic_sampling:
+            return []
+        return [group for group in self if group.score is None and group.state is GroupState.FINISHED]
+
+    def accept(self, group: Group, score: Score) -> None:
+        """The rewards of `group` differ: it counts towards the quota."""
+        self._expect_unscored(group, score)
+        group.score = score
+        insort(self._finished, group.group_id)
+
+    def reject(self, group: Group, score: Score) -> None:
+        """The rewards of `group` are all equal: it leaves the pool, counted, and makes room for another.
+
+        Until the next round begins it can be brought back by [`~Pool.readmit`].
+        """
+        self._expect_unscored(group, score)
+        group.score = score
+        del self._groups[group.group_id]
+        self.groups_rejected += 1
+        self.tokens_rejected += group.num_tokens
+        insort(self._rejected, group, key=lambda rejected: rejected.group_id)
+
+    @property
+    def num_rejected(self) -> int:
+        """Groups rejected in this round and not brought back."""
+        return len(self._rejected)
+
+    def readmit(self, count: int) -> None:
+        """Bring the oldest `count` groups that this round rejected back, as accepted ones.
+
+        Raises:
+            PoolError: If the round rejected fewer.
+        """
+        if not 0 <= count <= len(self._rejected):
+            raise PoolError(f"{count} rejected groups are wanted back; this round has {len(self._rejected)}.")
+        for group in self._rejected[:count]:
+            self._groups[group.group_id] = group
+            self.groups_rejected -= 1
+            self.tokens_rejected -= group.num_tokens
+            insort(self._finished, group.group_id)
+        del self._rejected[:count]
+        self._groups = dict(sorted(self._groups.items()))
+
+    def withdraw(self, count: int) -> None:
+        """Remove the youngest `count` groups, which training can no longer use, and count them as rejected.
+
+        Raises:
+            PoolError: If one of them runs, or there are fewer.
+        """
+        youngest = list(self._groups.values())[len(self._groups) - count :]
+        if count > len(self._groups) or any(group.state is GroupState.RUNNING for group in youngest):
+            raise PoolError(f"{count} groups cannot be withdrawn: there are {len(self._groups)}, or one is running.")
+        for group in youngest:
+            del self._groups[group.group_id]
+            self.groups_rejected += 1
+            self.tokens_rejected += group.num_tokens
+        self._finished = [group_id for group_id in self._finished if group_id in self._groups]
+
+    def _expect_unscored(self, group: Group, score: Score) -> None:
+        if not self.dynamic_sampling or self._groups.get(group.group_id) is not group:
+            raise PoolError(f"Group {group.group_id} is not in a pool under dynamic sampling.")
+        if group.state is not GroupState.FINISHED or group.score is not None:
+            raise PoolError(
+                f"Group {group.group_id} is {group.state.value} and has{'' if group.score else ' not'} been scored; a "
+                "verdict needs a finished group and is given once."
+            )
+        if len(score.rewards) != len(group.samples):
+            raise PoolError(
+                f"Group {group.group_id} has {len(group.samples)} samples and {len(score.rewards)} rewards; there "
+                "must be one per sample."
+            )
+
     # Delivery
 
     @property
@@ -321,7 +408,7 @@ class Pool:
 
     @property
     def num_finished(self) -> int:
-        """Finished groups that wait to be taken."""
+        """Finished groups that wait to be taken; under dynamic sampling, the accepted ones."""
         return len(self._finished)
 
     @property
@@ -339,19 +426,19 @@ class Pool:
         Raises:
             PoolError: Naming the invariant that does not hold.
         """
-        if self.groups_admitted != self.groups_taken + len(self._groups):
+        if self.groups_admitted != self.groups_taken + self.groups_rejected + len(self._groups):
             raise PoolError(
-                f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken and {len(self._groups)} are "
-                "in the pool: a group was lost or taken twice."
+                f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken, {self.groups_rejected} "
+                f"rejected and {len(self._groups)} are in the pool: a group was lost or taken twice."
             )
-        if self.tokens_generated != self.tokens_taken + self.tokens_held:
+        if self.tokens_generated != self.tokens_taken + self.tokens_rejected + self.tokens_held:
             raise PoolError(
-                f"{self.tokens_generated} tokens were generated, {self.tokens_taken} trained and {self.tokens_held} "
-                "are in the pool: tokens were lost or counted twice."
+                f"{self.tokens_generated} tokens were generated, {self.tokens_taken} trained, {self.tokens_rejected} "
+                f"rejected and {self.tokens_held} are in the pool: tokens were lost or counted twice."
             )
         if list(self._groups) != sorted(self._groups):
             raise PoolError("The groups of the pool are not in the order of their ids.")
-        finished = [g.group_id for g in self if all(s.state is SampleState.FINISHED for s in g.samples)]
+        finished = [group.group_id for group in self if self._deliverable(group)]
         if finished != self._finished:
             raise PoolError(f"Finished groups are {finished}, but {self._finished} are listed.")
         for group in self:
@@ -372,8 +459,10 @@ class Pool:
             "last_id": self._last_id,
             "groups_admitted": self.groups_admitted,
             "groups_taken": self.groups_taken,
+            "groups_rejected": self.groups_rejected,
             "tokens_generated": self.tokens_generated,
             "tokens_taken": self.tokens_taken,
+            "tokens_rejected": self.tokens_rejected,
             "groups": [group.state_dict() for group in self],
         }
 
@@ -388,12 +477,12 @@ class Pool:
             raise PoolError("A state can only be loaded into an empty pool.")
         if state.get("format") != STATE_FORMAT:
             raise PoolError(f"The state has format {state.get('format')!r}; this version reads {STATE_FORMAT}.")
-        restored = Pool(self.quota, max_staleness=None)
+        restored = Pool(self.quota, max_staleness=None, dynamic_sampling=self.dynamic_sampling)
         _expect_keys("pool state", state, restored.state_dict())
         try:
             groups = [Group.from_state_dict(entry) for entry in state["groups"]]
             restored._last_id = int(state["last_id"])
-            for name in ("groups_admitted", "groups_taken", "tokens_generated", "tokens_taken"):
+            for name in COUNTERS:
                 setattr(restored, name, int(state[name]))
             restored.version = None if state["version"] is None else int(state["version"])
         except (TypeError, ValueError, KeyError, OverflowError) as error:
@@ -401,9 +490,7 @@ class Pool:
         restored._groups = {group.group_id: group for group in groups}
         if len(restored._groups) != len(groups) or (groups and max(restored._groups) > restored._last_id):
             raise PoolError("The pool state holds a group twice, or one that was never admitted.")
-        restored._finished = sorted(
-            g.group_id for g in groups if all(s.state is SampleState.FINISHED for s in g.samples)
-        )
+        restored._finished = sorted(group.group_id for group in groups if restored._deliverable(group))
         restored.check()
         if self._bound is not None and groups:
             restored._bound, restored.versions_per_round = self._bound, self.versions_per_round
@@ -413,10 +500,7 @@ class Pool:
                     f"{self._bound} versions at {self.quota} groups per round. Resume with the max_staleness that "
                     "they were saved under, or None."
                 )
-        for name in (
-            "version", "groups_admitted", "groups_taken", "tokens_generated", "tokens_taken",
-            "_last_id", "_groups", "_finished",
-        ):  # fmt: skip
+        for name in (*COUNTERS, "version", "_last_id", "_groups", "_finished"):
             setattr(self, name, getattr(restored, name))
 
     # Internal
@@ -436,8 +520,12 @@ class Pool:
         sample.state = SampleState.FINISHED
         sample.finish_reason = reason
         sample.segment_open = False
-        if all(sibling.state is SampleState.FINISHED for sibling in group.samples):
+        if self._deliverable(group):
             insort(self._finished, group.group_id)
+
+    def _deliverable(self, group: Group) -> bool:
+        """Whether `group` can be taken: finished and, under dynamic sampling, accepted."""
+        return group.state is GroupState.FINISHED and (group.score is not None or not self.dynamic_sampling)
 
     def _check_sample(self, group: Group, sample: Sample) -> None:
         where = f"sample {sample.index} of group {group.group_id}"

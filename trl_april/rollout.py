@@ -13,6 +13,7 @@ import random
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from .dynamic_sampling import DynamicSampling
 from .engine import GenerationRequest, RolloutEngine
 from .errors import EngineError, ServerError
 from .pool import Pool
@@ -49,6 +50,12 @@ class Round:
             Requests that were cut short.
         launched_tokens (`int`):
             Length so far, summed over the dispatched samples, at the end of the round.
+        rejected_groups (`int`):
+            Groups rejected under dynamic sampling, because their rewards were all equal.
+        rejected_tokens (`int`):
+            Their tokens.
+        filled_groups (`int`):
+            Rejected groups that were taken all the same, because the round could not be filled otherwise.
         in_flight (`list[tuple[float, int]]`):
             `(seconds since started, requests in flight)` at every change.
     """
@@ -64,6 +71,9 @@ class Round:
     resumed_groups: int = 0
     aborted_requests: int = 0
     launched_tokens: int = 0
+    rejected_groups: int = 0
+    rejected_tokens: int = 0
+    filled_groups: int = 0
     in_flight: list[tuple[float, int]] = field(default_factory=list)
 
     @property
@@ -97,6 +107,8 @@ class RolloutDriver:
         sweep_interval (`float`, *optional*, defaults to `0.05`):
             Seconds after which requests that have not ended are aborted again. The server may not yet have known a
             request when the first abort arrived.
+        dynamic_sampling (`DynamicSampling`, *optional*):
+            Scores finished groups and replaces those that are rejected. The pool must be under dynamic sampling too.
     """
 
     def __init__(
@@ -109,6 +121,7 @@ class RolloutDriver:
         idle_timeout: float = 240.0,
         retries: int = 3,
         sweep_interval: float = 0.05,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.pool = pool
         self.engine = engine
@@ -118,9 +131,13 @@ class RolloutDriver:
         self._idle_timeout = idle_timeout
         self._retries = retries
         self._sweep_interval = sweep_interval
+        self._dynamic = dynamic_sampling
         self._requests_sent = 0
         self._running: dict[str, Sample] = {}  # by request id
+        self._tasks: set[asyncio.Task[None]] = set()  # one per sample of the round
+        self._dispatched: list[Sample] = []
         self._closing = asyncio.Event()
+        self._sample_ended = asyncio.Event()
         self._error: BaseException | None = None
 
     @property
@@ -144,33 +161,41 @@ class RolloutDriver:
         clock = asyncio.get_running_loop().time
         assert self.pool.version is not None, "begin_round comes first"
         self.round = Round(self.pool.version, started=clock())
-        self._closing = asyncio.Event()
+        self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
         self._error = None
+        self._tasks, self._dispatched = set(), []
         tokens_before = self.pool.tokens_generated
+        rejected_before = self.pool.groups_rejected, self.pool.tokens_rejected
+        filled_before = self._dynamic.groups_filled if self._dynamic is not None else 0
         held_before = {group.group_id: group.num_tokens for group in self.pool}
 
         if not self.pool.quota_met:
-            resumed = [group for group in self.pool if group.state is GroupState.PARKED]
-            self.round.resumed_groups = len(resumed)
-            samples = self.pool.ready()
-            self.round.requests = len(samples)
-            tasks = [asyncio.create_task(self._complete(group, sample)) for group, sample in samples]
+            self.round.resumed_groups = sum(group.state is GroupState.PARKED for group in self.pool)
+            self._dispatch()
+            judging = asyncio.create_task(self._judge())
             try:
-                await self._wait_for_quota(tasks)
+                await self._wait_for_quota(judging)
                 closing_began = clock()
-                await self._drain(tasks)
+                await self._drain()
                 self.round.abort_seconds = clock() - closing_began
             finally:
+                judging.cancel()
                 # Also on cancellation: cut what runs and keep what has arrived.
-                await self._cut_off(tasks)
-            self.round.launched_tokens = sum(len(sample) for _, sample in samples)
+                await self._cut_off()
+                await asyncio.gather(judging, return_exceptions=True)
+            self.round.requests = len(self._dispatched)
+            self.round.launched_tokens = sum(len(sample) for sample in self._dispatched)
             if self._error is not None:
                 raise self._error
 
         self.round.seconds = clock() - self.round.started
         self.round.generated_tokens = self.pool.tokens_generated - tokens_before
+        self.round.rejected_groups = self.pool.groups_rejected - rejected_before[0]
+        self.round.rejected_tokens = self.pool.tokens_rejected - rejected_before[1]
+        if self._dynamic is not None:
+            self.round.filled_groups = self._dynamic.groups_filled - filled_before
         self.round.groups = self.pool.take()
-        self.round.carried_tokens = sum(held_before[group.group_id] for group in self.round.groups)
+        self.round.carried_tokens = sum(held_before.get(group.group_id, 0) for group in self.round.groups)
         self.pool.check()
         return self.round
 
@@ -203,6 +228,7 @@ class RolloutDriver:
                 await self._pause(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5))
         except Exception as caught:  # whatever it is, it must end the round, not just this task
             self._fail(caught)
+        self._sample_ended.set()
         if self.pool.quota_met:
             self._closing.set()
 
@@ -248,18 +274,46 @@ class RolloutDriver:
 
     # The round
 
-    async def _wait_for_quota(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Until the round closes, every task has ended, or the engine has been silent for too long."""
-        closing = asyncio.create_task(self._closing.wait())
-        pending: set[asyncio.Task[None]] = set(tasks)
+    def _dispatch(self) -> None:
+        """Ask for every sample that waits."""
+        for group, sample in self.pool.ready():
+            self._dispatched.append(sample)
+            self._tasks.add(asyncio.create_task(self._complete(group, sample)))
+
+    async def _judge(self) -> None:
+        """Score groups as they finish, and replace those that are rejected, until no sample runs any more."""
+        if self._dynamic is None:
+            return
         try:
-            while pending and not self._closing.is_set():
+            while not self._closing.is_set():
+                self._sample_ended.clear()
+                running = [task for task in self._tasks if not task.done()]
+                if await self._dynamic.judge(self.pool):
+                    if self.pool.quota_met:
+                        self._closing.set()
+                    elif not self._closing.is_set():
+                        self._dispatch()  # what replaces the rejected ones
+                elif running:
+                    await self._sample_ended.wait()
+                else:
+                    break
+        except Exception as caught:  # a reward function's own error, say
+            self._fail(caught)
+
+    async def _wait_for_quota(self, judging: asyncio.Task[None]) -> None:
+        """Until the round closes, nothing runs any more, or the engine has been silent for too long."""
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            while not self._closing.is_set():
+                pending = {task for task in (*self._tasks, judging) if not task.done()}
+                if not pending:
+                    break
                 tokens = self.pool.tokens_generated
                 done, _ = await asyncio.wait(
                     {closing, *pending}, timeout=self._idle_timeout, return_when=asyncio.FIRST_COMPLETED
                 )
-                pending -= done  # type: ignore[arg-type]
-                if not done and self.pool.tokens_generated == tokens:
+                # While nothing runs, it is a reward function that takes its time.
+                if not done and self._running and self.pool.tokens_generated == tokens:
                     self._fail(
                         ServerError(
                             f"The server has not sent a token for {self._idle_timeout:.0f} s with "
@@ -271,9 +325,9 @@ class RolloutDriver:
             closing.cancel()
         self._closing.set()
 
-    async def _drain(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _drain(self) -> None:
         """Abort what runs, by id, until every stream has delivered its rest and ended."""
-        pending = {task for task in tasks if not task.done()}
+        pending = {task for task in self._tasks if not task.done()}
         silent_since = asyncio.get_running_loop().time()
         progress = None
         abort: asyncio.Task[None] | None = None
@@ -303,20 +357,20 @@ class RolloutDriver:
                 abort.cancel()
                 await asyncio.gather(abort, return_exceptions=True)
 
-    async def _cut_off(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _cut_off(self) -> None:
         """Leave nothing running, whatever happened before; a no-op after a complete drain."""
         self._closing.set()
         try:
             if self._running and self._error is None:
                 # Cancelled (Ctrl-C): the server is well, so what it has generated can still be fetched.
                 async with asyncio.timeout(5):
-                    await self._drain(tasks)
+                    await self._drain()
         except TimeoutError:
             logger.warning("%d requests have not ended in 5 s.", len(self._running))
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()  # closes the connection, at which the server aborts the request by itself
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but not past the end of the round."""

@@ -65,6 +65,7 @@ class RowSource:
         self._offset = 0
         self._steps_before_epoch = 0
         self._next_id = 0
+        self._owed = 0  # rows that replace those of rejected groups
         self._done = False
         self._rows: deque[Row] = deque()
 
@@ -123,13 +124,46 @@ class RowSource:
         Raises:
             ConfigError: If an epoch has too few rows for a single round.
         """
-        while len(self._rows) < count and self._read_chunk():
+        while len(self._rows) < count and (self._read_chunk() or self._read_owed()):
             pass
         taken: list[tuple[int, Row]] = []
         while self._rows and len(taken) < count:
             taken.append((self._next_id, self._rows.popleft()))
             self._next_id += 1
         return taken
+
+    def replace(self, count: int) -> None:
+        """Hand out `count` rows more than training was planned with: as many groups were rejected.
+
+        They are the rows that follow the planned ones, in the same order.
+        """
+        self._owed += count
+
+    def take_back(self, count: int) -> int:
+        """Undo [`~RowSource.replace`] for `count` groups that were trained after all.
+
+        Returns:
+            `int`: How many of them have been replaced already, and can no longer be taken back.
+        """
+        taken = min(count, self._owed)
+        self._owed -= taken
+        return count - taken
+
+    def _read_owed(self) -> bool:
+        """Read one row that replaces another; whether one is owed."""
+        if not self._owed:
+            return False
+        for _ in range(2):
+            for row in self._iterator:
+                self._rows.append(row)
+                self._owed -= 1
+                return True
+            self._epoch += 1
+            self._iterator = self._open_epoch(self._epoch)
+        raise ConfigError(
+            f"{self._owed} rejected groups have to be replaced, but the training dataset has no rows left. Use a "
+            "dataset that can be iterated again, or dynamic_sampling=False."
+        )
 
     def _optimiser_steps(self, chunks: int) -> int:
         """Optimiser steps that an epoch of so many chunks does."""

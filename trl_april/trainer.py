@@ -6,7 +6,8 @@ The way of the data in a training step:
 2. The weights go to the server, if they changed since the last time.
 3. The pool enters the next round, is filled up to its target, and the driver runs until the quota is met.
 4. The batch that the pool hands over goes into TRL's own slot for foreign rollouts (`rollout_func`), for the length of
-   one `super()` call. Scoring, advantages, importance-sampling correction and loss are TRL's.
+   one `super()` call. Scoring, advantages, importance-sampling correction and loss are TRL's. Under dynamic sampling
+   the groups have been scored in step 3, by TRL's code too, and TRL gets those rewards when it asks for them.
 
 Everything else is inherited. Where APRIL does not apply, stock GRPO runs.
 """
@@ -34,12 +35,17 @@ from .applies import check_dataset, why_stock
 from .background import BackgroundLoop
 from .batch import batch_rows, rollout_output, round_metrics
 from .config import APRILGRPOConfig, AprilOptions
+from .correction import correction_metrics
+from .dynamic_sampling import DynamicSampling, NewGroup
 from .errors import ConfigError
+from .loss import known_to_trl
 from .pool import Pool
 from .progress import RoundProgress
 from .rollout import RolloutDriver, Round
 from .row_order import make_source, optimiser_steps_per_round
 from .sampling import SamplingOptions, sampling_options
+from .scoring import RewardScorer
+from .types import Group
 from .vllm_engine import VLLMEngine
 from .weight_sync import ServerGeneration
 
@@ -141,7 +147,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func
         )
         self.april_enabled = stock_because is None
+        self._warned_of_mask = False
         self.pool: Pool | None = None
+        self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
         self.round_history: deque[Round] = deque(maxlen=ROUNDS_KEPT)
         if self.april_enabled:
             self._options = AprilOptions.of(args)
@@ -149,7 +157,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
         # TRL connects to vLLM in its constructor and offers no way to do that with another class. So it is constructed
         # with vLLM off, and the server is attached afterwards.
-        with _vllm_off(args) if self.april_enabled else nullcontext():
+        with _vllm_off(args) if self.april_enabled else nullcontext(), known_to_trl(args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -169,9 +177,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self.april_enabled:
             self._attach_server()
         else:
-            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.")
+            ignored = (
+                " dynamic_sampling needs APRIL and has no effect." if AprilOptions.of(args).dynamic_sampling else ""
+            )
+            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
 
-    # Overrides of TRL. There are two; both hand over to `super()`.
+    # Overrides of TRL. There are three; all hand over to `super()`.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call."""
@@ -190,11 +201,23 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.april_enabled or not self.model.training:
             return super()._generate_and_score_completions(inputs)
         done = self._run_round()
-        self.rollout_func = lambda prompts, trainer: rollout_output(done.groups)
+        self.groups_in_training = done.groups
+        self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=self._oldest_trained(done))
         try:
-            return super()._generate_and_score_completions(batch_rows(done.groups))
+            batch = super()._generate_and_score_completions(batch_rows(done.groups))
         finally:
-            self.rollout_func = None
+            self.rollout_func = self.groups_in_training = None
+        self._log_correction(batch, done)
+        return batch
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        # Under dynamic sampling the batch was scored group by group; scoring it again would cost the same again, and a
+        # reward function that is not deterministic could take back what made a group worth training on.
+        if self.groups_in_training is None or not self._options.dynamic_sampling:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._scorer.hand_over(self.groups_in_training)
 
     # The round
 
@@ -217,6 +240,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             RoundProgress(self.pool, self._driver, disable=silent) as progress,
         ):
             done = self._loop.run(self._driver.run_round(), poll=progress.update)
+        self._account_for_rejected(done)
         metrics = round_metrics(done, self.pool, sync_seconds=sync_seconds, max_staleness=self._options.max_staleness)
         for name, value in metrics.items():
             self._metrics["train"][f"april/{name}"].append(value)
@@ -225,9 +249,32 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _admit(self, pool: Pool) -> None:
         """Fill the pool up to its target with the next dataset rows."""
-        rows = self._source.next_rows(pool.room)
+        for group in self._next_groups(pool.room):
+            group.admit_to(pool)
+
+    def _replace(self, rejected: int, room: int) -> list[NewGroup]:
+        """The groups that follow, after so many were rejected. Called in the middle of a round, in another thread."""
+        self._source.replace(rejected)
+        self._replaced += rejected
+        return self._next_groups(room)
+
+    def _account_for_rejected(self, done: Round) -> None:
+        """Let the source hand out as many rows more as groups were rejected, so that training ends as planned."""
+        unreplaced = done.rejected_groups - self._replaced
+        self._replaced = 0
+        if unreplaced > 0:
+            self._source.replace(unreplaced)
+        elif unreplaced < 0:
+            # A round that had to be filled with rejected groups trains some that have been replaced. Near the end of
+            # training the replacements are on their way already, and nothing can use them any more.
+            assert self.pool is not None
+            self.pool.withdraw(self._source.take_back(-unreplaced))
+
+    def _next_groups(self, count: int) -> list[NewGroup]:
+        """The next dataset rows, at most `count`, tokenized."""
+        rows = self._source.next_rows(count)
         if not rows:
-            return
+            return []
         # TRL's own tokenization, so that a prompt has the same tokens as in stock GRPO and in evaluation.
         prompt_ids, images, _ = self._tokenize_prompts(copy.deepcopy([row["prompt"] for _, row in rows]))
         if images is not None:
@@ -246,8 +293,31 @@ class APRILGRPOTrainer(GRPOTrainer):
                     "Shorten or filter the prompts, lower max_completion_length, or restart the server with a larger "
                     "--max-model-len."
                 )
-        for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True):
-            pool.admit(group_id, row, list(ids), num_generations=self.num_generations, max_completion_length=budget)
+        return [
+            NewGroup(group_id, row, list(ids), self.num_generations, budget)
+            for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True)
+        ]
+
+    def _oldest_trained(self, done: Round) -> int | None:
+        """The oldest policy version whose tokens stay in the loss; `None` if all do."""
+        if self._options.staleness_policy != "mask" or self._options.max_staleness is None:
+            return None
+        return done.version - self._options.max_staleness
+
+    def _log_correction(self, batch: dict[str, Any], done: Round) -> None:
+        """What the importance-sampling correction made of the batch, by age and by length."""
+        if "importance_sampling_ratio" not in batch:
+            return
+        metrics, masked_out = correction_metrics(batch, done.groups, done.version)
+        for name, value in metrics.items():
+            self._metrics["train"][f"april/{name}"].append(value)
+        if masked_out > 0.5 and not self._warned_of_mask:
+            self._warned_of_mask = True
+            logger.warning(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} has masked out "
+                f"{masked_out:.0%} of the carried tokens of this batch ({metrics['correction/carried_tokens']:.0f} "
+                "tokens): what APRIL saved of them trains nothing. 'token_truncate' keeps them."
+            )
 
     # Set-up and end of a training run
 
@@ -269,17 +339,30 @@ class APRILGRPOTrainer(GRPOTrainer):
             stream_interval=self._options.stream_interval,
             api_key=_api_key(),
         )
+        self._scorer = RewardScorer(self)
+        self._replaced = 0  # rejected groups of this round for which the source has handed out others
+        self._dynamic = None
+        if self._options.dynamic_sampling:
+            self._dynamic = DynamicSampling(
+                self._scorer.score,
+                self._scorer.has_signal,
+                self._replace,
+                max_rejected=self._options.max_rejected_groups_per_round or 10 * self.pool.quota,
+            )
         self._driver = RolloutDriver(
             self.pool,
             self._engine,
             run_id=uuid.uuid4().hex[:12],
             seed=self._sampling(self.args).seed,
             idle_timeout=self.args.vllm_server_timeout,
+            dynamic_sampling=self._dynamic,
         )
 
     def _close_rollouts(self) -> None:
         """Close connections and loop. The pool stays, to be looked at."""
         if self.pool is not None:
+            if self._dynamic is not None:
+                self._dynamic.close()
             self._loop.run(self._engine.close())
             self._loop.close()
 
@@ -304,6 +387,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             max_staleness=options.max_staleness,
             staleness_policy=options.staleness_policy,
             versions_per_round=versions_per_round,
+            dynamic_sampling=options.dynamic_sampling,
         )
 
     # The server
@@ -312,6 +396,13 @@ class APRILGRPOTrainer(GRPOTrainer):
         """Everything that can be said before a model is loaded."""
         quota = args.generation_batch_size // args.num_generations
         check_dataset(train_dataset, quota)
+        most = self._options.max_rejected_groups_per_round
+        if most is not None and most < quota:
+            raise ConfigError(
+                f"max_rejected_groups_per_round is {most}, but a round that is given up is filled with rejected "
+                f"groups and may need {quota} of them. Raise it to at least {quota}, or leave it out for ten times as "
+                "many."
+            )
         self._sampling(args)
         if args.vllm_importance_sampling_correction:
             if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):

@@ -140,6 +140,21 @@ class Sample:
         return [segment.version for segment in self.segments for _ in range(segment.length)]
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the reward functions said of a group under dynamic sampling.
+
+    Args:
+        rewards (`list[list[float]]`, shape `(num_generations, num_reward_funcs)`):
+            One reward per sample and function; NaN where a function returned `None`.
+        extra (`dict[str, list]`):
+            What they logged beside it, by column, one value per sample.
+    """
+
+    rewards: list[list[float]]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+
 class GroupState(StrEnum):
     """State of a group, derived from its samples so that the two can never disagree."""
 
@@ -167,6 +182,8 @@ class Group:
             `born` is kept for every token.
         samples (`list[Sample]`):
             Its samples, by index.
+        score (`Score`, *optional*):
+            Its rewards, under dynamic sampling and once it is finished and scored.
     """
 
     group_id: int
@@ -175,6 +192,7 @@ class Group:
     max_completion_length: int
     born: int
     samples: list[Sample]
+    score: Score | None = None
 
     @classmethod
     def fresh(
@@ -217,6 +235,7 @@ class Group:
             "prompt_ids": list(self.prompt_ids),
             "max_completion_length": self.max_completion_length,
             "born": self.born,
+            "rewards": self.score and [list(rewards) for rewards in self.score.rewards],
             "samples": [
                 {
                     "token_ids": sample.token_ids[:],
@@ -257,4 +276,6 @@ class Group:
             else:
                 sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
             group.samples.append(sample)
+        if state["rewards"] is not None:
+            group.score = Score([[float(reward) for reward in rewards] for rewards in state["rewards"]])
         return group

@@ -117,6 +117,7 @@ def train(
     dataset: Dataset,
     base_url: str,
     output_dir: Path,
+    reward_funcs: Callable | list[Callable] = task.countdown_reward,
     on_step: Callable[[int, float, float], None] | None = None,
     **options: Any,
 ) -> tuple[Recording, PreTrainedModel]:
@@ -136,6 +137,8 @@ def train(
             The vLLM server.
         output_dir (`Path`):
             Folder for what the trainer writes.
+        reward_funcs (`Callable` or `list[Callable]`, *optional*, defaults to [`task.countdown_reward`]):
+            The rewards, which add up.
         on_step (`Callable[[int, float, float], None]`, *optional*):
             Called after every step with its number, the seconds since the start and the mean reward.
         **options:
@@ -160,7 +163,7 @@ def train(
     )
     trainer = APRILGRPOTrainer(
         model=str(model_dir),
-        reward_funcs=task.countdown_reward,
+        reward_funcs=reward_funcs,
         args=args,
         train_dataset=dataset,
         callbacks=[clock],
