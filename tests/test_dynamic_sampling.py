@@ -15,9 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scripted_engine import ScriptedEngine, SimulatedClockLoop, key_of, natural, prompt_ids
+from tests.scripted_engine import (
+    Attempt,
+    Break,
+    ScriptedEngine,
+    SimulatedClockLoop,
+    Tokens,
+    key_of,
+    natural,
+    prompt_ids,
+)
 from trl_april.dynamic_sampling import DynamicSampling, NewGroup
-from trl_april.errors import PoolError
+from trl_april.errors import PoolError, ServerError
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver, Round
 from trl_april.types import FinishReason, Group, SampleState, Score
@@ -34,9 +43,10 @@ class SlowScorer(Executor):
 
     def submit(self, function, /, *args, **kwargs) -> Future:
         future: Future = Future()
-        future.set_running_or_notify_cancel()
 
         def finish() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function(*args, **kwargs))
             except Exception as error:
@@ -56,6 +66,8 @@ class Arena:
             Seconds, and tokens, that a group takes; 2 if it is not there.
         rows (`int`, *optional*):
             Rows that there are in all.
+        script (`dict`, *optional*):
+            What single samples get to see instead; see [`ScriptedEngine`].
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class Arena:
         max_rejected: int = 100,
         max_staleness: int | None = None,
         rows: int = 10**6,
+        script: dict | None = None,
     ) -> None:
         self.pool = Pool(quota, over_provisioning=factor, max_staleness=max_staleness, dynamic_sampling=True)
         self.rewards = rewards
@@ -78,7 +91,7 @@ class Arena:
         self._rows = rows
         lengths = lengths or {}
         self.engine = ScriptedEngine(
-            default=lambda request: natural(lengths.get(key_of(request.request_id)[0], 2))(request)
+            script, default=lambda request: natural(lengths.get(key_of(request.request_id)[0], 2))(request)
         )
         self.scorer = SlowScorer(seconds)
         self.dynamic = DynamicSampling(
@@ -225,6 +238,18 @@ class TestSlowRewards:
 
 
 class TestErrors:
+    def test_a_sample_that_pauses_before_it_is_asked_for_again_is_not_dispatched_twice(self):
+        """Its stream breaks twice, so it pauses for 0.1 to 0.3 s; a group is rejected and replaced meanwhile."""
+        broken = Attempt([Tokens(1, 0.95), Break(ServerError("broken"))])
+        again = Attempt([Break(ServerError("broken again"))])
+        arena = Arena(
+            lambda group: USELESS if group == 1 else USEFUL, quota=2, lengths={1: 1, 2: 1},
+            script={(0, 0): [broken, again, natural(3)]},
+        )  # fmt: skip
+        done = run(arena)
+        assert ids(done.groups) == [0, 2]
+        assert len(arena.engine.requests_of(0, 0)) == 3
+
     def test_a_reward_function_that_raises_ends_the_round_with_its_error_and_loses_nothing(self):
         def rewards(group: int) -> list[float]:
             raise ZeroDivisionError("mine")
@@ -249,6 +274,7 @@ class TestHopelessRounds:
             done = run(arena)
         assert ids(done.groups) == [0, 1]
         assert done.filled_groups == 2
+        assert sum(map(len, arena.calls)) == 6
         assert "filled with 2 of them" in caplog.text and "max_rejected_groups_per_round" in caplog.text
         arena.pool.check()
 
@@ -288,6 +314,7 @@ def test_nothing_is_lost_or_scored_twice_in_any_schedule(data: st.DataObject):
     assert not {group.group_id for group in arena.taken} & useless
     scored = [group for call in arena.calls for group in call]
     assert len(scored) == len(set(scored))
+    assert sum(arena.replaced) == arena.pool.groups_rejected
     assert arena.pool.groups_rejected == len(useless & set(scored) - {group.group_id for group in arena.pool})
 
 

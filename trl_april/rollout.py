@@ -275,8 +275,11 @@ class RolloutDriver:
     # The round
 
     def _dispatch(self) -> None:
-        """Ask for every sample that waits."""
+        """Ask for every sample that waits and has no task; one whose stream broke is asked for again by its own."""
+        asked = set(map(id, self._dispatched))
         for group, sample in self.pool.ready():
+            if id(sample) in asked:
+                continue
             self._dispatched.append(sample)
             self._tasks.add(asyncio.create_task(self._complete(group, sample)))
 
