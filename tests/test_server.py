@@ -211,18 +211,22 @@ def test_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "cores", "given", "expected"),
     [
-        ("cpu", 2, {}, "0"),
-        ("cpu", 2, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "1"),
-        ("cpu", 8, {}, None),
-        ("gpu", 2, {}, None),
+        ("cpu", 1, {}, ("0", "1")),
+        ("cpu", 2, {}, ("0", "1")),
+        ("cpu", 3, {}, ("0", "2")),
+        ("cpu", 2, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "2"}, ("1", "2")),
+        ("cpu", 4, {}, (None, None)),
+        ("gpu", 2, {}, (None, None)),
     ],
 )
 def test_on_a_cpu_with_few_cores_the_model_runs_in_the_schedulers_process(
     monkeypatch, platform, cores, given, expected
 ):
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    for variable in ("VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-    assert server_environment(given, platform=platform).get("VLLM_ENABLE_V1_MULTIPROCESSING") == expected
+    env = server_environment(given, platform=platform)
+    assert (env.get("VLLM_ENABLE_V1_MULTIPROCESSING"), env.get("OMP_NUM_THREADS")) == expected
 
 
 def test_flags_are_read_as_vllm_reads_them():

@@ -14,7 +14,12 @@ import pytest
 import requests
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError, ServerError
@@ -448,6 +453,26 @@ class TestDynamicSampling:
         trainer.train()
         assert all(group.row["number"] % 2 == 0 for group in trainer.trained_groups)
         assert len(trainer.pool) == 0
+
+    def test_a_reward_model(self, server, tiny_model_dir, tmp_path):
+        model = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
+        model.save_pretrained(tmp_path / "reward")
+        AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "reward")
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path / "out", dynamic_sampling=True, reward=str(tmp_path / "reward"),
+            max_steps=2, max_completion_length=20,
+        )  # fmt: skip
+        trainer.train()
+        assert len(trainer.trained_groups) == 8 and len(trainer.pool) == 0
+        # What TRL itself computes for the last batch, all groups in one call.
+        groups = trainer.rounds[-1].groups
+        prompts = [group.row["prompt"] for group in groups for _ in group.samples]
+        ids = [sample.token_ids.tolist() for group in groups for sample in group.samples]
+        completions = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+        rows = [group.row for group in groups for _ in group.samples]
+        expected = trainer._calculate_rewards(rows, prompts, completions, ids)
+        scored = torch.tensor([rewards for group in groups for rewards in group.score.rewards])
+        assert torch.allclose(scored, expected, atol=1e-5)
 
     def test_a_hopeless_round_is_filled_and_training_ends_with_an_empty_pool(
         self, server, tiny_model_dir, tmp_path, caplog

@@ -36,7 +36,8 @@ class RoundProgress:
         elapsed = time.monotonic() - self._started
         rate = (self._pool.tokens_generated - self._tokens) / elapsed if elapsed else 0.0
         self._bar.n = min(self._pool.num_finished, self._pool.quota)
-        self._bar.set_postfix_str(f"{self._driver.in_flight} in flight, {rate:,.0f} tok/s")
+        rejected = f", {self._pool.num_rejected} rejected" if self._pool.num_rejected else ""
+        self._bar.set_postfix_str(f"{self._driver.in_flight} in flight, {rate:,.0f} tok/s{rejected}")
 
     def __enter__(self) -> RoundProgress:
         return self
