@@ -126,18 +126,22 @@ class Contestant:
         self.dynamic = None
         if options.useless:
             self.dynamic = DynamicSampling(
-                lambda groups: [Score([[0.0]] * options.group_size) for _ in groups],
-                lambda score: self._useful(), lambda rejected, room: self._next(room), max_rejected=10**6,
-            )  # fmt: skip
+                lambda groups: [Score(self._rewards(group.group_id)) for group in groups],
+                lambda score: score.rewards[0] != score.rewards[-1],
+                lambda rejected, room: self._next(room),
+                max_rejected=10**6,
+            )
         self.driver = RolloutDriver(self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic)
         self.measurement = Measurement(sigma, factor, turn)
         self._group_size = options.group_size
         self._useless = options.useless
-        self._prompts, self._verdicts = random.Random(options.seed), random.Random(options.seed)
+        self._prompts, self._verdicts = random.Random(options.seed), options.seed + turn
         self._rows = count()
 
-    def _useful(self) -> bool:
-        return self._verdicts.random() >= self._useless
+    def _rewards(self, group_id: int) -> list[list[float]]:
+        """Equal for the useless share of the groups, which are the same for every factor."""
+        useless = random.Random(f"{self._verdicts}/{group_id}").random() < self._useless
+        return [[0.0 if useless else float(index)] for index in range(self._group_size)]
 
     def _next(self, wanted: int) -> list[NewGroup]:
         return [

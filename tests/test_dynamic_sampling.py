@@ -232,6 +232,22 @@ class TestSlowRewards:
 
         simulate(main())
 
+    def test_a_verdict_on_a_group_that_was_withdrawn_meanwhile_is_dropped(self):
+        """Group 1 is scored from 6 s on, while the first round closes; then it is withdrawn."""
+
+        async def main() -> None:
+            arena = Arena(lambda group: USEFUL, factor=2.0, lengths={0: 1, 1: 2}, seconds=5.0)
+            await arena.round(0)
+            assert arena.calls == [[0]]
+            judging = asyncio.create_task(arena.dynamic.judge(arena.pool))
+            await asyncio.sleep(1)
+            arena.pool.withdraw(1)
+            await judging
+            assert arena.calls == [[0], [1]] and len(arena.pool) == 0
+            assert ids((await arena.round(1)).groups) == [2]
+
+        simulate(main())
+
     def test_a_reward_function_that_takes_longer_than_the_idle_timeout_is_not_a_silent_server(self):
         arena = Arena(lambda group: USEFUL, seconds=1000.0)
         assert ids(run(arena).groups) == [0]

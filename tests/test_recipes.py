@@ -14,8 +14,8 @@ from trl import TrlParser
 from trl_april import APRILGRPOConfig
 from trl_april.errors import ConfigError
 from trl_april.loss import gspo_options
-from trl_april.pool import check_bound
 from trl_april.row_order import optimiser_steps_per_round
+from trl_april.staleness import check_bound
 
 
 ROOT = Path(__file__).parent.parent

@@ -23,6 +23,7 @@ from transformers import (
 
 from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError, ServerError
+from trl_april.rollout import RolloutDriver
 from trl_april.server import LocalServer
 from trl_april.trainer import APRILGRPOTrainer
 
@@ -497,7 +498,9 @@ class TestDynamicSampling:
         assert any(entry.name == "broken" for entry in caught.traceback)  # the user's own line
         assert wait_until_idle(server) == 0
 
-    def test_a_slow_reward_function_does_not_stop_the_other_requests(self, server, tiny_model_dir, tmp_path):
+    def test_a_slow_reward_function_does_not_stop_the_other_requests(
+        self, server, tiny_model_dir, tmp_path, monkeypatch
+    ):
         """It sleeps for 2 s a call; what runs beside it goes on until the quota is met."""
 
         def slow(completions, **kwargs):
@@ -509,20 +512,14 @@ class TestDynamicSampling:
             over_provisioning=3.0, max_completion_length=3000, generation_kwargs={"ignore_eos": True},
             per_device_train_batch_size=4,
         )  # fmt: skip
-        open_rollouts = trainer._open_rollouts
 
-        def open_with_lengths() -> None:
+        def request(driver, group, sample):
             """The first group is done at once, the others would run for seconds."""
-            open_rollouts()
-            make_request = trainer._driver._request
+            length = 8 if group.group_id == 0 else 3000
+            return replace(make_request(driver, group, sample), max_tokens=length - len(sample))
 
-            def request(group, sample):
-                length = 8 if group.group_id == 0 else 3000
-                return replace(make_request(group, sample), max_tokens=length - len(sample))
-
-            trainer._driver._request = request
-
-        trainer._open_rollouts = open_with_lengths
+        make_request = RolloutDriver._request
+        monkeypatch.setattr(RolloutDriver, "_request", request)
         trainer.train()
         (done,) = trainer.rounds
         assert [len(sample) for sample in done.groups[0].samples] == [8] * 4

@@ -8,7 +8,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from .errors import ConfigError
-from .pool import check_bound
+from .staleness import check_bound
 
 
 WEIGHT_SYNCS = ("auto", "nccl", "filesystem")

@@ -96,7 +96,10 @@ class DynamicSampling:
         scores = await asyncio.shield(asyncio.wrap_future(call))
         self._scoring = None
         rejected = 0
+        outstanding = {group.group_id for group in pool}
         for group, score in zip(groups, scores, strict=True):
+            if group.group_id not in outstanding:
+                continue  # withdrawn between the rounds
             if self._has_signal(score):
                 pool.accept(group, score)
             else:

@@ -23,53 +23,14 @@ from itertools import islice
 from typing import Any
 
 from .errors import ConfigError, PoolError
+from .staleness import check_bound
 from .types import FinishReason, Group, GroupState, Sample, SampleState, Score
 
 
-STALENESS_POLICIES = ("wait", "mask", "ignore")
 STATE_FORMAT = 1
 COUNTERS = (
     "groups_admitted", "groups_taken", "groups_rejected", "tokens_generated", "tokens_taken", "tokens_rejected",
 )  # fmt: skip
-
-
-def check_bound(
-    over_provisioning: float, max_staleness: int | None, staleness_policy: str, versions_per_round: int = 1
-) -> None:
-    """Refuse a factor and a staleness bound that are out of range, or that cannot be kept together.
-
-    Args:
-        over_provisioning, max_staleness, staleness_policy, versions_per_round:
-            As for [`Pool`].
-
-    Raises:
-        ConfigError: If one is out of range, or if under `"wait"` more groups would be outstanding than the bound lets
-            through.
-    """
-    if not 1.0 <= over_provisioning < math.inf:
-        raise ConfigError(
-            f"over_provisioning is {over_provisioning}; it is the number of groups in flight as a factor of those "
-            "needed, so it must be finite and at least 1.0 (1.0 is synchronous)."
-        )
-    if staleness_policy not in STALENESS_POLICIES:
-        raise ConfigError(
-            f"staleness_policy is {staleness_policy!r}; it must be one of {', '.join(STALENESS_POLICIES)}."
-        )
-    if max_staleness is None:
-        return
-    if max_staleness < 0:
-        raise ConfigError(
-            f"max_staleness is {max_staleness}; it counts policy versions and cannot be negative. Use None to lift "
-            "the bound."
-        )
-    rounds = max_staleness // versions_per_round
-    if staleness_policy == "wait" and over_provisioning > rounds + 1:
-        raise ConfigError(
-            f"over_provisioning is {over_provisioning} with max_staleness={max_staleness} and up to "
-            f"{versions_per_round} policy version(s) per round. A group can then wait for {rounds} round(s), so "
-            f"over_provisioning must be at most {rounds + 1}. Lower it, or raise max_staleness to at least "
-            f"{math.ceil(over_provisioning - 1) * versions_per_round}."
-        )
 
 
 class Pool:

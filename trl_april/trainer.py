@@ -14,10 +14,7 @@ Everything else is inherited. Where APRIL does not apply, stock GRPO runs.
 
 from __future__ import annotations
 
-import copy
-import math
 import os
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,21 +29,15 @@ from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
 from .applies import check_dataset, why_stock
-from .background import BackgroundLoop
 from .batch import batch_rows, rollout_output, round_metrics
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
-from .dynamic_sampling import DynamicSampling, NewGroup
 from .errors import ConfigError
 from .loss import known_to_trl
 from .pool import Pool
-from .progress import RoundProgress
-from .rollout import RolloutDriver, Round
-from .row_order import make_source, optimiser_steps_per_round
-from .sampling import SamplingOptions, sampling_options
-from .scoring import RewardScorer
+from .rollout import Round
+from .session import RolloutSession, sampling_of
 from .types import Group
-from .vllm_engine import VLLMEngine
 from .weight_sync import ServerGeneration
 
 
@@ -149,6 +140,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.april_enabled = stock_because is None
         self._warned_of_mask = False
         self.pool: Pool | None = None
+        self._session: RolloutSession | None = None
         self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
         self.round_history: deque[Round] = deque(maxlen=ROUNDS_KEPT)
         if self.april_enabled:
@@ -193,7 +185,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._close_rollouts()
+            if self._session is not None:
+                self._session.close()
+                self._session = None  # the pool stays, to be looked at
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Evaluation is TRL's stock path. In training, `inputs` are the rows that stock GRPO would generate for now;
@@ -215,9 +209,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     ) -> torch.Tensor:
         # Under dynamic sampling the batch was scored group by group; scoring it again would cost the same again, and a
         # reward function that is not deterministic could take back what made a group worth training on.
-        if self.groups_in_training is None or not self._options.dynamic_sampling:
+        if self.groups_in_training is None or self._session is None or not self._options.dynamic_sampling:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._scorer.hand_over(self.groups_in_training)
+        return self._session.scorer.hand_over(self.groups_in_training)
 
     # The round
 
@@ -229,74 +223,19 @@ class APRILGRPOTrainer(GRPOTrainer):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
             sync_seconds = self.vllm_generation.sync_seconds
-        if self.pool is None:
-            self._open_rollouts()
-        assert self.pool is not None
-        self.pool.begin_round(self.state.global_step)
-        self._admit(self.pool)
+        if self._session is None:
+            self._session = RolloutSession(self, self._options, api_key=_api_key())
+            self.pool = self._session.pool
         silent = self.args.disable_tqdm or not self.is_world_process_zero()
-        with (
-            profiling_context(self, "vLLM.generate"),
-            RoundProgress(self.pool, self._driver, disable=silent) as progress,
-        ):
-            done = self._loop.run(self._driver.run_round(), poll=progress.update)
-        self._account_for_rejected(done)
-        metrics = round_metrics(done, self.pool, sync_seconds=sync_seconds, max_staleness=self._options.max_staleness)
+        with profiling_context(self, "vLLM.generate"):
+            done = self._session.run_round(self.state.global_step, silent=silent)
+        metrics = round_metrics(
+            done, self._session.pool, sync_seconds=sync_seconds, max_staleness=self._options.max_staleness
+        )
         for name, value in metrics.items():
             self._metrics["train"][f"april/{name}"].append(value)
         self.round_history.append(replace(done, groups=[]))
         return done
-
-    def _admit(self, pool: Pool) -> None:
-        """Fill the pool up to its target with the next dataset rows."""
-        for group in self._next_groups(pool.room):
-            group.admit_to(pool)
-
-    def _replace(self, rejected: int, room: int) -> list[NewGroup]:
-        """The groups that follow, after so many were rejected. Called in the middle of a round, in another thread."""
-        self._source.replace(rejected)
-        self._replaced += rejected
-        return self._next_groups(room)
-
-    def _account_for_rejected(self, done: Round) -> None:
-        """Let the source hand out as many rows more as groups were rejected, so that training ends as planned."""
-        unreplaced = done.rejected_groups - self._replaced
-        self._replaced = 0
-        if unreplaced > 0:
-            self._source.replace(unreplaced)
-        elif unreplaced < 0:
-            # A round that had to be filled with rejected groups trains some that have been replaced. Near the end of
-            # training the replacements are on their way already, and nothing can use them any more.
-            assert self.pool is not None
-            self.pool.withdraw(self._source.take_back(-unreplaced))
-
-    def _next_groups(self, count: int) -> list[NewGroup]:
-        """The next dataset rows, at most `count`, tokenized."""
-        rows = self._source.next_rows(count)
-        if not rows:
-            return []
-        # TRL's own tokenization, so that a prompt has the same tokens as in stock GRPO and in evaluation.
-        prompt_ids, images, _ = self._tokenize_prompts(copy.deepcopy([row["prompt"] for _, row in rows]))
-        if images is not None:
-            raise ConfigError(
-                "A prompt holds an image, which partial rollouts do not support. Use GRPOTrainer, or a dataset with "
-                "an `images` column, for which this trainer runs stock GRPO."
-            )
-        context = self.vllm_generation.facts.max_model_len
-        budgets = [self.max_completion_length or context - len(ids) for ids in prompt_ids]
-        for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True):
-            if budget < 1 or len(ids) + budget > context:
-                raise ConfigError(
-                    f"The prompt of group {group_id} has {len(ids)} tokens, but with max_completion_length="
-                    f"{self.max_completion_length} the server's context of {context} tokens leaves "
-                    f"{max(0, context - (self.max_completion_length or 1))} for it: {str(row['prompt'])[:200]!r}. "
-                    "Shorten or filter the prompts, lower max_completion_length, or restart the server with a larger "
-                    "--max-model-len."
-                )
-        return [
-            NewGroup(group_id, row, list(ids), self.num_generations, budget)
-            for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True)
-        ]
 
     def _oldest_trained(self, done: Round) -> int | None:
         """The oldest policy version whose tokens stay in the loss; `None` if all do."""
@@ -319,77 +258,6 @@ class APRILGRPOTrainer(GRPOTrainer):
                 "tokens): what APRIL saved of them trains nothing. 'token_truncate' keeps them."
             )
 
-    # Set-up and end of a training run
-
-    def _open_rollouts(self) -> None:
-        """Make pool, source, engine and driver for the training run that has just begun."""
-        if self.state.global_step > 0:
-            logger.warning(
-                f"Training resumes at step {self.state.global_step} with an empty pool: checkpoints do not hold "
-                "partial samples yet. Rows that were in flight when the checkpoint was written are not trained, and "
-                "as many that had overtaken them are trained again."
-            )
-        self.pool = self._make_pool(self.args)
-        self._source = make_source(self)
-        self._loop = BackgroundLoop("trl-april-rollouts")
-        self._engine = VLLMEngine(
-            self.vllm_generation.base_url,
-            self.vllm_generation.facts.model,
-            self._sampling(self.args, stop_token_ids=self.eos_token_ids),
-            stream_interval=self._options.stream_interval,
-            api_key=_api_key(),
-        )
-        self._scorer = RewardScorer(self)
-        self._replaced = 0  # rejected groups of this round for which the source has handed out others
-        self._dynamic = None
-        if self._options.dynamic_sampling:
-            self._dynamic = DynamicSampling(
-                self._scorer.score,
-                self._scorer.has_signal,
-                self._replace,
-                max_rejected=self._options.max_rejected_groups_per_round or 10 * self.pool.quota,
-            )
-        self._driver = RolloutDriver(
-            self.pool,
-            self._engine,
-            run_id=uuid.uuid4().hex[:12],
-            seed=self._sampling(self.args).seed,
-            idle_timeout=self.args.vllm_server_timeout,
-            dynamic_sampling=self._dynamic,
-        )
-
-    def _close_rollouts(self) -> None:
-        """Close connections and loop. The pool stays, to be looked at."""
-        if self.pool is not None:
-            if self._dynamic is not None:
-                self._dynamic.close()
-            self._loop.run(self._engine.close())
-            self._loop.close()
-
-    def _make_pool(self, args: GRPOConfig) -> Pool:
-        options = self._options
-        versions_per_round = optimiser_steps_per_round(args)
-        over_provisioning = options.over_provisioning
-        if options.staleness_policy == "wait" and options.max_staleness is not None:
-            # A round of several optimiser steps ages what waits by as many versions.
-            most = options.max_staleness // versions_per_round + 1
-            if over_provisioning > most:
-                logger.warning(
-                    f"over_provisioning is lowered from {over_provisioning} to {most}: a generation batch is trained "
-                    f"for {versions_per_round} optimiser steps, so with max_staleness={options.max_staleness} a group "
-                    f"can wait {most - 1} rounds. Set max_staleness to "
-                    f"{math.ceil(over_provisioning - 1) * versions_per_round} or more, or None, to keep it."
-                )
-                over_provisioning = most
-        return Pool(
-            args.generation_batch_size // args.num_generations,
-            over_provisioning=over_provisioning,
-            max_staleness=options.max_staleness,
-            staleness_policy=options.staleness_policy,
-            versions_per_round=versions_per_round,
-            dynamic_sampling=options.dynamic_sampling,
-        )
-
     # The server
 
     def _check_arguments(self, args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
@@ -403,7 +271,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 f"groups and may need {quota} of them. Raise it to at least {quota}, or leave it out for ten times as "
                 "many."
             )
-        self._sampling(args)
+        sampling_of(args)
         if args.vllm_importance_sampling_correction:
             if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):
                 # TRL's own check, which it skips while vLLM is off in its constructor.
@@ -417,18 +285,6 @@ class APRILGRPOTrainer(GRPOTrainer):
                     "summed over the sequence, is large: those are the long samples of several policy versions that "
                     "APRIL keeps. 'token_truncate' is APRILGRPOConfig's default."
                 )
-
-    def _sampling(self, args: GRPOConfig, stop_token_ids: Any = ()) -> SamplingOptions:
-        return sampling_options(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            stop_token_ids=stop_token_ids,
-            generation_kwargs=args.generation_kwargs,
-            structured_outputs_regex=args.vllm_structured_outputs_regex,
-        )
 
     def _attach_server(self) -> None:
         """Connect as TRL's constructor would have, with our own weight sync."""
