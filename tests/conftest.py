@@ -39,3 +39,14 @@ def server(tiny_model_dir: str) -> Iterator[LocalServer]:
         tiny_model_dir, vllm_args=["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch of this process on one thread: on two cores its threads and the server's would wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -56,14 +56,6 @@ def test_the_warm_start_lowers_the_loss(one_thread):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def recording(name: str, seconds_per_step: float) -> Recording:
     steps = 12
     ends = [seconds_per_step * (step + 1) for step in range(steps)]

@@ -21,12 +21,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
+from tests.serverless import ServerlessTrainer
 from trl_april.batch import rollout_output
 from trl_april.config import APRILGRPOConfig
 from trl_april.loss import GSPO_EPSILON, GSPO_EPSILON_HIGH
 from trl_april.pool import Pool
-from trl_april.rollout import Round
-from trl_april.trainer import APRILGRPOTrainer
 from trl_april.types import FinishReason, Group
 
 
@@ -50,17 +49,8 @@ EPSILONS = {"epsilon": 0.15, "epsilon_high": 0.25}
 CLIPPING = dict.fromkeys(LOSSES, EPSILONS) | {"gspo": {}, "cispo": {"epsilon_high": 1.1}}
 
 
-class ServerlessTrainer(APRILGRPOTrainer):
-    """The trainer with APRIL on. In place of a server and its rounds are finished groups that the test hands over."""
-
-    groups: Sequence[Group] = ()
-
-    def _attach_server(self) -> None:
-        self.use_vllm = True
-        self._last_loaded_step = self.state.global_step
-
-    def _run_round(self) -> Round:
-        return Round(VERSIONS - 1, groups=list(self.groups))
+class MixedTrainer(ServerlessTrainer):
+    version = VERSIONS - 1
 
 
 def reward(completion_ids, **kwargs) -> list[float]:
@@ -69,15 +59,6 @@ def reward(completion_ids, **kwargs) -> list[float]:
 
 
 # The weights of the policy versions, and the groups that they sampled
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Sums in one order only, and no threads that wait for each other on a small machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Policies:
@@ -197,7 +178,7 @@ def make_trainer(cls, args, model_dir):
     return cls(model=model_dir, reward_funcs=reward, args=args, train_dataset=dataset)
 
 
-def make_april(loss_type: str, accumulation: int, model_dir, output_dir, **options) -> ServerlessTrainer:
+def make_april(loss_type: str, accumulation: int, model_dir, output_dir, **options) -> MixedTrainer:
     options = {
         "vllm_importance_sampling_clip_max": CAP,
         "vllm_importance_sampling_clip_min": FLOOR,
@@ -205,7 +186,7 @@ def make_april(loss_type: str, accumulation: int, model_dir, output_dir, **optio
         **options,
     }
     args = APRILGRPOConfig(**options_for(loss_type, accumulation, output_dir, **options))
-    return make_trainer(ServerlessTrainer, args, model_dir)
+    return make_trainer(MixedTrainer, args, model_dir)
 
 
 def optimisation_step(trainer, policies: Policies, *, step: int = 1, trained: int = NOW):
@@ -554,7 +535,7 @@ CPU = {"use_cpu": True, "bf16": False}
 RESOLVED = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
 
 
-def resolved(args, model_dir, cls=ServerlessTrainer) -> dict:
+def resolved(args, model_dir, cls=MixedTrainer) -> dict:
     """What the trainer made of the config."""
     trainer = make_trainer(cls, args, model_dir)
     names = ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high")
@@ -603,7 +584,7 @@ class TestGspo:
         before = args.to_dict()
         dataset = Dataset.from_list([{"prompt": f"{number}"} for number in range(8)])
         with pytest.raises(OSError):
-            ServerlessTrainer(model=str(tmp_path / "nothing"), reward_funcs=reward, args=args, train_dataset=dataset)
+            MixedTrainer(model=str(tmp_path / "nothing"), reward_funcs=reward, args=args, train_dataset=dataset)
         assert args.to_dict() == before
 
     @pytest.mark.parametrize("given", [{}, {"epsilon": 1e-3, "epsilon_high": 2e-3}])

@@ -100,15 +100,6 @@ def wait_until_idle(server: LocalServer, seconds: float = 10) -> float:
     return running_requests(server)
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Torch of this process on one thread: on two cores its threads and the server's would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def sigint():
     """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""

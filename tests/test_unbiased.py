@@ -33,10 +33,9 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import BaseModelOutput
 
+from tests.serverless import ServerlessTrainer
 from trl_april.config import APRILGRPOConfig
 from trl_april.pool import Pool
-from trl_april.rollout import Round
-from trl_april.trainer import APRILGRPOTrainer
 from trl_april.types import FinishReason, Group
 
 
@@ -48,14 +47,6 @@ PROMPT = [A]
 NEWEST = 2  # trained; tokens are of versions 0, 1 and 2
 NUM_GENERATIONS = 4
 UNREACHED = 1e6  # a bound on weights that no weight reaches
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def reward_of(completion: tuple[int, ...]) -> float:
@@ -197,17 +188,8 @@ def behaviour_logprobs(tables: list[torch.Tensor], completion: tuple[int, ...], 
 # From the pool to the gradient
 
 
-class TableTrainer(APRILGRPOTrainer):
-    """The trainer with APRIL on. In place of a server and its rounds are finished groups that the test hands over."""
-
-    groups: list[Group]
-
-    def _attach_server(self) -> None:
-        self.use_vllm = True
-        self._last_loaded_step = self.state.global_step
-
-    def _run_round(self) -> Round:
-        return Round(NEWEST, groups=self.groups)
+class TableTrainer(ServerlessTrainer):
+    version = NEWEST
 
 
 def make_trainer(trained: torch.Tensor, output_dir, batch_size: int, **options) -> TableTrainer:

@@ -57,14 +57,6 @@ def trainer(tiny_model_dir, one_thread) -> Trainer:
     return Trainer(tiny_model_dir)
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.server
 class TestFileSystem:
     def test_tied_weights_arrive_exactly_every_time(self, server, trainer):

@@ -65,8 +65,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     logs are inherited; the log gains keys with the prefix `april/`.
 
     APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, in one process, without
-    `tools`,
-    `environment_factory`, `rollout_func` or images. Otherwise the trainer runs stock GRPO and says so once.
+    `tools`, `environment_factory`, `rollout_func` or images. Otherwise the trainer runs stock GRPO and says so once.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -85,8 +84,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     Raises:
         ConfigError: For options that contradict each other or cannot survive a cut, or a dataset that cannot be
-        trained
-            on. It is a `ValueError`.
+            trained on. It is a `ValueError`.
         ServerError: If there is no server to train with. It is a `ConnectionError`.
 
     Example:
