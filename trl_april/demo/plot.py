@@ -69,11 +69,9 @@ def _explain(axes: Axes, recording: Recording, width: float, top: float, *, sync
         text, time = "all wait for the longest completion", start + 0.7 * (end - start)
     else:
         text, time = "enough groups are done: the others\nare cut, kept, and resumed next", end
-    count = max((n for t, n in zip(*_window(recording, begin, begin + width), strict=True) if t < time), default=0)
-    if synchronous:
-        count = [n for t, n in zip(*_window(recording, begin, begin + width), strict=True) if t <= time][-1]
-    else:
-        count *= 0.6
+    # At the cut the curve falls at once; the arrow points at where it falls from.
+    shortly_before = time if synchronous else max(0.0, time - 0.01 * width)
+    count = [n for t, n in zip(*_window(recording, begin, begin + width), strict=True) if t <= shortly_before][-1]
     _note(axes, text, time, count, min(max(time, 0.22 * width), 0.78 * width), top)
 
 
