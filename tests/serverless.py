@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trl_april.rollout import Round
+from trl_april.round import Round
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.types import Group
 

@@ -6,7 +6,7 @@ import pytest
 
 from trl_april.batch import batch_rows, rollout_output, round_metrics, staleness
 from trl_april.pool import Pool
-from trl_april.rollout import Round
+from trl_april.round import Round
 from trl_april.types import FinishReason, Group
 
 

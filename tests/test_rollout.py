@@ -30,7 +30,8 @@ from tests.scripted_engine import (
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool import Pool
-from trl_april.rollout import RolloutDriver, Round, derive_seed
+from trl_april.rollout import RolloutDriver, derive_seed
+from trl_april.round import Round
 from trl_april.types import FinishReason, Group, Sample, SampleState
 
 

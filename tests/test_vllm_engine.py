@@ -14,7 +14,8 @@ from tests.fake_vllm import HANG_GUARD, FakeVLLM, Stream
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool import Pool
-from trl_april.rollout import RolloutDriver, Round
+from trl_april.rollout import RolloutDriver
+from trl_april.round import Round
 from trl_april.sampling import SamplingOptions, sampling_options
 from trl_april.types import FinishReason, SampleState
 from trl_april.vllm_engine import VLLMEngine

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from .pool import Pool
-from .rollout import Round
+from .round import Round
 from .types import Group, Sample, SampleState
 
 

@@ -2,7 +2,8 @@
 
 The correction itself is TRL's: the ratio of the trained policy to the one that sampled a token, truncated or masked.
 Here it is only looked at, by the age of the tokens and by the length of the completions, so that a user sees what the
-long tail contributes.
+long tail contributes. The invariant owned here: the batch is read and never changed, and tokens that are not in the
+loss do not count.
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ class DynamicSampling:
                 rejected += 1
         if pool.num_rejected >= self._max_rejected:
             self._give_up(pool)
-        elif rejected:
+        elif rejected and not pool.quota_met:
+            # In a round that closes now they would only delay the abort; the next one is filled up anyway. While the
+            # quota is not met nothing but an error closes the round, so what is asked for here is also admitted.
             room = pool.room
             for group in await asyncio.wrap_future(self._thread.submit(self._replace, rejected, room)):
                 group.admit_to(pool)

@@ -2,7 +2,8 @@
 
 Group Sequence Policy Optimization (arXiv 2507.18071) takes one importance ratio per sequence: the exponential of the
 mean log-ratio of its tokens (equation 7). TRL computes just that for its `grpo` aggregation with
-`importance_sampling_level="sequence"`, so nothing is reimplemented here.
+`importance_sampling_level="sequence"`, so nothing is reimplemented here. The invariant owned here: TRL's constructor
+sees only losses that it knows, and the user's config is afterwards what it was before.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from .dynamic_sampling import DynamicSampling, NewGroup
 from .errors import ConfigError
 from .pool import Pool
 from .progress import RoundProgress
-from .rollout import RolloutDriver, Round
+from .rollout import RolloutDriver
+from .round import Round
 from .row_order import make_source, optimiser_steps_per_round
 from .sampling import SamplingOptions, sampling_options
 from .scoring import RewardScorer

@@ -1,4 +1,8 @@
-"""The bound on the age of trained tokens: which options can be kept together. Standard library only."""
+"""The bound on the age of trained tokens: which options can be kept together.
+
+The invariant owned here: under `"wait"`, no combination passes with which a pool could be unable to keep its promise.
+Standard library only.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from .correction import correction_metrics
 from .errors import ConfigError
 from .loss import known_to_trl
 from .pool import Pool
-from .rollout import Round
+from .round import Round
 from .session import RolloutSession, sampling_of
 from .types import Group
 from .weight_sync import ServerGeneration

@@ -1,0 +1,74 @@
+"""What one round delivered and what it took: the record that the driver fills in and the metrics are made of.
+
+The invariant owned here: generated and carried tokens are counted apart, so no round is credited with another's work.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .types import Group
+
+
+@dataclass(slots=True)
+class Round:
+    """What happened in one round.
+
+    Args:
+        version (`int`):
+            Policy version that its tokens were sampled under.
+        groups (`list[Group]`):
+            The batch: `quota` finished groups, oldest first.
+        started (`float`):
+            Start on the event loop's clock (`time.monotonic` on a real one), in seconds.
+        seconds (`float`):
+            Duration from dispatch to the last drained request.
+        abort_seconds (`float`):
+            The part of it after the quota was met.
+        generated_tokens (`int`):
+            Tokens that arrived in this round.
+        carried_tokens (`int`):
+            Tokens of the batch that were generated in earlier rounds.
+        requests (`int`):
+            Samples dispatched.
+        resumed_groups (`int`):
+            Groups that were continued from an earlier round.
+        aborted_requests (`int`):
+            Requests that were cut short.
+        launched_tokens (`int`):
+            Length so far, summed over the dispatched samples, at the end of the round.
+        rejected_groups (`int`):
+            Groups rejected under dynamic sampling, because their rewards were all equal.
+        rejected_tokens (`int`):
+            Their tokens.
+        filled_groups (`int`):
+            Rejected groups that were taken all the same, because the round could not be filled otherwise.
+        in_flight (`list[tuple[float, int]]`):
+            `(seconds since started, requests in flight)` at every change.
+    """
+
+    version: int
+    groups: list[Group] = field(default_factory=list)
+    started: float = 0.0
+    seconds: float = 0.0
+    abort_seconds: float = 0.0
+    generated_tokens: int = 0
+    carried_tokens: int = 0
+    requests: int = 0
+    resumed_groups: int = 0
+    aborted_requests: int = 0
+    launched_tokens: int = 0
+    rejected_groups: int = 0
+    rejected_tokens: int = 0
+    filled_groups: int = 0
+    in_flight: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def in_flight_mean(self) -> float:
+        """Time-weighted mean of the requests in flight."""
+        if not self.in_flight or not self.seconds:
+            return 0.0
+        ends = [time for time, _ in self.in_flight[1:]] + [self.seconds]
+        area = sum((end - start) * count for (start, count), end in zip(self.in_flight, ends, strict=True))
+        return area / self.seconds
