@@ -29,7 +29,8 @@ from pathlib import Path
 
 import requests
 
-from trl_april.dynamic_sampling import DynamicSampling, NewGroup
+from trl_april.admission import NewGroup
+from trl_april.dynamic_sampling import DynamicSampling
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver

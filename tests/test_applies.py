@@ -70,9 +70,10 @@ def test_no_tools_are_no_tools():
     assert why_stock(config(), TEXT, tools=[]) is None
 
 
-def test_several_processes_run_stock():
+def test_processes_without_a_process_group_run_stock():
+    """As on a device whose processes do not speak `torch.distributed`; with it, April applies (test_many.py)."""
     args = TwoProcesses("out", use_cpu=True, bf16=False)
-    assert why_stock(args, TEXT) == ("training runs in 2 processes, and the pool is not shared between processes yet")
+    assert why_stock(args, TEXT) == "the 2 processes do not form a torch.distributed process group"
 
 
 IMAGES = {

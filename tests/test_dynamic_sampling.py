@@ -25,7 +25,8 @@ from tests.scripted_engine import (
     natural,
     prompt_ids,
 )
-from trl_april.dynamic_sampling import DynamicSampling, NewGroup
+from trl_april.admission import NewGroup
+from trl_april.dynamic_sampling import DynamicSampling
 from trl_april.errors import PoolError, ServerError
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver

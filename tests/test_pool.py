@@ -605,7 +605,7 @@ def test_too_few_finished_groups_cannot_be_taken():
     ("damage", "words"),
     [
         (lambda pool: pool._groups.pop(1), "lost or taken twice"),
-        (lambda pool: pool._finished.clear(), "are listed"),
+        (lambda pool: pool.roster.finished.clear(), "are listed"),
         (lambda pool: pool._groups.update({0: pool._groups.pop(0)}), "order of their ids"),
         (lambda pool: pool._groups[0].samples[0].token_ids.pop(), "lost or counted twice"),
         (lambda pool: pool._groups[0].samples[0].logprobs.pop(), "differ in length"),

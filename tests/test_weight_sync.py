@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny import build_model
 from trl_april.canary import server_logprobs, trainer_logprobs
 from trl_april.errors import ConfigError, WeightSyncError
+from trl_april.processes import OneProcess
 from trl_april.weight_sync import ServerGeneration, _shards, _tied_names
 
 
@@ -30,6 +31,7 @@ class Trainer:
             policy_version=lambda: self.step,
             model=self.model,
             accelerator=Accelerator(cpu=True),
+            processes=OneProcess(),
             processing_class=self.tokenizer,
             server_base_url=server.base_url,
             max_completion_length=64,

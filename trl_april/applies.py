@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig
 
@@ -32,8 +33,8 @@ def why_stock(
         return "environment_factory is given, and an environment cannot be parked yet"
     if rollout_func is not None:
         return "rollout_func is given, which replaces the rollouts altogether"
-    if args.world_size > 1:
-        return f"training runs in {args.world_size} processes, and the pool is not shared between processes yet"
+    if args.world_size > 1 and not dist.is_initialized():
+        return f"the {args.world_size} processes do not form a torch.distributed process group"
     if train_dataset is not None and _has_images(train_dataset):
         return "the dataset has images, which partial rollouts do not support yet"
     return None

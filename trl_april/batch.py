@@ -7,13 +7,17 @@ sample, in the order of the pool. Torch is not needed: TRL takes lists.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from statistics import fmean
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .pool import Pool
 from .round import Round
 from .types import Group, Sample, SampleState
+
+
+# Over all processes, value by value.
+Reduction = Callable[[Sequence[float]], list[float]]
 
 
 def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -57,57 +61,79 @@ def staleness(sample: Sample, version: int) -> list[int]:
     return [version - sampled_under for sampled_under in sample.versions]
 
 
-def round_metrics(done: Round, pool: Pool, *, sync_seconds: float, max_staleness: int | None) -> dict[str, float]:
+def round_metrics(
+    done: Round,
+    pool: Pool,
+    *,
+    sync_seconds: float,
+    max_staleness: int | None,
+    total: Reduction = list,
+    most: Reduction = list,
+) -> dict[str, float]:
     """What a round adds to the trainer's log, without the `april/` prefix.
 
     Args:
         done (`Round`):
-            The round, its batch taken.
+            The round, its batch taken. In several processes, what of it happened in this one.
         pool (`Pool`):
             What remains.
         sync_seconds (`float`):
             Duration of the weight sync before the round, 0 if there was none.
         max_staleness (`int`, *optional*):
             Bound above which tokens are counted as over it.
+        total (`Callable[[Sequence[float]], list[float]]`, *optional*):
+            Adds values up over all processes. By default there is one.
+        most (`Callable[[Sequence[float]], list[float]]`, *optional*):
+            Maximum of values over all processes.
     """
     samples = [sample for group in done.groups for sample in group.samples]
-    trained_tokens = sum(len(sample) for sample in samples)
     # By segment, not by token: a batch has few of them.
     ages = [(done.version - s.version, s.length) for sample in samples for s in sample.segments]
     parked = [sample for group in pool for sample in group.samples if sample.state is SampleState.PARKED]
-    # A batch that surplus filled takes no time; a rate over nothing is reported as zero.
-    per_second = 1 / done.seconds if done.requests and done.seconds else 0.0
-    return {
-        "round_seconds": done.seconds,
-        "abort_seconds": done.abort_seconds,
-        "sync_seconds": sync_seconds,
+    over = math.inf if max_staleness is None else max_staleness
+    counted = {
         "generated_tokens": done.generated_tokens,
-        "trained_tokens": trained_tokens,
-        "generated_tokens_per_second": done.generated_tokens * per_second,
-        "trained_tokens_per_second": trained_tokens * per_second,
-        "in_flight_mean": done.in_flight_mean,
+        "trained_tokens": sum(len(sample) for sample in samples),
         "groups_resumed": done.resumed_groups,
         "aborted_requests": done.aborted_requests,
-        "carried_fraction": done.carried_tokens / trained_tokens,
-        "staleness_mean": sum(age * length for age, length in ages) / trained_tokens,
-        "staleness_max": max(age for age, _ in ages),
-        "over_staleness_fraction": (
-            0.0
-            if max_staleness is None
-            else sum(length for age, length in ages if age > max_staleness) / trained_tokens
-        ),
-        "fully_stale_samples": (
-            0
-            if max_staleness is None
-            else sum(all(done.version - s.version > max_staleness for s in sample.segments) for sample in samples)
-        ),
+        "fully_stale_samples": sum(all(done.version - s.version > over for s in x.segments) for x in samples),
         "rejected_groups": done.rejected_groups,
         "rejected_tokens": done.rejected_tokens,
         "filled_groups": done.filled_groups,
-        "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
         "outstanding": len(pool),
         "parked_tokens": sum(len(sample) for sample in parked),
         "parked_bytes": sum(sample.nbytes for sample in parked),
-        "completions/launched_mean_length": done.launched_tokens / done.requests if done.requests else 0.0,
-        "completions/trained_mean_length": fmean(len(sample) for sample in samples),
+    }
+    sums = counted | {
+        "samples": len(samples),
+        "requests": done.requests,
+        "launched_tokens": done.launched_tokens,
+        "carried_tokens": done.carried_tokens,
+        "age": sum(age * length for age, length in ages),
+        "over_staleness_tokens": sum(length for age, length in ages if age > over),
+        "in_flight_seconds": done.in_flight_mean * done.seconds,
+    }
+    maxima = {
+        "round_seconds": done.seconds,
+        "abort_seconds": done.abort_seconds,
+        "sync_seconds": sync_seconds,
+        "staleness_max": max(age for age, _ in ages),
+        "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
+    }
+    sums = dict(zip(sums, total([float(value) for value in sums.values()]), strict=True))
+    maxima = dict(zip(maxima, most([float(value) for value in maxima.values()]), strict=True))
+    tokens, seconds = sums["trained_tokens"], maxima["round_seconds"]
+    # A batch that surplus filled takes no time; a rate over nothing is reported as zero.
+    per_second = 1 / seconds if sums["requests"] and seconds else 0.0
+    return {
+        **maxima,
+        **{name: sums[name] for name in counted},
+        "generated_tokens_per_second": sums["generated_tokens"] * per_second,
+        "trained_tokens_per_second": tokens * per_second,
+        "in_flight_mean": sums["in_flight_seconds"] / seconds if seconds else 0.0,
+        "carried_fraction": sums["carried_tokens"] / tokens,
+        "staleness_mean": sums["age"] / tokens,
+        "over_staleness_fraction": sums["over_staleness_tokens"] / tokens,
+        "completions/launched_mean_length": sums["launched_tokens"] / sums["requests"] if sums["requests"] else 0.0,
+        "completions/trained_mean_length": tokens / sums["samples"],
     }

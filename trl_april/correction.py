@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 
+from .processes import OneProcess, Processes
 from .types import Group
 
 
 AGES = (("age_0", 0, 0), ("age_1", 1, 1), ("age_2", 2, 2), ("age_3+", 3, None))
 
 
-def correction_metrics(batch: dict[str, Any], groups: Sequence[Group], version: int) -> tuple[dict[str, float], float]:
+def correction_metrics(
+    batch: dict[str, Any], groups: Sequence[Group], version: int, *, processes: Processes | None = None
+) -> tuple[dict[str, float], float]:
     """
-    Measures the correction of a training batch.
+    Measures the correction of a training batch, over all processes.
 
     Args:
         batch (`dict`):
@@ -30,6 +33,8 @@ def correction_metrics(batch: dict[str, Any], groups: Sequence[Group], version: 
             The groups that it was made of.
         version (`int`):
             Policy version that the batch is trained under.
+        processes ([`OneProcess`] or [`ManyProcesses`], *optional*):
+            Those that hold the other parts of the batch.
 
     Returns:
         `tuple[dict[str, float], float]`: The metrics, and the share of the carried tokens (age 1 and more) that the
@@ -42,6 +47,7 @@ def correction_metrics(batch: dict[str, Any], groups: Sequence[Group], version: 
         - `effective_sample_size`: `(sum w)^2 / (n sum w^2)` of the weights `w` as applied, from 0 to 1 (Kish 1965). 1
           means that all `n` tokens count alike.
     """
+    processes = processes or OneProcess()
     weights = batch["importance_sampling_ratio"].float()
     mask = batch["completion_mask"].bool()
     if "tool_mask" in batch:
@@ -59,34 +65,46 @@ def correction_metrics(batch: dict[str, Any], groups: Sequence[Group], version: 
         ages[row, : len(sample)] = version - torch.tensor(sample.versions)
     ages = ages.to(mask.device)
 
-    metrics = {}
-    total = int(mask.sum())
-    for name, chosen in _buckets(mask, ages, [len(sample) for sample in samples]):
-        count = int(chosen.sum())
-        if not count:
-            continue
+    names, sums = [], []
+    for name, chosen in _buckets(mask, ages, _quarters([len(sample) for sample in samples], processes)):
         applied, raw = weights[chosen], ratio[chosen]
-        squares = applied.square().sum().item()
-        metrics |= {
-            f"correction/{name}/tokens_fraction": count / total,
-            f"correction/{name}/mean_ratio": raw.mean().item(),
-            f"correction/{name}/clipped_fraction": (~torch.isclose(applied, raw)).float().mean().item(),
-            f"correction/{name}/effective_sample_size": applied.sum().item() ** 2 / (count * squares)
-            if squares
-            else 0.0,
-        }
+        clipped = ~torch.isclose(applied, raw)
+        names.append(name)
+        sums += [len(raw), raw.sum().item(), clipped.sum().item(), applied.sum().item(), applied.square().sum().item()]
     carried = mask & (ages > 0)
-    metrics["correction/carried_tokens"] = float(carried.sum())
-    masked_out = (weights[carried] == 0).float().mean().item() if carried.any() else 0.0
-    return metrics, masked_out
+    sums += [mask.sum().item(), carried.sum().item(), (weights[carried] == 0).sum().item()]
+
+    *sums, total, carried_tokens, masked_out = processes.total(sums)
+    metrics = {}
+    for position, name in enumerate(names):
+        count, raw_sum, clipped_count, applied_sum, squares = sums[5 * position : 5 * position + 5]
+        if count:
+            metrics |= {
+                f"correction/{name}/tokens_fraction": count / total,
+                f"correction/{name}/mean_ratio": raw_sum / count,
+                f"correction/{name}/clipped_fraction": clipped_count / count,
+                f"correction/{name}/effective_sample_size": applied_sum**2 / (count * squares) if squares else 0.0,
+            }
+    metrics["correction/carried_tokens"] = carried_tokens
+    return metrics, masked_out / carried_tokens if carried_tokens else 0.0
 
 
-def _buckets(mask: torch.Tensor, ages: torch.Tensor, lengths: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tokens of every age and of every quarter by length."""
+def _buckets(mask: torch.Tensor, ages: torch.Tensor, quarters: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tokens of every age and of every quarter by length; the same names in every process."""
     for name, youngest, oldest in AGES:
         yield name, mask & (ages >= youngest) & (ages <= (ages.max() if oldest is None else oldest))
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for quarter in range(4):
-        rows = torch.zeros(len(lengths), dtype=torch.bool, device=mask.device)
-        rows[order[quarter * len(order) // 4 : (quarter + 1) * len(order) // 4]] = True
-        yield f"length_q{quarter + 1}", mask & rows[:, None]
+        yield f"length_q{quarter + 1}", mask & (quarters == quarter).to(mask.device)[:, None]
+
+
+def _quarters(lengths: list[int], processes: Processes) -> torch.Tensor:
+    """The quarter of each sample of this process, by its length among all of the batch."""
+    everywhere = [0.0] * len(lengths) * processes.count
+    start = processes.rank * len(lengths)
+    everywhere[start : start + len(lengths)] = lengths
+    everywhere = processes.total(everywhere)
+    order = sorted(range(len(everywhere)), key=everywhere.__getitem__)
+    quarters = torch.zeros(len(order), dtype=torch.long)
+    for quarter in range(4):
+        quarters[order[quarter * len(order) // 4 : (quarter + 1) * len(order) // 4]] = quarter
+    return quarters[start : start + len(lengths)]

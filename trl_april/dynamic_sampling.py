@@ -11,8 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from .pool import Pool
 from .types import Group, Score
@@ -21,25 +20,11 @@ from .types import Group, Score
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class NewGroup:
-    """A dataset row that is ready to be admitted; see [`Pool.admit`]."""
-
-    group_id: int
-    row: dict[str, Any]
-    prompt_ids: list[int]
-    num_generations: int
-    max_completion_length: int
+class Admissible(Protocol):
+    """What can be handed over to a pool; see `trl_april.admission`."""
 
     def admit_to(self, pool: Pool) -> None:
-        """Hand the row over to `pool`."""
-        pool.admit(
-            self.group_id,
-            self.row,
-            self.prompt_ids,
-            num_generations=self.num_generations,
-            max_completion_length=self.max_completion_length,
-        )
+        """Hand it over to `pool`."""
 
 
 class DynamicSampling:
@@ -51,7 +36,7 @@ class DynamicSampling:
             runs, groups gather that the next call scores together.
         has_signal (`Callable[[Score], bool]`):
             Whether a group with this score is worth training on.
-        replace (`Callable[[int, int], list[NewGroup]]`):
+        replace (`Callable[[int, int], Sequence[Admissible]]`):
             Called in the same thread with the number of groups that were just rejected and the room in the pool.
             Returns the next groups, at most as many as there is room for.
         max_rejected (`int`):
@@ -64,7 +49,7 @@ class DynamicSampling:
         self,
         score: Callable[[Sequence[Group]], list[Score]],
         has_signal: Callable[[Score], bool],
-        replace: Callable[[int, int], list[NewGroup]],
+        replace: Callable[[int, int], Sequence[Admissible]],
         *,
         max_rejected: int,
         executor: Executor | None = None,

@@ -26,3 +26,7 @@ class ServerError(AprilError, ConnectionError):
 
 class WeightSyncError(AprilError, RuntimeError):
     """The server does not hold the weights that the trainer has just sent."""
+
+
+class PeerError(AprilError, RuntimeError):
+    """Another process of the training run has failed or died."""

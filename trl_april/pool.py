@@ -16,14 +16,12 @@ An illegal transition raises [`PoolError`] and changes nothing.
 
 from __future__ import annotations
 
-import math
 from bisect import insort
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .errors import ConfigError, PoolError
-from .staleness import check_bound
+from .errors import PoolError
+from .roster import Roster
 from .types import FinishReason, Group, GroupState, Sample, SampleState, Score
 
 
@@ -68,29 +66,37 @@ class Pool:
         versions_per_round: int = 1,
         dynamic_sampling: bool = False,
     ) -> None:
-        if quota < 1:
-            raise ConfigError(f"quota is {quota}; a round delivers at least 1 group.")
-        if versions_per_round < 1:
-            raise ConfigError(f"versions_per_round is {versions_per_round}; it must be at least 1.")
-        check_bound(over_provisioning, max_staleness, staleness_policy, versions_per_round)
-        # Only under "wait" does the bound decide anything here.
-        self._bound = max_staleness if staleness_policy == "wait" else None
-        self.quota = quota
-        self.versions_per_round = versions_per_round
+        self.roster = Roster(
+            quota,
+            over_provisioning=over_provisioning,
+            max_staleness=max_staleness,
+            staleness_policy=staleness_policy,
+            versions_per_round=versions_per_round,
+        )
         self.dynamic_sampling = dynamic_sampling
-        # The small subtraction keeps 1.1 * 10 = 11.000000000000002 from becoming 12.
-        self.target = math.ceil(over_provisioning * quota - 1e-9)
-        self.version: int | None = None
         self.groups_admitted = 0
         self.groups_taken = 0
         self.groups_rejected = 0
         self.tokens_generated = 0
         self.tokens_taken = 0
         self.tokens_rejected = 0
-        self._last_id = -1
         self._groups: dict[int, Group] = {}  # in the order of admission, which is that of the ids
-        self._finished: list[int] = []  # ids of those that can be taken, ascending
         self._rejected: list[Group] = []  # of this round, oldest first
+
+    @property
+    def quota(self) -> int:
+        """Groups that a round delivers (N), over all processes."""
+        return self.roster.quota
+
+    @property
+    def target(self) -> int:
+        """Groups that may be outstanding (N'), over all processes."""
+        return self.roster.target
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the current round."""
+        return self.roster.version
 
     # Admission
 
@@ -108,23 +114,13 @@ class Pool:
                     f"The policy version cannot go from {self.version} to {version} while {running} requests run: a "
                     "segment has one version. Park or finish them first."
                 )
-            if version < self.version:
-                raise PoolError(f"The policy version cannot go back from {self.version} to {version}.")
-            if self._bound is not None and self._groups and version - self.version > self.versions_per_round:
-                raise PoolError(
-                    f"The policy version went from {self.version} to {version} in one round, more than the "
-                    f"{self.versions_per_round} that the staleness bound was planned with."
-                )
-        self.version = version
+        self.roster.begin_round(version)
         self._rejected.clear()
 
     @property
     def room(self) -> int:
-        """Groups worth admitting now: up to the target, and none in a round whose quota is met by surplus already.
-
-        A group admitted to such a round would be cut before its first token. [`~Pool.admit`] enforces the target only.
-        """
-        return 0 if self.quota_met else max(0, self.target - len(self._groups))
+        """Groups worth admitting now, over all processes; see [`Roster.room`]."""
+        return self.roster.room
 
     def admit(
         self,
@@ -155,22 +151,33 @@ class Pool:
         Raises:
             PoolError: If no round has begun, the ids do not ascend, the group is empty, or the target is reached.
         """
-        if self.version is None:
-            raise PoolError("begin_round must be called before the first group is admitted.")
-        if group_id <= self._last_id:
-            raise PoolError(f"Group {group_id} comes after group {self._last_id}; ids must ascend.")
         if not prompt_ids or num_generations < 1 or max_completion_length < 1:
             raise PoolError(
                 f"Group {group_id} has {len(prompt_ids)} prompt tokens, {num_generations} samples and a budget of "
                 f"{max_completion_length} tokens; each must be at least 1."
             )
-        if len(self._groups) >= self.target:
-            raise PoolError(f"{len(self._groups)} groups are outstanding, which is the target; admit no more.")
+        self.roster.admit(group_id)
+        assert self.version is not None  # or the roster had refused
         group = Group.fresh(group_id, row, prompt_ids, num_generations, max_completion_length, self.version)
         self._groups[group_id] = group
-        self._last_id = group_id
         self.groups_admitted += 1
         return group
+
+    def admit_elsewhere(self, group_id: int) -> None:
+        """Another process takes responsibility for the next dataset row. It counts for the target and the bound.
+
+        Raises:
+            PoolError: As [`~Pool.admit`].
+        """
+        self.roster.admit(group_id)
+
+    def learn(self, finished: Iterable[int]) -> None:
+        """Ids of finished groups, those of other processes among them; without it a pool knows only its own.
+
+        Raises:
+            PoolError: If one of them is not outstanding.
+        """
+        self.roster.learn(finished)
 
     # Transitions of samples
 
@@ -248,7 +255,7 @@ class Pool:
         """The rewards of `group` differ: it counts towards the quota."""
         self._expect_unscored(group, score)
         group.score = score
-        insort(self._finished, group.group_id)
+        self.roster.finish(group.group_id)
 
     def reject(self, group: Group, score: Score) -> None:
         """The rewards of `group` are all equal: it leaves the pool, counted, and makes room for another.
@@ -258,6 +265,7 @@ class Pool:
         self._expect_unscored(group, score)
         group.score = score
         del self._groups[group.group_id]
+        self.roster.remove(group.group_id)
         self.groups_rejected += 1
         self.tokens_rejected += group.num_tokens
         insort(self._rejected, group, key=lambda rejected: rejected.group_id)
@@ -279,7 +287,7 @@ class Pool:
             self._groups[group.group_id] = group
             self.groups_rejected -= 1
             self.tokens_rejected -= group.num_tokens
-            insort(self._finished, group.group_id)
+            self.roster.bring_back(group.group_id, group.born)
         del self._rejected[:count]
         self._groups = dict(sorted(self._groups.items()))
 
@@ -294,9 +302,10 @@ class Pool:
             raise PoolError(f"{count} groups cannot be withdrawn: there are {len(self._groups)}, or one is running.")
         for group in youngest:
             del self._groups[group.group_id]
+            self.roster.remove(group.group_id)
             self.groups_rejected += 1
             self.tokens_rejected += group.num_tokens
-        self._finished = [group_id for group_id in self._finished if group_id in self._groups]
+        self.roster.finished = [group_id for group_id in self.roster.finished if group_id in self.roster]
 
     def _expect_unscored(self, group: Group, score: Score) -> None:
         if not self.dynamic_sampling or self._groups.get(group.group_id) is not group:
@@ -316,44 +325,19 @@ class Pool:
 
     @property
     def quota_met(self) -> bool:
-        """Whether the round can be closed: enough groups are finished, and none that must go now is left behind.
-
-        Under `"wait"`, a group born under version `b` can wait for `(b + max_staleness - version) //
-        versions_per_round` more rounds. What is left behind must fit: for every j, at most `j * quota` groups may
-        have j rounds or fewer to go. Rounds deliver the oldest first, so this is earliest deadline first, and keeping
-        it true at every round's end keeps it feasible for ever (admission keeps `len(self) <= target`).
-        """
-        if len(self._finished) < self.quota:
-            return False
-        if self._bound is None:
-            return True
-        return self._fits(leaving=set(islice(self._finished, self.quota)), rounds=0)
-
-    def _fits(self, leaving: set[int], rounds: int) -> bool:
-        """Whether all groups but `leaving` can be trained in time, with `rounds` more rounds than they can wait."""
-        assert self._bound is not None and self.version is not None
-        left_behind = 0
-        for group in self._groups.values():  # oldest first, so the rounds that they can wait only grow
-            if group.group_id not in leaving:
-                left_behind += 1
-                can_wait = (group.born + self._bound - self.version) // self.versions_per_round
-                if left_behind > self.quota * (can_wait + rounds):
-                    return False
-        return True
+        """Whether the round can be closed, as far as known here; see [`Roster.requirements`]."""
+        return self.roster.quota_met
 
     def take(self) -> list[Group]:
-        """Hand the oldest finished groups over to training, exactly `quota` of them, oldest first.
+        """Hand the oldest finished groups over to training, exactly `quota` of them over all processes.
+
+        Returns:
+            `list[Group]`: Those of them that are in this pool, oldest first. In one process that is the batch.
 
         Raises:
             PoolError: If the quota is not met.
         """
-        if not self.quota_met:
-            raise PoolError(
-                f"{len(self._finished)} of {self.quota} groups are finished, or one that falls due is not; the round "
-                "cannot be closed yet."
-            )
-        taken = [self._groups.pop(group_id) for group_id in self._finished[: self.quota]]
-        del self._finished[: self.quota]
+        taken = [self._groups.pop(group_id) for group_id in self.roster.deliver() if group_id in self._groups]
         self.groups_taken += len(taken)
         self.tokens_taken += sum(group.num_tokens for group in taken)
         return taken
@@ -361,7 +345,7 @@ class Pool:
     # What is inside
 
     def __len__(self) -> int:
-        """Outstanding groups: admitted and not yet taken."""
+        """Outstanding groups of this process: admitted and not yet taken."""
         return len(self._groups)
 
     def __iter__(self) -> Iterator[Group]:
@@ -369,8 +353,13 @@ class Pool:
 
     @property
     def num_finished(self) -> int:
-        """Finished groups that wait to be taken; under dynamic sampling, the accepted ones."""
-        return len(self._finished)
+        """Finished groups that wait to be taken, as far as known here; under dynamic sampling, the accepted ones."""
+        return len(self.roster.finished)
+
+    @property
+    def finished_here(self) -> list[int]:
+        """Ids of the finished groups of this process, oldest first."""
+        return [group_id for group_id in self.roster.finished if group_id in self._groups]
 
     @property
     def tokens_held(self) -> int:
@@ -400,8 +389,10 @@ class Pool:
         if list(self._groups) != sorted(self._groups):
             raise PoolError("The groups of the pool are not in the order of their ids.")
         finished = [group.group_id for group in self if self._deliverable(group)]
-        if finished != self._finished:
-            raise PoolError(f"Finished groups are {finished}, but {self._finished} are listed.")
+        if finished != self.finished_here:
+            raise PoolError(f"Finished groups are {finished}, but {self.finished_here} are listed.")
+        if not set(self._groups) <= set(self.roster.ids):
+            raise PoolError(f"Groups {sorted(set(self._groups) - set(self.roster.ids))} are not on the roster.")
         for group in self:
             for sample in group.samples:
                 self._check_sample(group, sample)
@@ -417,7 +408,7 @@ class Pool:
         return {
             "format": STATE_FORMAT,
             "version": self.version,
-            "last_id": self._last_id,
+            "last_id": self.roster.last_id,
             "groups_admitted": self.groups_admitted,
             "groups_taken": self.groups_taken,
             "groups_rejected": self.groups_rejected,
@@ -442,26 +433,30 @@ class Pool:
         _expect_keys("pool state", state, restored.state_dict())
         try:
             groups = [Group.from_state_dict(entry) for entry in state["groups"]]
-            restored._last_id = int(state["last_id"])
+            last_id = int(state["last_id"])
+            version = None if state["version"] is None else int(state["version"])
             for name in COUNTERS:
                 setattr(restored, name, int(state[name]))
-            restored.version = None if state["version"] is None else int(state["version"])
         except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise PoolError(f"The pool state is malformed: {error!r}.") from error
         restored._groups = {group.group_id: group for group in groups}
-        if len(restored._groups) != len(groups) or (groups and max(restored._groups) > restored._last_id):
+        if len(restored._groups) != len(groups) or (groups and max(restored._groups) > last_id):
             raise PoolError("The pool state holds a group twice, or one that was never admitted.")
-        restored._finished = sorted(group.group_id for group in groups if restored._deliverable(group))
+        born = {group.group_id: group.born for group in groups}
+        finished = [group.group_id for group in groups if restored._deliverable(group)]
+        restored.roster.restore(born, finished, version=version, last_id=last_id)
         restored.check()
-        if self._bound is not None and groups:
-            restored._bound, restored.versions_per_round = self._bound, self.versions_per_round
-            if not restored._fits(leaving=set(), rounds=1):  # the round that comes next is one more
+        if self.roster.bound is not None and groups:
+            restored.roster.bound = self.roster.bound
+            restored.roster.versions_per_round = self.roster.versions_per_round
+            if not restored.roster.fits():
                 raise PoolError(
                     f"The {len(groups)} groups of the pool state cannot all be trained within a staleness of "
-                    f"{self._bound} versions at {self.quota} groups per round. Resume with the max_staleness that "
-                    "they were saved under, or None."
+                    f"{self.roster.bound} versions at {self.quota} groups per round. Resume with the max_staleness "
+                    "that they were saved under, or None."
                 )
-        for name in (*COUNTERS, "version", "_last_id", "_groups", "_finished"):
+        self.roster.restore(born, finished, version=version, last_id=last_id)
+        for name in (*COUNTERS, "_groups"):
             setattr(self, name, getattr(restored, name))
 
     # Internal
@@ -482,7 +477,7 @@ class Pool:
         sample.finish_reason = reason
         sample.segment_open = False
         if self._deliverable(group):
-            insort(self._finished, group.group_id)
+            self.roster.finish(group.group_id)
 
     def _deliverable(self, group: Group) -> bool:
         """Whether `group` can be taken: finished and, under dynamic sampling, accepted."""

@@ -7,6 +7,7 @@ import time
 from tqdm.auto import tqdm
 
 from .pool import Pool
+from .quota import SharedQuota
 from .rollout import RolloutDriver
 
 
@@ -18,13 +19,17 @@ class RoundProgress:
             Pool that the round fills.
         driver (`RolloutDriver`):
             Driver that runs it.
+        quota (`SharedQuota`, *optional*):
+            Where several processes fill the round. The bar then counts the groups of all, and the requests and tokens
+            of this one.
         disable (`bool`):
             Whether to show nothing.
     """
 
-    def __init__(self, pool: Pool, driver: RolloutDriver, *, disable: bool) -> None:
+    def __init__(self, pool: Pool, driver: RolloutDriver, quota: SharedQuota | None = None, *, disable: bool) -> None:
         self._pool = pool
         self._driver = driver
+        self._quota = quota
         self._started = time.monotonic()
         self._tokens = pool.tokens_generated
         self._bar = tqdm(total=pool.quota, desc="rollout", unit="group", leave=False, disable=disable)
@@ -35,9 +40,11 @@ class RoundProgress:
             return
         elapsed = time.monotonic() - self._started
         rate = (self._pool.tokens_generated - self._tokens) / elapsed if elapsed else 0.0
-        self._bar.n = min(self._pool.num_finished, self._pool.quota)
+        finished = self._pool.num_finished if self._quota is None else self._quota.num_finished
+        self._bar.n = min(finished, self._pool.quota)
         rejected = f", {self._pool.num_rejected} rejected" if self._pool.num_rejected else ""
-        self._bar.set_postfix_str(f"{self._driver.in_flight} in flight, {rate:,.0f} tok/s{rejected}")
+        of = "" if self._quota is None else " of process 0"
+        self._bar.set_postfix_str(f"{self._driver.in_flight} in flight{of}, {rate:,.0f} tok/s{rejected}")
 
     def __enter__(self) -> RoundProgress:
         return self

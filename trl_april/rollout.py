@@ -16,6 +16,7 @@ from .dynamic_sampling import DynamicSampling
 from .engine import GenerationRequest, RolloutEngine
 from .errors import EngineError, ServerError
 from .pool import Pool
+from .quota import SharedQuota
 from .round import Round
 from .types import FinishReason, Group, GroupState, Sample
 
@@ -32,7 +33,8 @@ class RolloutDriver:
         engine (`RolloutEngine`):
             What generates.
         run_id (`str`):
-            Prefix of request ids and cache salts; unique per run, since policy versions repeat between runs.
+            Prefix of request ids and cache salts; unique per run, since policy versions repeat between runs, and the
+            same in all of its processes, whose prompts may have much in common.
         seed (`int`, *optional*):
             If given, every request gets a seed derived from it, the sample, and the tokens it already has.
         idle_timeout (`float`, *optional*, defaults to `240.0`):
@@ -46,6 +48,8 @@ class RolloutDriver:
             request when the first abort arrived.
         dynamic_sampling (`DynamicSampling`, *optional*):
             Scores finished groups and replaces those that are rejected. The pool must be under dynamic sampling too.
+        quota (`SharedQuota`, *optional*):
+            Says when a round may close, where its groups are in several processes. By default the pool does.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class RolloutDriver:
         retries: int = 3,
         sweep_interval: float = 0.05,
         dynamic_sampling: DynamicSampling | None = None,
+        quota: SharedQuota | None = None,
     ) -> None:
         self.pool = pool
         self.engine = engine
@@ -69,6 +74,8 @@ class RolloutDriver:
         self._retries = retries
         self._sweep_interval = sweep_interval
         self._dynamic = dynamic_sampling
+        self._quota = quota
+        self._held_before: dict[int, int] = {}  # tokens of each group when the round began
         self._requests_sent = 0
         self._running: dict[str, Sample] = {}  # by request id
         self._tasks: set[asyncio.Task[None]] = set()  # one per sample of the round
@@ -83,12 +90,17 @@ class RolloutDriver:
         return len(self._running)
 
     async def run_round(self) -> Round:
-        """Run the pool's current round and take its batch.
+        """Run the pool's current round and take its batch; see [`~RolloutDriver.generate`]."""
+        await self.generate()
+        return self.take()
+
+    async def generate(self) -> Round:
+        """Run the pool's current round until it may close, and until nothing of it is left running.
 
         The pool's `begin_round` and the admissions come first; they are the caller's.
 
         Returns:
-            `Round`: The batch and what it took.
+            `Round`: What it took. Its batch is still in the pool.
 
         Raises:
             ServerError: If the engine went away or fell silent.
@@ -104,22 +116,23 @@ class RolloutDriver:
         tokens_before = self.pool.tokens_generated
         rejected_before = self.pool.groups_rejected, self.pool.tokens_rejected
         filled_before = self._dynamic.groups_filled if self._dynamic is not None else 0
-        held_before = {group.group_id: group.num_tokens for group in self.pool}
+        self._held_before = {group.group_id: group.num_tokens for group in self.pool}
 
         if not self.pool.quota_met:
             self.round.resumed_groups = sum(group.state is GroupState.PARKED for group in self.pool)
             self._dispatch()
-            judging = asyncio.create_task(self._judge())
+            watching = [asyncio.create_task(self._judge()), asyncio.create_task(self._watch_quota())]
             try:
-                await self._wait_for_quota(judging)
+                await self._wait_for_quota(watching)
                 closing_began = clock()
                 await self._drain()
                 self.round.abort_seconds = clock() - closing_began
             finally:
-                judging.cancel()
+                for task in watching:
+                    task.cancel()
                 # Also on cancellation: cut what runs and keep what has arrived.
                 await self._cut_off()
-                await asyncio.gather(judging, return_exceptions=True)
+                await asyncio.gather(*watching, return_exceptions=True)
             self.round.requests = len(self._dispatched)
             self.round.launched_tokens = sum(len(sample) for sample in self._dispatched)
             if self._error is not None:
@@ -131,8 +144,17 @@ class RolloutDriver:
         self.round.rejected_tokens = self.pool.tokens_rejected - rejected_before[1]
         if self._dynamic is not None:
             self.round.filled_groups = self._dynamic.groups_filled - filled_before
+        return self.round
+
+    def take(self) -> Round:
+        """Take the batch of the round that was run, or what of it is in this pool.
+
+        Raises:
+            PoolError: If the quota is not met, as far as the pool knows, or an invariant is broken.
+        """
+        assert self.round is not None, "generate comes first"
         self.round.groups = self.pool.take()
-        self.round.carried_tokens = sum(held_before.get(group.group_id, 0) for group in self.round.groups)
+        self.round.carried_tokens = sum(self._held_before.get(group.group_id, 0) for group in self.round.groups)
         self.pool.check()
         return self.round
 
@@ -166,7 +188,8 @@ class RolloutDriver:
         except Exception as caught:  # whatever it is, it must end the round, not just this task
             self._fail(caught)
         self._sample_ended.set()
-        if self.pool.quota_met:
+        # With a shared quota, what is finished here closes the round only once all processes can know of it.
+        if self._quota is None and self.pool.quota_met:
             self._closing.set()
 
     async def _stream(self, group: Group, sample: Sample) -> bool:
@@ -240,12 +263,25 @@ class RolloutDriver:
         except Exception as caught:  # a reward function's own error, say
             self._fail(caught)
 
-    async def _wait_for_quota(self, judging: asyncio.Task[None]) -> None:
+    async def _watch_quota(self) -> None:
+        """Count what is finished in all processes, until that closes the round."""
+        if self._quota is None:
+            return
+        try:
+            self._quota.begin_round()
+            while not self._closing.is_set():
+                if await self._quota.update():
+                    self._closing.set()
+                await self._pause(self._quota.interval)
+        except Exception as caught:  # the store, which another process may have taken with it
+            self._fail(caught)
+
+    async def _wait_for_quota(self, watching: list[asyncio.Task[None]]) -> None:
         """Until the round closes, nothing runs any more, or the engine has been silent for too long."""
         closing = asyncio.create_task(self._closing.wait())
         try:
             while not self._closing.is_set():
-                pending = {task for task in (*self._tasks, judging) if not task.done()}
+                pending = {task for task in (*self._tasks, *watching) if not task.done()}
                 if not pending:
                     break
                 tokens = self.pool.tokens_generated

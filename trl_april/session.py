@@ -6,19 +6,20 @@ of a run outlives [`RolloutSession.close`] but its pool.
 
 from __future__ import annotations
 
-import copy
 import math
-import uuid
+import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
+from .admission import Admission, GroupElsewhere, NewGroup
 from .background import BackgroundLoop
 from .config import AprilOptions
-from .dynamic_sampling import DynamicSampling, NewGroup
-from .errors import ConfigError
+from .dynamic_sampling import DynamicSampling
 from .pool import Pool
+from .processes import Processes
 from .progress import RoundProgress
 from .rollout import RolloutDriver
 from .round import Round
@@ -42,11 +43,20 @@ class RolloutSession:
             Whose dataset, tokenizer, reward functions and server are used.
         options ([`AprilOptions`]):
             APRIL's own options.
+        processes ([`OneProcess`] or [`ManyProcesses`]):
+            Those that training runs in.
         api_key (`str`, *optional*):
             Key of the server.
     """
 
-    def __init__(self, trainer: APRILGRPOTrainer, options: AprilOptions, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        trainer: APRILGRPOTrainer,
+        options: AprilOptions,
+        *,
+        processes: Processes,
+        api_key: str | None = None,
+    ) -> None:
         args = trainer.args
         if trainer.state.global_step > 0:
             logger.warning(
@@ -55,9 +65,12 @@ class RolloutSession:
                 "as many that had overtaken them are trained again."
             )
         self._trainer = trainer
+        self._processes = processes
         self.pool = make_pool(args, options)
+        self.quota = processes.quota(self.pool.roster)
         self.scorer = RewardScorer(trainer)
         self._source = make_source(trainer)
+        self._admission = Admission(trainer, self._source, processes)
         self._engine = VLLMEngine(
             trainer.vllm_generation.base_url,
             trainer.vllm_generation.facts.model,
@@ -74,13 +87,16 @@ class RolloutSession:
                 self._replace,
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.quota,
             )
+        drawn = secrets.randbits(48) if processes.rank == 0 else 0
+        run_id = f"{int(processes.total([drawn])[0]):012x}"
         self.driver = RolloutDriver(
             self.pool,
             self._engine,
-            run_id=uuid.uuid4().hex[:12],
+            run_id=run_id,
             seed=sampling_of(args).seed,
             idle_timeout=args.vllm_server_timeout,
             dynamic_sampling=self._dynamic,
+            quota=self.quota,
         )
         self._loop = BackgroundLoop("trl-april-rollouts")
 
@@ -97,12 +113,32 @@ class RolloutSession:
             As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion.
         """
         self.pool.begin_round(version)
-        for group in self._next_groups(self.pool.room):
+        for group in self._admission.next_groups(self.pool.room):
             group.admit_to(self.pool)
-        with RoundProgress(self.pool, self.driver, disable=silent) as progress:
-            done = self._loop.run(self.driver.run_round(), poll=progress.update)
+        with RoundProgress(self.pool, self.driver, self.quota, disable=silent) as progress:
+
+            def poll() -> None:
+                self._processes.check()
+                progress.update()
+
+            done = self._loop.run(self.driver.generate(), poll=poll)
+        batch = self._agree_on_batch()
+        self.driver.take()
+        row_of, num_generations = self._admission.row_of, self._trainer.num_generations
+        done.groups = self._processes.deal(done.groups, batch, row_of, num_generations)
+        self._admission.let_go(batch, done.groups)
         self._account_for_rejected(done)
         return done
+
+    def _agree_on_batch(self) -> list[int]:
+        """Let every process know what is finished in all of them, and so which groups the round delivers."""
+        outstanding = self.pool.roster.ids  # the same in every process
+        here = set(self.pool.finished_here)
+        finished = self._processes.total([group_id in here for group_id in outstanding])
+        self.pool.learn(group_id for group_id, is_finished in zip(outstanding, finished, strict=True) if is_finished)
+        if self.quota is not None and self._processes.rank == 0:
+            self.quota.end_round()  # every process has stopped to look at it
+        return self.pool.roster.next_batch
 
     def close(self) -> None:
         """Close connections, threads and loop."""
@@ -113,11 +149,11 @@ class RolloutSession:
 
     # Rows
 
-    def _replace(self, rejected: int, room: int) -> list[NewGroup]:
+    def _replace(self, rejected: int, room: int) -> Sequence[NewGroup | GroupElsewhere]:
         """The groups that follow, after so many were rejected. Called in the middle of a round, in another thread."""
         self._source.replace(rejected)
         self._replaced += rejected
-        return self._next_groups(room)
+        return self._admission.next_groups(room)
 
     def _account_for_rejected(self, done: Round) -> None:
         """Let the source hand out as many rows more as groups were rejected, so that training ends as planned."""
@@ -129,35 +165,6 @@ class RolloutSession:
             # A round that had to be filled with rejected groups trains some that have been replaced. Near the end of
             # training the replacements are on their way already, and nothing can use them any more.
             self.pool.withdraw(self._source.take_back(-unreplaced))
-
-    def _next_groups(self, count: int) -> list[NewGroup]:
-        """The next dataset rows, at most `count`, tokenized."""
-        rows = self._source.next_rows(count)
-        if not rows:
-            return []
-        trainer = self._trainer
-        # TRL's own tokenization, so that a prompt has the same tokens as in stock GRPO and in evaluation.
-        prompt_ids, images, _ = trainer._tokenize_prompts(copy.deepcopy([row["prompt"] for _, row in rows]))
-        if images is not None:
-            raise ConfigError(
-                "A prompt holds an image, which partial rollouts do not support. Use GRPOTrainer, or a dataset with "
-                "an `images` column, for which this trainer runs stock GRPO."
-            )
-        context = trainer.vllm_generation.facts.max_model_len
-        budgets = [trainer.max_completion_length or context - len(ids) for ids in prompt_ids]
-        for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True):
-            if budget < 1 or len(ids) + budget > context:
-                raise ConfigError(
-                    f"The prompt of group {group_id} has {len(ids)} tokens, but with max_completion_length="
-                    f"{trainer.max_completion_length} the server's context of {context} tokens leaves "
-                    f"{max(0, context - (trainer.max_completion_length or 1))} for it: {str(row['prompt'])[:200]!r}. "
-                    "Shorten or filter the prompts, lower max_completion_length, or restart the server with a larger "
-                    "--max-model-len."
-                )
-        return [
-            NewGroup(group_id, row, list(ids), trainer.num_generations, budget)
-            for (group_id, row), ids, budget in zip(rows, prompt_ids, budgets, strict=True)
-        ]
 
 
 def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:

@@ -35,6 +35,7 @@ from .correction import correction_metrics
 from .errors import ConfigError
 from .loss import known_to_trl
 from .pool import Pool
+from .processes import processes_of
 from .round import Round
 from .session import RolloutSession, sampling_of
 from .types import Group
@@ -64,8 +65,11 @@ class APRILGRPOTrainer(GRPOTrainer):
     pool of groups on a vLLM server. Arguments, dataset order, evaluation, rewards, advantages, loss, callbacks and
     logs are inherited; the log gains keys with the prefix `april/`.
 
-    APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, in one process, without
-    `tools`, `environment_factory`, `rollout_func` or images. Otherwise the trainer runs stock GRPO and says so once.
+    APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
+    `environment_factory`, `rollout_func` or images. Otherwise the trainer runs stock GRPO and says so once.
+
+    Under `accelerate launch` each process generates its share of the groups, all fill one quota, and an error of one
+    process is raised in all of them.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -78,9 +82,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         april_enabled (`bool`):
             Whether rollouts go through the pool.
         pool (`Pool` or `None`):
-            Groups in flight and partial samples of the current (or last) training run.
+            Groups in flight and partial samples of the current (or last) training run, those of this process.
         round_history (`deque[Round]`):
-            The last rounds, without their batches: durations, token counts and requests in flight over time.
+            The last rounds of this process, without their batches: durations, token counts and requests in flight
+            over time.
 
     Raises:
         ConfigError: For options that contradict each other or cannot survive a cut, or a dataset that cannot be
@@ -165,7 +170,9 @@ class APRILGRPOTrainer(GRPOTrainer):
                 environment_factory=environment_factory,
             )
         if self.april_enabled:
-            self._attach_server()
+            self._processes = processes_of(self.accelerator)
+            with self._processes.watched():
+                self._attach_server()
         else:
             ignored = (
                 " dynamic_sampling needs APRIL and has no effect." if AprilOptions.of(args).dynamic_sampling else ""
@@ -175,17 +182,21 @@ class APRILGRPOTrainer(GRPOTrainer):
     # Overrides of TRL. There are three; all hand over to `super()`.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call."""
+        """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
+
+        In several processes, an error of one is raised in all; see `trl_april.peers`.
+        """
         if not self.april_enabled:
             return super().train(*args, **kwargs)
         self._last_loaded_step = -1  # the server may have served another run since
         self.pool = None
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            if self._session is not None:
-                self._session.close()
-                self._session = None  # the pool stays, to be looked at
+        with self._processes.watched():
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                if self._session is not None:
+                    self._session.close()
+                    self._session = None  # the pool stays, to be looked at
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Evaluation is TRL's stock path. In training, `inputs` are the rows that stock GRPO would generate for now;
@@ -222,13 +233,18 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._last_loaded_step = self.state.global_step
             sync_seconds = self.vllm_generation.sync_seconds
         if self._session is None:
-            self._session = RolloutSession(self, self._options, api_key=_api_key())
+            self._session = RolloutSession(self, self._options, processes=self._processes, api_key=_api_key())
             self.pool = self._session.pool
         silent = self.args.disable_tqdm or not self.is_world_process_zero()
         with profiling_context(self, "vLLM.generate"):
             done = self._session.run_round(self.state.global_step, silent=silent)
         metrics = round_metrics(
-            done, self._session.pool, sync_seconds=sync_seconds, max_staleness=self._options.max_staleness
+            done,
+            self._session.pool,
+            sync_seconds=sync_seconds,
+            max_staleness=self._options.max_staleness,
+            total=self._processes.total,
+            most=self._processes.most,
         )
         for name, value in metrics.items():
             self._metrics["train"][f"april/{name}"].append(value)
@@ -245,7 +261,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         """What the importance-sampling correction made of the batch, by age and by length."""
         if "importance_sampling_ratio" not in batch:
             return
-        metrics, masked_out = correction_metrics(batch, done.groups, done.version)
+        metrics, masked_out = correction_metrics(batch, done.groups, done.version, processes=self._processes)
         for name, value in metrics.items():
             self._metrics["train"][f"april/{name}"].append(value)
         if masked_out > 0.5 and not self._warned_of_mask:
@@ -293,6 +309,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             weight_sync=self._options.weight_sync,
             weight_sync_dir=self._options.weight_sync_dir,
             policy_version=lambda: self.state.global_step,
+            processes=self._processes,
             needs_logprobs=args.vllm_importance_sampling_correction,
             api_key=_api_key(),
             model=self.model,

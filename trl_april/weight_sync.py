@@ -28,6 +28,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from .canary import Canary, server_logprobs, trainer_logprobs
 from .errors import ConfigError, ServerError, WeightSyncError
+from .processes import Processes
 from .server_check import ServerFacts, check_server
 
 
@@ -73,6 +74,8 @@ class ServerGeneration(VLLMGeneration):
             host if not given.
         policy_version (`Callable[[], int]`):
             Returns the version that a sync is for.
+        processes ([`OneProcess`] or [`ManyProcesses`]):
+            Those that training runs in. All take part in a sync, one talks to the server.
         needs_logprobs (`bool`):
             Whether recorded log-probabilities are used for the correction.
         api_key (`str`, *optional*):
@@ -91,6 +94,7 @@ class ServerGeneration(VLLMGeneration):
         weight_sync: str,
         weight_sync_dir: str | None,
         policy_version: Callable[[], int],
+        processes: Processes,
         needs_logprobs: bool,
         api_key: str | None,
         **kwargs: Any,
@@ -98,13 +102,17 @@ class ServerGeneration(VLLMGeneration):
         self._asked_weight_sync = weight_sync
         self._weight_sync_dir = weight_sync_dir
         self._policy_version = policy_version
+        self._processes = processes
         self._needs_logprobs = needs_logprobs
         self._api_key = api_key
         self.sync_seconds = 0.0  # of the last sync
         super().__init__(mode="server", **kwargs)
 
     def _init_vllm(self) -> None:
-        """Connect, check the server, and choose the transport. Called by TRL's constructor."""
+        """Connect, check the server, and choose the transport. Called by TRL's constructor.
+
+        Every process does so, because every one sends its own requests.
+        """
         config = self.model.config
         self.vllm_client = _Client(
             base_url=(self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/"),
@@ -121,7 +129,7 @@ class ServerGeneration(VLLMGeneration):
             needs_logprobs=self._needs_logprobs,
         )
         self.weight_sync = self._choose_weight_sync()
-        if self.weight_sync == "nccl":
+        if self.weight_sync == "nccl" and self.accelerator.is_main_process:
             self.vllm_client.init_communicator(device=self.accelerator.device)
         trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
         self._canary = Canary(
@@ -160,38 +168,54 @@ class ServerGeneration(VLLMGeneration):
             super().sync_weights()  # resets the prefix cache too
         else:
             self._sync_through_files()
+        # Reading sharded weights and computing with them takes all processes.
+        expected = trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device)
+        if self.accelerator.is_main_process:
+            self._stamp_and_verify(version, expected)
+        self._processes.barrier()  # none may ask for tokens before the server has the weights
+        self.sync_seconds = time.perf_counter() - began
+
+    def _stamp_and_verify(self, version: int, expected: list[float]) -> None:
+        if self.weight_sync == "filesystem":
             self._reset_prefix_cache()
         self._post("update_weight_version", {"new_version": str(version)})
         reported = self._get("weight_info")["weight_version"]
         if reported != str(version):
             raise WeightSyncError(f"The server reports weight version {reported!r} after the sync of {version}.")
-        self._canary.compare(
-            trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device),
-            server_logprobs(self.vllm_client.session, self.base_url, self.facts.model, self._canary.token_ids),
-            version,
-        )
-        self.sync_seconds = time.perf_counter() - began
+        found = server_logprobs(self.vllm_client.session, self.base_url, self.facts.model, self._canary.token_ids)
+        self._canary.compare(expected, found, version)
 
     # File system
 
     def _sync_through_files(self) -> None:
+        params = self._iter_named_params()
+        try:
+            if self.accelerator.is_main_process:
+                self._write_and_load(params)
+        finally:
+            # Gathering a parameter takes all processes, so whatever has failed here, this one goes on to the end. The
+            # end is also where adapters that were merged for the sync are unmerged.
+            for _ in params:
+                pass
+
+    def _write_and_load(self, params: Iterator[tuple[str, torch.Tensor]]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="trl_april_weights_", dir=self._weight_sync_dir or _shared_memory()))
         try:
             if self._weight_sync_dir is not None:
                 folder.chmod(0o755)  # a shared folder is for a server that may run as another user
-            for number, shard in enumerate(_shards(self._iter_checkpoint_params(), SHARD_BYTES)):
+            for number, shard in enumerate(_shards(self._under_all_names(params), SHARD_BYTES)):
                 save_file(shard, folder / f"model-{number:05d}.safetensors")
             self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _iter_checkpoint_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _under_all_names(self, params: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters under every name that a checkpoint of the model may have for them.
 
         The CPU build of vLLM keeps a packed copy of a tied output layer and refreshes it only if the checkpoint names
         it too; elsewhere the second name is passed over.
         """
-        for name, param in self._iter_named_params():
+        for name, param in params:
             # A copy also where the parameter is on the CPU: it changes as soon as the iteration goes on (merged
             # adapters are unmerged, gathered parameters are scattered), and the shard is written later.
             tensor = param.detach().to("cpu", copy=True).contiguous()

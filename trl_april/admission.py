@@ -1,0 +1,139 @@
+"""Dataset rows on their way into the pool: tokenized, and held to what fits the server.
+
+The invariant owned here: every process reads the same rows in the same order and takes those that are its own, so a
+row is admitted once over all processes, and each process knows the row of a group that comes to it to be trained.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError
+from .pool import Pool
+from .processes import Processes
+from .source import Row, RowSource
+from .types import Group
+
+
+if TYPE_CHECKING:
+    from .trainer import APRILGRPOTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """A dataset row that is ready to be admitted; see [`Pool.admit`]."""
+
+    group_id: int
+    row: dict[str, Any]
+    prompt_ids: list[int]
+    num_generations: int
+    max_completion_length: int
+
+    def admit_to(self, pool: Pool) -> None:
+        """Hand the row over to `pool`."""
+        pool.admit(
+            self.group_id,
+            self.row,
+            self.prompt_ids,
+            num_generations=self.num_generations,
+            max_completion_length=self.max_completion_length,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupElsewhere:
+    """A dataset row that another process admits; see [`Pool.admit_elsewhere`]."""
+
+    group_id: int
+
+    def admit_to(self, pool: Pool) -> None:
+        """Let `pool` know of it."""
+        pool.admit_elsewhere(self.group_id)
+
+
+class Admission:
+    """Makes groups of dataset rows.
+
+    Args:
+        trainer ([`APRILGRPOTrainer`]):
+            Whose tokenizer, limits and server are used.
+        source (`RowSource`):
+            Where the rows come from.
+        processes ([`OneProcess`] or [`ManyProcesses`]):
+            Those that share the rows.
+    """
+
+    def __init__(self, trainer: APRILGRPOTrainer, source: RowSource, processes: Processes) -> None:
+        self._trainer = trainer
+        self._source = source
+        self._processes = processes
+        self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
+
+    def next_groups(self, count: int) -> list[NewGroup | GroupElsewhere]:
+        """The next dataset rows, at most `count` over all processes, those of this process tokenized.
+
+        Raises:
+            ConfigError: For a prompt that leaves no room for a completion, or holds an image.
+        """
+        rows = self._source.next_rows(count)
+        here = [(group_id, row) for group_id, row in rows if self._processes.owns(group_id)]
+        prompts = self._tokenize([row for _, row in here])
+        tokenized = {group_id: ids for (group_id, _), ids in zip(here, prompts, strict=True)}
+        groups: list[NewGroup | GroupElsewhere] = []
+        for group_id, row in rows:
+            if group_id in tokenized:
+                groups.append(self._new_group(group_id, row, tokenized[group_id]))
+            else:
+                self._elsewhere[group_id] = row
+                groups.append(GroupElsewhere(group_id))
+        return groups
+
+    def row_of(self, group_id: int) -> Row:
+        """The row of an outstanding group of another process."""
+        return self._elsewhere[group_id]
+
+    def let_go(self, batch: Iterable[int], groups: Sequence[Group]) -> None:
+        """Forget the rows of a batch that is trained now, and see that what came from elsewhere belongs to its row.
+
+        Raises:
+            ConfigError: If another process has read other rows than this one.
+        """
+        rows = {group_id: self._elsewhere.pop(group_id) for group_id in batch if group_id in self._elsewhere}
+        travelled = [group for group in groups if group.group_id in rows]
+        for group, ids in zip(travelled, self._tokenize([group.row for group in travelled]), strict=True):
+            if group.prompt_ids != ids:
+                raise ConfigError(
+                    f"Process {self._processes.rank} has read another row {group.group_id} of the training dataset "
+                    f"than the process that generated its completions: {str(group.row['prompt'])[:200]!r}. Every "
+                    "process must be given the same dataset: do not split it by process (the trainer does), and make "
+                    "what maps or shuffles it deterministic."
+                )
+
+    def _tokenize(self, rows: Sequence[Row]) -> list[list[int]]:
+        if not rows:
+            return []
+        # TRL's own tokenization, so that a prompt has the same tokens as in stock GRPO and in evaluation.
+        prompt_ids, images, _ = self._trainer._tokenize_prompts(copy.deepcopy([row["prompt"] for row in rows]))
+        if images is not None:
+            raise ConfigError(
+                "A prompt holds an image, which partial rollouts do not support. Use GRPOTrainer, or a dataset with "
+                "an `images` column, for which this trainer runs stock GRPO."
+            )
+        return [list(ids) for ids in prompt_ids]
+
+    def _new_group(self, group_id: int, row: Row, prompt_ids: list[int]) -> NewGroup:
+        trainer = self._trainer
+        context = trainer.vllm_generation.facts.max_model_len
+        budget = trainer.max_completion_length or context - len(prompt_ids)
+        if budget < 1 or len(prompt_ids) + budget > context:
+            raise ConfigError(
+                f"The prompt of group {group_id} has {len(prompt_ids)} tokens, but with max_completion_length="
+                f"{trainer.max_completion_length} the server's context of {context} tokens leaves "
+                f"{max(0, context - (trainer.max_completion_length or 1))} for it: {str(row['prompt'])[:200]!r}. "
+                "Shorten or filter the prompts, lower max_completion_length, or restart the server with a larger "
+                "--max-model-len."
+            )
+        return NewGroup(group_id, row, prompt_ids, trainer.num_generations, budget)

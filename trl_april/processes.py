@@ -1,0 +1,196 @@
+"""The processes of a training run, as the trainer uses them: one alone, or several with one quota.
+
+[`OneProcess`] and [`ManyProcesses`] have the same methods, so that nothing else asks how many there are. The invariant
+owned here: no call waits for another process without looking whether it has failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from .peers import Peers, connect
+from .quota import SharedQuota
+from .roster import Roster
+from .shares import owner_of, pack, part_of, shares, unpack
+from .types import Group
+
+
+# Every wait looks for failed peers, so the time-out of the group is of no use; it is there to be never reached.
+NEVER = timedelta(days=30)
+
+
+class OneProcess:
+    """A run of one process: nothing to agree on."""
+
+    rank = 0
+    count = 1
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See [`ManyProcesses.watched`]."""
+        yield
+
+    def check(self) -> None:
+        """See [`ManyProcesses.check`]."""
+
+    def owns(self, group_id: int) -> bool:
+        """Whether this process generates the group."""
+        return True
+
+    def quota(self, roster: Roster) -> SharedQuota | None:
+        """The quota shared with others, if there are any."""
+        return None
+
+    def barrier(self) -> None:
+        """Wait until all processes have come so far."""
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sum over all processes, value by value."""
+        return list(values)
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The maximum over all processes, value by value."""
+        return list(values)
+
+    def deal(
+        self, groups: list[Group], batch: Sequence[int], row_of: Callable[[int], dict[str, Any]], num_generations: int
+    ) -> list[Group]:
+        """See [`ManyProcesses.deal`]."""
+        return groups
+
+
+class ManyProcesses:
+    """A run of several processes: process k generates the groups k, k + W, k + 2W and so on.
+
+    What goes between them are numbers through the store of the process group, sums through a group of its own on the
+    CPU, and those groups of a batch that are trained by another process than the one that has generated them.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Which process this is, and of how many.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.rank: int = accelerator.process_index
+        self.count: int = accelerator.num_processes
+        self._peers = Peers(connect("peers"), self.rank, self.count)
+        self._quotas = 0
+        self._group: Any = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Share errors with the others while it lasts; see [`Peers.watched`]."""
+        with self._peers.watched():
+            # One per run: after an error a call may be left in it half done. On the CPU for every kind of device: what
+            # it carries is in ordinary memory, and its calls can be waited for while looking after the peers.
+            self._group = dist.new_group(backend="gloo", timeout=NEVER)
+            try:
+                yield
+            finally:
+                self._group = None
+
+    def check(self) -> None:
+        """Raise the error of a process that has failed; see [`Peers.check`]."""
+        self._peers.check()
+
+    def owns(self, group_id: int) -> bool:
+        """Whether this process generates the group."""
+        return owner_of(group_id, self.count) == self.rank
+
+    def quota(self, roster: Roster) -> SharedQuota:
+        """The quota that the processes share. To be called equally often in all of them."""
+        self._quotas += 1
+        return SharedQuota(connect(f"quota-{self._quotas}"), roster, self.count)
+
+    def barrier(self) -> None:
+        """Wait until all processes have come so far."""
+        self.total([0.0])
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sum over all processes, value by value. A collective call."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The maximum over all processes, value by value. A collective call."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def deal(
+        self, groups: list[Group], batch: Sequence[int], row_of: Callable[[int], dict[str, Any]], num_generations: int
+    ) -> list[Group]:
+        """Bring every group, or part of one, to the process that trains it. A collective call.
+
+        Args:
+            groups (`list[Group]`):
+                The groups of the batch that this process has generated.
+            batch (`Sequence[int]`):
+                Ids of the whole batch, oldest first.
+            row_of (`Callable[[int], dict]`):
+                Returns the dataset row of a group, of whatever process.
+            num_generations (`int`):
+                Samples per group.
+
+        Returns:
+            `list[Group]`: What this process trains, in the order of the batch. Only what changes process has
+            travelled.
+        """
+        dealt = shares(batch, num_generations, self.count)
+        mine = {group.group_id: group for group in groups}
+        messages = []
+        for process, parts in enumerate(dealt):
+            sent = [part_of(mine[part.group_id], part) for part in parts if part.group_id in mine]
+            messages.append(pack(sent) if sent and process != self.rank else b"")
+        received = {
+            group.group_id: group
+            for message in self._exchange(messages)
+            if message
+            for group in unpack(message, row_of)
+        }
+        return [
+            part_of(mine[part.group_id], part) if part.group_id in mine else received[part.group_id]
+            for part in dealt[self.rank]
+        ]
+
+    # Collective calls
+
+    def _exchange(self, messages: list[bytes]) -> list[bytes]:
+        """Give each process its message, and return those that are for this one, by sender."""
+        sizes = torch.tensor([len(message) for message in messages])
+        incoming = torch.empty_like(sizes)
+        self._finish(dist.all_to_all_single(incoming, sizes, group=self._group, async_op=True))
+        sent = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+        found = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+        self._finish(
+            dist.all_to_all_single(found, sent, incoming.tolist(), sizes.tolist(), group=self._group, async_op=True)
+        )
+        return [bytes(part.numpy()) for part in found.split(incoming.tolist())]
+
+    def _reduce(self, values: Sequence[float], how: Any) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        self._finish(dist.all_reduce(tensor, op=how, group=self._group, async_op=True))
+        reduced: list[float] = tensor.tolist()
+        return reduced
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective call, but not for a process that has failed."""
+        pause = 0.0002
+        while not work.is_completed():
+            self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        work.wait()
+
+
+Processes = OneProcess | ManyProcesses
+
+
+def processes_of(accelerator: Accelerator) -> Processes:
+    """The processes that training runs in."""
+    return ManyProcesses(accelerator) if accelerator.num_processes > 1 else OneProcess()

@@ -1,0 +1,221 @@
+"""The roster: which groups are outstanding, in all processes, and when a round may close.
+
+A pool knows the groups of its own process. The target, the quota and the staleness bound hold for the groups of all
+processes together, and need nothing of them but their ids, the policy versions that they were born under, and which
+are finished. The invariant owned here: processes that admitted the same ids and learned of the same finished ones come
+to the same room, the same requirements and the same batch. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .errors import ConfigError, PoolError
+from .staleness import check_bound
+
+
+class Requirement(NamedTuple):
+    """So many groups that were born under `born` or an older version must be finished before a round may close."""
+
+    born: int
+    count: int
+
+
+class Roster:
+    """The outstanding groups of all processes, by id.
+
+    Args:
+        quota, over_provisioning, max_staleness, staleness_policy, versions_per_round:
+            As for [`~trl_april.pool.Pool`].
+
+    Attributes:
+        target (`int`):
+            Groups that may be outstanding.
+        version (`int`, *optional*):
+            Policy version of the current round.
+        last_id (`int`):
+            The youngest group admitted so far.
+        finished (`list[int]`):
+            Ids of the groups that can be taken, as far as known here, ascending.
+    """
+
+    def __init__(
+        self,
+        quota: int,
+        *,
+        over_provisioning: float,
+        max_staleness: int | None,
+        staleness_policy: str,
+        versions_per_round: int,
+    ) -> None:
+        if quota < 1:
+            raise ConfigError(f"quota is {quota}; a round delivers at least 1 group.")
+        if versions_per_round < 1:
+            raise ConfigError(f"versions_per_round is {versions_per_round}; it must be at least 1.")
+        check_bound(over_provisioning, max_staleness, staleness_policy, versions_per_round)
+        self.quota = quota
+        # The small subtraction keeps 1.1 * 10 = 11.000000000000002 from becoming 12.
+        self.target = math.ceil(over_provisioning * quota - 1e-9)
+        # Only under "wait" does the bound decide anything here.
+        self.bound = max_staleness if staleness_policy == "wait" else None
+        self.versions_per_round = versions_per_round
+        self.version: int | None = None
+        self.last_id = -1
+        self.finished: list[int] = []
+        self._born: dict[int, int] = {}  # of every outstanding group, ids and versions ascending
+
+    def __len__(self) -> int:
+        """Outstanding groups, in all processes."""
+        return len(self._born)
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._born
+
+    @property
+    def ids(self) -> list[int]:
+        """The outstanding groups of all processes, oldest first."""
+        return list(self._born)
+
+    def born(self, group_id: int) -> int:
+        """Policy version of the round that admitted the group."""
+        return self._born[group_id]
+
+    def begin_round(self, version: int) -> None:
+        """Enter the next round, whose tokens are sampled under `version`.
+
+        Raises:
+            PoolError: If the version goes back, or advances further than `versions_per_round` while a staleness bound
+                is guaranteed.
+        """
+        if self.version is not None:
+            if version < self.version:
+                raise PoolError(f"The policy version cannot go back from {self.version} to {version}.")
+            if self.bound is not None and self._born and version - self.version > self.versions_per_round:
+                raise PoolError(
+                    f"The policy version went from {self.version} to {version} in one round, more than the "
+                    f"{self.versions_per_round} that the staleness bound was planned with."
+                )
+        self.version = version
+
+    @property
+    def room(self) -> int:
+        """Groups worth admitting now: up to the target, and none in a round whose quota is met by surplus already.
+
+        A group admitted to such a round would be cut before its first token. [`~Roster.admit`] enforces the target
+        only.
+        """
+        return 0 if self.quota_met else max(0, self.target - len(self._born))
+
+    def admit(self, group_id: int) -> None:
+        """Put the next group on the roster, whichever process it belongs to.
+
+        Raises:
+            PoolError: If no round has begun, the ids do not ascend, or the target is reached.
+        """
+        if self.version is None:
+            raise PoolError("begin_round must be called before the first group is admitted.")
+        if group_id <= self.last_id:
+            raise PoolError(f"Group {group_id} comes after group {self.last_id}; ids must ascend.")
+        if len(self._born) >= self.target:
+            raise PoolError(f"{len(self._born)} groups are outstanding, which is the target; admit no more.")
+        self._born[group_id] = self.version
+        self.last_id = group_id
+
+    def finish(self, group_id: int) -> None:
+        """The group can be taken."""
+        insort(self.finished, group_id)
+
+    def learn(self, finished: Iterable[int]) -> None:
+        """Finished groups of other processes; those that are known already may be among them.
+
+        Raises:
+            PoolError: If one of them is not outstanding.
+        """
+        known = set(self.finished)
+        for group_id in finished:
+            if group_id not in self._born:
+                raise PoolError(f"Group {group_id} is said to be finished, but is not outstanding.")
+            if group_id not in known:
+                insort(self.finished, group_id)
+
+    def remove(self, group_id: int) -> None:
+        """The group has left: taken, or rejected."""
+        del self._born[group_id]
+
+    def bring_back(self, group_id: int, born: int) -> None:
+        """A group that was removed is outstanding again, and can be taken."""
+        self._born[group_id] = born
+        self._born = dict(sorted(self._born.items()))
+        insort(self.finished, group_id)
+
+    def restore(self, born: dict[int, int], finished: Iterable[int], *, version: int | None, last_id: int) -> None:
+        """Put saved groups on an empty roster."""
+        self._born = dict(born)
+        self.finished = sorted(finished)
+        self.version, self.last_id = version, last_id
+
+    # When a round may close
+
+    def requirements(self) -> list[Requirement]:
+        """What the round waits for, as numbers of finished groups. All of them must be reached.
+
+        The first is the quota. Under `"wait"`, a group born under version `b` can wait for `(b + max_staleness -
+        version) // versions_per_round` more rounds, so what is left behind must fit: for every j, at most `j * quota`
+        groups may have j rounds or fewer to go. Rounds deliver the oldest first, so this is earliest deadline first,
+        and keeping it true at every round's end keeps it feasible for ever (admission keeps `len(self) <= target`).
+        In numbers of finished groups: of the groups born under `b` or before, all but `j * quota` must be finished.
+        """
+        assert self.version is not None
+        found = [Requirement(self.version, self.quota)]
+        if self.bound is not None:
+            count = 0
+            by_born: dict[int, int] = {}
+            for born in self._born.values():
+                by_born[born] = by_born.get(born, 0) + 1
+            for born, outstanding in by_born.items():
+                count += outstanding
+                can_wait = (born + self.bound - self.version) // self.versions_per_round
+                must_finish = count - self.quota * can_wait
+                if must_finish > 0:
+                    found.append(Requirement(born, must_finish))
+        return found
+
+    def num_finished(self, born: int) -> int:
+        """Finished groups that were born under the version `born` or an older one, as far as known here."""
+        return sum(self._born[group_id] <= born for group_id in self.finished)
+
+    @property
+    def quota_met(self) -> bool:
+        """Whether the round can be closed: enough groups are finished, and none that must go now is left behind."""
+        if len(self.finished) < self.quota:
+            return False
+        return all(self.num_finished(born) >= count for born, count in self.requirements())
+
+    def fits(self) -> bool:
+        """Whether every group can still be trained in time, if the next round delivers the oldest."""
+        return all(count <= self.quota for _, count in self.requirements())
+
+    @property
+    def next_batch(self) -> list[int]:
+        """Ids of the groups that the round delivers if it closes now: the oldest finished ones."""
+        return self.finished[: self.quota]
+
+    def deliver(self) -> list[int]:
+        """Remove the batch from the roster.
+
+        Raises:
+            PoolError: If the quota is not met.
+        """
+        if not self.quota_met:
+            raise PoolError(
+                f"{len(self.finished)} of {self.quota} groups are finished, or one that falls due is not; the round "
+                "cannot be closed yet."
+            )
+        batch = self.next_batch
+        del self.finished[: self.quota]
+        for group_id in batch:
+            self.remove(group_id)
+        return batch
