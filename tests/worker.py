@@ -1,0 +1,304 @@
+"""What a process of `tests/launch.py` runs: trainings by name, one after the other, with what happened as JSON.
+
+accelerate launch ... tests/worker.py SPEC.json, where SPEC has `model`, `url`, `folder` and `runs`; each run has a
+`name` and a `kind`, which is a function of this file, and its options. Each process writes FOLDER/NAME-RANK.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+import trl_april.server
+import trl_april.session
+from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+from trl_april.batch import rollout_output
+from trl_april.vllm_engine import VLLMEngine
+
+
+OPTIONS = {
+    "num_generations": 4,
+    "max_completion_length": 48,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "log_level": "error",
+}
+
+
+def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+def rows(count: int) -> Dataset:
+    return Dataset.from_list([{"prompt": f"{number}+{number}=", "number": number} for number in range(count)])
+
+
+class RecordingTrainer(APRILGRPOTrainer):
+    """Keeps what is trained in this process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.rounds: list[Any] = []
+        super().__init__(*args, **kwargs)
+
+    def _run_round(self) -> Any:
+        done = super()._run_round()
+        self.rounds.append(done)
+        return done
+
+
+def make_trainer(
+    spec: dict[str, Any], run: dict[str, Any], *, reward: Any = distinct_characters, trainer_class=RecordingTrainer
+) -> RecordingTrainer:
+    options = {**OPTIONS, "vllm_server_base_url": spec["url"], **run.get("options", {})}
+    batch = run.get("batch", 16)
+    options.setdefault(
+        "per_device_train_batch_size",
+        batch // PartialState().num_processes // options.get("steps_per_generation", 1),
+    )
+    peft_config = None
+    if run.get("lora"):
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return trainer_class(
+        model=run.get("model", spec["model"]),
+        reward_funcs=reward,
+        args=APRILGRPOConfig(str(Path(spec["folder"]) / f"{run['name']}-out"), **options),
+        train_dataset=rows(run.get("rows", 24)),
+        peft_config=peft_config,
+    )
+
+
+def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
+    return {
+        "rounds": [
+            [
+                {
+                    "id": group.group_id,
+                    "number": group.row["number"],
+                    "samples": [sample.index for sample in group.samples],
+                    "tokens": [sample.token_ids.tolist() for sample in group.samples],
+                    "versions": [sorted(set(sample.versions)) for sample in group.samples],
+                }
+                for group in done.groups
+            ]
+            for done in trainer.rounds
+        ],
+        "carried_here": [done.carried_tokens for done in trainer.rounds],
+        "generated_here": [done.generated_tokens for done in trainer.rounds],
+        "log": trainer.state.log_history,
+        "left": len(trainer.pool),
+        "taken": trainer.pool.groups_taken,
+    }
+
+
+# Kinds of runs
+
+
+def train(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    trainer = make_trainer(spec, run)
+    trainer.train()
+    return outcome(trainer)
+
+
+def train_and_replay(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Train, then let TRL's own trainer do the same with the same completions."""
+    trainer = make_trainer(spec, run)
+    trainer.train()
+    rounds = iter(trainer.rounds)
+
+    def replay(prompts: list[str], stock: GRPOTrainer) -> dict[str, Any]:
+        groups = next(rounds).groups
+        assert prompts == [group.row["prompt"] for group in groups for _ in group.samples]
+        return rollout_output(groups)
+
+    options = {**OPTIONS, **run.get("options", {})}
+    options["per_device_train_batch_size"] = trainer.args.per_device_train_batch_size
+    for name in ("over_provisioning", "generation_kwargs"):
+        options.pop(name, None)
+    stock = GRPOTrainer(
+        model=spec["model"],
+        reward_funcs=distinct_characters,
+        args=GRPOConfig(str(Path(spec["folder"]) / "stock-out"), **options),
+        train_dataset=rows(run.get("rows", 24)),
+        rollout_func=replay,
+    )
+    stock.train()
+    return {**outcome(trainer), "stock_log": stock.state.log_history}
+
+
+def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Train with processes of other speeds, and random delays everywhere."""
+    rank = PartialState().process_index
+    delays = random.Random(run["seed"] + rank)
+    speed = delays.choice([0.2, 1.0, 3.0])
+
+    def pause() -> float:
+        return speed * delays.expovariate(1 / run["mean_delay"])
+
+    class SlowEngine(VLLMEngine):
+        async def generate(self, request):
+            await asyncio.sleep(pause())
+            async for chunk in super().generate(request):
+                yield chunk
+
+    class SlowTrainer(RecordingTrainer):
+        def _run_round(self):
+            time.sleep(pause())
+            return super()._run_round()
+
+    def slow_reward(completions, **kwargs):
+        time.sleep(pause())
+        return distinct_characters(completions)
+
+    engine, trl_april.session.VLLMEngine = trl_april.session.VLLMEngine, SlowEngine
+    try:
+        trainer = make_trainer(spec, run, reward=slow_reward, trainer_class=SlowTrainer)
+        trainer.train()
+    finally:
+        trl_april.session.VLLMEngine = engine
+    return outcome(trainer)
+
+
+def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Train, with something that goes wrong in process 1, in the way that `run["how"]` says."""
+    rank, how = PartialState().process_index, run["how"]
+    marker = Path(spec["folder"]) / f"{run['name']}-when"
+    proxy = None
+    if how == "server" and rank == 1:
+        proxy = Proxy(spec["url"])
+        spec = {**spec, "url": proxy.url}
+
+    def fail_now() -> None:
+        marker.write_text(str(time.time()))
+        if how == "server":
+            proxy.break_off()
+        elif how == "interrupt":
+            signal.raise_signal(signal.SIGINT)
+        elif how in ("kill", "kill in reward"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise ValueError("this reward function does not work")
+
+    def reward(completions, **kwargs):
+        if rank == 1 and how in ("reward", "kill in reward") and kwargs["trainer_state"].global_step == 2:
+            fail_now()
+        return distinct_characters(completions)
+
+    class FailingTrainer(RecordingTrainer):
+        def _run_round(self):
+            if rank == 1 and how not in ("reward", "kill in reward") and self.state.global_step == 2:
+                # In the middle of the round: it takes longer than this.
+                threading.Timer(0.3, fail_now if how != "interrupt" else interrupt_main).start()
+            return super()._run_round()
+
+    def interrupt_main() -> None:
+        marker.write_text(str(time.time()))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer = make_trainer(spec, run, reward=reward, trainer_class=FailingTrainer)
+    # A process that owns a server has to stop it, whoever has failed. Any server will do for that.
+    trl_april.server.server_command = lambda model, host, port, *args, **kwargs: [
+        sys.executable,
+        "-c",
+        HEALTHY,
+        str(port),
+    ]
+    with LocalServer("any", quiet=True) if rank == 0 else nullcontext() as owned:
+        if owned is not None:
+            (Path(spec["folder"]) / f"{run['name']}-owned").write_text(owned.base_url)
+        trainer.train()
+    return outcome(trainer)
+
+
+HEALTHY = """
+import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+class Proxy:
+    """Forwards connections to a server, until it breaks them all off and takes no more."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = [self._listener]
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client = self._listener.accept()[0]
+                server = socket.create_connection(self._target)
+            except OSError:
+                return
+            self._sockets += [client, server]
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _forward(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def break_off(self) -> None:
+        for connection in self._sockets:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            connection.close()
+
+
+KINDS = {kind.__name__: kind for kind in (train, train_and_replay, train_with_delays, train_and_fail)}
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    rank = PartialState(cpu=True).process_index
+    for run in spec["runs"]:
+        path = Path(spec["folder"]) / f"{run['name']}-{rank}.json"
+        try:
+            result = KINDS[run["kind"]](spec, run)
+        except BaseException as error:
+            failed = {"error": type(error).__name__, "message": str(error), "when": time.time()}
+            path.write_text(json.dumps({**failed, "cause": str(error.__cause__)}))
+            raise
+        path.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
