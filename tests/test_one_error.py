@@ -1,0 +1,89 @@
+"""One error, everywhere, at once: what the other processes do when one of them fails or dies, on the real server."""
+
+from __future__ import annotations
+
+import glob
+import socket
+import time
+
+import psutil
+import pytest
+import requests
+
+from tests.launch import Launch, launch
+from tests.test_trainer import wait_until_idle
+
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+
+def fail(how: str, server, model_dir: str, folder, **options) -> Launch:
+    """A training in two processes of which the second fails in its third step. It is long enough to be in the way."""
+    run = {"name": "failing", "kind": "train_and_fail", "how": how, "batch": 16, "rows": 200}
+    run["options"] = {"max_steps": 30, "max_completion_length": 1500, **options}
+    shared_memory = set(glob.glob("/dev/shm/trl_april*"))
+    done = launch(2, [run], folder, model=model_dir, url=server.base_url, timeout=150)
+    assert done.code != 0
+    assert (folder / "failing-when").exists(), done.output[-6000:]
+    # Nothing is left: requests, files, the server of process 0, any process.
+    assert wait_until_idle(server) == 0
+    assert set(glob.glob("/dev/shm/trl_april*")) == shared_memory
+    host, port = (folder / "failing-owned").read_text().removeprefix("http://").split(":")
+    assert not _listens(host, int(port))
+    spec = str(folder / "spec.json")
+    deadline = time.monotonic() + 5
+    while left := [p for p in psutil.process_iter(["cmdline"]) if spec in (p.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    return done
+
+
+def seconds_until(done: Launch, result: dict) -> float:
+    return result["when"] - float((done.folder / "failing-when").read_text())
+
+
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
+
+
+def test_a_reward_function_that_raises_in_one_process(server, tiny_model_dir, tmp_path):
+    """The other one is in a collective call of TRL's then."""
+    done = fail("reward", server, tiny_model_dir, tmp_path, max_completion_length=48)
+    own, other = done.result("failing", 1), done.result("failing", 0)
+    assert (own["error"], own["message"]) == ("ValueError", "this reward function does not work")
+    assert other["error"] == "ValueError"
+    assert other["message"] == "Process 1 failed with ValueError: this reward function does not work"
+    assert "fail_now" in other["cause"]  # where
+    assert seconds_until(done, other) < 10
+
+
+def test_a_server_that_is_lost_for_one_process(server, tiny_model_dir, tmp_path):
+    done = fail("server", server, tiny_model_dir, tmp_path)
+    own, other = done.result("failing", 1), done.result("failing", 0)
+    assert own["error"] == other["error"] == "ServerError"
+    assert own["message"] in other["message"] and "Process 1 failed" in other["message"]
+    assert abs(other["when"] - own["when"]) < 10
+
+
+def test_ctrl_c_in_one_process(server, tiny_model_dir, tmp_path):
+    done = fail("interrupt", server, tiny_model_dir, tmp_path)
+    own, other = done.result("failing", 1), done.result("failing", 0)
+    assert own["error"] == "KeyboardInterrupt"
+    assert other["error"] == "PeerError" and "Process 1 failed with KeyboardInterrupt" in other["message"]
+    assert seconds_until(done, other) < 10
+
+
+@pytest.mark.parametrize("how", ["kill", "kill in reward"])
+def test_a_process_that_is_killed(server, tiny_model_dir, tmp_path, how):
+    """In the middle of a round, or while the other one waits for it in a collective call."""
+    done = fail(how, server, tiny_model_dir, tmp_path, **({"max_completion_length": 48} if "reward" in how else {}))
+    other = done.result("failing", 0)
+    assert other["error"] == "PeerError"
+    assert "Process 1 has died" in other["message"]
+    assert seconds_until(done, other) < 30
+    assert not (tmp_path / "failing-1.json").exists()
+
+
+def test_the_server_is_of_use_after_all_that(server):
+    assert requests.get(f"{server.base_url}/health", timeout=10).status_code == 200
