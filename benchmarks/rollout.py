@@ -129,7 +129,7 @@ class Contestant:
             self.dynamic = DynamicSampling(
                 lambda groups: [Score(self._rewards(group.group_id)) for group in groups],
                 lambda score: score.rewards[0] != score.rewards[-1],
-                lambda rejected, room: self._next(room),
+                self._next,
                 max_rejected=10**6,
             )
         self.driver = RolloutDriver(self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic)

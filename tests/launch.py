@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def launch(
     config: str | Path = "cpu_ddp.yaml",
     timeout: float = 240,
     env: dict[str, str] | None = None,
+    arguments: Sequence[str] = (),
 ) -> Launch:
     """Run trainings, one after the other, in `num_processes` processes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +66,10 @@ def launch(
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
         *("--config_file", str(CONFIGS / config), "--num_processes", str(num_processes)),
         *("--main_process_port", str(_free_port())),
+        *arguments,
         *("-m", "tests.worker", str(spec)),
     ]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **(env or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with subprocess.Popen(
         command,
         cwd=ROOT,

@@ -112,9 +112,9 @@ class Arena:
         assert all(sample.state is SampleState.FINISHED for group in groups for sample in group.samples)
         return [Score([[reward] for reward in self.rewards(group.group_id)]) for group in groups]
 
-    def _replace(self, rejected: int, room: int) -> list[NewGroup]:
+    def _replace(self, rejected: int) -> list[NewGroup]:
         self.replaced.append(rejected)
-        return self._next(room)
+        return self._next(rejected)
 
     def _next(self, wanted: int) -> list[NewGroup]:
         ids = [next(self._ids) for _ in range(wanted)]

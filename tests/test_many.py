@@ -37,6 +37,29 @@ RUNS = [
             "generation_kwargs": {"seed": 5},
         },
     },
+    # Two of three rows teach nothing; groups straddle processes.
+    {
+        "name": "dynamic",
+        "kind": "train_dynamically",
+        "batch": 12,
+        "every": 3,
+        "rows": 90,
+        "options": {"max_steps": 6, "dynamic_sampling": True, "max_completion_length": 24},
+    },
+    # No row teaches anything.
+    {
+        "name": "hopeless",
+        "kind": "train_dynamically",
+        "batch": 16,
+        "every": 1000,
+        "rows": 90,
+        "options": {
+            "max_steps": 2,
+            "dynamic_sampling": True,
+            "max_rejected_groups_per_round": 8,
+            "max_completion_length": 8,
+        },
+    },
 ]
 
 
@@ -145,6 +168,51 @@ class TestLosses:
 
         for count in NUMS_PROCESSES[1:]:
             assert completions(count) == completions(1)
+
+
+@pytest.mark.parametrize("count", NUMS_PROCESSES)
+class TestDynamicSampling:
+    def test_every_trained_group_has_differing_rewards_and_batches_are_full(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        assert all(number % 3 == 0 for _, number, _ in trained(results))
+        for step in range(6):
+            samples = trained(results, step)
+            assert samples == sorted(samples) and len(set(samples)) == 12
+        assert results[0]["log"][-2]["frac_reward_zero_std"] == 0
+
+    def test_rows_and_tokens_are_accounted_for_in_every_process(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        for result in results:
+            assert result["left"] == 0
+            assert result["admitted"] == result["taken"] + result["rejected"]
+            generated, taken, rejected = result["tokens"]
+            assert generated == taken + rejected
+        assert sum(result["taken"] for result in results) == 6 * 3
+        assert sum(result["rejected"] for result in results) >= 6 * 3
+
+    def test_every_process_scores_its_own_groups_once(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        for result in results:
+            scored = Counter(number for call in result["scored"] for number in call)
+            assert set(scored.values()) == {4}
+            assert len(scored) == result["admitted"]
+
+    def test_rewards_and_logs_belong_to_the_trained_samples(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        rows = [number for _, number, _ in trained(results, 5)]
+        assert results[0]["logged_rows"][-12:] == rows
+        assert results[0]["logged_rewards"][-12:] == [float(index) for *_, index in trained(results, 5)]
+        lines = [entry for entry in results[0]["log"] if "april/rejected_groups" in entry]
+        assert sum(entry["april/rejected_groups"] for entry in lines) == sum(r["rejected"] for r in results)
+        assert all(entry["calls"] == 1.0 for entry in lines)
+
+    def test_a_hopeless_round_is_filled_with_what_any_process_has_rejected(self, launched, count):
+        results = launched[count].results("hopeless", count)
+        for step in range(2):
+            samples = trained(results, step)
+            assert samples == sorted(samples) and len(set(samples)) == 16
+        assert sum(sum(result["filled"]) for result in results) == 8
+        assert [result["left"] for result in results] == [0] * count
 
 
 def test_a_hundred_rounds_with_random_delays_and_speeds(server, tiny_model_dir, tmp_path):

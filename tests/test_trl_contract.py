@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 
+import accelerate.utils
 import trl
 from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import utils
+from trl.trainer import grpo_trainer, utils
 
 from trl_april.config import APRILGRPOConfig
 from trl_april.trainer import APRILGRPOTrainer
@@ -130,6 +131,16 @@ def test_tokenization_and_sampler():
     ):
         assert argument in sampler
     assert parameters(utils.repeat_iterable_dataset) == ["dataset", "mini_repeat_count", "batch_size", "repeat_count"]
+
+
+def test_rewards_are_gathered_by_one_name_that_can_be_bound_otherwise():
+    """Dynamic sampling scores in one process at a time, with a `gather` that gathers nothing."""
+    code = inspect.unwrap(GRPOTrainer._calculate_rewards).__code__
+    assert "gather" in code.co_names and grpo_trainer.gather is accelerate.utils.gather
+    source = inspect.getsource(GRPOTrainer._calculate_rewards)
+    assert source.count("gather(") == 2  # the other is asyncio's
+    assert "rewards_per_func = gather(rewards_per_func)\n        return rewards_per_func" in source
+    assert re.findall(r"(?<!self\.accelerator\.)\b(?:gather\w*|broadcast\w*|reduce)\(", GENERATE) == []
 
 
 def test_generation_takes_our_place():

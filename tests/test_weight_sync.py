@@ -32,6 +32,7 @@ class Trainer:
             model=self.model,
             accelerator=Accelerator(cpu=True),
             processes=OneProcess(),
+            trained_model=lambda: self.model,
             processing_class=self.tokenizer,
             server_base_url=server.base_url,
             max_completion_length=64,

@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_april.server
@@ -31,6 +35,7 @@ from trl_april.batch import rollout_output
 from trl_april.vllm_engine import VLLMEngine
 
 
+RANK, NUM_PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 48,
@@ -73,18 +78,24 @@ def make_trainer(
     batch = run.get("batch", 16)
     options.setdefault(
         "per_device_train_batch_size",
-        batch // PartialState().num_processes // options.get("steps_per_generation", 1),
+        batch // NUM_PROCESSES // options.get("steps_per_generation", 1),
     )
     peft_config = None
     if run.get("lora"):
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    args = APRILGRPOConfig(str(Path(spec["folder"]) / f"{run['name']}-out"), **options)
+    if run.get("fsdp"):
+        # accelerate does FSDP only for what it takes for GPUs, and otherwise DDP without a word. The devices and the
+        # backend (gloo) have been chosen by now and stay as they are.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return trainer_class(
         model=run.get("model", spec["model"]),
         reward_funcs=reward,
-        args=APRILGRPOConfig(str(Path(spec["folder"]) / f"{run['name']}-out"), **options),
+        args=args,
         train_dataset=rows(run.get("rows", 24)),
+        eval_dataset=rows(8) if options.get("eval_strategy") else None,
         peft_config=peft_config,
     )
 
@@ -147,10 +158,73 @@ def train_and_replay(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
     return {**outcome(trainer), "stock_log": stock.state.log_history}
 
 
+def train_sharded(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Train, and look in the middle of it at how the model is spread over the processes."""
+    seen: dict[str, Any] = {}
+
+    class LookingTrainer(RecordingTrainer):
+        def _run_round(self):
+            done = super()._run_round()
+            if self.state.global_step == 1:
+                seen.update(spread_of(self))
+            return done
+
+    trainer = make_trainer(spec, run, trainer_class=LookingTrainer)
+    trainer.train()
+    return {**outcome(trainer), **seen}
+
+
+def spread_of(trainer: RecordingTrainer) -> dict[str, Any]:
+    params = list(trainer.model.parameters())
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in params)
+    if trainer.is_deepspeed_enabled:
+        stage = trainer.model_wrapped.zero_optimization_stage()
+        local = sum(p.ds_tensor.numel() if stage == 3 else p.numel() for p in params)
+        # Stage 3 steps through the shards of the parameters; the optimiser's own list is empty in between.
+        stepped = [p.ds_tensor for p in params if p.requires_grad] if stage == 3 else None
+        stepped = stepped or trainer.model_wrapped.optimizer.optimizer.param_groups[0]["params"]
+        optimiser = sum(p.numel() for p in stepped)
+        return {"kind": f"zero{stage}", "whole": whole, "local": local, "optimiser": optimiser}
+    kinds = {type(p).__name__ for p in params}
+    dtensors = [p for p in params if isinstance(p, DTensor)]
+    states = [v for state in trainer.optimizer.optimizer.state.values() for v in state.values()]
+    return {
+        "kind": "fsdp2" if isinstance(trainer.model, FSDPModule) else "+".join(sorted(kinds)),
+        "world": dist.get_world_size(),
+        "whole": whole,
+        "local": sum(p.to_local().numel() for p in dtensors) + whole - sum(p.numel() for p in dtensors),
+        "optimiser": sum(isinstance(v, DTensor) for v in states),
+    }
+
+
+def train_dynamically(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Train under dynamic sampling, where groups of rows with `number % every` other than 0 have equal rewards."""
+    scored: list[list[int]] = []
+
+    def reward(completions, number, log_extra, log_metric, **kwargs):
+        scored.append(number)
+        log_extra("row", number)
+        log_metric("calls", 1.0)
+        return [float(i % 4) if n % run["every"] == 0 else 1.0 for i, n in enumerate(number)]
+
+    trainer = make_trainer(spec, run, reward=reward)
+    trainer.train()
+    pool = trainer.pool
+    return {
+        **outcome(trainer),
+        "scored": scored,
+        "rejected": pool.groups_rejected,
+        "admitted": pool.groups_admitted,
+        "tokens": [pool.tokens_generated, pool.tokens_taken, pool.tokens_rejected],
+        "filled": [done.filled_groups for done in trainer.rounds],
+        "logged_rows": list(trainer._logs["extra"]["row"]),
+        "logged_rewards": list(trainer._logs["rewards"]["reward"]),
+    }
+
+
 def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Train with processes of other speeds, and random delays everywhere."""
-    rank = PartialState().process_index
-    delays = random.Random(run["seed"] + rank)
+    delays = random.Random(run["seed"] + RANK)
     speed = delays.choice([0.2, 1.0, 3.0])
 
     def pause() -> float:
@@ -182,7 +256,7 @@ def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
 
 def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Train, with something that goes wrong in process 1, in the way that `run["how"]` says."""
-    rank, how = PartialState().process_index, run["how"]
+    rank, how = RANK, run["how"]
     marker = Path(spec["folder"]) / f"{run['name']}-when"
     proxy = None
     if how == "server" and rank == 1:
@@ -282,15 +356,17 @@ class Proxy:
             connection.close()
 
 
-KINDS = {kind.__name__: kind for kind in (train, train_and_replay, train_with_delays, train_and_fail)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (train, train_and_replay, train_sharded, train_dynamically, train_with_delays, train_and_fail)
+}
 
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    rank = PartialState(cpu=True).process_index
     for run in spec["runs"]:
-        path = Path(spec["folder"]) / f"{run['name']}-{rank}.json"
+        path = Path(spec["folder"]) / f"{run['name']}-{RANK}.json"
         try:
             result = KINDS[run["kind"]](spec, run)
         except BaseException as error:
@@ -298,6 +374,8 @@ def main() -> None:
             path.write_text(json.dumps({**failed, "cause": str(error.__cause__)}))
             raise
         path.write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()  # at the end of the interpreter it is now and then too late for gloo's threads
 
 
 if __name__ == "__main__":

@@ -36,20 +36,28 @@ class DynamicSampling:
             runs, groups gather that the next call scores together.
         has_signal (`Callable[[Score], bool]`):
             Whether a group with this score is worth training on.
-        replace (`Callable[[int, int], Sequence[Admissible]]`):
-            Called in the same thread with the number of groups that were just rejected and the room in the pool.
-            Returns the next groups, at most as many as there is room for.
+        replace (`Callable[[int], Sequence[Admissible]]`):
+            Called in the same thread with the number of groups that were just rejected. Returns as many others.
         max_rejected (`int`):
-            Groups rejected in one round at which it is given up: it is filled with rejected ones, oldest first.
+            Groups rejected in one round, over all processes, at which it is given up: it is filled with rejected ones,
+            oldest first.
         executor (`Executor`, *optional*):
             What runs the calls, one at a time. By default a thread.
+
+    Attributes:
+        max_rejected (`int`):
+            See above.
+        replaced (`int`):
+            Rejected groups of this round for which others were asked for.
+        groups_filled (`int`):
+            Rejected groups that filled a round all the same, in all rounds.
     """
 
     def __init__(
         self,
         score: Callable[[Sequence[Group]], list[Score]],
         has_signal: Callable[[Score], bool],
-        replace: Callable[[int, int], Sequence[Admissible]],
+        replace: Callable[[int], Sequence[Admissible]],
         *,
         max_rejected: int,
         executor: Executor | None = None,
@@ -57,13 +65,14 @@ class DynamicSampling:
         self._score = score
         self._has_signal = has_signal
         self._replace = replace
-        self._max_rejected = max_rejected
+        self.max_rejected = max_rejected
+        self.replaced = 0
         self._thread = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="trl-april-rewards")
-        self.groups_filled = 0  # rejected groups that filled a round all the same
+        self.groups_filled = 0
         self._scoring: tuple[list[Group], Future[list[Score]]] | None = None
 
     async def judge(self, pool: Pool) -> bool:
-        """Score what is finished, accept or reject it, and admit replacements.
+        """Score what is finished, and accept or reject it.
 
         Returns:
             `bool`: Whether there was anything to judge.
@@ -80,7 +89,6 @@ class DynamicSampling:
         # If the round closes meanwhile, the call goes on and the next round finds it here.
         scores = await asyncio.shield(asyncio.wrap_future(call))
         self._scoring = None
-        rejected = 0
         outstanding = {group.group_id for group in pool}
         for group, score in zip(groups, scores, strict=True):
             if group.group_id not in outstanding:
@@ -89,31 +97,49 @@ class DynamicSampling:
                 pool.accept(group, score)
             else:
                 pool.reject(group, score)
-                rejected += 1
-        if pool.num_rejected >= self._max_rejected:
-            self._give_up(pool)
-        elif rejected and not pool.quota_met:
-            # In a round that closes now they would only delay the abort; the next one is filled up anyway. While the
-            # quota is not met nothing but an error closes the round, so what is asked for here is also admitted.
-            room = pool.room
-            for group in await asyncio.wrap_future(self._thread.submit(self._replace, rejected, room)):
-                group.admit_to(pool)
         return True
 
-    def _give_up(self, pool: Pool) -> None:
+    def begin_round(self) -> None:
+        """Count the replacements anew."""
+        self.replaced = 0
+
+    def may_close(self, pool: Pool) -> bool:
+        """Whether the round can be closed, by its quota or because it is given up."""
+        return pool.roster.may_close(filled_with=pool.num_rejected if self._given_up(pool) else 0)
+
+    async def replace(self, pool: Pool) -> bool:
+        """Admit others in the place of those that were rejected, if that is worth it.
+
+        Not to be called in a round that closes: there they would only delay the abort, and the next one is filled up
+        anyway. While a round does not close nothing but an error ends it, so what is asked for here is also admitted.
+
+        Returns:
+            `bool`: Whether groups were admitted.
+        """
+        missing = pool.num_rejected - self.replaced
+        if missing <= 0 or self._given_up(pool):
+            return False
+        self.replaced += missing
+        for group in await asyncio.wrap_future(self._thread.submit(self._replace, missing)):
+            group.admit_to(pool)
+        return True
+
+    def fill(self, pool: Pool) -> None:
         """Fill a hopeless round with what it has rejected."""
         missing = min(max(0, pool.quota - pool.num_finished), pool.num_rejected)
-        if missing:
+        if missing and self._given_up(pool):
             logger.warning(
                 "%d groups of this round had rewards that are all equal. It is filled with %d of them, which train "
                 "nothing. Look at the reward functions and at how hard the prompts are, or raise "
                 "max_rejected_groups_per_round, which is %d.",
                 pool.num_rejected,
                 missing,
-                self._max_rejected,
+                self.max_rejected,
             )
-            pool.readmit(missing)
-            self.groups_filled += missing
+            self.groups_filled += pool.readmit(missing)
+
+    def _given_up(self, pool: Pool) -> bool:
+        return pool.num_rejected >= self.max_rejected
 
     def close(self) -> None:
         """Let go of the thread; a call that runs is not waited for."""

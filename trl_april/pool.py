@@ -16,7 +16,6 @@ An illegal transition raises [`PoolError`] and changes nothing.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -81,7 +80,7 @@ class Pool:
         self.tokens_taken = 0
         self.tokens_rejected = 0
         self._groups: dict[int, Group] = {}  # in the order of admission, which is that of the ids
-        self._rejected: list[Group] = []  # of this round, oldest first
+        self._rejected: dict[int, Group] = {}  # of this round
 
     @property
     def quota(self) -> int:
@@ -265,31 +264,37 @@ class Pool:
         self._expect_unscored(group, score)
         group.score = score
         del self._groups[group.group_id]
-        self.roster.remove(group.group_id)
+        self.roster.reject(group.group_id)
         self.groups_rejected += 1
         self.tokens_rejected += group.num_tokens
-        insort(self._rejected, group, key=lambda rejected: rejected.group_id)
+        self._rejected[group.group_id] = group
+
+    def reject_elsewhere(self, group_id: int) -> None:
+        """Another process has rejected a group of its own."""
+        self.roster.reject(group_id)
 
     @property
     def num_rejected(self) -> int:
-        """Groups rejected in this round and not brought back."""
-        return len(self._rejected)
+        """Groups rejected in this round and not brought back, in all processes as far as known here."""
+        return len(self.roster.rejected)
 
-    def readmit(self, count: int) -> None:
+    def readmit(self, count: int) -> int:
         """Bring the oldest `count` groups that this round rejected back, as accepted ones.
+
+        Returns:
+            `int`: How many of them are in this pool; in one process that is all.
 
         Raises:
             PoolError: If the round rejected fewer.
         """
-        if not 0 <= count <= len(self._rejected):
-            raise PoolError(f"{count} rejected groups are wanted back; this round has {len(self._rejected)}.")
-        for group in self._rejected[:count]:
+        groups = [self._rejected.pop(group_id, None) for group_id in self.roster.readmit(count)]
+        here = [group for group in groups if group is not None]
+        for group in here:
             self._groups[group.group_id] = group
             self.groups_rejected -= 1
             self.tokens_rejected -= group.num_tokens
-            self.roster.bring_back(group.group_id, group.born)
-        del self._rejected[:count]
         self._groups = dict(sorted(self._groups.items()))
+        return len(here)
 
     def withdraw(self, count: int) -> None:
         """Remove the youngest `count` groups, which training can no longer use, and count them as rejected.
@@ -297,15 +302,15 @@ class Pool:
         Raises:
             PoolError: If one of them runs, or there are fewer.
         """
-        youngest = list(self._groups.values())[len(self._groups) - count :]
-        if count > len(self._groups) or any(group.state is GroupState.RUNNING for group in youngest):
-            raise PoolError(f"{count} groups cannot be withdrawn: there are {len(self._groups)}, or one is running.")
-        for group in youngest:
+        youngest = self.roster.ids[len(self.roster) - count :]
+        here = [self._groups[group_id] for group_id in youngest if group_id in self._groups]
+        if count > len(self.roster) or any(group.state is GroupState.RUNNING for group in here):
+            raise PoolError(f"{count} groups cannot be withdrawn: there are {len(self.roster)}, or one is running.")
+        self.roster.withdraw(youngest)
+        for group in here:
             del self._groups[group.group_id]
-            self.roster.remove(group.group_id)
             self.groups_rejected += 1
             self.tokens_rejected += group.num_tokens
-        self.roster.finished = [group_id for group_id in self.roster.finished if group_id in self.roster]
 
     def _expect_unscored(self, group: Group, score: Score) -> None:
         if not self.dynamic_sampling or self._groups.get(group.group_id) is not group:

@@ -45,7 +45,7 @@ class OneProcess:
         """Whether this process generates the group."""
         return True
 
-    def quota(self, roster: Roster) -> SharedQuota | None:
+    def quota(self, roster: Roster, max_rejected: int | None = None) -> SharedQuota | None:
         """The quota shared with others, if there are any."""
         return None
 
@@ -92,10 +92,9 @@ class ManyProcesses:
             # One per run: after an error a call may be left in it half done. On the CPU for every kind of device: what
             # it carries is in ordinary memory, and its calls can be waited for while looking after the peers.
             self._group = dist.new_group(backend="gloo", timeout=NEVER)
-            try:
-                yield
-            finally:
-                self._group = None
+            yield
+            # Not after an error: a call may be under way in it.
+            dist.destroy_process_group(self._group)
 
     def check(self) -> None:
         """Raise the error of a process that has failed; see [`Peers.check`]."""
@@ -105,10 +104,10 @@ class ManyProcesses:
         """Whether this process generates the group."""
         return owner_of(group_id, self.count) == self.rank
 
-    def quota(self, roster: Roster) -> SharedQuota:
+    def quota(self, roster: Roster, max_rejected: int | None = None) -> SharedQuota:
         """The quota that the processes share. To be called equally often in all of them."""
         self._quotas += 1
-        return SharedQuota(connect(f"quota-{self._quotas}"), roster, self.count)
+        return SharedQuota(connect(f"quota-{self._quotas}"), roster, self.count, max_rejected)
 
     def barrier(self) -> None:
         """Wait until all processes have come so far."""

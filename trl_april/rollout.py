@@ -75,6 +75,7 @@ class RolloutDriver:
         self._sweep_interval = sweep_interval
         self._dynamic = dynamic_sampling
         self._quota = quota
+        self._rejected_before = 0, 0  # groups and tokens when the round began
         self._held_before: dict[int, int] = {}  # tokens of each group when the round began
         self._requests_sent = 0
         self._running: dict[str, Sample] = {}  # by request id
@@ -114,8 +115,9 @@ class RolloutDriver:
         self._error = None
         self._tasks, self._dispatched = set(), []
         tokens_before = self.pool.tokens_generated
-        rejected_before = self.pool.groups_rejected, self.pool.tokens_rejected
-        filled_before = self._dynamic.groups_filled if self._dynamic is not None else 0
+        self._rejected_before = self.pool.groups_rejected, self.pool.tokens_rejected
+        if self._dynamic is not None:
+            self._dynamic.begin_round()
         self._held_before = {group.group_id: group.num_tokens for group in self.pool}
 
         if not self.pool.quota_met:
@@ -140,10 +142,6 @@ class RolloutDriver:
 
         self.round.seconds = clock() - self.round.started
         self.round.generated_tokens = self.pool.tokens_generated - tokens_before
-        self.round.rejected_groups = self.pool.groups_rejected - rejected_before[0]
-        self.round.rejected_tokens = self.pool.tokens_rejected - rejected_before[1]
-        if self._dynamic is not None:
-            self.round.filled_groups = self._dynamic.groups_filled - filled_before
         return self.round
 
     def take(self) -> Round:
@@ -153,6 +151,12 @@ class RolloutDriver:
             PoolError: If the quota is not met, as far as the pool knows, or an invariant is broken.
         """
         assert self.round is not None, "generate comes first"
+        if self._dynamic is not None:
+            filled_before = self._dynamic.groups_filled
+            self._dynamic.fill(self.pool)
+            self.round.filled_groups = self._dynamic.groups_filled - filled_before
+        self.round.rejected_groups = self.pool.groups_rejected - self._rejected_before[0]
+        self.round.rejected_tokens = self.pool.tokens_rejected - self._rejected_before[1]
         self.round.groups = self.pool.take()
         self.round.carried_tokens = sum(self._held_before.get(group.group_id, 0) for group in self.round.groups)
         self.pool.check()
@@ -244,7 +248,7 @@ class RolloutDriver:
             self._tasks.add(asyncio.create_task(self._complete(group, sample)))
 
     async def _judge(self) -> None:
-        """Score groups as they finish, and replace those that are rejected, until no sample runs any more."""
+        """Score groups as they finish, until no sample runs any more and none can be admitted."""
         if self._dynamic is None:
             return
         try:
@@ -252,19 +256,24 @@ class RolloutDriver:
                 self._sample_ended.clear()
                 running = [task for task in self._tasks if not task.done()]
                 if await self._dynamic.judge(self.pool):
-                    if self.pool.quota_met:
-                        self._closing.set()
-                    elif not self._closing.is_set():
-                        self._dispatch()  # what replaces the rejected ones
-                elif running:
+                    if self._quota is None:
+                        if self._dynamic.may_close(self.pool):
+                            self._closing.set()
+                        await self._replace_rejected()
+                elif running or self._quota is not None:
                     await self._sample_ended.wait()
                 else:
                     break
         except Exception as caught:  # a reward function's own error, say
             self._fail(caught)
 
+    async def _replace_rejected(self) -> None:
+        """Go on with others in the place of rejected groups, unless the round closes."""
+        if self._dynamic is not None and not self._closing.is_set() and await self._dynamic.replace(self.pool):
+            self._dispatch()
+
     async def _watch_quota(self) -> None:
-        """Count what is finished in all processes, until that closes the round."""
+        """Count what is finished and rejected in all processes, until that closes the round."""
         if self._quota is None:
             return
         try:
@@ -272,6 +281,7 @@ class RolloutDriver:
             while not self._closing.is_set():
                 if await self._quota.update():
                     self._closing.set()
+                await self._replace_rejected()
                 await self._pause(self._quota.interval)
         except Exception as caught:  # the store, which another process may have taken with it
             self._fail(caught)

@@ -40,6 +40,10 @@ class Roster:
             The youngest group admitted so far.
         finished (`list[int]`):
             Ids of the groups that can be taken, as far as known here, ascending.
+        rejected (`dict[int, int]`):
+            Groups that were rejected in this round, with the versions that they were born under.
+        delivered (`list[int]`):
+            Ids of the last batch, oldest first.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Roster:
         self.version: int | None = None
         self.last_id = -1
         self.finished: list[int] = []
+        self.rejected: dict[int, int] = {}
+        self.delivered: list[int] = []
         self._born: dict[int, int] = {}  # of every outstanding group, ids and versions ascending
 
     def __len__(self) -> int:
@@ -99,6 +105,7 @@ class Roster:
                     f"{self.versions_per_round} that the staleness bound was planned with."
                 )
         self.version = version
+        self.rejected = {}
 
     @property
     def room(self) -> int:
@@ -141,15 +148,30 @@ class Roster:
             if group_id not in known:
                 insort(self.finished, group_id)
 
-    def remove(self, group_id: int) -> None:
-        """The group has left: taken, or rejected."""
-        del self._born[group_id]
+    def reject(self, group_id: int) -> None:
+        """The group has left without being taken. Until the next round begins it can be readmitted."""
+        self.rejected[group_id] = self._born.pop(group_id)
 
-    def bring_back(self, group_id: int, born: int) -> None:
-        """A group that was removed is outstanding again, and can be taken."""
-        self._born[group_id] = born
+    def readmit(self, count: int) -> list[int]:
+        """Bring the oldest `count` groups that this round rejected back, as finished ones, and return their ids.
+
+        Raises:
+            PoolError: If the round rejected fewer.
+        """
+        if not 0 <= count <= len(self.rejected):
+            raise PoolError(f"{count} rejected groups are wanted back; this round has {len(self.rejected)}.")
+        oldest = sorted(self.rejected)[:count]
+        for group_id in oldest:
+            self._born[group_id] = self.rejected.pop(group_id)
+            insort(self.finished, group_id)
         self._born = dict(sorted(self._born.items()))
-        insort(self.finished, group_id)
+        return oldest
+
+    def withdraw(self, group_ids: Iterable[int]) -> None:
+        """Groups have left for good without being taken."""
+        for group_id in group_ids:
+            del self._born[group_id]
+        self.finished = [group_id for group_id in self.finished if group_id in self._born]
 
     def restore(self, born: dict[int, int], finished: Iterable[int], *, version: int | None, last_id: int) -> None:
         """Put saved groups on an empty roster."""
@@ -190,21 +212,21 @@ class Roster:
     @property
     def quota_met(self) -> bool:
         """Whether the round can be closed: enough groups are finished, and none that must go now is left behind."""
-        if len(self.finished) < self.quota:
+        return self.may_close(filled_with=0)
+
+    def may_close(self, filled_with: int) -> bool:
+        """The same, if so many groups that were rejected in this round may fill the quota up."""
+        if len(self.finished) + filled_with < self.quota:
             return False
-        return all(self.num_finished(born) >= count for born, count in self.requirements())
+        _, *due = self.requirements()
+        return all(self.num_finished(born) >= count for born, count in due)
 
     def fits(self) -> bool:
         """Whether every group can still be trained in time, if the next round delivers the oldest."""
         return all(count <= self.quota for _, count in self.requirements())
 
-    @property
-    def next_batch(self) -> list[int]:
-        """Ids of the groups that the round delivers if it closes now: the oldest finished ones."""
-        return self.finished[: self.quota]
-
     def deliver(self) -> list[int]:
-        """Remove the batch from the roster.
+        """Remove the batch, the oldest finished groups, from the roster, and return their ids.
 
         Raises:
             PoolError: If the quota is not met.
@@ -214,8 +236,8 @@ class Roster:
                 f"{len(self.finished)} of {self.quota} groups are finished, or one that falls due is not; the round "
                 "cannot be closed yet."
             )
-        batch = self.next_batch
+        self.delivered = self.finished[: self.quota]
         del self.finished[: self.quota]
-        for group_id in batch:
-            self.remove(group_id)
-        return batch
+        for group_id in self.delivered:
+            del self._born[group_id]
+        return self.delivered

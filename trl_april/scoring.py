@@ -2,18 +2,23 @@
 
 The invariant owned here: a group is decoded and scored exactly as TRL would have done with the whole batch, and
 nothing of it shows in the trainer before the group is trained. Both come from running TRL's methods on a shallow copy
-of the trainer that has logs of its own.
+of the trainer that has logs of its own. In several processes each scores its own groups when they are finished, so
+where those methods gather from all processes, the copy gathers from this one.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import gather
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
@@ -47,6 +52,7 @@ class RewardScorer:
             Whatever a reward function raises.
         """
         view = copy.copy(self._trainer)
+        view.accelerator = _Alone(self._trainer.accelerator)
         view.use_vllm = False  # the weights are where they are
         view.state = copy.copy(self._trainer.state)  # counts tokens
         view._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
@@ -56,7 +62,7 @@ class RewardScorer:
         rows = batch_rows(groups)
         prompts = [row["prompt"] for row in rows]
         _, completion_ids, _, completions, *_ = view._generate(prompts)
-        rewards = view._calculate_rewards(rows, prompts, completions, completion_ids).tolist()
+        rewards = _calculate_rewards(view, rows, prompts, completions, completion_ids).tolist()
 
         for name, values in view._pending_metrics.items():
             self._metrics[name].extend(values)
@@ -90,17 +96,47 @@ class RewardScorer:
         """The rewards of a batch, and into the trainer's logs what the reward functions wanted logged.
 
         Returns:
-            `torch.Tensor` of shape `(batch, num_reward_funcs)`, group by group and sample by sample.
+            `torch.Tensor` of shape `(batch, num_reward_funcs)`, group by group and sample by sample, over all
+            processes.
         """
         trainer = self._trainer
-        scores = [group.score for group in groups if group.score is not None]
-        for column in sorted({column for score in scores for column in score.extra}):
-            for score in scores:
-                values: list[Any] = score.extra.get(column, [None] * len(score.rewards))
-                trainer._pending_extra_logs[column].extend(values)
+        samples = [(group.score, sample.index) for group in groups if group.score for sample in group.samples]
+        for column in sorted({column for score, _ in samples for column in score.extra}):
+            values = [score.extra[column][index] if column in score.extra else None for score, index in samples]
+            trainer._pending_extra_logs[column].extend(values)
         metrics, self._metrics = self._metrics, defaultdict(list)
         for name, values in metrics.items():
             trainer._pending_metrics[name].extend(values)
-        return torch.tensor(
-            [rewards for score in scores for rewards in score.rewards], device=trainer.accelerator.device
-        )
+        rewards = [score.rewards[index] for score, index in samples]
+        gathered: torch.Tensor = gather(torch.tensor(rewards, device=trainer.accelerator.device))
+        return gathered
+
+
+class _Alone:
+    """An accelerator that gathers from this process only, and is otherwise the one given."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    @staticmethod
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def _with_gather(method: Callable[..., Any], gather: Callable[..., Any]) -> FunctionType:
+    """TRL's method with another `gather` than the one that it imports; TRL's own stays as it is."""
+    function = inspect.unwrap(method)
+    assert isinstance(function, FunctionType)
+    return FunctionType(
+        function.__code__,
+        {**function.__globals__, "gather": gather},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+_calculate_rewards = _with_gather(GRPOTrainer._calculate_rewards, _Alone.gather)

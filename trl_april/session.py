@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,11 @@ from .admission import Admission, GroupElsewhere, NewGroup
 from .background import BackgroundLoop
 from .config import AprilOptions
 from .dynamic_sampling import DynamicSampling
+from .errors import PoolError
 from .pool import Pool
 from .processes import Processes
 from .progress import RoundProgress
+from .quota import SharedQuota
 from .rollout import RolloutDriver
 from .round import Round
 from .row_order import make_source, optimiser_steps_per_round
@@ -67,7 +70,6 @@ class RolloutSession:
         self._trainer = trainer
         self._processes = processes
         self.pool = make_pool(args, options)
-        self.quota = processes.quota(self.pool.roster)
         self.scorer = RewardScorer(trainer)
         self._source = make_source(trainer)
         self._admission = Admission(trainer, self._source, processes)
@@ -78,7 +80,6 @@ class RolloutSession:
             stream_interval=options.stream_interval,
             api_key=api_key,
         )
-        self._replaced = 0  # rejected groups of this round for which the source has handed out others
         self._dynamic = None
         if options.dynamic_sampling:
             self._dynamic = DynamicSampling(
@@ -87,6 +88,7 @@ class RolloutSession:
                 self._replace,
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.quota,
             )
+        self.quota = processes.quota(self.pool.roster, self._dynamic.max_rejected if self._dynamic else None)
         drawn = secrets.randbits(48) if processes.rank == 0 else 0
         run_id = f"{int(processes.total([drawn])[0]):012x}"
         self.driver = RolloutDriver(
@@ -122,23 +124,42 @@ class RolloutSession:
                 progress.update()
 
             done = self._loop.run(self.driver.generate(), poll=poll)
-        batch = self._agree_on_batch()
+        if self.quota is not None:
+            self._agree(self.quota)
         self.driver.take()
-        row_of, num_generations = self._admission.row_of, self._trainer.num_generations
-        done.groups = self._processes.deal(done.groups, batch, row_of, num_generations)
-        self._admission.let_go(batch, done.groups)
-        self._account_for_rejected(done)
+        batch, row_of = self.pool.roster.delivered, self._admission.row_of
+        done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
+        self._admission.let_go([*batch, *self.pool.roster.rejected], done.groups)
+        self._account_for_rejected()
         return done
 
-    def _agree_on_batch(self) -> list[int]:
+    def _agree(self, quota: SharedQuota) -> None:
         """Let every process know what is finished in all of them, and so which groups the round delivers."""
-        outstanding = self.pool.roster.ids  # the same in every process
-        here = set(self.pool.finished_here)
-        finished = self._processes.total([group_id in here for group_id in outstanding])
-        self.pool.learn(group_id for group_id, is_finished in zip(outstanding, finished, strict=True) if is_finished)
-        if self.quota is not None and self._processes.rank == 0:
-            self.quota.end_round()  # every process has stopped to look at it
-        return self.pool.roster.next_batch
+        if self._dynamic is not None:
+            quota.tell_rest()
+            self._processes.barrier()
+            quota.learn_rest()
+            # When the round closed, some processes had admitted replacements that others had not heard of yet, and
+            # perhaps rejected those, too.
+            replaced = int(self._processes.most([self._dynamic.replaced])[0])
+            while missing := min(replaced, self.pool.num_rejected) - self._dynamic.replaced:
+                self._dynamic.replaced += missing
+                for group in self._replace(missing):
+                    group.admit_to(self.pool)
+                quota.learn_rest()
+        outstanding, here = self.pool.roster.ids, set(self.pool.finished_here)
+        # As long in every process, whatever should be wrong with one of them: a collective call has to be.
+        flags = [group_id in here for group_id in outstanding] + [False] * (self.pool.target - len(outstanding))
+        checksum = zlib.crc32(repr(outstanding).encode())
+        *finished, checksums = self._processes.total([*flags, checksum])
+        if checksums != checksum * self._processes.count:
+            raise PoolError(
+                f"Process {self._processes.rank} has the groups {outstanding} outstanding, and another process has "
+                "others. This should not happen: please report it."
+            )
+        self.pool.learn(group_id for group_id, flag in zip(outstanding, finished, strict=False) if flag)
+        if self._processes.rank == 0:
+            quota.end_round()  # no process looks at it any more
 
     def close(self) -> None:
         """Close connections, threads and loop."""
@@ -149,16 +170,16 @@ class RolloutSession:
 
     # Rows
 
-    def _replace(self, rejected: int, room: int) -> Sequence[NewGroup | GroupElsewhere]:
-        """The groups that follow, after so many were rejected. Called in the middle of a round, in another thread."""
+    def _replace(self, rejected: int) -> Sequence[NewGroup | GroupElsewhere]:
+        """As many groups as were rejected. Called in the middle of a round, in another thread."""
         self._source.replace(rejected)
-        self._replaced += rejected
-        return self._admission.next_groups(room)
+        return self._admission.next_groups(rejected)
 
-    def _account_for_rejected(self, done: Round) -> None:
+    def _account_for_rejected(self) -> None:
         """Let the source hand out as many rows more as groups were rejected, so that training ends as planned."""
-        unreplaced = done.rejected_groups - self._replaced
-        self._replaced = 0
+        if self._dynamic is None:
+            return
+        unreplaced = self.pool.num_rejected - self._dynamic.replaced
         if unreplaced > 0:
             self._source.replace(unreplaced)
         elif unreplaced < 0:

@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
@@ -43,7 +44,6 @@ from .weight_sync import ServerGeneration
 
 
 if TYPE_CHECKING:
-    import torch
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -171,6 +171,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             )
         if self.april_enabled:
             self._processes = processes_of(self.accelerator)
+            if self._options.dynamic_sampling:
+                self._check_reward_models()
             with self._processes.watched():
                 self._attach_server()
         else:
@@ -300,6 +302,16 @@ class APRILGRPOTrainer(GRPOTrainer):
                     "APRIL keeps. 'token_truncate' is APRILGRPOConfig's default."
                 )
 
+    def _check_reward_models(self) -> None:
+        # With several processes each one scores its groups when they are finished, so not all at the same time.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self._processes.count > 1 and sharded and any(isinstance(f, torch.nn.Module) for f in self.reward_funcs):
+            raise ConfigError(
+                "dynamic_sampling is True and a reward function is a model that FSDP or DeepSpeed shards over "
+                f"{self._processes.count} processes, which would have to score together. Serve the reward model and "
+                "ask it from a function, or use dynamic_sampling=False."
+            )
+
     def _attach_server(self) -> None:
         """Connect as TRL's constructor would have, with our own weight sync."""
         args = self.args
@@ -309,6 +321,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             weight_sync=self._options.weight_sync,
             weight_sync_dir=self._options.weight_sync_dir,
             policy_version=lambda: self.state.global_step,
+            trained_model=lambda: self.model,
             processes=self._processes,
             needs_logprobs=args.vllm_importance_sampling_correction,
             api_key=_api_key(),

@@ -23,6 +23,7 @@ import requests
 import torch
 from accelerate.utils import is_peft_model
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -74,6 +75,9 @@ class ServerGeneration(VLLMGeneration):
             host if not given.
         policy_version (`Callable[[], int]`):
             Returns the version that a sync is for.
+        trained_model (`Callable[[], torch.nn.Module]`):
+            Returns the model as it is trained. Some kinds of sharding exchange it for another object after this one is
+            made.
         processes ([`OneProcess`] or [`ManyProcesses`]):
             Those that training runs in. All take part in a sync, one talks to the server.
         needs_logprobs (`bool`):
@@ -94,6 +98,7 @@ class ServerGeneration(VLLMGeneration):
         weight_sync: str,
         weight_sync_dir: str | None,
         policy_version: Callable[[], int],
+        trained_model: Callable[[], torch.nn.Module],
         processes: Processes,
         needs_logprobs: bool,
         api_key: str | None,
@@ -102,6 +107,7 @@ class ServerGeneration(VLLMGeneration):
         self._asked_weight_sync = weight_sync
         self._weight_sync_dir = weight_sync_dir
         self._policy_version = policy_version
+        self._trained_model = trained_model
         self._processes = processes
         self._needs_logprobs = needs_logprobs
         self._api_key = api_key
@@ -164,6 +170,8 @@ class ServerGeneration(VLLMGeneration):
         """
         began = time.perf_counter()
         version = self._policy_version()
+        self.model = self._trained_model()
+        _reshard(self.model)
         if self.weight_sync == "nccl":
             super().sync_weights()  # resets the prefix cache too
         else:
@@ -256,6 +264,17 @@ class ServerGeneration(VLLMGeneration):
             )
         answer: dict[str, Any] = response.json() if response.content else {}
         return answer
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Put the parameters of an FSDP2 model back into their shards.
+
+    A forward pass leaves those of the outermost layers whole until a backward pass follows, which there is none of in
+    evaluation and after the canary. Read then, they are not what TRL expects of a sharded parameter.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
