@@ -73,14 +73,6 @@ def test_every_argument_of_trls_script_is_one_here():
     assert own - stock >= {"soft_punish_cache", "over_provisioning"}
 
 
-def test_an_unknown_option_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--over_provisoning"):
-        parse("--over_provisoning", "2.0")
-    (tmp_path / "options.yaml").write_text("over_provisoning: 2.0\n")
-    with pytest.raises(ValueError, match="over_provisoning"):
-        parse("--config", str(tmp_path / "options.yaml"))
-
-
 def test_adapters_and_loading_options():
     _, config, model, _ = parse(
         "--use_peft", "--lora_r", "4", "--dtype", "bfloat16", "--model_revision", "v2",
@@ -292,6 +284,15 @@ def test_evaluation_and_the_hub(run_main):
     assert trainer.arguments["peft_config"].r == 16
     # A local path does not go into the model card.
     assert trainer.calls == [("train", None), ("save", "out"), ("push", None), "end"]
+
+
+def test_an_unknown_option_is_refused(run_main, tmp_path):
+    with pytest.raises(ValueError, match="--over_provisoning"):
+        run_main("--model_name_or_path", "m", "--over_provisoning", "2.0")
+    # TRL's own script passes over those of a file.
+    (tmp_path / "options.yaml").write_text("over_provisoning: 2.0\n")
+    with pytest.raises(ValueError, match="over_provisoning"):
+        run_main("--model_name_or_path", "m", "--config", str(tmp_path / "options.yaml"))
 
 
 def test_a_model_is_needed(run_main):
