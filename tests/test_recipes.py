@@ -1,4 +1,4 @@
-"""The recipes and the script that reads them: what they say, where it is from, and rewards by name."""
+"""The recipes and the script that reads them: what they say, and where it is from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import yaml
 from trl import TrlParser
 
 from trl_april import APRILGRPOConfig
-from trl_april.errors import ConfigError
 from trl_april.loss import gspo_options
+from trl_april.reward_functions import find_reward
 from trl_april.row_order import optimiser_steps_per_round
 from trl_april.staleness import check_bound
 
@@ -45,11 +45,6 @@ def parse(*options: str):
 
 def recipe(name: str, *options: str):
     return parse("--config", str(ROOT / "scripts" / "recipes" / f"{name}.yaml"), *options)
-
-
-def rewards(*options: str) -> list:
-    script, config = parse(*options)
-    return [quickstart.find_reward(name, script, config) for name in script.reward_funcs]
 
 
 def updates_per_round(config: APRILGRPOConfig) -> int:
@@ -141,85 +136,15 @@ def test_only_dapo_samples_dynamically():
     assert {name: recipe(name)[1].dynamic_sampling for name in NAMES} == {"dapo": True, "grpo": False, "gspo": False}
 
 
-# Rewards by name
-
-
-def test_the_default_reward():
-    assert rewards() == [quickstart.contains_answer]
-    assert quickstart.contains_answer(["4+1=5", "4+1=6"], answer=[5, 5]) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("options", "length", "cache"),
-    [
-        (["--max_completion_length", "20480"], 20480, 4096),  # the paper's
-        (["--max_completion_length", "100", "--soft_punish_cache", "50"], 100, 50),
-        (["--max_completion_length", "100", "--soft_punish_cache", "0"], 100, 0),
-    ],
-)
-def test_the_soft_overlong_punishment_is_trls(options, length, cache):
-    (punishment,) = rewards("--reward_funcs", "soft_overlong_punishment", *options)
-    assert type(punishment).__module__ == "trl.rewards.other_rewards"
-    assert (punishment.max_completion_len, punishment.soft_punish_cache) == (length, cache)
-    if cache:
-        lengths = [length - cache, length - cache // 2, length]
-        assert punishment(completion_ids=[[0] * n for n in lengths]) == [0.0, -0.5, -1.0]
-
-
 def test_the_punishment_follows_the_length_given_beside_the_recipe():
     script, config = recipe("dapo", "--max_completion_length", "1000")
-    _, punishment = [quickstart.find_reward(name, script, config) for name in script.reward_funcs]
-    assert (punishment.max_completion_len, punishment.soft_punish_cache) == (1000, 200)
-
-
-@pytest.fixture
-def my_rewards(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text("def shortest(completions, **kwargs):\n    return [1.0]\n\nlimit = 3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("my_rewards", None)
-
-
-def test_a_reward_of_ones_own(my_rewards):
-    own, known = rewards("--reward_funcs", "my_rewards:shortest", "contains_answer")
-    assert own(completions=["a"]) == [1.0]
-    assert known is quickstart.contains_answer
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("contains_anwser", "it must be contains_answer, soft_overlong_punishment or"),
-        (":shortest", "it must be contains_answer, soft_overlong_punishment or"),
-        ("my_rewards:", "it must be contains_answer, soft_overlong_punishment or"),
-        ("no_such_module:shortest", "No module named 'no_such_module'"),
-        ("my_rewards:longest", "has no attribute 'longest'"),
-        ("my_rewards:limit", "is not callable but of type int"),
-    ],
-)
-def test_a_name_that_stands_for_nothing_is_refused_in_a_sentence(my_rewards, name, said):
-    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
-        rewards("--reward_funcs", name)
-    assert repr(name) in str(raised.value)
-    assert str(raised.value).endswith(".")
-
-
-@pytest.mark.parametrize("cache", ["-1", "101"])
-def test_a_punishment_longer_than_the_completions_is_refused(cache):
-    with pytest.raises(ConfigError, match=f"soft_punish_cache is {cache}; .*max_completion_length=100"):
-        rewards(
-            "--reward_funcs",
-            "soft_overlong_punishment",
-            "--max_completion_length",
-            "100",
-            "--soft_punish_cache",
-            cache,
+    _, punishment = [
+        find_reward(
+            name, max_completion_length=config.max_completion_length, soft_punish_cache=script.soft_punish_cache
         )
-
-
-def test_a_punishment_without_a_length_is_refused():
-    with pytest.raises(ConfigError, match="max_completion_length is None"):
-        quickstart.soft_overlong_punishment(None, None)
+        for name in script.reward_funcs
+    ]
+    assert (punishment.max_completion_len, punishment.soft_punish_cache) == (1000, 200)
 
 
 # The benchmark

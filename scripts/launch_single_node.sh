@@ -1,0 +1,187 @@
+#!/usr/bin/env bash
+# Server and trainer on one machine: vLLM on some of its GPUs (CUDA or ROCm), accelerate on the others.
+#
+#     scripts/launch_single_node.sh MODEL -- --dataset_name prompts.jsonl --reward_funcs contains_answer \
+#         --output_dir out
+#     scripts/launch_single_node.sh MODEL --server-gpus 2 --config scripts/accelerate/fsdp2.yaml -- ...
+#     scripts/launch_single_node.sh MODEL -- ... -- --max-model-len 8192      # the last ones are vLLM's
+#
+# On a machine without GPUs both run on the CPU. The server stops with the trainer, whose exit code is the script's.
+
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+usage() {
+    cat <<'TEXT'
+Usage: launch_single_node.sh MODEL [options] -- [arguments of scripts/grpo.py] [-- flags of vLLM]
+
+  --server-gpus N   GPUs of the server, the first ones; the trainer has the others (default: half of them)
+  --processes N     processes of the trainer (default: one for each of its GPUs; 1 on a CPU)
+  --config FILE     configuration of accelerate (default: ddp.yaml or cpu_ddp.yaml of scripts/accelerate)
+  --port PORT       port of the server, on 127.0.0.1 (default: 8000)
+  --timeout SECONDS that the server has to become ready (default: 1800)
+  --log FILE        output of the server (default: a new temporary file)
+
+Which GPUs there are: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD) if it is set, otherwise all.
+TEXT
+}
+
+die() {
+    echo "launch_single_node.sh: error: $*" >&2
+    exit 1
+}
+
+whole_number() { # NAME VALUE
+    [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 is '$2', but it must be a whole number of at least 1."
+}
+
+# Arguments
+
+model='' server_gpus='' processes='' config='' port=8000 timeout=1800 log=''
+while (($#)); do
+    case $1 in
+        -h | --help) usage && exit 0 ;;
+        --) break ;;
+        --server-gpus | --processes | --config | --port | --timeout | --log)
+            (($# > 1)) || die "$1 needs a value. See --help."
+            name=${1#--}
+            printf -v "${name//-/_}" %s "$2"
+            shift 2
+            ;;
+        -*) die "$1 is not an option of this script. Arguments of scripts/grpo.py come after --. See --help." ;;
+        *)
+            [[ -z $model ]] || die "'$1' comes after the model, '$model'. Arguments of scripts/grpo.py come after --."
+            model=$1
+            shift
+            ;;
+    esac
+done
+[[ -n $model ]] || die "the model is left out. See --help."
+trainer_args=() vllm_args=()
+if (($#)); then
+    shift
+    while (($#)) && [[ $1 != -- ]]; do
+        trainer_args+=("$1")
+        shift
+    done
+    vllm_args=("${@:2}")
+fi
+whole_number --port "$port"
+whole_number --timeout "$timeout"
+for command in trl-april accelerate python3; do
+    command -v "$command" >/dev/null || die "$command is not on the PATH. Activate the environment that has it."
+done
+
+# GPUs: which there are, and under which variable the vendor's runtime takes a choice of them
+
+gpus=() variable='' chosen=''
+if command -v nvidia-smi >/dev/null &&
+    found=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+$'); then
+    variable=CUDA_VISIBLE_DEVICES
+    chosen=${CUDA_VISIBLE_DEVICES-$found}
+elif command -v amd-smi >/dev/null && found=$(amd-smi list --csv 2>/dev/null | grep -oE '^[0-9]+'); then
+    variable=HIP_VISIBLE_DEVICES
+elif command -v rocm-smi >/dev/null && found=$(rocm-smi --showid --csv 2>/dev/null | grep -oP '^card\K[0-9]+'); then
+    variable=HIP_VISIBLE_DEVICES
+fi
+if [[ $variable == HIP_VISIBLE_DEVICES ]]; then
+    # ROCR_VISIBLE_DEVICES (Slurm sets it) hides GPUs one level below: those that are left count from 0.
+    if [[ -n ${ROCR_VISIBLE_DEVICES-} ]]; then
+        found=$(tr ',' '\n' <<<"$ROCR_VISIBLE_DEVICES" | awk '{ print NR - 1 }')
+    fi
+    chosen=${HIP_VISIBLE_DEVICES-${CUDA_VISIBLE_DEVICES-$found}} # AMD's runtime reads both
+    unset CUDA_VISIBLE_DEVICES                                   # vLLM refuses two lists that differ
+fi
+mapfile -t gpus < <(tr -s ', \n' '\n' <<<"$chosen" | sed '/^$/d')
+
+join() {
+    local IFS=,
+    echo "$*"
+}
+
+server_env=() trainer_env=() parallel=()
+if ((${#gpus[@]} == 0)); then
+    echo "No GPU was found: server and trainer run on the CPU."
+    [[ -z $server_gpus ]] || die "--server-gpus is $server_gpus, but no GPU was found. Leave it out for a CPU."
+    trainer_env=(ACCELERATE_USE_CPU=true)
+    processes=${processes:-1}
+    config=${config:-$here/accelerate/cpu_ddp.yaml}
+elif ((${#gpus[@]} == 1)); then
+    die "one GPU was found (${gpus[0]}), but server and trainer need one each. To share it, run them by hand:" \
+        "trl-april serve MODEL --gpu-memory-utilization 0.4, and scripts/grpo.py with --weight_sync filesystem."
+else
+    server_gpus=${server_gpus:-$((${#gpus[@]} / 2))}
+    whole_number --server-gpus "$server_gpus"
+    ((server_gpus < ${#gpus[@]})) ||
+        die "--server-gpus is $server_gpus of ${#gpus[@]}, but at least one must be left for the trainer. Lower it."
+    server_env=("$variable=$(join "${gpus[@]:0:server_gpus}")")
+    trainer_env=("$variable=$(join "${gpus[@]:server_gpus}")")
+    parallel=(--tensor-parallel-size "$server_gpus")
+    processes=${processes:-$((${#gpus[@]} - server_gpus))}
+    config=${config:-$here/accelerate/ddp.yaml}
+    echo "Server: ${server_env[0]}. Trainer: ${trainer_env[0]}."
+fi
+whole_number --processes "$processes"
+[[ -f $config ]] || die "--config is '$config', but there is no such file. See scripts/accelerate."
+
+# The end, whatever it is: the trainer first, then the server
+
+set -m # each in a process group of its own: Ctrl-C reaches this script alone, and it stops them in order
+server_pid='' trainer_pid=''
+
+# shellcheck disable=SC2329  # called by the trap
+end() { # PID, or -PID for its whole process group
+    kill -TERM -- "$1" 2>/dev/null || return 0
+    for _ in {1..100}; do # 20 s; the server takes up to 10 to end its children
+        kill -0 -- "$1" 2>/dev/null || return 0
+        sleep 0.2
+    done
+    kill -KILL -- "$1" 2>/dev/null || true
+}
+
+# shellcheck disable=SC2329
+clean_up() {
+    [[ -z $trainer_pid ]] || end "-$trainer_pid"
+    [[ -z $server_pid ]] || end "$server_pid"
+}
+trap clean_up EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# The server
+
+healthy() {
+    python3 - "$port" 2>/dev/null <<'PYTHON'
+import http.client, sys
+
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=5)
+connection.request("GET", "/health")
+sys.exit(connection.getresponse().status != 200)
+PYTHON
+}
+
+! healthy || die "a server answers on port $port already. Stop it, or choose another --port."
+log=${log:-$(mktemp "${TMPDIR:-/tmp}/trl-april-server-XXXXXX.log")}
+echo "Starting the server for $model on port $port. Its output: $log"
+env "${server_env[@]}" trl-april serve "$model" --port "$port" "${parallel[@]}" "${vllm_args[@]}" \
+    >"$log" 2>&1 </dev/null &
+server_pid=$!
+deadline=$((SECONDS + timeout))
+until healthy; do
+    if ! kill -0 "$server_pid" 2>/dev/null; then
+        tail -n 30 "$log" >&2
+        die "the server ended while it was starting. Its whole output: $log"
+    fi
+    ((SECONDS < deadline)) || die "the server was not ready after $timeout s (--timeout). Its output: $log"
+    sleep 0.5
+done
+
+# The trainer
+
+env "${trainer_env[@]}" accelerate launch --config_file "$config" --num_processes "$processes" "$here/grpo.py" \
+    --model_name_or_path "$model" --vllm_server_base_url "http://127.0.0.1:$port" "${trainer_args[@]}" </dev/null &
+trainer_pid=$!
+code=0
+wait "$trainer_pid" || code=$?
+exit "$code"

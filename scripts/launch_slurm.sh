@@ -1,0 +1,200 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=grpo
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=%x-%j.log
+#
+# Server and trainer on the nodes of a Slurm job: vLLM on the last node (or the last few), accelerate on the others.
+# Submit it from the root of the repository, in the environment that it is to run in, with any option of sbatch:
+#
+#     sbatch scripts/launch_slurm.sh MODEL -- --dataset_name /shared/prompts.jsonl --reward_funcs contains_answer \
+#         --output_dir /shared/out
+#     sbatch --nodes=6 scripts/launch_slurm.sh MODEL --server-nodes 2 --config scripts/accelerate/zero3.yaml -- ...
+#     sbatch ... scripts/launch_slurm.sh MODEL -- ... -- --max-model-len 8192       # the last ones are vLLM's
+#
+# The server uses all GPUs of its node for one copy of the model (tensor parallelism). On several nodes there is a copy
+# on each (data parallelism, spread by vLLM over Ray; `pip install ray`). For a model too large for one node let the
+# copy span them: -- --tensor-parallel-size 16 --data-parallel-size 1 --distributed-executor-backend ray
+#
+# Weights travel by NCCL (RCCL on AMD). Without a network that it can use: --weight_sync filesystem and
+# --weight_sync_dir with a folder that all nodes share.
+#
+# The server listens on an address of the cluster's network. VLLM_API_KEY, drawn for the job unless it is set, guards
+# the endpoints that generate. It does not guard vLLM's development endpoints, which run commands for everybody who
+# reaches them and without which no weights arrive; nor does it guard Ray. Run this only where the compute nodes are
+# closed to strangers.
+
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Usage: sbatch [options of sbatch] launch_slurm.sh MODEL [options] -- [arguments of scripts/grpo.py] [-- flags of vLLM]
+
+  --server-nodes N      nodes of the server, the last ones of the job (default: 1)
+  --gpus-per-node N     GPUs used on each node (default: those that Slurm gave)
+  --server-address IP   address that the server binds to (default: that of its node, as the first node sees it)
+  --config FILE         configuration of accelerate (default: scripts/accelerate/ddp.yaml)
+  --port PORT           port of the server (default: 8000)
+  --timeout SECONDS     that the server has to become ready (default: 3600)
+TEXT
+}
+
+die() {
+    echo "launch_slurm.sh: error: $*" >&2
+    exit 1
+}
+
+whole_number() { # NAME VALUE
+    [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 is '$2', but it must be a whole number of at least 1."
+}
+
+# Arguments
+
+model='' server_nodes=1 gpus_per_node=${SLURM_GPUS_ON_NODE-} server_address='' port=8000 timeout=3600
+config=scripts/accelerate/ddp.yaml
+while (($#)); do
+    case $1 in
+        -h | --help) usage && exit 0 ;;
+        --) break ;;
+        --server-nodes | --gpus-per-node | --server-address | --config | --port | --timeout)
+            (($# > 1)) || die "$1 needs a value. See --help."
+            name=${1#--}
+            printf -v "${name//-/_}" %s "$2"
+            shift 2
+            ;;
+        -*) die "$1 is not an option of this script. Arguments of scripts/grpo.py come after --. See --help." ;;
+        *)
+            [[ -z $model ]] || die "'$1' comes after the model, '$model'. Arguments of scripts/grpo.py come after --."
+            model=$1
+            shift
+            ;;
+    esac
+done
+[[ -n $model ]] || die "the model is left out. See --help."
+trainer_args=() vllm_args=()
+if (($#)); then
+    shift
+    while (($#)) && [[ $1 != -- ]]; do
+        trainer_args+=("$1")
+        shift
+    done
+    vllm_args=("${@:2}")
+fi
+[[ -n ${SLURM_JOB_NODELIST-} ]] || die "SLURM_JOB_NODELIST is not set: this is no Slurm job. Start it by sbatch."
+[[ -n $gpus_per_node ]] || die "Slurm gave no GPUs. Pass --gpus-per-node=N to sbatch, or to this script."
+whole_number --server-nodes "$server_nodes"
+whole_number --gpus-per-node "$gpus_per_node"
+whole_number --port "$port"
+whole_number --timeout "$timeout"
+# sbatch runs a copy of this script, from a folder of its own.
+cd "${SLURM_SUBMIT_DIR:-.}"
+[[ -f scripts/grpo.py ]] || die "there is no scripts/grpo.py in $PWD. Submit from the root of the repository."
+[[ -f $config ]] || die "--config is '$config', but there is no such file in $PWD. See scripts/accelerate."
+if [[ " ${trainer_args[*]} " =~ \ --weight[_-]sync[\ =]filesystem\  ]] &&
+    [[ ! " ${trainer_args[*]} " =~ \ --weight[_-]sync[_-]dir[\ =] ]]; then
+    die "--weight_sync is filesystem without --weight_sync_dir, and the server runs on another node. Name a folder" \
+        "that all nodes share."
+fi
+commands=(trl-april accelerate python3 srun scontrol)
+((server_nodes == 1)) || commands+=(ray)
+for command in "${commands[@]}"; do
+    command -v "$command" >/dev/null || die "$command is not on the PATH. Submit from the environment that has it."
+done
+
+# Nodes
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+trainer_nodes=$((${#nodes[@]} - server_nodes))
+((trainer_nodes > 0)) ||
+    die "the job has ${#nodes[@]} nodes, and --server-nodes is $server_nodes; at least one must be left for the" \
+        "trainer. Ask sbatch for more --nodes."
+join() {
+    local IFS=,
+    echo "$*"
+}
+trainer_list=$(join "${nodes[@]:0:trainer_nodes}")
+server_list=$(join "${nodes[@]:trainer_nodes}")
+server_head=${nodes[trainer_nodes]}
+if [[ -z $server_address ]]; then
+    # Asked here, on another node: on its own node a name often stands for the loopback.
+    server_address=$(getent ahostsv4 "$server_head" | awk 'NR == 1 { print $1 }')
+    [[ -n $server_address && $server_address != 127.* ]] ||
+        die "$server_head resolves to '$server_address', where other nodes do not reach it. Pass --server-address."
+fi
+echo "Server on $server_list ($server_address, port $port). Trainer on $trainer_list."
+
+if [[ -z ${VLLM_API_KEY-} ]]; then
+    VLLM_API_KEY=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')
+fi
+export VLLM_API_KEY # srun hands it on; on a command line every user of the node could read it
+
+# --export: the environment of this script, whatever sbatch was told. --cpu-bind: one task per node starts all
+# processes there, and must not be tied to one core.
+step=(srun --export=ALL --cpu-bind=none --ntasks-per-node=1 --kill-on-bad-exit=1)
+
+# The end, whatever it is: the trainer first, then the server
+
+server_pid='' trainer_pid=''
+
+# shellcheck disable=SC2329  # called by the trap
+clean_up() {
+    for pid in $trainer_pid $server_pid; do
+        kill -TERM "$pid" 2>/dev/null || continue # srun ends its step
+        wait "$pid" || true
+    done
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# The server
+
+serve=(trl-april serve "$model" --host "$server_address" --port "$port" --tensor-parallel-size "$gpus_per_node")
+if ((server_nodes > 1)); then
+    # Ray joins the nodes, runs the command on the first, and ends with it.
+    serve=(
+        ray symmetric-run --address "$server_address:6379" --min-nodes "$server_nodes" --num-gpus "$gpus_per_node" --
+        "${serve[@]}" --data-parallel-size "$server_nodes" --data-parallel-backend ray
+        --data-parallel-address "$server_address"
+    )
+fi
+log="${SLURM_JOB_NAME:-grpo}-${SLURM_JOB_ID:-0}-server.log"
+"${step[@]}" --nodes="$server_nodes" --ntasks="$server_nodes" --nodelist="$server_list" \
+    "${serve[@]}" "${vllm_args[@]}" >"$log" 2>&1 </dev/null &
+server_pid=$!
+
+healthy() {
+    python3 - "$server_address" "$port" 2>/dev/null <<'PYTHON'
+import http.client, sys
+
+connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=5)
+connection.request("GET", "/health")
+sys.exit(connection.getresponse().status != 200)
+PYTHON
+}
+
+deadline=$((SECONDS + timeout))
+until healthy; do
+    if ! kill -0 "$server_pid" 2>/dev/null; then
+        tail -n 30 "$log" >&2
+        die "the server ended while it was starting. Its whole output: $PWD/$log"
+    fi
+    ((SECONDS < deadline)) || die "the server was not ready after $timeout s (--timeout). Its output: $PWD/$log"
+    sleep 1
+done
+
+# The trainer: one accelerate on each node, which learns from Slurm which of them it is
+
+# shellcheck disable=SC2016  # expanded on the node
+"${step[@]}" --nodes="$trainer_nodes" --ntasks="$trainer_nodes" --nodelist="$trainer_list" \
+    bash -c 'exec accelerate launch --machine_rank "$SLURM_PROCID" "$@"' accelerate \
+    --config_file "$config" --num_machines "$trainer_nodes" --num_processes $((trainer_nodes * gpus_per_node)) \
+    --main_process_ip "${nodes[0]}" --main_process_port 29500 --rdzv_backend static --same_network \
+    scripts/grpo.py --model_name_or_path "$model" --vllm_server_base_url "http://$server_address:$port" \
+    "${trainer_args[@]}" </dev/null &
+trainer_pid=$!
+code=0
+wait "$trainer_pid" || code=$?
+exit "$code"
