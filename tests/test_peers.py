@@ -1,0 +1,499 @@
+"""How an error of one process becomes an error of all: two or three `Peers` in threads, over a store of this process.
+
+A thread stands for a process: `watched` takes the thread that enters it for the main thread. What the threads of
+`Peers` look for is real, only their pauses are short.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import HashStore
+
+from trl_april import peers as module
+from trl_april.errors import ConfigError, EngineError, PeerError, PoolError, ServerError
+from trl_april.peers import Peers
+
+
+WAIT = 5.0  # seconds after which what should have happened has not
+Body = Callable[[Peers], None]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"LOOK": 0.01, "BEAT": 0.02, "HEARD": 1.0, "HOLD_BACK": 0.2}.items():
+        monkeypatch.setattr(module, name, seconds)
+    # It would hit the main thread of the tests.
+    monkeypatch.setattr(module, "INTERRUPT", 60.0)
+
+
+class Process(threading.Thread):
+    """Runs `body` in a watched run; `error` is what came out of it."""
+
+    def __init__(self, peers: Peers, body: Body) -> None:
+        super().__init__(daemon=True)
+        self.peers, self.body = peers, body
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with self.peers.watched():
+                self.body(self.peers)
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> BaseException | None:
+        """Wait until it has ended; what it raised."""
+        self.join(2 * WAIT)
+        assert not self.is_alive(), "it hangs"
+        return self.error
+
+
+def run(*bodies: Body, store: Any = None) -> list[BaseException | None]:
+    """One process per body; what each raised."""
+    store = HashStore() if store is None else store
+    processes = [Process(Peers(store, rank, len(bodies)), body) for rank, body in enumerate(bodies)]
+    return [process.end() for process in processes]
+
+
+def work(peers: Peers) -> None:
+    """Training, which asks now and then, until it hears of an error."""
+    work_for(WAIT)(peers)
+
+
+def work_for(seconds: float) -> Body:
+    def body(peers: Peers) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            peers.check()
+            time.sleep(0.002)
+
+    return body
+
+
+def leave(peers: Peers) -> None:
+    """Training that is over."""
+
+
+def failing(error: BaseException, *, after: float = 0.0) -> Body:
+    def body_that_fails(peers: Peers) -> None:
+        time.sleep(after)
+        raise error
+
+    return body_that_fails
+
+
+# An error of one is raised in all
+
+
+@pytest.mark.parametrize(
+    "kind", [ValueError, KeyError, TimeoutError, ZeroDivisionError, ConfigError, PoolError, EngineError, ServerError]
+)
+def test_an_error_of_one_is_raised_in_the_others_as_the_same(kind):
+    error = kind("the words")
+    raised = run(work, failing(error), work)
+    assert raised[1] is error
+    for other in (raised[0], raised[2]):
+        assert type(other) is kind
+        assert "Process 1 failed with" in str(other) and kind.__name__ in str(other) and "the words" in str(other)
+
+
+class OwnError(Exception):
+    """Of the user's reward function, say."""
+
+
+class OwnRuntimeError(RuntimeError):
+    """As above, of a class that Python has under another name."""
+
+
+OwnValueError = type("ValueError", (Exception,), {"__doc__": "Named like one of Python's own."})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OwnError("the words"),
+        OwnRuntimeError("the words"),
+        OwnValueError("the words"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "the words"),
+        ExceptionGroup("the words", [ValueError("one")]),
+        json.JSONDecodeError("the words", "{", 1),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_cannot_be_made_of_a_message_is_told_in_words(error):
+    raised = run(failing(error), work)
+    assert raised[0] is error
+    assert type(raised[1]) is PeerError
+    assert type(error).__name__ in str(raised[1]) and "the words" in str(raised[1])
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_process_is_an_error_in_the_others(kind):
+    """A Ctrl-C in one must not pass for a Ctrl-C in another."""
+    raised = run(failing(kind()), work)
+    assert type(raised[0]) is kind
+    assert type(raised[1]) is PeerError
+    assert kind.__name__ in str(raised[1])
+
+
+def test_the_end_of_an_iterator_is_an_error_like_others():
+    """A reward function that calls `next` too often. Raised by a generator it would be another error."""
+    raised = run(failing(StopIteration("the words")), work)
+    assert type(raised[0]) is StopIteration
+    assert type(raised[1]) in (StopIteration, PeerError)
+    assert "Process 0 failed with StopIteration: the words" in str(raised[1])
+
+
+def test_the_cause_holds_the_traceback_of_the_first():
+    raised = run(failing(ValueError("the words")), work)
+    cause = raised[1].__cause__
+    assert type(cause) is PeerError
+    assert "In process 0" in str(cause)
+    assert "body_that_fails" in str(cause) and "test_peers.py" in str(cause) and "ValueError: the words" in str(cause)
+
+
+def test_who_never_asks_is_told_when_the_run_ends():
+    """Its own part has gone well, but the run has not, and what follows may need the others."""
+    raised = run(failing(ValueError("the words")), lambda peers: time.sleep(0.2))
+    assert type(raised[1]) is ValueError and "the words" in str(raised[1])
+
+
+def test_an_error_that_follows_from_a_known_one_is_not_what_is_raised():
+    """A call that failed because the other process is gone."""
+
+    def lose_the_connection(peers: Peers) -> None:
+        time.sleep(0.1)  # long enough for the report to be found
+        raise OSError("connection reset by peer")
+
+    raised = run(failing(ValueError("the words")), lose_the_connection)
+    assert type(raised[1]) is ValueError and "the words" in str(raised[1])
+
+
+def test_a_failed_call_waits_for_the_report_of_whoever_caused_it():
+    """It fails before the report is there: the communication has noticed first."""
+    raised = run(failing(ValueError("the words"), after=0.1), failing(RuntimeError("connection closed by peer")))
+    assert [type(error) for error in raised] == [ValueError, ValueError]
+
+
+def test_a_call_that_failed_by_itself_is_an_error_like_others():
+    error = RuntimeError("out of memory")
+    raised = run(failing(error), work)
+    assert raised[0] is error
+    assert type(raised[1]) is RuntimeError and "out of memory" in str(raised[1])
+
+
+def test_of_two_errors_the_first_wins_and_each_process_raises_its_own(monkeypatch):
+    monkeypatch.setattr(module, "LOOK", 0.3)  # the second fails before it has heard of the first
+    together = threading.Barrier(4)
+
+    def after_all_are_here(body: Body) -> Body:
+        def wait_first(peers: Peers) -> None:
+            together.wait(WAIT)
+            body(peers)
+
+        return wait_first
+
+    first, second = ValueError("the first"), KeyError("the second")
+    bodies = [failing(second, after=0.08), work, failing(first), work]
+    raised = run(*map(after_all_are_here, bodies))
+    assert (raised[0], raised[2]) == (second, first)
+    for other in (raised[1], raised[3]):
+        assert type(other) is ValueError and "Process 2" in str(other) and "the first" in str(other)
+
+
+def test_a_failing_process_stays_until_the_others_have_heard(monkeypatch):
+    """Its end may take the store with it, and with that its report."""
+    monkeypatch.setattr(module, "LOOK", 0.2)
+    store, ended = HashStore(), threading.Event()
+
+    def hear(peers: Peers) -> None:
+        ended.wait(WAIT)
+        peers.check()
+        raise AssertionError("the failed process has ended, and its error is not known here")
+
+    listening = [Process(Peers(store, 1, 3), hear)]
+    time.sleep(0.1)  # so that they look at different times
+    listening.append(Process(Peers(store, 2, 3), hear))
+    Process(Peers(store, 0, 3), failing(ValueError("the words"))).end()
+    ended.set()
+    assert [type(process.end()) for process in listening] == [ValueError, ValueError]
+
+
+def test_a_failing_process_ends_as_soon_as_all_others_have_heard(monkeypatch):
+    monkeypatch.setattr(module, "HEARD", 2 * WAIT)
+    began = time.monotonic()
+    assert [type(error) for error in run(work, failing(ValueError("the words")), work)] == [ValueError] * 3
+    assert time.monotonic() - began < WAIT
+
+
+def test_a_failing_process_does_not_wait_for_ever_for_others_that_do_not_listen(monkeypatch):
+    monkeypatch.setattr(module, "HEARD", 0.3)
+    began = time.monotonic()
+    assert type(Process(Peers(HashStore(), 0, 2), failing(ValueError("the words"))).end()) is ValueError
+    assert 0.2 < time.monotonic() - began < 2
+
+
+# A process that is gone
+
+
+def entry(pid: int, created: float, host: str | None = None) -> str:
+    return json.dumps([host or socket.gethostname(), pid, created])
+
+
+def with_process_0(pid: int, created: float, **where: str) -> HashStore:
+    """A store in which process 0 has registered."""
+    store = HashStore()
+    store.set("watch-1/host-0", entry(pid, created, **where))
+    return store
+
+
+def ended_process() -> tuple[int, float]:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    created = psutil.Process(child.pid).create_time()
+    child.communicate(b"\n")
+    return child.pid, created
+
+
+def test_a_dead_process_of_this_host_is_reported():
+    pid, created = ended_process()
+    error = Process(Peers(with_process_0(pid, created), 1, 2), work).end()
+    assert type(error) is PeerError
+    assert str(error) == f"Process 0 has died (pid {pid}), without a word."
+
+
+class FromElsewhere:
+    """The store as seen from another host: process 0 is not on it."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        return entry(1, 0.0, host="elsewhere").encode() if key.endswith("host-0") else self._store.get(key)
+
+
+def test_the_dead_are_reported_to_all_by_whoever_finds_them():
+    """Process 2 is on another host and cannot see that process 0 has died."""
+    pid, created = ended_process()
+    store = with_process_0(pid, created)
+    processes = [Process(Peers(store, 1, 3), work), Process(Peers(FromElsewhere(store), 2, 3), work)]
+    assert [str(process.end()) for process in processes] == [f"Process 0 has died (pid {pid}), without a word."] * 2
+
+
+def test_a_zombie_is_dead():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    created = psutil.Process(child.pid).create_time()
+    child.stdin.close()
+    try:
+        error = Process(Peers(with_process_0(child.pid, created), 1, 2), work).end()
+        assert type(error) is PeerError and "has died" in str(error)
+        assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    finally:
+        child.wait()
+
+
+def test_a_process_id_that_is_used_again_does_not_hide_the_dead():
+    me = psutil.Process()
+    error = Process(Peers(with_process_0(me.pid, me.create_time() - 100), 1, 2), work).end()
+    assert type(error) is PeerError and "has died" in str(error)
+
+
+def test_process_ids_of_other_hosts_say_nothing():
+    pid, created = ended_process()
+    store = with_process_0(pid, created, host="elsewhere")
+    assert Process(Peers(store, 1, 2), work_for(0.2)).end() is None
+
+
+def test_a_process_that_left_normally_and_ended_is_not_reported():
+    """As `test_a_dead_process_of_this_host_is_reported`, but it had left the run before."""
+    pid, created = ended_process()
+    store = with_process_0(pid, created)
+    store.set("watch-1/done-0", "1")
+    assert Process(Peers(store, 1, 2), work_for(0.2)).end() is None
+
+
+def test_the_living_are_not_reported(monkeypatch):
+    """For several times as long as one may be silent."""
+    monkeypatch.setattr(module, "SILENCE", 0.2)
+    assert run(work_for(0.7), work_for(0.7), work_for(0.7)) == [None, None, None]
+
+
+def test_who_leaves_normally_is_not_missed(monkeypatch):
+    """Its heart no longer beats, and it is no longer needed."""
+    monkeypatch.setattr(module, "SILENCE", 0.2)
+    assert run(work_for(0.1), work_for(0.7), work_for(0.1)) == [None, None, None]
+
+
+class Link:
+    """One process's connection to the store. It can freeze, or break."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+        self._free = threading.Event()
+        self._free.set()
+        self.broken = False
+
+    def freeze(self) -> None:
+        self._free.clear()
+
+    def thaw(self) -> None:
+        self._free.set()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def through(*args: Any) -> Any:
+            self._free.wait(4 * WAIT)
+            if self.broken:
+                raise RuntimeError("connection reset by peer")
+            return call(*args)
+
+        return through
+
+
+def test_a_process_whose_heart_stops_is_reported(monkeypatch):
+    """Nothing else tells of a host that is gone."""
+    monkeypatch.setattr(module, "SILENCE", 0.3)
+    store, ended = HashStore(), threading.Event()
+    link = Link(store)
+
+    def freeze(peers: Peers) -> None:
+        time.sleep(0.1)
+        link.freeze()
+        ended.wait(WAIT)
+
+    frozen = Process(Peers(link, 0, 3), freeze)
+    errors = [process.end() for process in [Process(Peers(store, rank, 3), work) for rank in (1, 2)]]
+    ended.set()
+    link.thaw()
+    frozen.end()
+    assert [type(error) for error in errors] == [PeerError, PeerError]
+    assert all(str(error).startswith("Process 0 has given no sign of life for 0 s") for error in errors)
+
+
+def test_a_process_that_was_given_up_hears_of_it_when_it_comes_back(monkeypatch):
+    """The others have left the run. It must not go on and wait for them."""
+    monkeypatch.setattr(module, "SILENCE", 0.3)
+    store = HashStore()
+    link = Link(store)
+
+    def come_back_late(peers: Peers) -> None:
+        time.sleep(0.1)
+        link.freeze()
+        other.join(WAIT)
+        link.thaw()
+        work_for(1.0)(peers)
+
+    other = Process(Peers(store, 1, 2), work)
+    late = Process(Peers(link, 0, 2), come_back_late)
+    assert type(other.end()) is PeerError
+    error = late.end()
+    assert type(error) is PeerError
+    assert "no sign of life" in str(error)
+
+
+# The store fails
+
+
+def test_a_store_that_fails_is_reported_as_lost():
+    link = Link(HashStore())
+
+    def lose_the_store(peers: Peers) -> None:
+        link.broken = True
+        work(peers)
+
+    error = Process(Peers(link, 1, 2), lose_the_store).end()
+    assert type(error) is PeerError
+    assert "Process 1 lost the store" in str(error) and "connection reset by peer" in str(error)
+
+
+def test_an_error_that_cannot_be_told_is_still_raised(caplog, monkeypatch):
+    monkeypatch.setattr(module, "LOOK", 10.0)  # or the lost store may come first
+    link = Link(HashStore())
+    error = ValueError("the words")
+
+    def lose_the_store_and_fail(peers: Peers) -> None:
+        link.broken = True
+        raise error
+
+    assert Process(Peers(link, 1, 2), lose_the_store_and_fail).end() is error
+    assert "could not be told of the error of process 1" in caplog.text
+
+
+# Again
+
+
+def test_a_run_can_be_watched_again_and_sees_nothing_of_the_old_one():
+    store = HashStore()
+    both = [Peers(store, rank, 2) for rank in range(2)]
+
+    def again(*bodies: Body) -> list[BaseException | None]:
+        return [process.end() for process in [Process(p, body) for p, body in zip(both, bodies, strict=True)]]
+
+    assert [type(error) for error in again(failing(ValueError("one")), work)] == [ValueError, ValueError]
+    assert again(work_for(0.15), work_for(0.15)) == [None, None]
+    assert again(leave, leave) == [None, None]
+    raised = again(work, failing(KeyError("two")))
+    assert [type(error) for error in raised] == [KeyError, KeyError]
+    assert "Process 1" in str(raised[0]) and "two" in str(raised[0])
+
+
+def test_no_thread_outlives_the_run():
+    run(failing(ValueError("the words")), work)
+    run(leave, leave)
+    assert [thread.name for thread in threading.enumerate() if thread.name == "trl-april-peers"] == []
+
+
+# The main thread, where Python lets signals arrive
+
+
+def test_a_main_thread_that_does_not_ask_is_interrupted(monkeypatch):
+    """It sits in a call; a sleep stands for a collective one. What it raises is the other's error all the same."""
+    monkeypatch.setattr(module, "INTERRUPT", 0.1)
+    store = HashStore()
+    other = Process(Peers(store, 0, 2), failing(ValueError("the words"), after=0.05))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="Process 0 failed with ValueError: the words"):
+        with Peers(store, 1, 2).watched():
+            time.sleep(2 * WAIT)
+    assert time.monotonic() - began < WAIT
+    assert type(other.end()) is ValueError
+
+
+def test_a_launcher_that_ends_all_processes_does_not_hide_why():
+    store = HashStore()
+    with pytest.raises(ValueError, match="Process 0 failed with ValueError: the words"):
+        with Peers(store, 1, 2).watched():
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or this ends the tests
+            assert type(Process(Peers(store, 0, 2), failing(ValueError("the words"))).end()) is ValueError
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(WAIT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_users_own_is_left_alone():
+    def handler(number: int, frame: Any) -> None:
+        """Saves a checkpoint, say."""
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with Peers(HashStore(), 0, 1).watched():
+            assert signal.getsignal(signal.SIGTERM) is handler
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
