@@ -296,7 +296,9 @@ class Run:
             pool.learn(finished)
         self.quotas[0].end_round()
         quota = self.pools[0].quota
-        assert [pool.roster.next_batch for pool in self.pools] == [finished[:quota]] * len(self.pools)
+        assert [pool.roster.finished[: pool.roster.quota] for pool in self.pools] == [finished[:quota]] * len(
+            self.pools
+        )
         groups = [group for driver in self.drivers for group in driver.take().groups]
         assert sorted(group.group_id for group in groups) == finished[:quota]
         for pool, driver in zip(self.pools, self.drivers, strict=True):

@@ -66,7 +66,7 @@ def test_admitted_groups_are_on_the_roster_until_they_are_delivered():
     assert 2 in roster and 1 not in roster
     assert [roster.born(group_id) for group_id in roster.ids] == [3, 3, 3]
     roster.learn([5, 0])
-    assert (roster.quota_met, roster.next_batch) == (True, [0, 5])
+    assert (roster.quota_met, roster.finished[: roster.quota]) == (True, [0, 5])
     assert (roster.num_finished(3), roster.num_finished(2)) == (2, 0)
     assert roster.deliver() == [0, 5]
     assert (roster.ids, roster.finished, roster.quota_met, roster.room) == ([2], [], False, 3)
@@ -114,7 +114,7 @@ def test_requirements_by_hand():
     assert not roster.quota_met
     roster.learn([2])
     assert roster.quota_met
-    assert roster.next_batch == [0, 1]
+    assert roster.finished[: roster.quota] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_without_a_guarantee_only_the_quota_is_required(options):
 
 def test_a_group_that_was_brought_back_can_be_taken_at_its_old_place():
     roster = in_round(0, 0, 1, 2, 3)
-    roster.remove(1)
+    roster.reject(1)
     roster.learn([2])
-    roster.bring_back(1, 0)
+    assert roster.readmit(1) == [1]
     assert (roster.ids, roster.finished, roster.born(1)) == ([0, 1, 2, 3], [1, 2], 0)
 
 
@@ -306,7 +306,7 @@ def test_a_round_that_may_close_may_close_for_good():
 
 def assert_agree(rosters: Iterable[Roster], what: str) -> None:
     first, *others = [
-        (r.ids, r.room, r.requirements(), r.quota_met, r.next_batch, r.fits(), r.last_id) for r in rosters
+        (r.ids, r.room, r.requirements(), r.quota_met, r.finished[: r.quota], r.fits(), r.last_id) for r in rosters
     ]
     for other in others:
         assert other == first, what
@@ -452,7 +452,7 @@ def test_the_batch_is_what_the_pools_take_together():
     pools.agree()
     assert all(pool.quota_met and pool.num_finished == 5 for pool in pools)
     assert [pool.finished_here for pool in pools] == [[6], [4, 7], [2, 5]]
-    assert [pool.roster.next_batch for pool in pools] == [[2, 4, 5, 6]] * 3
+    assert [pool.roster.finished[: pool.roster.quota] for pool in pools] == [[2, 4, 5, 6]] * 3
     assert [ids(taken) for taken in pools.take()] == [[6], [4], [2, 5]]
     assert [pool.finished_here for pool in pools] == [[], [7], []]
     assert [pool.num_finished for pool in pools] == [1, 1, 1]

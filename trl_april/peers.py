@@ -71,6 +71,7 @@ class Peers:
         self._rank = rank
         self._count = num_processes
         self._watch = 0  # how often a run was watched; the same in all processes
+        self._failed = False  # whether this process has told an error
         self._report: dict[str, Any] | None = None
         self._delivered = False  # whether the main thread has the error
         self._left = threading.Event()
@@ -90,7 +91,7 @@ class Peers:
             `trl_april.errors`, otherwise as `PeerError`. Its cause holds the other process's traceback.
         """
         self._watch += 1
-        self._report, self._delivered = None, False
+        self._report, self._delivered, self._failed = None, False, False
         self._left = threading.Event()
         self._hosts = {}
         self._main = threading.current_thread()
@@ -102,6 +103,7 @@ class Peers:
         restore = self._take_over_sigterm()
         try:
             yield
+            self.check()
             self._store.set(self._key(f"done-{self._rank}"), "1")
         except BaseException as error:
             if isinstance(error, RuntimeError):
@@ -126,6 +128,7 @@ class Peers:
 
     def _tell(self, error: BaseException) -> None:
         """Report an error of this process, and wait a moment until the others have read it."""
+        self._failed = True
         report = {
             "rank": self._rank,
             "type": type(error).__name__,
@@ -177,10 +180,14 @@ class Peers:
         """Until the run ends, or a report is found; then until the main thread has left."""
         neighbour = (self._rank + 1) % self._count
         beat, heard_at, beats = 0, time.monotonic(), -1
-        last_beat = 0.0
-        while not self._left.wait(LOOK):
+        last_beat, last_look = 0.0, time.monotonic()
+        left = self._left  # of this run; the next one has another
+        while not left.wait(LOOK):
             try:
                 now = time.monotonic()
+                if now - last_look > SILENCE / 2:
+                    heard_at = now  # this process has slept itself, as when a whole machine is suspended
+                last_look = now
                 if now - last_beat >= BEAT:
                     beat, last_beat = beat + 1, now
                     self._store.set(self._key(f"beat-{self._rank}"), str(beat))
@@ -201,7 +208,7 @@ class Peers:
         """A report that somebody left, or one on a process that has died without."""
         if self._store.check([self._key("report")]):
             report: dict[str, Any] = json.loads(self._store.get(self._key("report")))
-            if report["rank"] == self._rank:
+            if report["rank"] == self._rank and self._failed:
                 return None  # our own
             self._store.add(self._key("heard"), 1)
             return report
@@ -280,7 +287,7 @@ def _as_error(report: dict[str, Any]) -> BaseException:
     for module in (errors, builtins):
         found = getattr(module, report["type"], None)
         if module.__name__ == report["module"] and isinstance(found, type) and issubclass(found, Exception):
-            kind = found
+            kind = PeerError if issubclass(found, StopIteration) else found
     try:
         error = kind(message)
     except TypeError:  # a class that takes more than a message

@@ -176,6 +176,11 @@ class Pool:
         Raises:
             PoolError: If one of them is not outstanding.
         """
+        finished = list(finished)
+        for group_id in finished:
+            group = self._groups.get(group_id)
+            if group is not None and not self._deliverable(group):
+                raise PoolError(f"Group {group_id} is said to be finished, but is {group.state.value} here.")
         self.roster.learn(finished)
 
     # Transitions of samples

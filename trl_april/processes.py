@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,10 +20,6 @@ from .quota import SharedQuota
 from .roster import Roster
 from .shares import owner_of, pack, part_of, shares, unpack
 from .types import Group
-
-
-# Every wait looks for failed peers, so the time-out of the group is of no use; it is there to be never reached.
-NEVER = timedelta(days=30)
 
 
 class OneProcess:
@@ -91,8 +86,9 @@ class ManyProcesses:
         with self._peers.watched():
             # One per run: after an error a call may be left in it half done. On the CPU for every kind of device: what
             # it carries is in ordinary memory, and its calls can be waited for while looking after the peers.
-            self._group = dist.new_group(backend="gloo", timeout=NEVER)
+            self._group = dist.new_group(backend="gloo")
             yield
+            self.barrier()  # a process that ends may be the one that holds the store
             # Not after an error: a call may be under way in it.
             dist.destroy_process_group(self._group)
 

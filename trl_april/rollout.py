@@ -122,6 +122,8 @@ class RolloutDriver:
 
         if not self.pool.quota_met:
             self.round.resumed_groups = sum(group.state is GroupState.PARKED for group in self.pool)
+            if self._quota is not None:
+                self._quota.begin_round()
             self._dispatch()
             watching = [asyncio.create_task(self._judge()), asyncio.create_task(self._watch_quota())]
             try:
@@ -277,7 +279,6 @@ class RolloutDriver:
         if self._quota is None:
             return
         try:
-            self._quota.begin_round()
             while not self._closing.is_set():
                 if await self._quota.update():
                     self._closing.set()

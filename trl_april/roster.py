@@ -141,12 +141,11 @@ class Roster:
         Raises:
             PoolError: If one of them is not outstanding.
         """
-        known = set(self.finished)
-        for group_id in finished:
+        found = set(finished)
+        for group_id in found:
             if group_id not in self._born:
                 raise PoolError(f"Group {group_id} is said to be finished, but is not outstanding.")
-            if group_id not in known:
-                insort(self.finished, group_id)
+        self.finished = sorted(found.union(self.finished))
 
     def reject(self, group_id: int) -> None:
         """The group has left without being taken. Until the next round begins it can be readmitted."""

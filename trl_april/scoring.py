@@ -100,14 +100,15 @@ class RewardScorer:
             processes.
         """
         trainer = self._trainer
-        samples = [(group.score, sample.index) for group in groups if group.score for sample in group.samples]
-        for column in sorted({column for score, _ in samples for column in score.extra}):
-            values = [score.extra[column][index] if column in score.extra else None for score, index in samples]
-            trainer._pending_extra_logs[column].extend(values)
+        scores = [group.score for group in groups if group.score is not None]
+        for column in sorted({column for score in scores for column in score.extra}):
+            for score in scores:
+                values: list[Any] = score.extra.get(column, [None] * len(score.rewards))
+                trainer._pending_extra_logs[column].extend(values)
         metrics, self._metrics = self._metrics, defaultdict(list)
         for name, values in metrics.items():
             trainer._pending_metrics[name].extend(values)
-        rewards = [score.rewards[index] for score, index in samples]
+        rewards = [rewards for score in scores for rewards in score.rewards]
         gathered: torch.Tensor = gather(torch.tensor(rewards, device=trainer.accelerator.device))
         return gathered
 

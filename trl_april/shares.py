@@ -65,7 +65,11 @@ def shares(batch: Sequence[int], num_generations: int, num_processes: int) -> li
 
 def part_of(group: Group, part: Part) -> Group:
     """The group with only the samples of `part`."""
-    return replace(group, samples=group.samples[part.first : part.stop])
+    score = group.score and Score(
+        group.score.rewards[part.first : part.stop],
+        {column: values[part.first : part.stop] for column, values in group.score.extra.items()},
+    )
+    return replace(group, samples=group.samples[part.first : part.stop], score=score)
 
 
 def pack(groups: Sequence[Group]) -> bytes:
@@ -93,9 +97,16 @@ def pack(groups: Sequence[Group]) -> bytes:
                 ],
             }
         )
-    # What reward functions log can be anything that can be shown.
-    encoded = json.dumps(head, default=str).encode()
+    encoded = json.dumps(head, default=_plain).encode()
     return b"".join((struct.pack("<q", len(encoded)), encoded, token_ids.tobytes(), logprobs.tobytes()))
+
+
+def _plain(value: Any) -> Any:
+    """What reward functions log can be anything that can be shown: a number of NumPy's or torch's, say."""
+    try:
+        return value.item()
+    except AttributeError:
+        return str(value)
 
 
 def unpack(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> Iterator[Group]:
