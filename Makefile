@@ -1,7 +1,7 @@
 # Everything from a fresh clone: `make demo` and `make test` install what they need into .venv first.
 
 PYTHON ?= python3
-EXTRAS ?= cpu,peft,plots,test
+EXTRAS ?= cpu,deepspeed,peft,plots,test
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -60,17 +60,6 @@ class ScriptArguments(GRPOScriptArguments):
     )
 
 
-def check_processes(config: APRILGRPOConfig) -> None:
-    """Refuses to train N times the same thing side by side, which is what a launch that is slightly off does."""
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if config.world_size != launched:
-        raise ConfigError(
-            f"{launched} processes were launched, but each would train by itself (world_size is {config.world_size}): "
-            "accelerate found no GPU for them. Set ACCELERATE_USE_CPU=true to train on a CPU, or check that the GPUs "
-            "are visible."
-        )
-
-
 def load_file(path: Path, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
     """The rows of one file, as the split `train`."""
     kind = FORMATS.get(path.suffix.lower())
@@ -156,7 +145,6 @@ def resume_point(value: str | bool | None) -> str | bool | None:
 def main() -> None:
     parser = TrlParser((ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig))
     script, config, model, mixture = parser.parse_args_and_config()
-    check_processes(config)
     if model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is left out. Pass the folder or id of the model that the server serves.")
 

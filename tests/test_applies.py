@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig
 
-from trl_april.applies import check_dataset, why_stock
+from trl_april.applies import check_dataset, check_processes, why_stock
 from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError
 
@@ -74,6 +74,17 @@ def test_processes_without_a_process_group_run_stock():
     """As on a device whose processes do not speak `torch.distributed`; with it, April applies (test_many.py)."""
     args = TwoProcesses("out", use_cpu=True, bf16=False)
     assert why_stock(args, TEXT) == "the 2 processes do not form a torch.distributed process group"
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    alone, together = config(), TwoProcesses("out", use_cpu=True, bf16=False)
+    check_processes(alone)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_processes(alone)  # of something else: no launcher has started this
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_processes(together)
+    with pytest.raises(ConfigError, match=r"2 processes were launched.*world_size is 1.*ACCELERATE_USE_CPU=true"):
+        check_processes(alone)
 
 
 IMAGES = {

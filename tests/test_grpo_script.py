@@ -215,15 +215,6 @@ def test_a_split_that_is_not_there_is_refused(tmp_path):
 # Processes
 
 
-def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    grpo.check_processes(SimpleNamespace(world_size=1))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    grpo.check_processes(SimpleNamespace(world_size=2))
-    with pytest.raises(ConfigError, match=r"2 processes were launched.*world_size is 1.*ACCELERATE_USE_CPU=true"):
-        grpo.check_processes(SimpleNamespace(world_size=1))
-
-
 # The whole script
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ import requests
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.distributed import DistributedBackend
 
 from tests.tiny import build_model
+from trl_april import weight_sync
 from trl_april.canary import server_logprobs, trainer_logprobs
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.processes import OneProcess
@@ -190,3 +194,44 @@ def test_a_shard_holds_no_more_than_asked_beside_its_first_parameter():
 def test_shared_parameters_are_named_twice():
     assert _tied_names(build_model(tie_word_embeddings=True)) == {"model.embed_tokens.weight": ["lm_head.weight"]}
     assert _tied_names(build_model(tie_word_embeddings=False)) == {}
+
+
+class TestMemory:
+    """ "The main process never holds a second full copy beyond one shard file's worth.\""""
+
+    SHARD = 8 * 1024**2
+
+    def peak(self, call) -> int:
+        """Bytes by which the process grows at most while `call` runs, in its own memory."""
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is the present from here on
+        before = self.status("VmRSS")
+        call()
+        return self.status("VmHWM") - before
+
+    @staticmethod
+    def status(name: str) -> int:
+        line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
+        return int(line[1]) * 1024
+
+    @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
+    def test_the_peak_is_some_shards_and_not_the_model(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(weight_sync, "SHARD_BYTES", self.SHARD)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(48)))
+        size = sum(p.nbytes for p in model.parameters())
+        assert size == 24 * self.SHARD
+        shards = []
+
+        def loaded(path, body):
+            shards.append([file.stat().st_size for file in Path(body["kwargs"]["weights_path"]).iterdir()])
+            assert sum(shards[-1]) > size
+
+        generation = ServerGeneration.__new__(ServerGeneration)
+        generation.model, generation.accelerator = model, Accelerator(cpu=True)
+        generation._dist = DistributedBackend(generation.accelerator)
+        generation._weight_sync_dir, generation._tied_names = str(tmp_path), {}
+        monkeypatch.setattr(generation, "_post", loaded)
+        generation._sync_through_files()  # what is allocated once
+        peak = self.peak(generation._sync_through_files)
+        assert [len(files) for files in shards] == [24, 24]
+        assert peak < 4 * self.SHARD, f"{peak / 2**20:.0f} MiB for shards of {self.SHARD / 2**20:.0f} MiB"

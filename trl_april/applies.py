@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +39,24 @@ def why_stock(
     if train_dataset is not None and _has_images(train_dataset):
         return "the dataset has images, which partial rollouts do not support yet"
     return None
+
+
+def check_processes(args: GRPOConfig) -> None:
+    """Refuse to train the same thing several times side by side, which is what a launch that is slightly off does.
+
+    Each of those trainings would send its own weights to the one server.
+
+    Raises:
+        ConfigError: If more processes were launched than train together.
+    """
+    # A launcher sets both; WORLD_SIZE alone may be of a cluster that starts something else with it.
+    launched = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if args.world_size != launched:
+        raise ConfigError(
+            f"{launched} processes were launched, but each would train by itself (world_size is {args.world_size}): "
+            "accelerate found no device for them. Check that the GPUs are visible; on a CPU set "
+            "ACCELERATE_USE_CPU=true or use_cpu=True."
+        )
 
 
 def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_round: int) -> None:

@@ -29,7 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
-from .applies import check_dataset, why_stock
+from .applies import check_dataset, check_processes, why_stock
 from .batch import batch_rows, rollout_output, round_metrics
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
@@ -278,6 +278,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _check_arguments(self, args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
         """Everything that can be said before a model is loaded."""
+        check_processes(args)
         quota = args.generation_batch_size // args.num_generations
         check_dataset(train_dataset, quota)
         most = self._options.max_rejected_groups_per_round
