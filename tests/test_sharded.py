@@ -31,7 +31,7 @@ OPTIONS = {
 FULL = {"name": "full", "kind": "train_sharded", "options": OPTIONS}
 LORA = {"name": "lora", "kind": "train_sharded", "lora": True, "options": {**OPTIONS, "learning_rate": 1e-2}}
 # As it is meant to be used: partial samples, several versions, another loss.
-APRIL = {"name": "april", "kind": "train_sharded", "options": {"max_steps": 6}}
+APRIL = {"name": "april", "kind": "train_sharded", "options": {"max_steps": 6, "max_completion_length": 240}}
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,9 @@ class TestSharded:
     @pytest.mark.parametrize("name", ["full", "lora"])
     def test_it_learns_what_data_parallel_training_learns(self, sharded, kind, name, key):
         expected = logged(sharded("cpu_ddp"), name, key)
-        assert len(expected) == (2 if "eval" in key else 4) and len(set(expected)) > 1
-        if key == "eval_reward":  # sampled without a seed
-            assert len(logged(sharded(kind), name, key)) == 2
-        else:
-            assert logged(sharded(kind), name, key) == pytest.approx(expected, abs=1e-4)
+        assert len(expected) == (2 if "eval" in key else 4)
+        assert "eval" in key or len(set(expected)) == 4
+        assert logged(sharded(kind), name, key) == pytest.approx(expected, abs=1e-4)
 
     @pytest.mark.parametrize("name", ["full", "lora"])
     def test_the_server_samples_from_the_weights_that_are_trained(self, sharded, kind, name):
