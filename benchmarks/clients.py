@@ -59,11 +59,11 @@ async def run_client(options: argparse.Namespace, processes: Processes, turn: in
     )  # fmt: skip
     engine = ForcedLengths(
         VLLMEngine(options.base_url, options.model, sampling, stream_interval=64),
-        options.sigma, 150, options.seed + turn,
+        options.sigma, options.median, options.seed + turn,
     )  # fmt: skip
     pool = Pool(options.quota, over_provisioning=options.factor)
     quota = processes.quota(pool.roster)
-    driver = RolloutDriver(pool, engine, run_id=f"bench{turn}x{processes.count}", quota=quota)
+    driver = RolloutDriver(pool, engine, run_id=f"bench{turn % 1000}x{processes.count}", quota=quota)
     measured = Measurement(processes.count, turn, processes.rank)
     next_id = 0
     for version in range(options.warmup + options.rounds):
@@ -152,13 +152,14 @@ def main() -> None:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="numbers of processes to compare")
-    parser.add_argument("--turns", type=int, default=3, help="measurements of each, with other lengths in each")
+    parser.add_argument("--turns", type=int, default=4, help="measurements of each, with other lengths in each")
     parser.add_argument("--sigma", type=float, default=0.5, help="spread of log lengths")
+    parser.add_argument("--median", type=int, default=300, help="median length in tokens")
     parser.add_argument("--factor", type=float, default=2.0, help="over_provisioning")
-    parser.add_argument("--quota", type=int, default=8, help="groups per batch, over all processes")
+    parser.add_argument("--quota", type=int, default=16, help="groups per batch, over all processes")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
-    parser.add_argument("--rounds", type=int, default=10, help="measured rounds")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before them")
+    parser.add_argument("--rounds", type=int, default=6, help="measured rounds")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-url", help="a server that runs already (default: start one)")
     parser.add_argument("--json", type=Path, help="also write every measurement here")
@@ -172,7 +173,7 @@ def main() -> None:
     with server(options.base_url) as base_url:
         model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
         work = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in (
-            "sigma", "factor", "quota", "group-size", "rounds", "warmup", "seed",
+            "sigma", "median", "factor", "quota", "group-size", "rounds", "warmup", "seed",
         )]  # fmt: skip
         arguments = [*work, f"--base-url={base_url}", f"--model={model}"]
         launch(1, -1, arguments)  # the server compiles at its first requests

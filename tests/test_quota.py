@@ -36,8 +36,9 @@ class Processes:
             "versions_per_round": 1,
         }
         self.store = HashStore()
+        self.runner = asyncio.Runner()
         self.rosters = [Roster(quota, **{**defaults, **options}) for _ in range(count)]
-        self.quotas = [SharedQuota(self.store, roster, count) for roster in self.rosters]
+        self.quotas = [SharedQuota(self.store, roster) for roster in self.rosters]
         self.next_id = 0
 
     def begin_round(self, version: int) -> None:
@@ -63,13 +64,15 @@ class Processes:
 
     def update(self, *ranks: int) -> list[bool]:
         """What these processes are told, one after the other; by default all of them."""
-        return [asyncio.run(self.quotas[rank].update()) for rank in ranks or range(len(self.quotas))]
+        return [self.runner.run(self.quotas[rank].update()) for rank in ranks or range(len(self.quotas))]
 
     def end_round(self) -> list[int]:
         """All learn what is finished, and the oldest are taken; see `RolloutSession._agree_on_batch`."""
         finished = self.finished
         for roster in self.rosters:
             roster.learn(finished)
+        for quota in self.quotas:
+            quota.end_listening()
         self.quotas[0].end_round()
         batches = [roster.deliver() for roster in self.rosters]
         assert batches == [batches[0]] * len(batches)
@@ -259,15 +262,13 @@ class Run:
     ) -> None:
         self.store = HashStore() if store is None else store
         self.pools = [Pool(quota, **options) for _ in range(count)]
-        self.quotas = [SharedQuota(self.store, pool.roster, count) for pool in self.pools]
+        self.quotas = [SharedQuota(self.store, pool.roster) for pool in self.pools]
         self.engines = engines
         common = {"run_id": "run", "sweep_interval": 0.005, "idle_timeout": idle_timeout, "retries": 0}
         self.drivers = [
             RolloutDriver(pool, engine, quota=shared, **common)
             for pool, engine, shared in zip(self.pools, engines, self.quotas, strict=True)
         ]
-        for shared in self.quotas:
-            shared.interval = 0.002
         self.next_id = 0
 
     def begin_round(self, version: int, *, rows: int | None = None, samples: int = 1) -> None:
@@ -419,6 +420,12 @@ class BrokenStore:
         if self._calls < 0:
             raise RuntimeError("the connection to the store was reset")
         return int(self._store.add(key, count))
+
+    def clone(self) -> HashStore:
+        return self._store.clone()
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
 
 
 @pytest.mark.parametrize("calls", [0, 5])

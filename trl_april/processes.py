@@ -103,7 +103,7 @@ class ManyProcesses:
     def quota(self, roster: Roster, max_rejected: int | None = None) -> SharedQuota:
         """The quota that the processes share. To be called equally often in all of them."""
         self._quotas += 1
-        return SharedQuota(connect(f"quota-{self._quotas}"), roster, self.count, max_rejected)
+        return SharedQuota(connect(f"quota-{self._quotas}"), roster, max_rejected)
 
     def barrier(self) -> None:
         """Wait until all processes have come so far."""

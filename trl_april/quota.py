@@ -1,14 +1,18 @@
 """The quota that all processes of a training run share: counters in a `torch.distributed` store.
 
-Each process adds the groups that it has finished and reads, with the same call, how many there are in all. Under
-dynamic sampling the ids of rejected groups go the same way, in one order for all processes. Tokens do not, only
-numbers. The invariant owned here: a group is counted once, and when the counters say that the round may close they say
-so to every process, for good.
+Each process adds the groups that it has finished and reads, with the same call, how many there are in all. Who sees
+that they suffice says so in a list of events that all processes listen to; under dynamic sampling the ids of rejected
+groups are in it, too, in one order for all. Tokens do not go this way, only numbers. The invariant owned here: a group
+is counted once, and when the counters say that the round may close, every process hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .roster import Requirement, Roster
@@ -17,10 +21,10 @@ from .roster import Requirement, Roster
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Between two looks at the counters, in seconds: at least this, and so much more per process that the one that holds
-# the store answers a few thousand questions per second.
-INTERVAL = 0.02
-INTERVAL_PER_PROCESS = 0.0005
+CLOSED = "closed"
+END = "end"
+# To listen costs nothing while nothing happens. A time-out would be reported on the terminal by the store.
+LISTEN = timedelta(days=7)
 
 
 class SharedQuota:
@@ -31,31 +35,28 @@ class SharedQuota:
             Store that all processes reach, with a prefix and a connection of its own.
         roster (`Roster`):
             The outstanding groups of all processes.
-        num_processes (`int`):
-            Processes that share the quota.
         max_rejected (`int`, *optional*):
             Under dynamic sampling, rejected groups at which a round is given up and filled with them.
 
     Attributes:
-        interval (`float`):
-            Seconds between two updates.
         num_finished (`int`):
             Finished groups of all processes, as of the last update.
     """
 
-    def __init__(self, store: Store, roster: Roster, num_processes: int, max_rejected: int | None = None) -> None:
+    def __init__(self, store: Store, roster: Roster, max_rejected: int | None = None) -> None:
         self._store = store
         self._roster = roster
         self._max_rejected = max_rejected
-        self.interval = max(INTERVAL, num_processes * INTERVAL_PER_PROCESS)
         self.num_finished = 0
         self._round = 0
         self._requirements: list[Requirement] = []
         self._known: list[int] = []  # finished groups that every process knew when the round began
         self._counted: set[int] = set()
-        self._told: set[int] = set()  # rejected groups of this process that the others can know of
-        self._read = 0  # rejected groups that were read, of all processes
+        self._told: set[int] = set()  # rejected groups that the others can know of
+        self._rejected = 0  # rejected groups that were heard of, of all processes
         self._to_learn: list[int] = []  # of these, the ones that are not admitted here yet
+        self._closed = False
+        self._listener: _Listener | None = None
 
     def begin_round(self) -> None:
         """Start to count, from what every process knows: the pools have entered the round and admitted its groups."""
@@ -64,75 +65,166 @@ class SharedQuota:
         self._known = [self._roster.num_finished(born) for born, _ in self._requirements]
         self._counted = set(self._roster.finished)
         self.num_finished = len(self._counted)
-        self._told, self._read, self._to_learn = set(), 0, []
+        self._told, self._rejected, self._to_learn, self._closed = set(), 0, [], False
+        self._listener = _Listener(self._store, self._key("event"))
 
-    async def update(self) -> bool:
+    def notify(self) -> None:
+        """A group of this process is finished or rejected: the next update need not wait. From the event loop."""
+        assert self._listener is not None, "begin_round comes first"
+        self._listener.news.set()
+
+    async def update(self, patience: float = 0.0) -> bool:
         """Count what this process has finished or rejected since the last update, and learn what others rejected.
+
+        Args:
+            patience (`float`, *optional*, defaults to `0.0`):
+                Seconds to wait for something to happen, here or elsewhere.
 
         Returns:
             `bool`: Whether the round may close, in all processes.
         """
+        assert self._listener is not None, "begin_round comes first"
+        self._listener.start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._listener.news.wait()
+        self._listener.news.clear()
+        self._hear(self._listener.take())
         new = [self._roster.born(group_id) for group_id in self._roster.finished if group_id not in self._counted]
-        self._counted.update(self._roster.finished)
         rejected = {i: born for i, born in self._roster.rejected.items() if i not in self._told}
+        self._counted.update(self._roster.finished)
         self._told.update(rejected)
-        first, *due = self._requirements
+        _, *due = self._requirements
         # A group that falls due has gone by being rejected, too, but does not count towards the quota by it.
         added = [len(new), *(sum(b <= born for b in (*new, *rejected.values())) for born, _ in due)]
-        # The store is spoken to over a socket, which must not hold up the streams.
-        totals, rejected_elsewhere = await asyncio.to_thread(self._exchange, added, list(rejected))
-        self._learn(rejected_elsewhere)
+        # In a thread, because the store is spoken to over a socket, which must not hold up the streams.
+        totals = await asyncio.to_thread(self._add, added, list(rejected))
         self.num_finished = self._known[0] + totals[0]
-        given_up = self._max_rejected is not None and self._read >= self._max_rejected
-        if self.num_finished + (self._read if given_up else 0) < first.count:
-            return False
-        return all(
-            known + total >= required.count
-            for known, total, required in zip(self._known[1:], totals[1:], due, strict=True)
-        )
+        if self._suffice(totals) and not self._closed:
+            self._closed = True
+            await asyncio.to_thread(self._tell, CLOSED)
+        return self._closed
+
+    def end_listening(self) -> None:
+        """Hear no more of this round, whether it was closed or broken off. Every process calls it."""
+        if self._listener is None:
+            return
+        if not self._closed:
+            try:
+                self._tell(END)  # or there would be nothing more to hear, and nothing to wake up from
+            except RuntimeError:
+                return  # the store is gone, as the round's own error says
+        self._listener.join()
+        self._hear(self._listener.take())
 
     def tell_rest(self) -> None:
         """Let the others know of what this process has rejected while its requests were drained."""
-        rest = [group_id for group_id in self._roster.rejected if group_id not in self._told]
-        self._told.update(rest)
-        self._learn(self._exchange([], rest)[1])
+        for group_id in [group_id for group_id in self._roster.rejected if group_id not in self._told]:
+            self._told.add(group_id)
+            self._tell(str(group_id))
 
     def learn_rest(self) -> None:
         """Learn of everything that was rejected in this round, once every process has told the rest.
 
         To be called again when replacements have been admitted that were rejected elsewhere.
         """
-        self._learn(self._exchange([], [])[1])
+        if self._listener is not None:
+            self._hear(self._listener.take_rest(self._store.add(self._key("events"), 0)))
 
-    def _exchange(self, added: list[int], rejected: list[int]) -> tuple[list[int], list[int]]:
-        """Tell the others, and return the sums, and the groups that were rejected since the last call."""
-        if self._max_rejected is not None:
-            for group_id in rejected:
-                self._store.set(self._key(f"rejected-{self._store.add(self._key('rejected'), 1)}"), str(group_id))
-        totals = [self._store.add(self._key(str(number)), count) for number, count in enumerate(added)]
-        found: list[int] = []
-        if self._max_rejected is not None:
-            known, self._read = self._read, self._store.add(self._key("rejected"), 0)
-            # The number may be there an instant before the id, for which `get` waits.
-            found = [int(self._store.get(self._key(f"rejected-{n}"))) for n in range(known + 1, self._read + 1)]
-        return totals, found
+    def end_round(self) -> None:
+        """Remove the counters. For one of the processes, once all of them have stopped to look at them."""
+        names = [str(number) for number in range(len(self._requirements))]
+        names += ["events", *(f"event-{n}" for n in range(1, self._store.add(self._key("events"), 0) + 1))]
+        for name in names:
+            self._store.delete_key(self._key(name))
 
-    def _learn(self, rejected: list[int]) -> None:
-        """Take rejected groups off the roster, once it has them: a replacement may be rejected elsewhere before it is
-        admitted here, but not before those that it replaces."""
+    def _suffice(self, totals: list[int]) -> bool:
+        """Whether the round may close."""
+        finished, *due = [known + total for known, total in zip(self._known, totals, strict=True)]
+        given_up = self._max_rejected is not None and self._rejected >= self._max_rejected
+        first, *others = self._requirements
+        if finished + (self._rejected if given_up else 0) < first.count:
+            return False
+        return all(count >= required.count for count, required in zip(due, others, strict=True))
+
+    def _add(self, added: list[int], rejected: list[int]) -> list[int]:
+        for group_id in rejected:
+            self._tell(str(group_id))
+        return [self._store.add(self._key(str(number)), count) for number, count in enumerate(added)]
+
+    def _tell(self, event: str) -> None:
+        self._store.set(self._key(f"event-{self._store.add(self._key('events'), 1)}"), event)
+
+    def _hear(self, events: list[str]) -> None:
+        """Act on events: close, or take rejected groups off the roster, once it has them.
+
+        A replacement may be rejected elsewhere before it is admitted here, but not before those that it replaces.
+        """
+        self._closed = self._closed or CLOSED in events
+        rejected = [int(event) for event in events if event not in (CLOSED, END)]
+        self._rejected += len(rejected)
         self._to_learn += rejected
         for group_id in [group_id for group_id in self._to_learn if group_id in self._roster]:
             self._told.add(group_id)
             self._roster.reject(group_id)
         self._to_learn = [i for i in self._to_learn if i not in self._roster.rejected]
 
-    def end_round(self) -> None:
-        """Remove the counters. For one of the processes, once all of them have seen the round closed."""
-        names = [str(number) for number in range(len(self._requirements))]
-        if self._max_rejected is not None:
-            names += ["rejected", *(f"rejected-{n}" for n in range(1, self._read + 1))]
-        for name in names:
-            self._store.delete_key(self._key(name))
-
     def _key(self, name: str) -> str:
         return f"round-{self._round}/{name}"
+
+
+class _Listener:
+    """Reads the events of a round in a thread, until it is closed or ended.
+
+    Args:
+        store (`torch.distributed.Store`):
+            Store that they are in.
+        prefix (`str`):
+            Key of the events: they are `prefix-1`, `prefix-2` and so on.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store.clone()  # a question that waits for its answer keeps its connection busy
+        self._store.set_timeout(LISTEN)
+        self._prefix = prefix
+        self._read = 0
+        self._events: deque[str] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._listen, name="trl-april-quota", daemon=True)
+        self.news = asyncio.Event()
+
+    def start(self) -> None:
+        """Start to listen, if it has not been done yet. From the event loop."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+
+    def take(self) -> list[str]:
+        """The events that have not been taken."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def take_rest(self, count: int) -> list[str]:
+        """The same, up to the event number `count`. After [`~_Listener.join`]."""
+        while self._read < count:
+            self._read_next()
+        return self.take()
+
+    def join(self) -> None:
+        """Wait until it has read that the round is closed or ended."""
+        if self._loop is not None:
+            self._thread.join()
+
+    def _read_next(self) -> str:
+        event = self._store.get(f"{self._prefix}-{self._read + 1}").decode()
+        self._read += 1
+        self._events.append(event)
+        return event
+
+    def _listen(self) -> None:
+        assert self._loop is not None
+        try:
+            while self._read_next() not in (CLOSED, END):
+                self._loop.call_soon_threadsafe(self.news.set)
+            self._loop.call_soon_threadsafe(self.news.set)
+        except RuntimeError:  # the store is gone, or the loop: the next question to the store will say so
+            return

@@ -137,6 +137,8 @@ class RolloutDriver:
                 # Also on cancellation: cut what runs and keep what has arrived.
                 await self._cut_off()
                 await asyncio.gather(*watching, return_exceptions=True)
+                if self._quota is not None:
+                    self._quota.end_listening()
             self.round.requests = len(self._dispatched)
             self.round.launched_tokens = sum(len(sample) for sample in self._dispatched)
             if self._error is not None:
@@ -194,8 +196,11 @@ class RolloutDriver:
         except Exception as caught:  # whatever it is, it must end the round, not just this task
             self._fail(caught)
         self._sample_ended.set()
-        # With a shared quota, what is finished here closes the round only once all processes can know of it.
-        if self._quota is None and self.pool.quota_met:
+        if self._quota is not None:
+            # What is finished here closes the round only once all processes can know of it.
+            if group.state is GroupState.FINISHED:
+                self._quota.notify()
+        elif self.pool.quota_met:
             self._closing.set()
 
     async def _stream(self, group: Group, sample: Sample) -> bool:
@@ -258,10 +263,12 @@ class RolloutDriver:
                 self._sample_ended.clear()
                 running = [task for task in self._tasks if not task.done()]
                 if await self._dynamic.judge(self.pool):
-                    if self._quota is None:
-                        if self._dynamic.may_close(self.pool):
-                            self._closing.set()
-                        await self._replace_rejected()
+                    if self._quota is not None:
+                        self._quota.notify()
+                        continue
+                    if self._dynamic.may_close(self.pool):
+                        self._closing.set()
+                    await self._replace_rejected()
                 elif running or self._quota is not None:
                     await self._sample_ended.wait()
                 else:
@@ -280,10 +287,9 @@ class RolloutDriver:
             return
         try:
             while not self._closing.is_set():
-                if await self._quota.update():
+                if await self._quota.update(patience=1.0):
                     self._closing.set()
                 await self._replace_rejected()
-                await self._pause(self._quota.interval)
         except Exception as caught:  # the store, which another process may have taken with it
             self._fail(caught)
 
