@@ -149,7 +149,14 @@ class TestLosses:
         return [entry[name] for entry in launched[count].result("seeded", 0)[log] if name in entry]
 
     @pytest.mark.parametrize("count", NUMS_PROCESSES[1:])
-    @pytest.mark.parametrize("name", ["loss", "grad_norm", "reward", "entropy", "completions/mean_length"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("loss", "grad_norm", "reward", "entropy", "completions/mean_length"),
+            *("april/correction/age_0/mean_ratio", "april/correction/age_0/effective_sample_size"),
+            *("april/correction/length_q1/tokens_fraction", "april/correction/length_q4/tokens_fraction"),
+        ],
+    )
     def test_several_processes_learn_as_one_does(self, launched, count, name):
         alone = self.values(launched, 1, "log", name)
         assert len(alone) == 4 and all(a != b for a, b in pairwise(alone))

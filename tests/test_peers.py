@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -250,7 +249,7 @@ def test_a_failing_process_does_not_wait_for_ever_for_others_that_do_not_listen(
 
 
 def entry(pid: int, created: float, host: str | None = None) -> str:
-    return json.dumps([host or socket.gethostname(), pid, created])
+    return json.dumps([host or module._host(), pid, created])
 
 
 def with_process_0(pid: int, created: float, **where: str) -> HashStore:

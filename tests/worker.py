@@ -171,6 +171,8 @@ def train_sharded(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
     trainer = make_trainer(spec, run, trainer_class=LookingTrainer)
     trainer.train()
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()  # outside of training, and with weights that the server does not have yet
     return {**outcome(trainer), **seen}
 
 

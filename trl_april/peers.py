@@ -26,9 +26,11 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +98,7 @@ class Peers:
         self._hosts = {}
         self._main = threading.current_thread()
         # Every process looks at the clock of its own host only, so clocks need not agree.
-        me = [socket.gethostname(), os.getpid(), psutil.Process().create_time()]
+        me = [_host(), os.getpid(), psutil.Process().create_time()]
         self._store.set(self._key(f"host-{self._rank}"), json.dumps(me))
         thread = threading.Thread(target=self._look_out, name="trl-april-peers", daemon=True)
         thread.start()
@@ -219,7 +221,7 @@ class Peers:
         return None
 
     def _dead_on_this_host(self) -> Iterator[tuple[int, int]]:
-        host = socket.gethostname()
+        host = _host()
         for rank in range(self._count):
             if rank not in self._hosts:
                 if not self._store.check([self._key(f"host-{rank}")]):
@@ -258,6 +260,15 @@ class Peers:
 
     def _key(self, name: str) -> str:
         return f"watch-{self._watch}/{name}"
+
+
+def _host() -> str:
+    """What tells whose process ids can be looked up from here: names of hosts and containers are often the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return f"{socket.gethostname()}/{uuid.getnode()}"
 
 
 def connect(prefix: str, timeout: timedelta = timedelta(seconds=30)) -> Store:

@@ -82,15 +82,20 @@ class ManyProcesses:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Share errors with the others while it lasts; see [`Peers.watched`]."""
+        """Share errors with the others while it lasts; see [`Peers.watched`]. Inside itself it does nothing."""
+        if self._group is not None:
+            yield
+            return
         with self._peers.watched():
             # One per run: after an error a call may be left in it half done. On the CPU for every kind of device: what
             # it carries is in ordinary memory, and its calls can be waited for while looking after the peers.
-            self._group = dist.new_group(backend="gloo")
-            yield
-            self.barrier()  # a process that ends may be the one that holds the store
-            # Not after an error: a call may be under way in it.
-            dist.destroy_process_group(self._group)
+            group = self._group = dist.new_group(backend="gloo")
+            try:
+                yield
+                self.barrier()  # a process that ends may be the one that holds the store
+            finally:
+                self._group = None
+            dist.destroy_process_group(group)  # not after an error: a call may be under way in it
 
     def check(self) -> None:
         """Raise the error of a process that has failed; see [`Peers.check`]."""

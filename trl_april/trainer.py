@@ -181,7 +181,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             )
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
 
-    # Overrides of TRL. There are three; all hand over to `super()`.
+    # Overrides of TRL. There are four; all hand over to `super()`.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
@@ -199,6 +199,11 @@ class APRILGRPOTrainer(GRPOTrainer):
                 if self._session is not None:
                     self._session.close()
                     self._session = None  # the pool stays, to be looked at
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """See [`~transformers.Trainer.evaluate`]; errors are shared as in `train`."""
+        with self._processes.watched() if self.april_enabled else nullcontext():
+            return super().evaluate(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Evaluation is TRL's stock path. In training, `inputs` are the rows that stock GRPO would generate for now;
