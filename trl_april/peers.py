@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK = 0.25  # seconds between two looks at the store and at the processes of this host
+LOOK = 0.5  # seconds between two looks at the store and at the processes of this host
 BEAT = 1.0  # seconds between two heartbeats
 SILENCE = 20.0  # seconds without a heartbeat after which a process of another host counts as dead
 HEARD = 3.0  # seconds that a failing process waits for the others to have read its report
