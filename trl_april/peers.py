@@ -15,7 +15,6 @@ and last ends the process.
 
 from __future__ import annotations
 
-import _thread
 import builtins
 import json
 import logging
@@ -240,9 +239,9 @@ class Peers:
         logger.error("Process %d ends: %s", self._rank, _sentence(report))
         if self._main_has_left(INTERRUPT):
             return
-        _thread.interrupt_main(signal.SIGINT)
-        # A blocked system call has to be woken up, too.
-        signal.pthread_kill(self._main.ident or threading.get_ident(), signal.SIGINT)
+        if self._main is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+            # As Ctrl-C does, so that a blocked system call is woken up, too.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         if self._main_has_left(ABORT - INTERRUPT):
             return
         _abort_process_group()
