@@ -4,10 +4,10 @@
     python benchmarks/clients.py --clients 1 2 4 8 --turns 5 --json result.json
 
 Every process has its pool, driver and engine, and all fill one quota, as in training; groups are dealt out as they
-are there. Completion lengths are forced, the same whatever the number of processes. Beside the throughput, what the
-processes' own code costs: the CPU seconds of the busiest one's Python threads per million tokens that all have
-generated, and those of the whole process, where the threads of gloo wake up a hundred times a second, whatever there
-is to do.
+are there. The numbers of processes take turns round by round, and those whose turn it is not are stopped. Completion
+lengths are forced, the same whatever the number of processes. Beside the throughput, what the processes' own code
+costs: the CPU seconds of the busiest one's Python threads per million tokens that all have generated, and those of the
+whole process, where the threads of gloo wake up a hundred times a second, whatever there is to do.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -39,20 +40,23 @@ from trl_april.vllm_engine import VLLMEngine
 
 
 LONGEST, PROMPT_LENGTH = 3500, 16
+WORK = ("sigma", "median", "factor", "quota", "group-size")
 
 
 @dataclass(slots=True)
 class Measurement:
-    """The rounds after the warm-up, as one process saw them."""
+    """What one process did, in one round or in all that count."""
 
-    clients: int
-    turn: int
-    rank: int
     seconds: float = 0.0
     own_cpu_seconds: float = 0.0
     cpu_seconds: float = 0.0
     generated_tokens: int = 0
     trained_tokens: int = 0
+
+    def __iadd__(self, other: Measurement) -> Measurement:
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
 
 
 def own_cpu_seconds() -> float:
@@ -61,22 +65,22 @@ def own_cpu_seconds() -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents if ident is not None)
 
 
-async def run_client(options: argparse.Namespace, processes: Processes, turn: int) -> Measurement:
-    """The rounds of one process."""
+async def run_client(options: argparse.Namespace, processes: Processes) -> None:
+    """One process: a round for every line that comes in, and what it took, as a line that goes out."""
     sampling = sampling_options(
         temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
         stop_token_ids=(), generation_kwargs={"ignore_eos": True},
     )  # fmt: skip
     engine = ForcedLengths(
         VLLMEngine(options.base_url, options.model, sampling, stream_interval=64),
-        options.sigma, options.median, options.seed + turn,
+        options.sigma, options.median, options.seed,
     )  # fmt: skip
     pool = Pool(options.quota, over_provisioning=options.factor)
     quota = processes.quota(pool.roster)
-    driver = RolloutDriver(pool, engine, run_id=f"bench{turn % 1000}x{processes.count}", quota=quota)
-    measured = Measurement(processes.count, turn, processes.rank)
+    driver = RolloutDriver(pool, engine, run_id=f"bench{options.seed}x{processes.count}", quota=quota)
     next_id = 0
-    for version in range(options.warmup + options.rounds):
+    version = 0
+    while await asyncio.to_thread(sys.stdin.readline) == "round\n":
         processes.barrier()
         began, cpu_began, own_began = time.perf_counter(), time.process_time(), own_cpu_seconds()
         pool.begin_round(version)
@@ -97,18 +101,20 @@ async def run_client(options: argparse.Namespace, processes: Processes, turn: in
             quota.end_round()
         driver.take()
         groups = processes.deal(done.groups, pool.roster.delivered, lambda group_id: {}, options.group_size)
-        if version >= options.warmup:
-            measured.seconds += time.perf_counter() - began
-            measured.cpu_seconds += time.process_time() - cpu_began
-            measured.own_cpu_seconds += own_cpu_seconds() - own_began
-            measured.generated_tokens += done.generated_tokens
-            measured.trained_tokens += sum(group.num_tokens for group in groups)
+        measured = Measurement(
+            time.perf_counter() - began,
+            own_cpu_seconds() - own_began,
+            time.process_time() - cpu_began,
+            done.generated_tokens,
+            sum(group.num_tokens for group in groups),
+        )
+        version += 1
+        print(json.dumps(asdict(measured)), flush=True)
     await engine.close()
-    return measured
 
 
 def client(options: argparse.Namespace) -> None:
-    """One process of a measurement: prints it as JSON."""
+    """One process of a contestant."""
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if count > 1:
         import torch.distributed as dist
@@ -116,24 +122,65 @@ def client(options: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
     processes = processes_of(SimpleNamespace(process_index=rank, num_processes=count))
     with processes.watched():
-        measured = asyncio.run(run_client(options, processes, options.turn))
-    print(json.dumps(asdict(measured)), flush=True)
+        asyncio.run(run_client(options, processes))
 
 
-def launch(count: int, turn: int, arguments: list[str]) -> list[Measurement]:
-    """A measurement with `count` processes."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    started = []
-    for rank in range(count):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, __file__, *arguments, "--turn", str(turn)]
-        environment = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        raise SystemExit(f"A client failed with exit codes {[process.returncode for process in started]}.")
-    return [Measurement(**json.loads(output.splitlines()[-1])) for output in outputs]
+class Contestant:
+    """So many client processes, which run only when it is their turn."""
+
+    def __init__(self, count: int, arguments: list[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.measured = [Measurement() for _ in range(count)]
+        self._processes = []
+        for rank in range(count):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--client", *arguments],
+                    env={**os.environ, **place, "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def run_round(self, *, counts: bool) -> None:
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            process.stdin.write("round\n")
+            process.stdin.flush()
+        for process, measured in zip(self._processes, self.measured, strict=True):
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"A client failed with exit code {process.wait()}.")
+            if counts:
+                measured += Measurement(**json.loads(line))
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+
+def turn(options: argparse.Namespace, arguments: list[str]) -> dict[int, list[Measurement]]:
+    """All numbers of processes with the same lengths, round by round, in alternating order."""
+    contestants = {count: Contestant(count, arguments) for count in options.clients}
+    try:
+        for number in range(options.warmup + options.rounds):
+            for count in options.clients if number % 2 == 0 else reversed(options.clients):
+                contestants[count].run_round(counts=number >= options.warmup)
+    finally:
+        for contestant in contestants.values():
+            contestant.close()
+    return {count: contestant.measured for count, contestant in contestants.items()}
 
 
 def summary(clients: int, runs: list[list[Measurement]], first: list[list[Measurement]]) -> dict[str, Any]:
@@ -166,35 +213,36 @@ def main() -> None:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="numbers of processes to compare")
-    parser.add_argument("--turns", type=int, default=5, help="measurements of each, with other lengths in each")
+    parser.add_argument("--turns", type=int, default=4, help="measurements of each, with other lengths in each")
     parser.add_argument("--sigma", type=float, default=0.5, help="spread of log lengths")
     parser.add_argument("--median", type=int, default=300, help="median length in tokens")
     parser.add_argument("--factor", type=float, default=2.0, help="over_provisioning")
     parser.add_argument("--quota", type=int, default=16, help="groups per batch, over all processes")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
-    parser.add_argument("--rounds", type=int, default=6, help="measured rounds")
+    parser.add_argument("--rounds", type=int, default=10, help="measured rounds")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-url", help="a server that runs already (default: start one)")
     parser.add_argument("--json", type=Path, help="also write every measurement here")
-    parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.turn is not None:
+    if options.client:
         return client(options)
 
     runs: dict[int, list[list[Measurement]]] = {count: [] for count in options.clients}
     with server(options.base_url) as base_url:
         model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
-        work = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in (
-            "sigma", "median", "factor", "quota", "group-size", "rounds", "warmup", "seed",
-        )]  # fmt: skip
-        arguments = [*work, f"--base-url={base_url}", f"--model={model}"]
-        launch(1, -1, arguments)  # the server compiles at its first requests
-        for turn in range(options.turns):
-            for count in options.clients if turn % 2 == 0 else reversed(options.clients):
-                runs[count].append(launch(count, turn, arguments))
-                print(f"turn {turn}, {count} clients: done", file=sys.stderr, flush=True)
+        arguments = [
+            *(f"--{name}={getattr(options, name.replace('-', '_'))}" for name in WORK),
+            f"--base-url={base_url}",
+            f"--model={model}",
+        ]
+        for number in range(options.turns):
+            done = turn(options, [*arguments, f"--seed={options.seed + number}"])
+            for count, measured in done.items():
+                runs[count].append(measured)
+            print(f"turn {number}: done", file=sys.stderr, flush=True)
     rows = [summary(count, runs[count], runs[options.clients[0]]) for count in options.clients]
     print(
         "| clients | trained tok/s | ratio (range) | own CPU s per million tokens, busiest client | ratio (range) "
@@ -208,7 +256,12 @@ def main() -> None:
             f"| {row['cpu_seconds_per_million_tokens']:.1f} | {spread(row['cpu_seconds_ratios'])} |"
         )
     if options.json:
-        measurements = [asdict(m) for turns in runs.values() for run in turns for m in run]
+        measurements = [
+            {"clients": count, "turn": number, "rank": rank, **asdict(measured)}
+            for count, turns in runs.items()
+            for number, run in enumerate(turns)
+            for rank, measured in enumerate(run)
+        ]
         options.json.write_text(json.dumps({"rows": rows, "measurements": measurements}, indent=2))
 
 
