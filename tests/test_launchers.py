@@ -150,7 +150,7 @@ def machine(tmp_path):
     def calls(name: str) -> list[SimpleNamespace]:
         return [SimpleNamespace(**json.loads(path.read_text())) for path in sorted(records.glob(f"{name}-*.json"))]
 
-    # Where the tests were started in the background SIGINT is ignored, also by what they start, and Bash cannot trap it.
+    # Started in the background, the tests ignore SIGINT, and so does what they start; Bash cannot trap it then.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield SimpleNamespace(put=put, start=start, run=run, calls=calls, records=records, commands=commands)
     signal.signal(signal.SIGINT, before)
