@@ -153,7 +153,6 @@ class TestLosses:
         "name",
         [
             *("loss", "grad_norm", "reward", "entropy", "completions/mean_length"),
-            *("april/correction/age_0/mean_ratio", "april/correction/age_0/effective_sample_size"),
             *("april/correction/length_q1/tokens_fraction", "april/correction/length_q4/tokens_fraction"),
         ],
     )
