@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -101,7 +101,7 @@ class Peers:
         self._store.set(self._key(f"host-{self._rank}"), json.dumps(me))
         thread = threading.Thread(target=self._look_out, name="trl-april-peers", daemon=True)
         thread.start()
-        restore = self._take_over_sigterm()
+        restore = self._take_over_signals()
         try:
             yield
             self.check()
@@ -156,24 +156,34 @@ class Peers:
         while self._report is None and time.monotonic() < deadline:
             time.sleep(LOOK / 5)
 
-    def _take_over_sigterm(self) -> Any:
+    def _take_over_signals(self) -> Callable[[], None]:
         """Let a launcher that ends all processes because one of them failed not hide why. Returns what undoes it."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
-        before = signal.getsignal(signal.SIGTERM)
-        if before is not signal.SIG_DFL:
-            return lambda: None
+        before = {}
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_sigterm)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_sigint)
 
-        def on_sigterm(number: int, frame: FrameType | None) -> None:
-            self._wait_for_report(HOLD_BACK)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self._report is None:
-                os.kill(os.getpid(), signal.SIGTERM)  # it was meant for this process
-            elif not self._delivered:
-                self.check()
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-        signal.signal(signal.SIGTERM, on_sigterm)
-        return lambda: signal.signal(signal.SIGTERM, before)
+        return restore
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._wait_for_report(HOLD_BACK)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._report is None:
+            os.kill(os.getpid(), signal.SIGTERM)  # it was meant for this process
+        elif not self._delivered:
+            self.check()
+
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        # Still ignored, but for our own thread, which has something to say by it.
+        if not self._delivered:
+            self.check()
 
     # The thread
 
