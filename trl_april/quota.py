@@ -143,9 +143,9 @@ class SharedQuota:
         finished, *due = [known + total for known, total in zip(self._known, totals, strict=True)]
         given_up = self._max_rejected is not None and self._rejected >= self._max_rejected
         first, *others = self._requirements
-        if finished + (self._rejected if given_up else 0) < first.count:
+        if finished + (self._rejected if given_up else 0) < first.needed:
             return False
-        return all(count >= required.count for count, required in zip(due, others, strict=True))
+        return all(count >= required.needed for count, required in zip(due, others, strict=True))
 
     def _add(self, added: list[int], rejected: list[int]) -> list[int]:
         for group_id in rejected:

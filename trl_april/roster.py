@@ -21,7 +21,7 @@ class Requirement(NamedTuple):
     """So many groups that were born under `born` or an older version must be finished before a round may close."""
 
     born: int
-    count: int
+    needed: int
 
 
 class Roster:
