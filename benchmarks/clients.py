@@ -29,17 +29,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import requests
-from rollout import ForcedLengths, server
+from rollout import LONGEST, PROMPT_LENGTH, forced_engine, server
 
 from trl_april.admission import GroupElsewhere, NewGroup
 from trl_april.pool import Pool
 from trl_april.processes import Processes, processes_of
 from trl_april.rollout import RolloutDriver
-from trl_april.sampling import sampling_options
-from trl_april.vllm_engine import VLLMEngine
 
 
-LONGEST, PROMPT_LENGTH = 3500, 16
 WORK = ("sigma", "median", "factor", "quota", "group-size")
 
 
@@ -67,14 +64,7 @@ def own_cpu_seconds() -> float:
 
 async def run_client(options: argparse.Namespace, processes: Processes) -> None:
     """One process: a round for every line that comes in, and what it took, as a line that goes out."""
-    sampling = sampling_options(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-        stop_token_ids=(), generation_kwargs={"ignore_eos": True},
-    )  # fmt: skip
-    engine = ForcedLengths(
-        VLLMEngine(options.base_url, options.model, sampling, stream_interval=64),
-        options.sigma, options.median, options.seed,
-    )  # fmt: skip
+    engine = forced_engine(options.base_url, options.model, 64, options.sigma, options.median, options.seed)
     pool = Pool(options.quota, over_provisioning=options.factor)
     quota = processes.quota(pool.roster)
     driver = RolloutDriver(pool, engine, run_id=f"bench{options.seed}x{processes.count}", quota=quota)
@@ -94,9 +84,7 @@ async def run_client(options: argparse.Namespace, processes: Processes) -> None:
             group.admit_to(pool)
             next_id += 1
         done = await driver.generate()
-        outstanding, here = pool.roster.ids, set(pool.finished_here)
-        finished = processes.total([group_id in here for group_id in outstanding])
-        pool.learn(group_id for group_id, flag in zip(outstanding, finished, strict=True) if flag)
+        processes.agree(pool)
         if quota is not None and processes.rank == 0:
             quota.end_round()
         driver.take()

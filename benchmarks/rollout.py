@@ -68,6 +68,17 @@ class ForcedLengths:
         await self._engine.close()
 
 
+def forced_engine(
+    base_url: str, model: str, stream_interval: int, sigma: float, median: int, seed: int
+) -> ForcedLengths:
+    """An engine for samples of forced lengths, which do not end by themselves."""
+    sampling = sampling_options(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
+        stop_token_ids=(), generation_kwargs={"ignore_eos": True},
+    )  # fmt: skip
+    return ForcedLengths(VLLMEngine(base_url, model, sampling, stream_interval=stream_interval), sigma, median, seed)
+
+
 @dataclass(slots=True)
 class Measurement:
     """The steady state of one factor in one turn."""
@@ -111,15 +122,10 @@ class Contestant:
     def __init__(
         self, options: argparse.Namespace, base_url: str, model: str, sigma: float, factor: float, turn: int
     ) -> None:
-        sampling = sampling_options(
-            temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-            stop_token_ids=(), generation_kwargs={"ignore_eos": True},
-        )  # fmt: skip
         # Another seed per turn, the same for all factors of a turn.
-        self.engine = ForcedLengths(
-            VLLMEngine(base_url, model, sampling, stream_interval=options.stream_interval),
-            sigma, options.median, options.seed + turn,
-        )  # fmt: skip
+        self.engine = forced_engine(
+            base_url, model, options.stream_interval, sigma, options.median, options.seed + turn
+        )
         self.pool = Pool(
             options.quota, over_provisioning=factor, max_staleness=options.max_staleness,
             dynamic_sampling=options.useless > 0,

@@ -48,7 +48,9 @@ def test_only_marked_methods_of_trl_are_overridden():
         for name, value in vars(APRILGRPOTrainer).items()
         if callable(value) and any(hasattr(base, name) for base in APRILGRPOTrainer.__mro__[1:-1])
     }
-    assert overridden == {"__init__", "train", "evaluate", "_generate_and_score_completions", "_calculate_rewards"}
+    assert overridden == {
+        "__init__", "train", "evaluation_loop", "_generate_and_score_completions", "_calculate_rewards",
+    }  # fmt: skip
 
 
 def test_the_slot_for_foreign_rollouts():

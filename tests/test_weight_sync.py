@@ -234,3 +234,28 @@ class TestMemory:
         peak = self.peak(generation._sync_through_files)
         assert [len(files) for files in shards] == [24]
         assert peak < 5 * self.SHARD, f"{peak / 2**20:.0f} MiB for shards of {self.SHARD / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("failing", ["_post", "save_file"])
+def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, failing):
+    """Other processes wait in reading them, and at the end TRL unmerges adapters that it has merged for the sync."""
+    ended = []
+
+    def params():
+        for number in range(3):
+            yield f"p{number}", torch.zeros(2)
+        ended.append(True)
+
+    def fail(*arguments):
+        raise WeightSyncError("failed")
+
+    generation = ServerGeneration.__new__(ServerGeneration)
+    generation.accelerator = Accelerator(cpu=True)
+    generation._weight_sync_dir, generation._tied_names = str(tmp_path), {}
+    monkeypatch.setattr(weight_sync, "SHARD_BYTES", 1)  # a file per parameter
+    monkeypatch.setattr(generation, "_iter_named_params", params)
+    monkeypatch.setattr(weight_sync if failing == "save_file" else generation, failing, fail)
+    with pytest.raises(WeightSyncError, match="failed"):
+        generation._sync_through_files()
+    assert ended == [True]
+    assert list(tmp_path.iterdir()) == []

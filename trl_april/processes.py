@@ -7,6 +7,7 @@ owned here: no call waits for another process without looking whether it has fai
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from .errors import PoolError
 from .peers import Peers, connect
+from .pool import Pool
 from .quota import SharedQuota
 from .roster import Roster
 from .shares import owner_of, pack, part_of, shares, unpack
@@ -54,6 +57,9 @@ class OneProcess:
     def most(self, values: Sequence[float]) -> list[float]:
         """The maximum over all processes, value by value."""
         return list(values)
+
+    def agree(self, pool: Pool) -> None:
+        """See [`ManyProcesses.agree`]."""
 
     def deal(
         self, groups: list[Group], batch: Sequence[int], row_of: Callable[[int], dict[str, Any]], num_generations: int
@@ -121,6 +127,24 @@ class ManyProcesses:
     def most(self, values: Sequence[float]) -> list[float]:
         """The maximum over all processes, value by value. A collective call."""
         return self._reduce(values, dist.ReduceOp.MAX)
+
+    def agree(self, pool: Pool) -> None:
+        """Let every process know what is finished in all of them, and so which groups come next. A collective call.
+
+        Raises:
+            PoolError: If the pools do not have the same groups on their rosters.
+        """
+        outstanding, here = pool.roster.ids, set(pool.finished_here)
+        # As long in every process, whatever should be wrong with one of them: a collective call has to be.
+        flags = [group_id in here for group_id in outstanding] + [False] * (pool.target - len(outstanding))
+        checksum = zlib.crc32(repr(outstanding).encode())
+        *finished, checksums = self.total([*flags, checksum])
+        if checksums != checksum * self.count:
+            raise PoolError(
+                f"Process {self.rank} has the groups {outstanding} outstanding, and another process has others. This "
+                "should not happen: please report it."
+            )
+        pool.learn(group_id for group_id, flag in zip(outstanding, finished, strict=False) if flag)
 
     def deal(
         self, groups: list[Group], batch: Sequence[int], row_of: Callable[[int], dict[str, Any]], num_generations: int

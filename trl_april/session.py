@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from .admission import Admission, GroupElsewhere, NewGroup
 from .background import BackgroundLoop
 from .config import AprilOptions
 from .dynamic_sampling import DynamicSampling
-from .errors import PoolError
 from .pool import Pool
 from .processes import Processes
 from .progress import RoundProgress
@@ -147,17 +145,7 @@ class RolloutSession:
                 for group in self._replace(missing):
                     group.admit_to(self.pool)
                 quota.learn_rest()
-        outstanding, here = self.pool.roster.ids, set(self.pool.finished_here)
-        # As long in every process, whatever should be wrong with one of them: a collective call has to be.
-        flags = [group_id in here for group_id in outstanding] + [False] * (self.pool.target - len(outstanding))
-        checksum = zlib.crc32(repr(outstanding).encode())
-        *finished, checksums = self._processes.total([*flags, checksum])
-        if checksums != checksum * self._processes.count:
-            raise PoolError(
-                f"Process {self._processes.rank} has the groups {outstanding} outstanding, and another process has "
-                "others. This should not happen: please report it."
-            )
-        self.pool.learn(group_id for group_id, flag in zip(outstanding, finished, strict=False) if flag)
+        self._processes.agree(self.pool)
         if self._processes.rank == 0:
             quota.end_round()  # no process looks at it any more
 

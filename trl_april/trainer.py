@@ -200,10 +200,10 @@ class APRILGRPOTrainer(GRPOTrainer):
                     self._session.close()
                     self._session = None  # the pool stays, to be looked at
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """See [`~transformers.Trainer.evaluate`]; errors are shared as in `train`."""
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """See [`~transformers.Trainer.evaluation_loop`]; errors are shared as in `train`."""
         with self._processes.watched() if self.april_enabled else nullcontext():
-            return super().evaluate(*args, **kwargs)
+            return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Evaluation is TRL's stock path. In training, `inputs` are the rows that stock GRPO would generate for now;
