@@ -342,15 +342,13 @@ class TestDropIn:
         training = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in training)
 
-    def test_checkpoints_are_written_and_resumed(self, server, tiny_model_dir, tmp_path, caplog):
+    def test_checkpoints_are_written_and_resumed(self, server, tiny_model_dir, tmp_path):
         options = {"max_steps": 4, "max_completion_length": 20, "save_strategy": "steps", "save_steps": 2}
         make_trainer(server, tiny_model_dir, tmp_path, **options).train()
         assert (tmp_path / "README.md").exists()  # the model card, which names APRIL
         resumed = make_trainer(server, tiny_model_dir, tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert "resumes at step 2 with an empty pool" in caplog.text
         assert [done.version for done in resumed.rounds] == [2, 3]
-        assert min(group.group_id for group in resumed.trained_groups) == 8  # the rows of the first two steps are done
         assert resumed.state.global_step == 4 and len(resumed.pool) == 0
 
     def test_training_twice_with_one_trainer(self, server, tiny_model_dir, tmp_path):

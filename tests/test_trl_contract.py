@@ -12,6 +12,8 @@ import re
 import accelerate.utils
 import trl
 from packaging.version import Version
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -50,6 +52,7 @@ def test_only_marked_methods_of_trl_are_overridden():
     }
     assert overridden == {
         "__init__", "train", "evaluation_loop", "_generate_and_score_completions", "_calculate_rewards",
+        "_save_checkpoint",
     }  # fmt: skip
 
 
@@ -59,6 +62,31 @@ def test_the_slot_for_foreign_rollouts():
     assert "self.rollout_func(prompts, self)" in GENERATE
     assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in GENERATE
     assert "self.state.global_step != self._last_loaded_step" in GENERATE
+
+
+def test_a_checkpoint_is_written_by_one_method_and_ends_with_the_trainers_state():
+    """The pool is written before it, into the same folder; a checkpoint with the trainer's state is complete."""
+    save = inspect.getsource(Trainer._save_checkpoint)
+    assert parameters(GRPOTrainer._save_checkpoint) == ["model", "trial"] == parameters(Trainer._save_checkpoint)
+    assert 'f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"' in save and PREFIX_CHECKPOINT_DIR == "checkpoint"
+    assert "run_dir = self._get_output_dir(trial=trial)" in save
+    order = [
+        save.index(step)
+        for step in (
+            "self.save_model(", "_save_optimizer_and_scheduler(", "self._save_rng_state(", "self.state.save_to_json(",
+            "self._push_from_checkpoint(", "rotate_checkpoints(",
+        )
+    ]  # fmt: skip
+    assert order == sorted(order)
+    assert parameters(Trainer.train)[0] == "resume_from_checkpoint"
+
+
+def test_the_step_counter_of_generation_batches():
+    """It is set back when training begins, and read when an optimiser step ends."""
+    assert "self._step += 1" in inspect.getsource(GRPOTrainer.training_step)
+    prepare = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "self._step % generate_every == 0 or self._buffered_inputs is None" in prepare
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in prepare
 
 
 def test_recorded_log_probabilities_reach_the_correction():
@@ -175,7 +203,7 @@ def test_config_adds_fields_and_removes_none():
     stock, ours = GRPOConfig.__dataclass_fields__, APRILGRPOConfig.__dataclass_fields__
     assert set(ours) - set(stock) == {
         "over_provisioning", "max_staleness", "staleness_policy", "weight_sync", "weight_sync_dir", "stream_interval",
-        "dynamic_sampling", "max_rejected_groups_per_round",
+        "dynamic_sampling", "max_rejected_groups_per_round", "save_on_signal", "max_parked_tokens",
     }  # fmt: skip
     changed = {name for name in stock if ours[name].default != stock[name].default}
     assert changed == {"use_vllm", "vllm_mode", "vllm_importance_sampling_mode"}

@@ -11,15 +11,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 from .pool import Pool
 from .processes import Processes
+from .row_json import encode_row
 from .source import Row, RowSource
 from .types import Group
 
 
 if TYPE_CHECKING:
     from .trainer import APRILGRPOTrainer
+
+
+_WITHOUT = "remove the folder `april` from the checkpoint to go on without its partial samples."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,18 @@ class Admission:
             Where the rows come from.
         processes ([`OneProcess`] or [`ManyProcesses`]):
             Those that share the rows.
+        will_save (`bool`, *optional*, defaults to `False`):
+            Whether the rows of outstanding groups go into checkpoints.
     """
 
-    def __init__(self, trainer: APRILGRPOTrainer, source: RowSource, processes: Processes) -> None:
+    def __init__(
+        self, trainer: APRILGRPOTrainer, source: RowSource, processes: Processes, *, will_save: bool = False
+    ) -> None:
         self._trainer = trainer
         self._source = source
         self._processes = processes
         self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
+        self._will_save = will_save
 
     def next_groups(self, count: int) -> list[NewGroup | GroupElsewhere]:
         """The next dataset rows, at most `count` over all processes, those of this process tokenized.
@@ -90,6 +99,42 @@ class Admission:
                 self._elsewhere[group_id] = row
                 groups.append(GroupElsewhere(group_id))
         return groups
+
+    def resume(self, groups: Iterable[Group], elsewhere: Iterable[Group]) -> None:
+        """Take note of groups that were admitted before a checkpoint, and hold them against the present training.
+
+        Args:
+            groups (`Iterable[Group]`):
+                Those that are in the pool of this process.
+            elsewhere (`Iterable[Group]`):
+                Those in the pools of others.
+
+        Raises:
+            CheckpointError: If they cannot be trained on, or not be resumed on this server.
+        """
+        trainer = self._trainer
+        vocab_size = trainer.model.config.get_text_config().vocab_size
+        context = trainer.vllm_generation.facts.max_model_len
+        self._elsewhere = {group.group_id: group.row for group in elsewhere}
+        for group in groups:
+            found = f"Group {group.group_id} of the checkpoint"
+            largest = max(max(group.prompt_ids), *(max(s.token_ids, default=0) for s in group.samples))
+            if len(group.samples) != trainer.num_generations:
+                raise CheckpointError(
+                    f"{found} has {len(group.samples)} samples, and num_generations is {trainer.num_generations}. "
+                    f"Resume with the num_generations that it was written with, or {_WITHOUT}"
+                )
+            if largest >= vocab_size:
+                raise CheckpointError(
+                    f"{found} holds token id {largest}, and the model has a vocabulary of {vocab_size}. Resume with "
+                    f"the model that it was written with, or {_WITHOUT}"
+                )
+            if len(group.prompt_ids) + group.max_completion_length > context:
+                raise CheckpointError(
+                    f"{found} has a prompt of {len(group.prompt_ids)} tokens and completions of up to "
+                    f"{group.max_completion_length}, and the server's context is {context} tokens. Restart it with a "
+                    f"larger --max-model-len, or {_WITHOUT}"
+                )
 
     def row_of(self, group_id: int) -> Row:
         """The row of an outstanding group of another process."""
@@ -136,4 +181,6 @@ class Admission:
                 "Shorten or filter the prompts, lower max_completion_length, or restart the server with a larger "
                 "--max-model-len."
             )
+        if self._will_save:
+            encode_row(row)  # or the first checkpoint would end the training
         return NewGroup(group_id, row, prompt_ids, trainer.num_generations, budget)

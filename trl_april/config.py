@@ -59,6 +59,13 @@ class APRILGRPOConfig(GRPOConfig):
             shared memory of this host.
         stream_interval (`int`, *optional*, defaults to `64`):
             Tokens per streamed chunk: what a crash of the server can cost per sample.
+        save_on_signal (`bool`, *optional*, defaults to `False`):
+            Whether Ctrl-C and SIGTERM (a preemption) write a checkpoint before training ends: in the middle of a round
+            at once, with everything that has been generated, otherwise at the end of the optimiser step. A second one
+            leaves at once.
+        max_parked_tokens (`int`, *optional*):
+            Bound on the completion tokens that each process keeps from one round to the next, at 8 bytes each. At the
+            bound nothing is dropped: the groups that the batch does not need wait. By default there is none.
 
     Raises:
         ConfigError: If a value is out of its range. It is a `ValueError`.
@@ -118,6 +125,21 @@ class APRILGRPOConfig(GRPOConfig):
         metadata={"help": "Tokens per streamed chunk: what a crash of the server can cost per sample."},
     )
 
+    save_on_signal: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether Ctrl-C and SIGTERM write a checkpoint before training ends, partial samples included. A "
+            "second one leaves at once."
+        },
+    )
+    max_parked_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bound on the completion tokens that each process keeps from one round to the next. At the bound "
+            "the groups that the batch does not need wait; nothing is dropped."
+        },
+    )
+
     # Changed defaults; the class docstring says why.
     use_vllm: bool = field(
         default=True,
@@ -155,6 +177,8 @@ class AprilOptions:
     weight_sync: str = "auto"
     weight_sync_dir: str | None = None
     stream_interval: int = 64
+    save_on_signal: bool = False
+    max_parked_tokens: int | None = None
 
     @classmethod
     def of(cls, args: GRPOConfig) -> AprilOptions:
@@ -173,5 +197,10 @@ class AprilOptions:
             )
         if self.weight_sync not in WEIGHT_SYNCS:
             raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
+        if self.max_parked_tokens is not None and self.max_parked_tokens < 0:
+            raise ConfigError(
+                f"max_parked_tokens is {self.max_parked_tokens}; it counts tokens and cannot be negative. Leave it "
+                "out for no bound."
+            )
         if self.stream_interval < 1:
             raise ConfigError(f"stream_interval is {self.stream_interval}; it counts tokens and must be at least 1.")

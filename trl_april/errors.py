@@ -28,5 +28,9 @@ class WeightSyncError(AprilError, RuntimeError):
     """The server does not hold the weights that the trainer has just sent."""
 
 
+class CheckpointError(AprilError, ValueError):
+    """A checkpoint, or the partial samples in it, that training cannot be resumed from."""
+
+
 class PeerError(AprilError, RuntimeError):
     """Another process of the training run has failed or died."""

@@ -16,18 +16,13 @@ An illegal transition raises [`PoolError`] and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .errors import PoolError
+from .pool_state import restore, state_of
 from .roster import Roster
 from .types import FinishReason, Group, GroupState, Sample, SampleState, Score
-
-
-STATE_FORMAT = 1
-COUNTERS = (
-    "groups_admitted", "groups_taken", "groups_rejected", "tokens_generated", "tokens_taken", "tokens_rejected",
-)  # fmt: skip
 
 
 class Pool:
@@ -404,70 +399,53 @@ class Pool:
         if not set(self._groups) <= set(self.roster.ids):
             raise PoolError(f"Groups {sorted(set(self._groups) - set(self.roster.ids))} are not on the roster.")
         for group in self:
-            for sample in group.samples:
-                self._check_sample(group, sample)
+            group.check()
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, in_training: Sequence[Group] = ()) -> dict[str, Any]:
         """Everything that is in the pool, as plain data; nothing that runs is disturbed.
 
         A running sample is stored as what has arrived of it, parked. Tokens and log-probabilities are copies of the
         compact arrays.
+
+        Args:
+            in_training (`Sequence[Group]`, *optional*):
+                Groups that were taken, but whose training is not finished. They are stored as if they had not been
+                taken.
         """
-        return {
-            "format": STATE_FORMAT,
-            "version": self.version,
-            "last_id": self.roster.last_id,
-            "groups_admitted": self.groups_admitted,
-            "groups_taken": self.groups_taken,
-            "groups_rejected": self.groups_rejected,
-            "tokens_generated": self.tokens_generated,
-            "tokens_taken": self.tokens_taken,
-            "tokens_rejected": self.tokens_rejected,
-            "groups": [group.state_dict() for group in self],
-        }
+        return state_of(self, in_training)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what [`~Pool.state_dict`] returned, into an empty pool. The options stay those of this pool.
+
+        [`~trl_april.pool_state.restore`] does so for the states of several processes.
 
         Raises:
             PoolError: If the pool is not empty, the format is another one, keys are missing or unknown, or the state
                 breaks an invariant. The pool is then as it was before.
         """
-        if self._groups or self.groups_admitted:
-            raise PoolError("A state can only be loaded into an empty pool.")
-        if state.get("format") != STATE_FORMAT:
-            raise PoolError(f"The state has format {state.get('format')!r}; this version reads {STATE_FORMAT}.")
-        restored = Pool(self.quota, max_staleness=None, dynamic_sampling=self.dynamic_sampling)
-        _expect_keys("pool state", state, restored.state_dict())
-        try:
-            groups = [Group.from_state_dict(entry) for entry in state["groups"]]
-            last_id = int(state["last_id"])
-            version = None if state["version"] is None else int(state["version"])
-            for name in COUNTERS:
-                setattr(restored, name, int(state[name]))
-        except (TypeError, ValueError, KeyError, OverflowError) as error:
-            raise PoolError(f"The pool state is malformed: {error!r}.") from error
-        restored._groups = {group.group_id: group for group in groups}
-        if len(restored._groups) != len(groups) or (groups and max(restored._groups) > last_id):
-            raise PoolError("The pool state holds a group twice, or one that was never admitted.")
-        born = {group.group_id: group.born for group in groups}
-        finished = [group.group_id for group in groups if restored._deliverable(group)]
-        restored.roster.restore(born, finished, version=version, last_id=last_id)
-        restored.check()
-        if self.roster.bound is not None and groups:
-            restored.roster.bound = self.roster.bound
-            restored.roster.versions_per_round = self.roster.versions_per_round
-            if not restored.roster.fits():
-                raise PoolError(
-                    f"The {len(groups)} groups of the pool state cannot all be trained within a staleness of "
-                    f"{self.roster.bound} versions at {self.quota} groups per round. Resume with the max_staleness "
-                    "that they were saved under, or None."
-                )
+        restore(self, [state])
+
+    def _restore(
+        self,
+        groups: dict[int, Group],
+        owns: Callable[[int], bool],
+        counters: dict[str, int],
+        *,
+        version: int | None,
+        last_id: int,
+    ) -> None:
+        """Put checked groups into an empty pool, those that are its own, and all of them on the roster."""
+        self._groups = {group_id: group for group_id, group in groups.items() if owns(group_id)}
+        self.groups_taken, self.groups_rejected = counters["groups_taken"], counters["groups_rejected"]
+        self.tokens_taken, self.tokens_rejected = counters["tokens_taken"], counters["tokens_rejected"]
+        # These two follow, since groups may have changed the pool, or been started over.
+        self.groups_admitted = self.groups_taken + self.groups_rejected + len(self._groups)
+        self.tokens_generated = self.tokens_taken + self.tokens_rejected + self.tokens_held
+        born = {group_id: group.born for group_id, group in groups.items()}
+        finished = [group_id for group_id, group in groups.items() if self._deliverable(group)]
         self.roster.restore(born, finished, version=version, last_id=last_id)
-        for name in (*COUNTERS, "_groups"):
-            setattr(self, name, getattr(restored, name))
 
     # Internal
 
@@ -491,25 +469,4 @@ class Pool:
 
     def _deliverable(self, group: Group) -> bool:
         """Whether `group` can be taken: finished and, under dynamic sampling, accepted."""
-        return group.state is GroupState.FINISHED and (group.score is not None or not self.dynamic_sampling)
-
-    def _check_sample(self, group: Group, sample: Sample) -> None:
-        where = f"sample {sample.index} of group {group.group_id}"
-        length = len(sample)
-        if length != len(sample.logprobs) or length != sum(segment.length for segment in sample.segments):
-            raise PoolError(f"Tokens, log-probabilities and segments of {where} differ in length.")
-        if length > group.max_completion_length:
-            raise PoolError(f"{where} has {length} tokens with a budget of {group.max_completion_length}.")
-        versions = [segment.version for segment in sample.segments]
-        if versions != sorted(versions) or (versions and versions[0] < group.born):
-            raise PoolError(f"The policy versions {versions} of {where} go back, or before its group was admitted.")
-        if (sample.finish_reason is not None) != (sample.state is SampleState.FINISHED):
-            raise PoolError(f"{where} is {sample.state.value} with finish reason {sample.finish_reason}.")
-        if sample.state is SampleState.FINISHED and not length:
-            raise PoolError(f"{where} is finished without a token.")
-
-
-def _expect_keys(what: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    if found.keys() != expected.keys():
-        wrong = sorted(found.keys() ^ expected.keys())
-        raise PoolError(f"Keys {wrong} of the {what} are missing or unknown.")
+        return group.is_finished and (group.score is not None or not self.dynamic_sampling)

@@ -21,7 +21,7 @@ from .peers import Peers, connect
 from .pool import Pool
 from .quota import SharedQuota
 from .roster import Roster
-from .shares import owner_of, pack, part_of, shares, unpack
+from .shares import from_message, owner_of, part_of, shares, to_message
 from .types import Group
 
 
@@ -170,12 +170,12 @@ class ManyProcesses:
         messages = []
         for process, parts in enumerate(dealt):
             sent = [part_of(mine[part.group_id], part) for part in parts if part.group_id in mine]
-            messages.append(pack(sent) if sent and process != self.rank else b"")
+            messages.append(to_message(sent) if sent and process != self.rank else b"")
         received = {
             group.group_id: group
             for message in self._exchange(messages)
             if message
-            for group in unpack(message, row_of)
+            for group in from_message(message, row_of)
         }
         return [
             part_of(mine[part.group_id], part) if part.group_id in mine else received[part.group_id]

@@ -16,9 +16,14 @@ from trl.trainer.utils import repeat_iterable_dataset
 from .source import Row, RowSource
 
 
-def make_source(trainer: GRPOTrainer) -> RowSource:
-    """The row source of the training run that `trainer` is in; it starts at the trainer's `state.global_step`."""
+def make_source(trainer: GRPOTrainer, start_step: int | None = None) -> RowSource:
+    """The row source of the training run that `trainer` is in.
+
+    It starts at the trainer's `state.global_step`, or at `start_step`.
+    """
     args = trainer.args
+    if start_step is None:
+        start_step = trainer.state.global_step
     quota = args.generation_batch_size // args.num_generations
     if isinstance(trainer.train_dataset, IterableDataset):
         rounds_per_epoch, open_epoch = None, open_stream(trainer, quota)
@@ -31,9 +36,40 @@ def make_source(trainer: GRPOTrainer) -> RowSource:
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         max_steps=trainer.state.max_steps,
         rounds_per_epoch=rounds_per_epoch,
-        start_step=trainer.state.global_step,
+        start_step=start_step,
         skip_rows=not args.ignore_data_skip,
     )
+
+
+def resumed_source(
+    trainer: GRPOTrainer, cursor: dict[str, int], *, held: int, rejected: int, next_id: int
+) -> tuple[RowSource, int]:
+    """The row source of a training run that resumes with the groups of a checkpoint, behind their rows.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer, its state loaded.
+        cursor (`dict`):
+            What [`RowSource.state_dict`] returned when the checkpoint was written.
+        held (`int`):
+            Groups that the checkpoint holds.
+        rejected (`int`):
+            Groups that had been rejected by then.
+        next_id (`int`):
+            Least id for the next group.
+
+    Returns:
+        `tuple[RowSource, int]`: The source, and how many of the groups training has no use for any more: 0, unless its
+        arguments have changed.
+    """
+    source, rows = make_source(trainer), held + rejected  # what is held is ahead of where stock GRPO resumes
+    if isinstance(trainer.train_dataset, IterableDataset) and not trainer.args.ignore_data_skip:
+        # Where a stream has ended before, `Trainer` cannot tell, and begins its next epoch anew. We have counted, so
+        # the rows can be found, if a round is what it was then.
+        from_origin = make_source(trainer, cursor["origin"])
+        if from_origin.state_dict() | {"handed_out": cursor["handed_out"]} == cursor:
+            source, rows = from_origin, cursor["handed_out"]
+    return source, source.pass_over(rows, rejected=rejected, next_id=next_id)
 
 
 def open_permutation(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterator[Row]]:

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .admission import Admission, GroupElsewhere, NewGroup
 from .background import BackgroundLoop
+from .checkpoint import SavedRollouts, save_rollouts
 from .config import AprilOptions
 from .dynamic_sampling import DynamicSampling
 from .pool import Pool
+from .pool_state import restore
 from .processes import Processes
 from .progress import RoundProgress
 from .quota import SharedQuota
 from .rollout import RolloutDriver
 from .round import Round
-from .row_order import make_source, optimiser_steps_per_round
+from .row_order import make_source, optimiser_steps_per_round, resumed_source
 from .sampling import SamplingOptions, sampling_options
 from .scoring import RewardScorer
+from .types import Group
 from .vllm_engine import VLLMEngine
 
 
@@ -48,6 +54,8 @@ class RolloutSession:
             Those that training runs in.
         api_key (`str`, *optional*):
             Key of the server.
+        saved ([`~trl_april.checkpoint.SavedRollouts`], *optional*):
+            What the checkpoint holds that training resumes from.
     """
 
     def __init__(
@@ -57,20 +65,22 @@ class RolloutSession:
         *,
         processes: Processes,
         api_key: str | None = None,
+        saved: SavedRollouts | None = None,
     ) -> None:
         args = trainer.args
-        if trainer.state.global_step > 0:
-            logger.warning(
-                f"Training resumes at step {trainer.state.global_step} with an empty pool: checkpoints do not hold "
-                "partial samples yet. Rows that were in flight when the checkpoint was written are not trained, and "
-                "as many that had overtaken them are trained again."
-            )
         self._trainer = trainer
         self._processes = processes
         self.pool = make_pool(args, options)
         self.scorer = RewardScorer(trainer)
-        self._source = make_source(trainer)
-        self._admission = Admission(trainer, self._source, processes)
+        elsewhere: list[Group] = []
+        if saved is None:
+            self._source = make_source(trainer)
+        else:
+            elsewhere = self._restore(saved)
+        will_save = args.save_strategy != SaveStrategy.NO or options.save_on_signal
+        self._admission = Admission(trainer, self._source, processes, will_save=will_save)
+        self._admission.resume(self.pool, elsewhere)
+        self._in_training: deque[tuple[int, list[Group]]] = deque()  # the batches of this process, by first micro-step
         self._engine = VLLMEngine(
             trainer.vllm_generation.base_url,
             trainer.vllm_generation.facts.model,
@@ -87,12 +97,10 @@ class RolloutSession:
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.quota,
             )
         self.quota = processes.quota(self.pool.roster, self._dynamic.max_rejected if self._dynamic else None)
-        drawn = secrets.randbits(48) if processes.rank == 0 else 0
-        run_id = f"{int(processes.total([drawn])[0]):012x}"
         self.driver = RolloutDriver(
             self.pool,
             self._engine,
-            run_id=run_id,
+            run_id=f"{self._draw_id():012x}",
             seed=sampling_of(args).seed,
             idle_timeout=args.vllm_server_timeout,
             dynamic_sampling=self._dynamic,
@@ -125,6 +133,8 @@ class RolloutSession:
         if self.quota is not None:
             self._agree(self.quota)
         self.driver.take()
+        self._let_go_of_trained()
+        self._in_training.append((self._trainer._step, done.groups))
         batch, row_of = self.pool.roster.delivered, self._admission.row_of
         done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
         self._admission.let_go([*batch, *self.pool.roster.rejected], done.groups)
@@ -149,12 +159,73 @@ class RolloutSession:
         if self._processes.rank == 0:
             quota.end_round()  # no process looks at it any more
 
+    def save(self, checkpoint: Path) -> None:
+        """Write what training would have to resume with into a checkpoint. A collective call.
+
+        That is the pool, and the batches of which not every use has gone into the weights: a generation batch that is
+        trained for several optimiser steps is generated anew by TRL if training resumes in the middle of it.
+        """
+        processes = self._processes
+        self._let_go_of_trained()
+        save_rollouts(
+            checkpoint,
+            self.pool.state_dict([group for _, groups in self._in_training for group in groups]),
+            self._source.state_dict(),
+            save_id=f"{self._draw_id():012x}",
+            rank=processes.rank,
+            processes=processes.count,
+            barrier=processes.barrier,
+        )
+
+    def _draw_id(self) -> int:
+        """Chance, the same in all processes."""
+        drawn = secrets.randbits(48) if self._processes.rank == 0 else 0
+        return int(self._processes.total([drawn])[0])
+
     def close(self) -> None:
         """Close connections, threads and loop."""
         if self._dynamic is not None:
             self._dynamic.close()
         self._loop.run(self._engine.close())
         self._loop.close()
+
+    def _let_go_of_trained(self) -> None:
+        args = self._trainer.args
+        uses = args.steps_per_generation * args.num_iterations
+        while self._in_training and self._in_training[0][0] + uses <= self._trainer.trained_micro_steps:
+            self._in_training.popleft()
+
+    # Resuming
+
+    def _restore(self, saved: SavedRollouts) -> list[Group]:
+        """Go on with what a checkpoint holds; returns the groups of other processes."""
+        trainer, roster = self._trainer, self.pool.roster
+        for state in saved.pools:
+            for head in state["groups"]:
+                if head["score"] is not None and len(head["score"][0][0]) != len(trainer.reward_funcs):
+                    head["score"] = None  # other reward functions than then: to be scored again
+        elsewhere = restore(
+            self.pool,
+            saved.pools,
+            version=trainer.state.global_step,
+            owns=self._processes.owns,
+            has_totals=self._processes.rank == 0,
+        )
+        self._source, unused = resumed_source(
+            trainer,
+            saved.source,
+            held=len(roster),
+            rejected=sum(state["groups_rejected"] for state in saved.pools),
+            next_id=roster.last_id + 1,
+        )
+        if unused > 0:
+            logger.warning(
+                f"The checkpoint holds {len(roster)} groups in flight, and what is left of the training can use "
+                f"{len(roster) - unused} of them: it is shorter, or its batches are smaller, than when it was "
+                "written. The youngest are not trained."
+            )
+        logger.info(f"Training resumes with {len(roster)} groups in flight.")
+        return elsewhere
 
     # Rows
 

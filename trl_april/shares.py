@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import PoolError
-from .types import FinishReason, Group, Sample, SampleState, Score, Segment
+from .packing import PackedGroups, pack, plain, unpack
+from .types import Group, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,89 +73,32 @@ def part_of(group: Group, part: Part) -> Group:
     return replace(group, samples=group.samples[part.first : part.stop], score=score)
 
 
-def pack(groups: Sequence[Group]) -> bytes:
+def to_message(groups: Sequence[Group]) -> bytes:
     """Finished groups, or parts of them, as one message: a JSON head, then all token ids, then all log-probabilities.
 
     Their dataset rows are left out.
     """
-    token_ids, logprobs = array("i"), array("f")
-    head = []
-    for group in groups:
-        token_ids.extend(group.prompt_ids)
-        for sample in group.samples:
-            token_ids.extend(sample.token_ids)
-            logprobs.extend(sample.logprobs)
-        head.append(
-            {
-                "group_id": group.group_id,
-                "prompt_length": len(group.prompt_ids),
-                "max_completion_length": group.max_completion_length,
-                "born": group.born,
-                "score": group.score and [group.score.rewards, group.score.extra],
-                "samples": [
-                    [s.index, len(s), [[x.version, x.length] for x in s.segments], s.finish_reason]
-                    for s in group.samples
-                ],
-            }
-        )
-    encoded = json.dumps(head, default=_plain).encode()
-    return b"".join((struct.pack("<q", len(encoded)), encoded, token_ids.tobytes(), logprobs.tobytes()))
+    packed = pack(groups)
+    head = json.dumps([packed.heads, len(packed.token_ids)], default=plain).encode()
+    return b"".join((struct.pack("<q", len(head)), head, packed.token_ids.tobytes(), packed.logprobs.tobytes()))
 
 
-def _plain(value: Any) -> Any:
-    """What reward functions log can be anything that can be shown: a number of NumPy's or torch's, say."""
-    try:
-        return value.item()
-    except AttributeError:
-        return str(value)
-
-
-def unpack(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> Iterator[Group]:
+def from_message(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> list[Group]:
     """The groups of a message.
 
     Args:
         message (`bytes`):
-            What [`pack`] returned.
+            What [`to_message`] returned.
         row_of (`Callable[[int], dict]`):
             Returns the dataset row of a group.
 
     Returns:
-        `Iterator[Group]`: The groups as they were sent, with the dataset rows of this process.
+        `list[Group]`: The groups as they were sent, with the dataset rows of this process.
     """
     (length,) = struct.unpack_from("<q", message)
-    head = json.loads(message[8 : 8 + length])
-    sample_lengths = sum(sample[1] for entry in head for sample in entry["samples"])
-    prompt_lengths = sum(entry["prompt_length"] for entry in head)
+    heads, num_tokens = json.loads(message[8 : 8 + length])
     token_ids, logprobs = array("i"), array("f")
-    middle = 8 + length + token_ids.itemsize * (prompt_lengths + sample_lengths)
+    middle = 8 + length + token_ids.itemsize * num_tokens
     token_ids.frombytes(message[8 + length : middle])
     logprobs.frombytes(message[middle:])
-    if len(logprobs) != sample_lengths:
-        raise PoolError(f"A message with {sample_lengths} tokens holds {len(logprobs)} log-probabilities.")
-    token, logprob = 0, 0
-    for entry in head:
-        prompt_ids = token_ids[token : token + entry["prompt_length"]].tolist()
-        token += len(prompt_ids)
-        samples = []
-        for index, length, segments, reason in entry["samples"]:
-            samples.append(
-                Sample(
-                    entry["group_id"],
-                    index,
-                    token_ids[token : token + length],
-                    logprobs[logprob : logprob + length],
-                    [Segment(*segment) for segment in segments],
-                    SampleState.FINISHED,
-                    FinishReason(reason),
-                )
-            )
-            token, logprob = token + length, logprob + length
-        yield Group(
-            entry["group_id"],
-            row_of(entry["group_id"]),
-            prompt_ids,
-            entry["max_completion_length"],
-            entry["born"],
-            samples,
-            entry["score"] and Score(*entry["score"]),
-        )
+    return unpack(PackedGroups(heads, token_ids, logprobs), [row_of(head["group_id"]) for head in heads])

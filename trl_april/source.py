@@ -65,6 +65,8 @@ class RowSource:
         self._offset = 0
         self._steps_before_epoch = 0
         self._next_id = 0
+        self._handed_out = 0  # since `origin`
+        self._origin = start_step
         self._owed = 0  # rows that replace those of rejected groups
         self._done = False
         self._rows: deque[Row] = deque()
@@ -130,6 +132,7 @@ class RowSource:
         while self._rows and len(taken) < count:
             taken.append((self._next_id, self._rows.popleft()))
             self._next_id += 1
+        self._handed_out += len(taken)
         return taken
 
     def replace(self, count: int) -> None:
@@ -148,6 +151,35 @@ class RowSource:
         taken = min(count, self._owed)
         self._owed -= taken
         return count - taken
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: the step that it started from, the rows that it has handed out since, and what it counts by."""
+        return {
+            "origin": self._origin,
+            "handed_out": self._handed_out,
+            "groups_per_round": self._groups_per_round,
+            "micro_steps_per_round": self._round,
+            "gradient_accumulation_steps": self._accumulation,
+        }
+
+    def pass_over(self, rows: int, *, rejected: int, next_id: int) -> int:
+        """Go on behind rows that were handed out before a checkpoint.
+
+        Args:
+            rows (`int`):
+                Rows that were handed out behind the first one of this source.
+            rejected (`int`):
+                Groups that had been rejected. As many rows more are handed out in all.
+            next_id (`int`):
+                Least id for the next group.
+
+        Returns:
+            `int`: How many of `rows` training has no use for any more: 0, unless its arguments have changed.
+        """
+        self.replace(rejected)
+        passed = len(self.next_rows(rows))
+        self._next_id = max(self._next_id, next_id)
+        return rows - passed
 
     def _read_owed(self) -> bool:
         """Read one row that replaces another; whether one is owed."""

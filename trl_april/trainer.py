@@ -19,21 +19,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
 from .applies import check_dataset, check_processes, why_stock
 from .batch import batch_rows, rollout_output, round_metrics
+from .checkpoint import FOLDER, SavedRollouts, load_rollouts, resolve_checkpoint
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError, PoolError
 from .loss import known_to_trl
 from .pool import Pool
 from .processes import processes_of
@@ -146,6 +149,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._session: RolloutSession | None = None
         self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
         self.round_history: deque[Round] = deque(maxlen=ROUNDS_KEPT)
+        self.trained_micro_steps = 0  # calls of `training_step` whose gradients are in the weights
+        self._saved: SavedRollouts | None = None  # from the checkpoint to resume from
+        self._resumed_from: str | None = None
         if self.april_enabled:
             self._options = AprilOptions.of(args)
             self._check_arguments(args, train_dataset)
@@ -175,26 +181,39 @@ class APRILGRPOTrainer(GRPOTrainer):
                 self._check_reward_models()
             with self._processes.watched():
                 self._attach_server()
+            self.add_callback(_StepEnd(self))
         else:
             ignored = (
                 " dynamic_sampling needs APRIL and has no effect." if AprilOptions.of(args).dynamic_sampling else ""
             )
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
 
-    # Overrides of TRL. There are four; all hand over to `super()`.
+    # Overrides of TRL. There are five; all hand over to `super()`.
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
 
+        Training resumes with the partial samples of the checkpoint; one of stock GRPO has none. With
+        `resume_from_checkpoint=True`, a checkpoint whose writing was cut short is passed over.
+
         In several processes, an error of one is raised in all; see `trl_april.peers`.
+
+        Raises:
+            CheckpointError: If a checkpoint is not complete, or what it says of partial samples is damaged. It is a
+                `ValueError`.
         """
         if not self.april_enabled:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         self._last_loaded_step = -1  # the server may have served another run since
         self.pool = None
+        # An earlier call may have ended in the middle of a generation batch.
+        self._step, self.trained_micro_steps, self._buffered_inputs = 0, 0, None
         with self._processes.watched():
+            resume_from_checkpoint = resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
+            self._resumed_from = resume_from_checkpoint
+            self._saved = None if resume_from_checkpoint is None else load_rollouts(Path(resume_from_checkpoint))
             try:
-                return super().train(*args, **kwargs)
+                return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
                 if self._session is not None:
                     self._session.close()
@@ -220,6 +239,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._log_correction(batch, done)
         return batch
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # First the pool, then everything else: what is written last is what makes a checkpoint complete.
+        if self._session is not None and not self.args.save_only_model:
+            self._save_pool(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
@@ -233,15 +258,15 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _run_round(self) -> Round:
         """Sync, fill the pool, and run until the quota is met."""
+        if self._session is None:
+            self._open_session()
+        assert self._session is not None
         sync_seconds = 0.0
         if self.state.global_step != self._last_loaded_step:
             with profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
             sync_seconds = self.vllm_generation.sync_seconds
-        if self._session is None:
-            self._session = RolloutSession(self, self._options, processes=self._processes, api_key=_api_key())
-            self.pool = self._session.pool
         silent = self.args.disable_tqdm or not self.is_world_process_zero()
         with profiling_context(self, "vLLM.generate"):
             done = self._session.run_round(self.state.global_step, silent=silent)
@@ -257,6 +282,28 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._metrics["train"][f"april/{name}"].append(value)
         self.round_history.append(replace(done, groups=[]))
         return done
+
+    def _open_session(self) -> None:
+        saved, self._saved = self._saved, None
+        try:
+            self._session = RolloutSession(
+                self, self._options, processes=self._processes, api_key=_api_key(), saved=saved
+            )
+        except PoolError as error:
+            raise CheckpointError(
+                f"The partial samples in {self._resumed_from} cannot be resumed. {error} Or remove its folder "
+                f"`{FOLDER}` to go on without them."
+            ) from error
+        if saved is None and self.state.global_step > 0:
+            logger.info(f"{self._resumed_from} has no partial samples, as those of stock GRPO.")
+        self.pool = self._session.pool
+
+    def _save_pool(self, checkpoint: Path) -> None:
+        assert self._session is not None
+        if self._processes.rank == 0:
+            # Until this save is complete, what an earlier run has left there is no checkpoint either.
+            (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        self._session.save(checkpoint)
 
     def _oldest_trained(self, done: Round) -> int | None:
         """The oldest policy version whose tokens stay in the loss; `None` if all do."""
@@ -348,6 +395,16 @@ class APRILGRPOTrainer(GRPOTrainer):
             logprobs=0,  # only the sampled token's, for evaluation
             generation_kwargs=args.generation_kwargs,
         )
+
+
+class _StepEnd(TrainerCallback):
+    """Notes how much of what was generated has gone into the weights."""
+
+    def __init__(self, trainer: APRILGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.trained_micro_steps = self._trainer._step
 
 
 def _api_key() -> str | None:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from math import isfinite
 from typing import Any
 
-from .errors import EngineError
+from .errors import EngineError, PoolError
 
 
 class FinishReason(StrEnum):
@@ -227,55 +227,37 @@ class Group:
         """Completion tokens of all its samples."""
         return sum(len(sample) for sample in self.samples)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The group as plain data. A running sample is stored as what has arrived of it; arrays are copies."""
-        return {
-            "group_id": self.group_id,
-            "row": self.row,
-            "prompt_ids": list(self.prompt_ids),
-            "max_completion_length": self.max_completion_length,
-            "born": self.born,
-            "rewards": self.score and [list(rewards) for rewards in self.score.rewards],
-            "samples": [
-                {
-                    "token_ids": sample.token_ids[:],
-                    "logprobs": sample.logprobs[:],
-                    "segments": [[segment.version, segment.length] for segment in sample.segments],
-                    "finish_reason": sample.finish_reason and sample.finish_reason.value,
-                }
-                for sample in self.samples
-            ],
-        }
+    @property
+    def is_finished(self) -> bool:
+        """Whether all its samples are."""
+        return all(sample.state is SampleState.FINISHED for sample in self.samples)
 
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Group:
-        """The group that [`~Group.state_dict`] described, with its unfinished samples parked or waiting.
+    @property
+    def newest(self) -> int:
+        """The newest policy version that it knows of."""
+        return max([self.born, *(segment.version for sample in self.samples for segment in sample.segments)])
+
+    def check(self) -> None:
+        """Verify the invariants of its samples.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: If the state is malformed.
+            PoolError: Naming the one that does not hold.
         """
-        group = cls(
-            group_id=int(state["group_id"]),
-            row=dict(state["row"]),
-            prompt_ids=[int(token_id) for token_id in state["prompt_ids"]],
-            max_completion_length=int(state["max_completion_length"]),
-            born=int(state["born"]),
-            samples=[],
-        )
-        for index, stored in enumerate(state["samples"]):
-            sample = Sample(group.group_id, index)
-            sample.token_ids.extend(stored["token_ids"])
-            sample.logprobs.extend(stored["logprobs"])
-            sample.segments = [Segment(int(version), int(length)) for version, length in stored["segments"]]
-            if stored["finish_reason"] is not None:
-                sample.finish_reason = FinishReason(stored["finish_reason"])
-            elif group.remaining(sample) <= 0:
-                sample.finish_reason = FinishReason.LENGTH  # it was saved in the instant before it was finished
-            if sample.finish_reason is not None:
-                sample.state = SampleState.FINISHED
-            else:
-                sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
-            group.samples.append(sample)
-        if state["rewards"] is not None:
-            group.score = Score([[float(reward) for reward in rewards] for rewards in state["rewards"]])
-        return group
+        for index, sample in enumerate(self.samples):
+            where = f"sample {sample.index} of group {sample.group_id}"
+            length = len(sample)
+            if (sample.group_id, sample.index) != (self.group_id, index):
+                raise PoolError(f"{where} is in the place of sample {index} of group {self.group_id}.")
+            if length != len(sample.logprobs) or length != sum(segment.length for segment in sample.segments):
+                raise PoolError(f"Tokens, log-probabilities and segments of {where} differ in length.")
+            if length > self.max_completion_length:
+                raise PoolError(f"{where} has {length} tokens with a budget of {self.max_completion_length}.")
+            versions = [segment.version for segment in sample.segments]
+            if versions != sorted(versions) or (versions and versions[0] < self.born):
+                raise PoolError(
+                    f"The policy versions {versions} of {where} go back, or before its group was admitted."
+                )
+            if (sample.finish_reason is not None) != (sample.state is SampleState.FINISHED):
+                raise PoolError(f"{where} is {sample.state.value} with finish reason {sample.finish_reason}.")
+            if sample.state is SampleState.FINISHED and not length:
+                raise PoolError(f"{where} is finished without a token.")

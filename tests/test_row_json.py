@@ -1,0 +1,170 @@
+"""Dataset rows in checkpoints: every value comes back equal and of its type, or is refused by name."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import math
+import zoneinfo
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_april.errors import ConfigError
+from trl_april.row_json import decode_row, encode_row
+
+
+def through_json(row: dict[str, Any]) -> dict[str, Any]:
+    return decode_row(json.loads(json.dumps(encode_row(row))))
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.dates()
+    | st.times()
+    | st.timedeltas()
+    | st.decimals(allow_nan=False)
+    | st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text(), inner)
+        | st.dictionaries(st.integers() | st.tuples(st.text()), inner)
+        | st.lists(inner).map(tuple)
+    ),
+    max_leaves=12,
+)
+
+
+def same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return left == right
+
+
+@given(st.dictionaries(st.text(), plain))
+def test_rows_come_back_equal_and_of_the_same_types(row: dict[str, Any]):
+    assert same(through_json(row), row)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3),
+        np.arange(6).reshape(2, 3).T,
+        np.array(1.5, dtype=np.float16),
+        np.zeros((0, 3), dtype=np.int8),
+        np.array(["a", "bcd"]),
+        np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+    ],
+)
+def test_numpy_arrays(array: np.ndarray):
+    found = through_json({"x": array})["x"]
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    found[...] = 0  # as writable as the original
+
+
+def test_arrays_of_objects():
+    array = np.empty((2,), dtype=object)
+    array[0], array[1] = [1, 2], [{"a": (3,)}, None]
+    found = through_json({"x": array})["x"]
+    assert found.shape == (2,) and found.dtype == object and found.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("scalar", [np.float32(2.5), np.int64(3), np.bool_(True), np.float64(0.1), np.str_("x")])
+def test_numpy_scalars(scalar: Any):
+    found = through_json({"x": scalar})["x"]
+    assert type(found) is type(scalar) and found == scalar
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3),
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.tensor(3.5),
+        torch.zeros(0, 2),
+        torch.tensor([True, False]),
+        torch.arange(6).reshape(2, 3).T,
+    ],
+)
+def test_tensors(tensor: torch.Tensor):
+    found = through_json({"x": tensor})["x"]
+    assert found.dtype == tensor.dtype and found.shape == tensor.shape and torch.equal(found, tensor)
+
+
+def test_not_a_number_and_infinity():
+    found = through_json({"x": [math.nan, math.inf, -math.inf]})["x"]
+    assert math.isnan(found[0]) and found[1:] == [math.inf, -math.inf]
+
+
+def test_what_datasets_hands_out():
+    dataset = Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": "1+1"}],
+                "when": datetime.datetime(2020, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+                "raw": b"\x00",
+                "price": decimal.Decimal("1.10"),
+                "nested": {"a": [1, None], "b": None},
+            }
+        ]
+    )
+    for view in (dataset, dataset.with_format("numpy"), dataset.with_format("torch", columns=["nested"])):
+        row = view[0]
+        assert str(through_json(row)) == str(row)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        SimpleNamespace(),
+        {1, 2},
+        np.array([object()], dtype=object),
+        np.zeros(1, dtype=[("a", object)]),
+        [lambda: 0],
+        len,
+    ],
+)
+def test_what_cannot_be_written_is_refused_by_column_and_type(value: Any):
+    with pytest.raises(ConfigError, match="Column 'thing' of the training dataset holds a .* save_strategy='no'"):
+        encode_row({"prompt": "x", "thing": {"inside": [value]}})
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        {"$nonsense": 1},
+        {"$bytes": "!"},
+        {"$bytes": 1},
+        {"$array": [1]},
+        {"$array": ["<i4", [2], "AAAA"]},
+        {"$tensor": ["nn", [1], "AAAA"]},
+        {"$tensor": ["load", [1], "AAAA"]},
+        {"$datetime": "yesterday"},
+        {"$bytes": "AAAA", "$tuple": []},
+        {"$bytes": "AAAA", "x": 1},
+        {"$dict": [1]},
+    ],
+)
+def test_what_was_not_written_here_is_refused(encoded: Any):
+    with pytest.raises((TypeError, ValueError, AttributeError, RuntimeError)):
+        decode_row({"x": encoded})

@@ -1,0 +1,280 @@
+"""Partial samples in checkpoints: a folder `april` inside of TRL's `checkpoint-N`, one file per process.
+
+```
+checkpoint-12/april/index.json                                    which files belong together
+checkpoint-12/april/pool-3f9c21d07b5e-00000-of-00002.safetensors  token ids and log-probabilities as tensors, and
+checkpoint-12/april/pool-3f9c21d07b5e-00001-of-00002.safetensors  everything else as JSON in a third one
+```
+
+The invariant owned here: the index names a set of files only once every one of them is on the disk whole, and what is
+read is what was written, or an error names the file. No pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from transformers.trainer import TRAINER_STATE_NAME
+
+from .errors import CheckpointError
+from .packing import plain
+from .row_json import decode_row, encode_row
+
+
+FORMAT = 2
+FOLDER = "april"
+INDEX = "index.json"
+_ARRAYS = {"token_ids": ("i", np.dtype("<i4")), "logprobs": ("f", np.dtype("<f4"))}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRollouts:
+    """What a checkpoint holds of a run's rollouts.
+
+    Args:
+        pools (`list[dict]`):
+            The state of each process' pool, for [`~trl_april.pool_state.restore`].
+        source (`dict`):
+            Where the row source was, for [`~trl_april.row_order.resumed_source`].
+    """
+
+    pools: list[dict[str, Any]]
+    source: dict[str, int]
+
+
+def save_rollouts(
+    checkpoint: Path,
+    pool: dict[str, Any],
+    source: dict[str, int],
+    *,
+    save_id: str,
+    rank: int = 0,
+    processes: int = 1,
+    barrier: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the rollouts of all processes into a checkpoint. Each process calls it with its own.
+
+    Args:
+        checkpoint (`Path`):
+            Folder of the checkpoint, seen by all processes. It is made if it is missing.
+        pool (`dict`):
+            What [`Pool.state_dict`] returned in this process.
+        source (`dict`):
+            What [`RowSource.state_dict`] returned, the same in all processes.
+        save_id (`str`):
+            Twelve hexadecimal digits, new for every call and the same in all processes.
+        rank, processes (`int`):
+            Which process this is, and of how many. By default the only one.
+        barrier (`Callable`):
+            Waits until all processes have come so far.
+
+    Raises:
+        ConfigError: If a dataset row holds something that cannot be written.
+        OSError: If the disk does not take it.
+    """
+    folder = checkpoint / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / _file_name(save_id, rank, processes), lambda path: _save_pool(path, pool))
+    barrier()
+    if rank == 0:
+        index = {"format": FORMAT, "save_id": save_id, "processes": processes, "source": source}
+        index["digest"] = _digest_of_index(index)
+        _write(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
+        # What an earlier save has left, of the same step or of a run that was killed before it was complete.
+        current = {INDEX, *(_file_name(save_id, number, processes) for number in range(processes))}
+        for name in set(os.listdir(folder)) - current:
+            (folder / name).unlink(missing_ok=True)
+
+
+def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
+    """Read what the processes that wrote a checkpoint left in it.
+
+    Returns:
+        [`SavedRollouts`] or `None`: `None` if the checkpoint has no rollouts, as those of stock GRPO.
+
+    Raises:
+        CheckpointError: If a file is missing, damaged, or of another format.
+    """
+    folder = checkpoint / FOLDER
+    if not folder.is_dir():
+        return None
+    index = _load_index(folder)
+    names = [_file_name(index["save_id"], rank, index["processes"]) for rank in range(index["processes"])]
+    return SavedRollouts([_load_pool(folder / name) for name in names], index["source"])
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end. The trainer's own state is what comes last, and before old
+    checkpoints are removed."""
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and "global_step" in state
+
+
+def resolve_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output_dir: str) -> str | None:
+    """The checkpoint to resume from, as a path.
+
+    Args:
+        resume_from (`str`, `bool`, *optional*):
+            As for [`~transformers.Trainer.train`]. With `True`, a checkpoint whose writing was cut short is passed
+            over.
+        output_dir (`str`):
+            Where the checkpoints are.
+
+    Raises:
+        CheckpointError: If there is none, or the one that is asked for is not complete.
+    """
+    if resume_from is None or resume_from is False:
+        return None
+    # The name decides, as in transformers: with a limit on their number, an older one may have been written later.
+    names = [path.name for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    complete = [
+        name
+        for name in sorted(names, key=lambda name: int(name.removeprefix("checkpoint-")), reverse=True)
+        if is_complete(Path(output_dir, name))
+    ]
+    if resume_from is True:
+        if complete:
+            return os.path.join(output_dir, complete[0])
+        torn = f" ({', '.join(sorted(names))} was not written to its end)" if names else ""
+        raise CheckpointError(
+            f"resume_from_checkpoint is True, but there is no complete checkpoint in {output_dir!r}{torn}. Start "
+            "without it, or pass the folder of a checkpoint."
+        )
+    path = os.fspath(resume_from)
+    if not is_complete(Path(path)):
+        others = f"Complete ones there are: {', '.join(complete)}." if complete else "There is no complete one there."
+        raise CheckpointError(
+            f"{path!r} is no complete checkpoint: {TRAINER_STATE_NAME}, which is written last, is missing or cut "
+            f"short. {others} resume_from_checkpoint=True takes the last complete one of output_dir."
+        )
+    return path
+
+
+def _file_name(save_id: str, rank: int, processes: int) -> str:
+    return f"pool-{save_id}-{rank:05d}-of-{processes:05d}.safetensors"
+
+
+# Writing
+
+
+def _write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let a file appear under its name only when all of it is on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush(path.parent)  # the name is on the disk, too
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _save_pool(path: Path, state: dict[str, Any]) -> None:
+    tensors = {name: np.frombuffer(state[name], dtype=kind) for name, (_, kind) in _ARRAYS.items() if state[name]}
+    rest = {key: value for key, value in state.items() if key not in _ARRAYS}
+    rest["rows"] = [encode_row(row) for row in rest["rows"]]
+    tensors["state"] = np.frombuffer(json.dumps(rest, default=plain).encode(), dtype=np.uint8)
+    save_file(tensors, path, {"format": str(FORMAT), "digest": _digest(tensors)})
+
+
+def _digest(tensors: dict[str, np.ndarray]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype.str} {tensors[name].shape} ".encode())
+        digest.update(tensors[name])
+    return digest.hexdigest()
+
+
+def _digest_of_index(index: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(index, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+# Reading
+
+
+def _load_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    try:
+        index: dict[str, Any] = json.loads(path.read_bytes())
+        if index["format"] != FORMAT:
+            raise _wrong_format(path, index["format"])
+        if index.pop("digest") != _digest_of_index(index):
+            raise ValueError("its content does not have the checksum that it was written with")
+        if not re.fullmatch(r"[0-9a-f]{12}", index["save_id"]):  # it becomes part of a file name
+            raise ValueError(f"save_id is {index['save_id']!r}")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing. {_remedy(folder)}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # what the libraries that read it say of a damaged file is not ours to list
+        raise _damaged(path, error) from error
+    return index
+
+
+def _load_pool(path: Path) -> dict[str, Any]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if metadata.get("format") != str(FORMAT):
+            raise _wrong_format(path, metadata.get("format"))
+        if metadata.get("digest") != _digest(tensors):
+            raise ValueError("its content does not have the checksum that it was written with")
+        state: dict[str, Any] = json.loads(tensors["state"].tobytes())
+        state["rows"] = [decode_row(row) for row in state["rows"]]
+        for name, (code, kind) in _ARRAYS.items():
+            state[name] = array(code)
+            if name in tensors:
+                if tensors[name].dtype != kind or tensors[name].ndim != 1:
+                    raise ValueError(f"{name} is of the type {tensors[name].dtype} and shape {tensors[name].shape}")
+                state[name].frombytes(tensors[name].tobytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing. Every process must see the files of all of them: output_dir has to be a folder that "
+            f"all hosts share. {_remedy(path.parent)}"
+        ) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # what the libraries that read it say of a damaged file is not ours to list
+        raise _damaged(path, error) from error
+    return state
+
+
+def _wrong_format(path: Path, found: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has format {found!r}, and this version of trl_april reads format {FORMAT}. Resume with the version "
+        f"that wrote it. {_remedy(path.parent)}"
+    )
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {error}. {_remedy(path.parent)}")
+
+
+def _remedy(folder: Path) -> str:
+    return (
+        f"Resume from an earlier checkpoint, or remove {folder} to go on without its partial samples: rows that were "
+        "in flight when it was written are then not trained, and as many that had overtaken them are trained again."
+    )
