@@ -194,6 +194,8 @@ class ScriptedEngine:
         self.live_at_abort: list[set[str]] = []  # what ran at each abort
         self.abort_error: Exception | None = None
         self.abort_hangs = False
+        self.held: int | None = None  # the only policy version that it has the weights of; by default any
+        self.asked_for: list[int] = []  # versions that somebody asked about
         self.aborting = 0  # aborts that have not returned yet
 
     @property
@@ -253,6 +255,10 @@ class ScriptedEngine:
                 live.deaf_to -= 1
                 if live.deaf_to < 0:
                     live.aborted.set()
+
+    async def holds(self, version: int) -> bool:
+        self.asked_for.append(version)
+        return self.held is None or version == self.held
 
     async def close(self) -> None:
         assert not self._live, f"closed with requests running: {sorted(self._live)}"

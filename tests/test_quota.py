@@ -432,7 +432,7 @@ class BrokenStore:
 def test_a_store_that_fails_ends_the_round_with_its_error(calls):
     """What ran is aborted, what has arrived is kept."""
     engine = ScriptedEngine(default=Attempt([Tokens(2, 0.001), Silence()], tail=1))
-    run = Run(1, 2, [engine], store=BrokenStore(calls))
+    run = Run(1, 2, [engine], store=BrokenStore(calls), idle_timeout=60.0)
     run.begin_round(0)
     with pytest.raises(RuntimeError, match="the connection to the store was reset"):
         asyncio.run(run.generate())

@@ -30,7 +30,8 @@ from tests.scripted_engine import (
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool import Pool
-from trl_april.rollout import RolloutDriver, derive_seed
+from trl_april.request import derive_seed
+from trl_april.rollout import RolloutDriver
 from trl_april.round import Round
 from trl_april.types import FinishReason, Group, Sample, SampleState
 
@@ -519,7 +520,7 @@ def test_somebody_else_who_aborts_for_ever_is_an_error_that_says_so():
     pool = make_pool(1, outstanding=1)
     admit(pool, 0)
     engine = ScriptedEngine(default=Attempt([End("abort")]))
-    with pytest.raises(ServerError, match="Somebody else aborted sample 0 of group 0"):
+    with pytest.raises(ServerError, match="Somebody aborted sample 0 of group 0"):
         run(pool, engine, retries=2)
     assert len(engine.requests) == 3
 
@@ -632,10 +633,10 @@ def test_of_two_errors_the_first_is_raised():
 
 
 def test_a_silent_server_is_given_up_on():
-    """No token from any request for `idle_timeout` seconds ends the round; what runs is aborted and kept."""
+    """No token from any request for `idle_timeout` seconds ends the round; what had been generated is kept."""
     pool = make_pool(1)
     admit(pool, 0, 1)
-    engine = ScriptedEngine(default=Attempt([Tokens(2), Silence()], tail=1))
+    engine = ScriptedEngine(default=[Attempt([Tokens(2), Silence()], tail=1), SILENT])
     with pytest.raises(ServerError, match="not sent a token for 30 s with 2 requests in flight"):
         run(pool, engine, idle_timeout=30.0)
     assert_at_rest(pool, engine)

@@ -584,6 +584,8 @@ def one_group(budget: int = 20, outstanding: int = 1) -> Pool:
 
 
 def run_round(server: FakeVLLM, pool: Pool) -> Round:
+    server.weight_version = str(pool.version)
+
     async def main() -> Round:
         engine = make_engine(server)
         try:
@@ -656,8 +658,10 @@ def test_a_round_over_http_survives_a_broken_connection():
 
         server.script = script
         done = run_round(server, pool)
-        assert [len(request.body["prompt"]) - 3 for request in server.received] == [0, 2, 4]
-        assert [request.body["max_tokens"] for request in server.received] == [20, 18, 16]
+        asked = [request.body for request in server.received_at("/v1/completions")]
+        assert [len(body["prompt"]) - 3 for body in asked] == [0, 2, 4]
+        assert [body["max_tokens"] for body in asked] == [20, 18, 16]
+    assert done.broken_streams == 2
     sample = done.groups[0].samples[0]
     assert list(sample.token_ids) == list(range(100, 110))
     assert list(sample.logprobs) == pytest.approx([-1 / (place + 1) for place in range(10)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -236,8 +237,9 @@ class TestMemory:
         assert peak < 5 * self.SHARD, f"{peak / 2**20:.0f} MiB for shards of {self.SHARD / 2**20:.0f} MiB"
 
 
+@pytest.mark.parametrize("alive", [True, False])
 @pytest.mark.parametrize("failing", ["_post", "save_file"])
-def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, failing):
+def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, failing, alive):
     """Other processes wait in reading them, and at the end TRL unmerges adapters that it has merged for the sync."""
     ended = []
 
@@ -255,7 +257,10 @@ def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, fai
     monkeypatch.setattr(weight_sync, "SHARD_BYTES", 1)  # a file per parameter
     monkeypatch.setattr(generation, "_iter_named_params", params)
     monkeypatch.setattr(weight_sync if failing == "save_file" else generation, failing, fail)
-    with pytest.raises(WeightSyncError, match="failed"):
+    monkeypatch.setattr(generation, "is_alive", lambda: alive)
+    with pytest.raises(WeightSyncError, match="failed") if alive else nullcontext():
         generation._sync_through_files()
+    if not alive:
+        assert "failed" in str(generation._gone)  # all processes are told at the end
     assert ended == [True]
     assert list(tmp_path.iterdir()) == []

@@ -71,6 +71,10 @@ class BackgroundLoop:
             raise
         return future.result()
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call `function` in the loop, soon; it is not waited for."""
+        self._loop.call_soon_threadsafe(function)
+
     def close(self) -> None:
         """End what still runs in the loop, stop it, and end its thread."""
         self.run(_cancel_others())

@@ -67,6 +67,7 @@ def round_metrics(
     *,
     sync_seconds: float,
     max_staleness: int | None,
+    stream_interval: int = 64,
     total: Reduction = list,
     most: Reduction = list,
 ) -> dict[str, float]:
@@ -81,6 +82,8 @@ def round_metrics(
             Duration of the weight sync before the round, 0 if there was none.
         max_staleness (`int`, *optional*):
             Bound above which tokens are counted as over it.
+        stream_interval (`int`, *optional*, defaults to `64`):
+            Tokens per streamed chunk: what a stream that breaks can have lost.
         total (`Callable[[Sequence[float]], list[float]]`, *optional*):
             Adds values up over all processes. By default there is one.
         most (`Callable[[Sequence[float]], list[float]]`, *optional*):
@@ -100,6 +103,8 @@ def round_metrics(
         "rejected_groups": done.rejected_groups,
         "rejected_tokens": done.rejected_tokens,
         "filled_groups": done.filled_groups,
+        "broken_streams": done.broken_streams,
+        "lost_tokens_bound": done.broken_streams * stream_interval,
         "outstanding": len(pool),
         "parked_tokens": sum(len(sample) for sample in parked),
         "parked_bytes": sum(sample.nbytes for sample in parked),
@@ -117,6 +122,7 @@ def round_metrics(
         "round_seconds": done.seconds,
         "abort_seconds": done.abort_seconds,
         "sync_seconds": sync_seconds,
+        "outage_seconds": done.outage_seconds,
         "staleness_max": max(age for age, _ in ages),
         "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
     }

@@ -109,13 +109,15 @@ def trainer_logprobs(model: nn.Module, token_ids: list[int], device: torch.devic
     return values
 
 
-def server_logprobs(session: requests.Session, base_url: str, model: str, token_ids: list[int]) -> list[float]:
+def server_logprobs(
+    session: requests.Session, base_url: str, model: str, token_ids: list[int], *, timeout: float | None = None
+) -> list[float]:
     """Log-probabilities of `token_ids[1:]` under the server's weights, at temperature 1, shape `(n - 1,)`.
 
     Asked for as prompt log-probabilities, which vLLM always computes anew instead of from its prefix cache.
     """
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    response = session.post(f"{base_url}/v1/completions", json=body)
+    response = session.post(f"{base_url}/v1/completions", json=body, timeout=timeout)
     if response.status_code != 200:
         raise WeightSyncError(
             f"The vLLM server answered {response.status_code} to the check of its weights: {response.text[:300]}"

@@ -73,6 +73,10 @@ class RolloutEngine(Protocol):
         """Cut these requests short; unknown or finished ids are ignored. `request_ids` is never empty."""
         ...
 
+    async def holds(self, version: int) -> bool:
+        """Whether the engine answers, and samples from the weights of this policy version. Raises nothing."""
+        ...
+
     async def close(self) -> None:
         """Release connections."""
         ...

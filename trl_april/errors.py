@@ -28,6 +28,10 @@ class WeightSyncError(AprilError, RuntimeError):
     """The server does not hold the weights that the trainer has just sent."""
 
 
+class RoundSuspended(AprilError, RuntimeError):
+    """A round was broken off on request, here or in another process. What has arrived is in the pool."""
+
+
 class CheckpointError(AprilError, ValueError):
     """A checkpoint, or the partial samples in it, that training cannot be resumed from."""
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 CLOSED = "closed"
+SUSPENDED = "suspended"
 END = "end"
+LAST = (CLOSED, SUSPENDED, END)  # what a round's listening ends with
 # To listen costs nothing while nothing happens. A time-out would be reported on the terminal by the store.
 LISTEN = timedelta(days=7)
 
@@ -41,6 +43,9 @@ class SharedQuota:
     Attributes:
         num_finished (`int`):
             Finished groups of all processes, as of the last update.
+        is_closed, is_suspended (`bool`):
+            How the round ended, by what was told first. The same in all processes after
+            [`~SharedQuota.end_listening`], unless it ended with an error.
     """
 
     def __init__(self, store: Store, roster: Roster, max_rejected: int | None = None) -> None:
@@ -55,17 +60,22 @@ class SharedQuota:
         self._told: set[int] = set()  # rejected groups that the others can know of
         self._rejected = 0  # rejected groups that were heard of, of all processes
         self._to_learn: list[int] = []  # of these, the ones that are not admitted here yet
-        self._closed = False
+        self._ends = False  # whether it may be or has been closed or suspended, as far as known here
+        self.is_closed = self.is_suspended = False
         self._listener: _Listener | None = None
 
     def begin_round(self) -> None:
-        """Start to count, from what every process knows: the pools have entered the round and admitted its groups."""
+        """Start to count, from what every process knows: the pools have entered the round and admitted its groups.
+
+        Or they go on with a round that was suspended.
+        """
         self._round += 1
         self._requirements = self._roster.requirements()
         self._known = [self._roster.num_finished(born) for born, _ in self._requirements]
         self._counted = set(self._roster.finished)
         self.num_finished = len(self._counted)
-        self._told, self._rejected, self._to_learn, self._closed = set(), 0, [], False
+        self._told, self._rejected, self._to_learn = set(self._roster.rejected), len(self._roster.rejected), []
+        self._ends = self.is_closed = self.is_suspended = False
         self._listener = _Listener(self._store, self._key("event"))
 
     def notify(self) -> None:
@@ -100,18 +110,24 @@ class SharedQuota:
         # In a thread, because the store is spoken to over a socket, which must not hold up the streams.
         totals = await asyncio.to_thread(self._add, added, list(rejected))
         self.num_finished = self._known[0] + totals[0]
-        if self._suffice(totals) and not self._closed:
-            self._closed = True
+        if self._suffice(totals) and not self._ends:
+            self._ends = True
             await asyncio.to_thread(self._tell, CLOSED)
-        return self._closed
+        return self._ends
 
-    def end_listening(self) -> None:
-        """Hear no more of this round, whether it was closed or broken off. Every process calls it."""
+    def end_listening(self, *, suspend: bool = False) -> None:
+        """Hear no more of this round, whether it was closed or broken off. Every process calls it.
+
+        Args:
+            suspend (`bool`, *optional*, defaults to `False`):
+                Whether all processes are to break the round off, unless it was closed before.
+        """
         if self._listener is None:
             return
-        if not self._closed:
+        if suspend or not self._ends:
             try:
-                self._tell(END)  # or there would be nothing more to hear, and nothing to wake up from
+                # Without an end there would be nothing more to hear, and nothing to wake up from.
+                self._tell(SUSPENDED if suspend else END)
             except RuntimeError:
                 return  # the store is gone, as the round's own error says
         self._listener.join()
@@ -160,8 +176,11 @@ class SharedQuota:
 
         A replacement may be rejected elsewhere before it is admitted here, but not before those that it replaces.
         """
-        self._closed = self._closed or CLOSED in events
-        rejected = [int(event) for event in events if event not in (CLOSED, END)]
+        for event in events:
+            if event in LAST and not self.is_closed and not self.is_suspended:
+                self.is_closed, self.is_suspended = event == CLOSED, event == SUSPENDED
+        self._ends = self._ends or self.is_closed or self.is_suspended
+        rejected = [int(event) for event in events if event not in LAST]
         self._rejected += len(rejected)
         self._to_learn += rejected
         for group_id in [group_id for group_id in self._to_learn if group_id in self._roster]:
@@ -210,9 +229,12 @@ class _Listener:
         return self.take()
 
     def join(self) -> None:
-        """Wait until it has read that the round is closed or ended."""
+        """Wait until it has read how the round has ended."""
         if self._loop is not None:
             self._thread.join()
+            return
+        while self._read_next() not in LAST:
+            pass
 
     def _read_next(self) -> str:
         event = self._store.get(f"{self._prefix}-{self._read + 1}").decode()
@@ -223,7 +245,7 @@ class _Listener:
     def _listen(self) -> None:
         assert self._loop is not None
         try:
-            while self._read_next() not in (CLOSED, END):
+            while self._read_next() not in LAST:
                 self._loop.call_soon_threadsafe(self.news.set)
             self._loop.call_soon_threadsafe(self.news.set)
         except RuntimeError:  # the store is gone, or the loop: the next question to the store will say so

@@ -7,17 +7,18 @@ every token that arrived is in the pool. Time is the event loop's, so a loop wit
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
 from contextlib import aclosing
 
 from .dynamic_sampling import DynamicSampling
-from .engine import GenerationRequest, RolloutEngine
-from .errors import EngineError, ServerError
+from .engine import RolloutEngine
+from .errors import EngineError, RoundSuspended, ServerError
 from .pool import Pool
 from .quota import SharedQuota
+from .request import RequestMaker
 from .round import Round
+from .silence import Silences
 from .types import FinishReason, Group, GroupState, Sample
 
 
@@ -40,7 +41,7 @@ class RolloutDriver:
         idle_timeout (`float`, *optional*, defaults to `240.0`):
             Seconds without a single token from the engine after which a round fails. There is no total time-out: a
             completion of 20 minutes is normal.
-        retries (`int`, *optional*, defaults to `3`):
+        retries (`int`, *optional*, defaults to `5`):
             How often a sample is asked for again, from the prefix that arrived, when its stream breaks without
             progress.
         sweep_interval (`float`, *optional*, defaults to `0.05`):
@@ -60,7 +61,7 @@ class RolloutDriver:
         run_id: str,
         seed: int | None = None,
         idle_timeout: float = 240.0,
-        retries: int = 3,
+        retries: int = 5,
         sweep_interval: float = 0.05,
         dynamic_sampling: DynamicSampling | None = None,
         quota: SharedQuota | None = None,
@@ -68,19 +69,20 @@ class RolloutDriver:
         self.pool = pool
         self.engine = engine
         self.round: Round | None = None
-        self._run_id = run_id
-        self._seed = seed
+        self._is_taken = False  # whether that round is over
+        self._requests = RequestMaker(run_id, seed)
         self._idle_timeout = idle_timeout
         self._retries = retries
         self._sweep_interval = sweep_interval
         self._dynamic = dynamic_sampling
         self._quota = quota
-        self._rejected_before = 0, 0  # groups and tokens when the round began
+        self._before: dict[str, int] = {}  # counters of the pool when the round began
         self._held_before: dict[int, int] = {}  # tokens of each group when the round began
-        self._requests_sent = 0
         self._running: dict[str, Sample] = {}  # by request id
+        self._silences = Silences(engine, idle_timeout)
         self._tasks: set[asyncio.Task[None]] = set()  # one per sample of the round
-        self._dispatched: list[Sample] = []
+        self._asked: set[int] = set()  # samples that have such a task
+        self._dispatched: dict[int, Sample] = {}  # by the identity of the sample, in the whole round
         self._closing = asyncio.Event()
         self._sample_ended = asyncio.Event()
         self._error: BaseException | None = None
@@ -98,55 +100,59 @@ class RolloutDriver:
     async def generate(self) -> Round:
         """Run the pool's current round until it may close, and until nothing of it is left running.
 
-        The pool's `begin_round` and the admissions come first; they are the caller's.
+        The pool's `begin_round` and the admissions come first; they are the caller's. A round that ended with an error
+        can be gone on with by another call, until [`~RolloutDriver.take`].
 
         Returns:
             `Round`: What it took. Its batch is still in the pool.
 
         Raises:
-            ServerError: If the engine went away or fell silent.
+            ServerError: If the engine went away, fell silent, or lost the weights of the round's policy version.
+            RoundSuspended: If the round was suspended, here or in another process.
             EngineError: If it sent something that is no piece of a rollout.
             PoolError: If an invariant is broken, or too few groups were admitted to meet the quota.
         """
         clock = asyncio.get_running_loop().time
         assert self.pool.version is not None, "begin_round comes first"
-        self.round = Round(self.pool.version, started=clock())
+        if self.round is None or self._is_taken or self.round.version != self.pool.version:
+            self._open_round(self.pool.version)
+        assert self.round is not None
         self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
         self._error = None
-        self._tasks, self._dispatched = set(), []
-        tokens_before = self.pool.tokens_generated
-        self._rejected_before = self.pool.groups_rejected, self.pool.tokens_rejected
-        if self._dynamic is not None:
-            self._dynamic.begin_round()
-        self._held_before = {group.group_id: group.num_tokens for group in self.pool}
+        self._tasks, self._asked = set(), set()
 
         if not self.pool.quota_met:
-            self.round.resumed_groups = sum(group.state is GroupState.PARKED for group in self.pool)
             if self._quota is not None:
                 self._quota.begin_round()
             self._dispatch()
             watching = [asyncio.create_task(self._judge()), asyncio.create_task(self._watch_quota())]
+            silences = asyncio.create_task(self._watch_silences())
             try:
                 await self._wait_for_quota(watching)
                 closing_began = clock()
-                await self._drain()
+                if self._error is None:
+                    await self._drain()
                 self.round.abort_seconds = clock() - closing_began
             finally:
-                for task in watching:
+                for task in (*watching, silences):
                     task.cancel()
                 # Also on cancellation: cut what runs and keep what has arrived.
                 await self._cut_off()
-                await asyncio.gather(*watching, return_exceptions=True)
+                await asyncio.gather(*watching, silences, return_exceptions=True)
                 if self._quota is not None:
-                    self._quota.end_listening()
+                    self._agree_on_the_end(self._quota)
             self.round.requests = len(self._dispatched)
-            self.round.launched_tokens = sum(len(sample) for sample in self._dispatched)
+            self.round.launched_tokens = sum(len(sample) for sample in self._dispatched.values())
             if self._error is not None:
                 raise self._error
 
         self.round.seconds = clock() - self.round.started
-        self.round.generated_tokens = self.pool.tokens_generated - tokens_before
+        self.round.generated_tokens = self.pool.tokens_generated - self._before["tokens_generated"]
         return self.round
+
+    def suspend(self, reason: str) -> None:
+        """Break the round off, in all processes: [`~RolloutDriver.generate`] raises. From the event loop."""
+        self._fail(RoundSuspended(reason))
 
     def take(self) -> Round:
         """Take the batch of the round that was run, or what of it is in this pool.
@@ -159,12 +165,34 @@ class RolloutDriver:
             filled_before = self._dynamic.groups_filled
             self._dynamic.fill(self.pool)
             self.round.filled_groups = self._dynamic.groups_filled - filled_before
-        self.round.rejected_groups = self.pool.groups_rejected - self._rejected_before[0]
-        self.round.rejected_tokens = self.pool.tokens_rejected - self._rejected_before[1]
+        self.round.rejected_groups = self.pool.groups_rejected - self._before["groups_rejected"]
+        self.round.rejected_tokens = self.pool.tokens_rejected - self._before["tokens_rejected"]
         self.round.groups = self.pool.take()
+        self._is_taken = True
         self.round.carried_tokens = sum(self._held_before.get(group.group_id, 0) for group in self.round.groups)
         self.pool.check()
         return self.round
+
+    def _open_round(self, version: int) -> None:
+        self._is_taken = False
+        self.round = Round(version, started=asyncio.get_running_loop().time())
+        self.round.resumed_groups = sum(group.state is GroupState.PARKED for group in self.pool)
+        self._dispatched = {}
+        names = ("tokens_generated", "groups_rejected", "tokens_rejected")
+        self._before = {name: getattr(self.pool, name) for name in names}
+        self._held_before = {group.group_id: group.num_tokens for group in self.pool}
+        if self._dynamic is not None:
+            self._dynamic.begin_round()
+
+    def _agree_on_the_end(self, quota: SharedQuota) -> None:
+        """Hear whether the round was closed or suspended: what was told first holds in all processes."""
+        interrupted = isinstance(self._error, (ServerError, RoundSuspended))
+        quota.end_listening(suspend=interrupted)
+        if quota.is_closed and interrupted:
+            logger.warning("%s The round had closed by then.", self._error)
+            self._error = None
+        elif quota.is_suspended and self._error is None:
+            self._error = RoundSuspended("Another process has suspended the round.")
 
     # One sample
 
@@ -174,19 +202,33 @@ class RolloutDriver:
         try:
             while not self._closing.is_set():
                 length_before = len(sample)
+                stream = asyncio.create_task(self._stream(group, sample))
                 try:
-                    if await self._stream(group, sample):
+                    if await stream:
                         break
                     if self._closing.is_set():
                         break
-                    error: ServerError = ServerError(
-                        f"Somebody else aborted sample {sample.index} of group {sample.group_id}."
-                    )
+                    error = ServerError(f"Somebody aborted sample {sample.index} of group {sample.group_id}.")
                 except ServerError as caught:
                     error = caught
+                except asyncio.CancelledError:
+                    if not stream.cancelled() or _is_cancelled():
+                        raise
+                    error = ServerError(
+                        f"The stream of sample {sample.index} of group {sample.group_id} has been silent for "
+                        f"{self._idle_timeout:.0f} s."
+                    )
                 # A stream that broke behind the last token of the budget has left a finished sample.
                 if self._closing.is_set() or sample.finish_reason is not None:
                     break
+                assert self.round is not None and self.pool.version is not None
+                self.round.broken_streams += 1
+                # A server that was started anew has its initial weights, and would sample from them.
+                if not await self.engine.holds(self.pool.version):
+                    raise ServerError(
+                        f"{error} The server is away, or no longer has the weights of policy version "
+                        f"{self.pool.version}."
+                    )
                 failures = 1 if len(sample) > length_before else failures + 1
                 if failures > self._retries:
                     raise error
@@ -206,13 +248,15 @@ class RolloutDriver:
     async def _stream(self, group: Group, sample: Sample) -> bool:
         """Send one request and record what it returns; whether the sample is finished."""
         assert self.round is not None
-        request = self._request(group, sample)
+        request = self._requests.make(group, sample, self.pool.version)
         self.pool.start(sample)
         self._running[request.request_id] = sample
+        self._silences.begin(request.request_id)
         self._note_in_flight()
         try:
             async with aclosing(self.engine.generate(request)) as stream:
                 async for chunk in stream:
+                    self._silences.heard(request.request_id)
                     self.pool.record(sample, chunk.token_ids, chunk.logprobs)
                     if chunk.finish_reason == "abort":
                         self.round.aborted_requests += self._closing.is_set()  # not those that others abort
@@ -224,34 +268,21 @@ class RolloutDriver:
                     raise ServerError(f"The stream of {request.request_id} ended without a finish reason.")
         finally:
             del self._running[request.request_id]
+            self._silences.end(request.request_id)
             self._note_in_flight()
             if sample.finish_reason is None:
                 self.pool.park(sample)
         return sample.finish_reason is not None
 
-    def _request(self, group: Group, sample: Sample) -> GenerationRequest:
-        self._requests_sent += 1
-        name = f"{self._run_id}-{sample.group_id}-{sample.index}"
-        return GenerationRequest(
-            # The counter makes the id unique: a sample is asked for once per segment, and again after a broken stream.
-            request_id=f"{name}-{self._requests_sent}",
-            token_ids=[*group.prompt_ids, *sample.token_ids],
-            generated=len(sample),
-            max_tokens=group.remaining(sample),
-            # KV computed under other weights can then never be hit, even if a reset of the cache fails.
-            cache_salt=f"{self._run_id}-{self.pool.version}",
-            seed=None if self._seed is None else derive_seed(self._seed, sample),
-        )
-
     # The round
 
     def _dispatch(self) -> None:
         """Ask for every sample that waits and has no task; one whose stream broke is asked for again by its own."""
-        asked = set(map(id, self._dispatched))
         for group, sample in self.pool.ready():
-            if id(sample) in asked:
+            if id(sample) in self._asked:
                 continue
-            self._dispatched.append(sample)
+            self._asked.add(id(sample))
+            self._dispatched[id(sample)] = sample
             self._tasks.add(asyncio.create_task(self._complete(group, sample)))
 
     async def _judge(self) -> None:
@@ -279,6 +310,12 @@ class RolloutDriver:
     async def _replace_rejected(self) -> None:
         """Go on with others in the place of rejected groups, unless the round closes."""
         if self._dynamic is not None and not self._closing.is_set() and await self._dynamic.replace(self.pool):
+            assert self.pool.version is not None
+            # With no stream that could have broken, a server that was started anew would not be noticed.
+            if not self._running and not await self.engine.holds(self.pool.version):
+                raise ServerError(
+                    f"The server is away, or no longer has the weights of policy version {self.pool.version}."
+                )
             self._dispatch()
 
     async def _watch_quota(self) -> None:
@@ -291,6 +328,13 @@ class RolloutDriver:
                     self._closing.set()
                 await self._replace_rejected()
         except Exception as caught:  # the store, which another process may have taken with it
+            self._fail(caught)
+
+    async def _watch_silences(self) -> None:
+        """End streams that fall silent while others go on."""
+        try:
+            await self._silences.watch()
+        except Exception as caught:
             self._fail(caught)
 
     async def _wait_for_quota(self, watching: list[asyncio.Task[None]]) -> None:
@@ -354,8 +398,8 @@ class RolloutDriver:
         """Leave nothing running, whatever happened before; a no-op after a complete drain."""
         self._closing.set()
         try:
-            if self._running and self._error is None:
-                # Cancelled (Ctrl-C): the server is well, so what it has generated can still be fetched.
+            if self._running:
+                # What the server has generated can still be fetched, unless it is gone; then streams end at once.
                 async with asyncio.timeout(5):
                     await self._drain()
         except TimeoutError:
@@ -385,10 +429,10 @@ class RolloutDriver:
         self.round.in_flight.append((elapsed, len(self._running)))
 
 
-def derive_seed(seed: int, sample: Sample) -> int:
-    """A seed for the next segment of `sample`: equal seeds give equal completions, so no two requests share one."""
-    key = f"{seed}/{sample.group_id}/{sample.index}/{len(sample)}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1  # vLLM takes signed 64-bit
+def _is_cancelled() -> bool:
+    """Whether the current task itself is being cancelled, and not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _finish_reason(reason: str) -> FinishReason:

@@ -44,6 +44,13 @@ class Round:
             Their tokens.
         filled_groups (`int`):
             Rejected groups that were taken all the same, because the round could not be filled otherwise.
+        broken_streams (`int`):
+            Requests that ended without their last tokens, because the connection broke, the stream fell silent, or the
+            server went away. Each can have lost as many tokens as a chunk has, and no more.
+        outages (`int`):
+            How often the round was suspended because the server had gone away or had lost its weights.
+        outage_seconds (`float`):
+            Time until it was back, as a part of `seconds`.
         in_flight (`list[tuple[float, int]]`):
             `(seconds since started, requests in flight)` at every change.
     """
@@ -62,6 +69,9 @@ class Round:
     rejected_groups: int = 0
     rejected_tokens: int = 0
     filled_groups: int = 0
+    broken_streams: int = 0
+    outages: int = 0
+    outage_seconds: float = 0.0
     in_flight: list[tuple[float, int]] = field(default_factory=list)
 
     @property

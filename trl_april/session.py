@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +23,19 @@ from .background import BackgroundLoop
 from .checkpoint import SavedRollouts, save_rollouts
 from .config import AprilOptions
 from .dynamic_sampling import DynamicSampling
+from .errors import RoundSuspended, ServerError
 from .pool import Pool
 from .pool_state import restore
 from .processes import Processes
 from .progress import RoundProgress
 from .quota import SharedQuota
+from .recovery import Recovery
 from .rollout import RolloutDriver
 from .round import Round
 from .row_order import make_source, optimiser_steps_per_round, resumed_source
 from .sampling import SamplingOptions, sampling_options
 from .scoring import RewardScorer
+from .stop import StopRequest
 from .types import Group
 from .vllm_engine import VLLMEngine
 
@@ -52,6 +56,8 @@ class RolloutSession:
             APRIL's own options.
         processes ([`OneProcess`] or [`ManyProcesses`]):
             Those that training runs in.
+        stop (`StopRequest`):
+            Whether a signal has asked training to end.
         api_key (`str`, *optional*):
             Key of the server.
         saved ([`~trl_april.checkpoint.SavedRollouts`], *optional*):
@@ -64,6 +70,7 @@ class RolloutSession:
         options: AprilOptions,
         *,
         processes: Processes,
+        stop: StopRequest,
         api_key: str | None = None,
         saved: SavedRollouts | None = None,
     ) -> None:
@@ -96,6 +103,9 @@ class RolloutSession:
                 self._replace,
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.quota,
             )
+        self._stop = stop
+        self.recovery = Recovery(trainer.vllm_generation, processes, patience=args.vllm_server_timeout, stop=stop)
+        self._tokens_at_outage = 0
         self.quota = processes.quota(self.pool.roster, self._dynamic.max_rejected if self._dynamic else None)
         self.driver = RolloutDriver(
             self.pool,
@@ -118,21 +128,16 @@ class RolloutSession:
                 Whether to show no progress bar.
 
         Raises:
-            As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion.
+            As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion. A
+            `ServerError` comes after the server was waited for, and in all processes.
         """
         self.pool.begin_round(version)
         for group in self._admission.next_groups(self.pool.room):
             group.admit_to(self.pool)
-        with RoundProgress(self.pool, self.driver, self.quota, disable=silent) as progress:
-
-            def poll() -> None:
-                self._processes.check()
-                progress.update()
-
-            done = self._loop.run(self.driver.generate(), poll=poll)
-        if self.quota is not None:
-            self._agree(self.quota)
-        self.driver.take()
+        while not self._generate(silent=silent):
+            pass
+        self.recovery.all_is_well()
+        done = self.driver.take()
         self._let_go_of_trained()
         self._in_training.append((self._trainer._step, done.groups))
         batch, row_of = self.pool.roster.delivered, self._admission.row_of
@@ -140,6 +145,46 @@ class RolloutSession:
         self._admission.let_go([*batch, *self.pool.roster.rejected], done.groups)
         self._account_for_rejected()
         return done
+
+    def _generate(self, *, silent: bool) -> bool:
+        """Run the round on; whether it may be closed, or else an outage is over."""
+        interrupted: ServerError | RoundSuspended | None = None
+        with RoundProgress(self.pool, self.driver, self.quota, disable=silent) as progress:
+
+            def poll() -> None:
+                self._processes.check()
+                progress.update()
+                if self._stop.signal:
+                    self._loop.call(lambda: self.driver.suspend("A signal has asked training to end."))
+
+            try:
+                self._loop.run(self.driver.generate(), poll=poll)
+            except (ServerError, RoundSuspended) as error:
+                interrupted = error
+        if self.quota is not None:
+            self._agree(self.quota)
+        if interrupted is None:
+            return True
+        self._recover(interrupted)
+        return False
+
+    def _recover(self, interrupted: ServerError | RoundSuspended) -> None:
+        """Get over what has suspended the round; every process comes here.
+
+        Raises:
+            ServerError: If the server stays away, or generates nothing.
+            Stopped: If a signal has asked training to end.
+        """
+        began = time.monotonic()
+        lost = isinstance(interrupted, ServerError)
+        if not lost or self.pool.tokens_generated > self._tokens_at_outage:
+            self.recovery.all_is_well()
+        self._tokens_at_outage = self.pool.tokens_generated
+        self.recovery.wait_for_server(interrupted if lost else None)
+        self.recovery.restore_weights()
+        assert self.driver.round is not None
+        self.driver.round.outages += 1
+        self.driver.round.outage_seconds += time.monotonic() - began
 
     def _agree(self, quota: SharedQuota) -> None:
         """Let every process know what is finished in all of them, and so which groups the round delivers."""

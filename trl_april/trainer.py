@@ -19,29 +19,31 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainerControl
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
 from .applies import check_dataset, check_processes, why_stock
 from .batch import batch_rows, rollout_output, round_metrics
-from .checkpoint import FOLDER, SavedRollouts, load_rollouts, resolve_checkpoint
+from .checkpoint import FOLDER
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
-from .errors import CheckpointError, ConfigError, PoolError
+from .errors import CheckpointError, ConfigError, PoolError, ServerError
 from .loss import known_to_trl
 from .pool import Pool
 from .processes import processes_of
+from .recovery import Recovery
 from .round import Round
 from .session import RolloutSession, sampling_of
+from .stop import Stopped, StopRequest, leave
+from .trainer_checkpoints import TrainerCheckpoints
 from .types import Group
 from .weight_sync import ServerGeneration
 
@@ -150,8 +152,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
         self.round_history: deque[Round] = deque(maxlen=ROUNDS_KEPT)
         self.trained_micro_steps = 0  # calls of `training_step` whose gradients are in the weights
-        self._saved: SavedRollouts | None = None  # from the checkpoint to resume from
-        self._resumed_from: str | None = None
         if self.april_enabled:
             self._options = AprilOptions.of(args)
             self._check_arguments(args, train_dataset)
@@ -208,16 +208,22 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool = None
         # An earlier call may have ended in the middle of a generation batch.
         self._step, self.trained_micro_steps, self._buffered_inputs = 0, 0, None
-        with self._processes.watched():
-            resume_from_checkpoint = resolve_checkpoint(resume_from_checkpoint, self.args.output_dir)
-            self._resumed_from = resume_from_checkpoint
-            self._saved = None if resume_from_checkpoint is None else load_rollouts(Path(resume_from_checkpoint))
+        with self._listening_to_signals(), self._processes.watched():
+            self._checkpoints = TrainerCheckpoints(self, self._processes)
+            resume_from_checkpoint = self._checkpoints.open(resume_from_checkpoint)
             try:
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+                if self._stop.signal:
+                    leave(self._stop.signal)
+                return output
             finally:
                 if self._session is not None:
                     self._session.close()
                     self._session = None  # the pool stays, to be looked at
+
+    def _listening_to_signals(self) -> Any:
+        self._stop = StopRequest(self._processes.check)
+        return self._stop.listening() if self._options.save_on_signal else nullcontext()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.evaluation_loop`]; errors are shared as in `train`."""
@@ -228,6 +234,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         # Evaluation is TRL's stock path. In training, `inputs` are the rows that stock GRPO would generate for now;
         # the pool has them too, from the same order, but trains them when they are done.
         if not self.april_enabled or not self.model.training:
+            if self.april_enabled and self.state.global_step == self._last_loaded_step:
+                if not self.vllm_generation.holds_weights():
+                    self._last_loaded_step = -1  # TRL then syncs
             return super()._generate_and_score_completions(inputs)
         done = self._run_round()
         self.groups_in_training = done.groups
@@ -240,10 +249,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         return batch
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # First the pool, then everything else: what is written last is what makes a checkpoint complete.
-        if self._session is not None and not self.args.save_only_model:
-            self._save_pool(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+        # First the rollouts, then everything else: what is written last is what makes a checkpoint complete.
+        if self._session is not None:
+            self._checkpoints.save_rollouts(trial)
         super()._save_checkpoint(model, trial)
+        if self._session is not None:
+            self._checkpoints.is_saved()
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -261,20 +272,24 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self._session is None:
             self._open_session()
         assert self._session is not None
-        sync_seconds = 0.0
-        if self.state.global_step != self._last_loaded_step:
-            with profiling_context(self, "sync_weights"):
-                self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-            sync_seconds = self.vllm_generation.sync_seconds
-        silent = self.args.disable_tqdm or not self.is_world_process_zero()
-        with profiling_context(self, "vLLM.generate"):
-            done = self._session.run_round(self.state.global_step, silent=silent)
+        try:
+            sync_seconds = self._sync_weights(self._session.recovery)
+            silent = self.args.disable_tqdm or not self.is_world_process_zero()
+            with profiling_context(self, "vLLM.generate"):
+                done = self._session.run_round(self.state.global_step, silent=silent)
+        except Stopped as stopped:
+            self._checkpoints.save_now()
+            leave(stopped.signal)
+        except ServerError:  # of all processes, after waiting for it
+            if self.args.save_strategy != SaveStrategy.NO:
+                self._checkpoints.save_now()
+            raise
         metrics = round_metrics(
             done,
             self._session.pool,
             sync_seconds=sync_seconds,
             max_staleness=self._options.max_staleness,
+            stream_interval=self._options.stream_interval,
             total=self._processes.total,
             most=self._processes.most,
         )
@@ -283,27 +298,42 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.round_history.append(replace(done, groups=[]))
         return done
 
+    def _sync_weights(self, recovery: Recovery) -> float:
+        """See to it that the server has the weights; returns the seconds that it took."""
+        if self.state.global_step == self._last_loaded_step:
+            # Unless it was started anew since, as it may be between the rounds of one step.
+            return self.vllm_generation.sync_seconds if recovery.restore_weights() else 0.0
+        with profiling_context(self, "sync_weights"):
+            recovery.sync_weights()
+        self._last_loaded_step = self.state.global_step
+        return self.vllm_generation.sync_seconds
+
     def _open_session(self) -> None:
-        saved, self._saved = self._saved, None
+        saved = self._checkpoints.take_rollouts()
         try:
             self._session = RolloutSession(
-                self, self._options, processes=self._processes, api_key=_api_key(), saved=saved
+                self,
+                self._options,
+                processes=self._processes,
+                stop=self._stop,
+                api_key=_api_key(),
+                saved=saved,
             )
         except PoolError as error:
             raise CheckpointError(
-                f"The partial samples in {self._resumed_from} cannot be resumed. {error} Or remove its folder "
-                f"`{FOLDER}` to go on without them."
+                f"The partial samples in {self._checkpoints.resumed_from} cannot be resumed. {error} Or remove its "
+                f"folder `{FOLDER}` to go on without them."
             ) from error
-        if saved is None and self.state.global_step > 0:
-            logger.info(f"{self._resumed_from} has no partial samples, as those of stock GRPO.")
         self.pool = self._session.pool
 
-    def _save_pool(self, checkpoint: Path) -> None:
-        assert self._session is not None
-        if self._processes.rank == 0:
-            # Until this save is complete, what an earlier run has left there is no checkpoint either.
-            (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        self._session.save(checkpoint)
+    def step_has_ended(self, control: TrainerControl) -> None:
+        """Note how much of what was generated is in the weights, and end training if a signal has asked for it."""
+        self.trained_micro_steps = self._step
+        if self._options.save_on_signal:
+            (number,) = self._processes.most([float(self._stop.signal)])
+            if number:
+                self._stop.signal = int(number)  # `train` leaves with it
+                control.should_save = control.should_training_stop = True
 
     def _oldest_trained(self, done: Round) -> int | None:
         """The oldest policy version whose tokens stay in the loss; `None` if all do."""
@@ -398,13 +428,13 @@ class APRILGRPOTrainer(GRPOTrainer):
 
 
 class _StepEnd(TrainerCallback):
-    """Notes how much of what was generated has gone into the weights."""
+    """What there is to do when an optimiser step has ended."""
 
     def __init__(self, trainer: APRILGRPOTrainer) -> None:
         self._trainer = trainer
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.trained_micro_steps = self._trainer._step
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.step_has_ended(control)
 
 
 def _api_key() -> str | None:

@@ -17,6 +17,10 @@ from .errors import EngineError, ServerError
 from .sampling import SamplingOptions
 
 
+# A server that is well answers at once, however busy it is.
+ANSWER_SECONDS = 10.0
+
+
 class VLLMEngine:
     """Generates on a vLLM server through `/v1/completions` and `/abort_requests`.
 
@@ -110,6 +114,17 @@ class VLLMEngine:
             raise ServerError(
                 f"The vLLM server at {self._base_url} did not take an abort: {error or type(error).__name__}."
             ) from error
+
+    async def holds(self, version: int) -> bool:
+        """See [`~trl_april.engine.RolloutEngine.holds`]."""
+        try:
+            async with self._open_session().get(
+                f"{self._base_url}/weight_info", timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+            ) as response:
+                await _raise_for_status(response)
+                return bool(orjson.loads(await response.read())["weight_version"] == str(version))
+        except (aiohttp.ClientError, OSError, TimeoutError, EngineError, ValueError, TypeError, KeyError):
+            return False
 
     async def close(self) -> None:
         """See [`~trl_april.engine.RolloutEngine.close`]."""

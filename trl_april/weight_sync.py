@@ -5,7 +5,7 @@ that every sync ends with the server's `weight_version` set and the canary asked
 they are called (FSDP, DeepSpeed, PEFT merging) is TRL's, and so is generation for evaluation.
 
 The invariant owned here: after `sync_weights` returns, the server samples from the weights of the policy version that
-it reports.
+it reports; if it has gone away or was started anew, that is known in all processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .canary import Canary, server_logprobs, trainer_logprobs
-from .errors import ConfigError, ServerError, WeightSyncError
+from .errors import AprilError, ConfigError, ServerError, WeightSyncError
 from .processes import Processes
 from .server_check import ServerFacts, check_server
 
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # Bytes of parameters collected before a shard file is written: what the sync costs in memory beside the model.
 SHARD_BYTES = 512 * 1024**2
+# Seconds for an answer that needs no work.
+ANSWER_SECONDS = 10.0
 _REMEDY = (
     "Its log says more. With weight_sync='filesystem' it must see the files under the same path: set weight_sync_dir "
     "to a shared folder if it runs on another host."
@@ -112,6 +114,8 @@ class ServerGeneration(VLLMGeneration):
         self._needs_logprobs = needs_logprobs
         self._api_key = api_key
         self.sync_seconds = 0.0  # of the last sync
+        self._stamp: str | None = None  # the server's weight version, if it is the server that was synced last
+        self._gone: Exception | None = None  # what showed, in a sync, that the server has gone away
         super().__init__(mode="server", **kwargs)
 
     def _init_vllm(self) -> None:
@@ -127,13 +131,7 @@ class ServerGeneration(VLLMGeneration):
             api_key=self._api_key,
         )
         self.base_url = self.vllm_client.base_url
-        self.facts: ServerFacts = check_server(
-            self.vllm_client.session,
-            self.base_url,
-            config=config,
-            max_completion_length=self.max_completion_length,
-            needs_logprobs=self._needs_logprobs,
-        )
+        self.facts = self._check_server()
         self.weight_sync = self._choose_weight_sync()
         if self.weight_sync == "nccl" and self.accelerator.is_main_process:
             self.vllm_client.init_communicator(device=self.accelerator.device)
@@ -144,6 +142,15 @@ class ServerGeneration(VLLMGeneration):
             comparable=not self.facts.quantized,
         )
         self._tied_names = _tied_names(self.model)
+
+    def _check_server(self) -> ServerFacts:
+        return check_server(
+            self.vllm_client.session,
+            self.base_url,
+            config=self.model.config,
+            max_completion_length=self.max_completion_length,
+            needs_logprobs=self._needs_logprobs,
+        )
 
     def _choose_weight_sync(self) -> str:
         if self._weight_sync_dir is not None and not os.path.isdir(self._weight_sync_dir):
@@ -166,22 +173,81 @@ class ServerGeneration(VLLMGeneration):
         """Give the server the trainer's weights, stamp them with the policy version, and verify that they are in use.
 
         Raises:
+            ServerError: If the server has gone away, in all processes. When it is back, the sync can be done again.
             WeightSyncError: If the server refuses the weights, or samples from others afterwards.
         """
         began = time.perf_counter()
         version = self._policy_version()
+        self._gone = None
+        if self.accelerator.is_main_process:
+            self._unless_gone(self._attach_again)
+        self._tell_if_gone()
         self.model = self._trained_model()
         _reshard(self.model)
-        if self.weight_sync == "nccl":
-            super().sync_weights()  # resets the prefix cache too
-        else:
+        if self.weight_sync == "filesystem":
             self._sync_through_files()
+        elif self._processes.count == 1:
+            self._unless_gone(super().sync_weights)  # resets the prefix cache too
+        else:
+            super().sync_weights()  # a collective call, which must not be left behind in one process
         # Reading sharded weights and computing with them takes all processes.
         expected = trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device)
-        if self.accelerator.is_main_process:
-            self._stamp_and_verify(version, expected)
-        self._processes.barrier()  # none may ask for tokens before the server has the weights
+        if self.accelerator.is_main_process and self._gone is None:
+            self._unless_gone(lambda: self._stamp_and_verify(version, expected))
+        self._tell_if_gone()  # none may ask for tokens before the server has the weights
+        self._stamp = str(version)
         self.sync_seconds = time.perf_counter() - began
+
+    def is_alive(self) -> bool:
+        """Whether the server answers this process that it is ready to generate."""
+        try:
+            return bool(self.vllm_client.session.get(f"{self.base_url}/health", timeout=ANSWER_SECONDS).ok)
+        except requests.RequestException:
+            return False
+
+    def holds_weights(self) -> bool:
+        """Whether the server still has the weights of the last sync. A collective call."""
+        lost = self.accelerator.is_main_process and self._reported_version() != self._stamp
+        return not self._processes.most([float(lost)])[0]
+
+    def _reported_version(self) -> str | None:
+        try:
+            version = self._answer("GET", "weight_info", timeout=ANSWER_SECONDS)["weight_version"]
+        except (WeightSyncError, KeyError):
+            return None
+        return str(version)
+
+    def _attach_again(self) -> None:
+        """Look whether the server is the one that was synced last. If it was started anew, it may be another one."""
+        if not self.is_alive():
+            raise ServerError(f"The vLLM server at {self.base_url} does not answer.")
+        if self._stamp is None or self._reported_version() == self._stamp:
+            return
+        logger.warning(
+            "The vLLM server at %s has been started anew, or somebody else has changed its weights. It gets those of "
+            "the trainer again.",
+            self.base_url,
+        )
+        self.facts, self._stamp = self._check_server(), None
+        if self.weight_sync == "nccl":
+            self.vllm_client.init_communicator(device=self.accelerator.device)
+
+    def _unless_gone(self, step: Callable[[], None]) -> None:
+        """Do a step of the sync. If it fails because the server has gone away, note that and go on: gathering weights
+        takes all processes, and the others do not know yet."""
+        try:
+            step()
+        except (AprilError, requests.RequestException, OSError) as error:
+            if self.is_alive():
+                raise
+            self._gone = error
+
+    def _tell_if_gone(self) -> None:
+        """Let all processes know, by the same error. A collective call."""
+        if self._processes.most([float(self._gone is not None)])[0]:
+            raise ServerError(
+                f"The vLLM server at {self.base_url} has gone away in the weight sync. {self._gone or ''}"
+            ) from self._gone
 
     def _stamp_and_verify(self, version: int, expected: list[float]) -> None:
         if self.weight_sync == "filesystem":
@@ -190,7 +256,13 @@ class ServerGeneration(VLLMGeneration):
         reported = self._get("weight_info")["weight_version"]
         if reported != str(version):
             raise WeightSyncError(f"The server reports weight version {reported!r} after the sync of {version}.")
-        found = server_logprobs(self.vllm_client.session, self.base_url, self.facts.model, self._canary.token_ids)
+        found = server_logprobs(
+            self.vllm_client.session,
+            self.base_url,
+            self.facts.model,
+            self._canary.token_ids,
+            timeout=self.server_timeout,
+        )
         self._canary.compare(expected, found, version)
 
     # File system
@@ -199,7 +271,7 @@ class ServerGeneration(VLLMGeneration):
         params = self._iter_named_params()
         try:
             if self.accelerator.is_main_process:
-                self._write_and_load(params)
+                self._unless_gone(lambda: self._write_and_load(params))
         finally:
             # Gathering a parameter takes all processes, so whatever has failed here, this one goes on to the end. The
             # end is also where adapters that were merged for the sync are unmerged.
@@ -250,9 +322,13 @@ class ServerGeneration(VLLMGeneration):
     def _get(self, path: str) -> dict[str, Any]:
         return self._answer("GET", path)
 
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float | None = None
+    ) -> dict[str, Any]:
         try:
-            response = self.vllm_client.session.request(method, f"{self.base_url}/{path}", json=body)
+            response = self.vllm_client.session.request(
+                method, f"{self.base_url}/{path}", json=body, timeout=timeout or self.server_timeout
+            )
         except requests.RequestException as error:
             raise WeightSyncError(
                 f"The vLLM server failed at /{path} in the weight sync: {error}. {_REMEDY}"

@@ -1,0 +1,47 @@
+"""The requests of a run: under which id, salt and seed a sample is asked for.
+
+The invariant owned here: no two requests share an id or a seed, and no two policy versions a cache salt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from .engine import GenerationRequest
+from .types import Group, Sample
+
+
+class RequestMaker:
+    """Makes the requests of one process of a run.
+
+    Args:
+        run_id (`str`):
+            Prefix of request ids and cache salts.
+        seed (`int`, *optional*):
+            If given, every request gets a seed derived from it, the sample, and the tokens it already has.
+    """
+
+    def __init__(self, run_id: str, seed: int | None = None) -> None:
+        self._run_id = run_id
+        self._seed = seed
+        self._made = 0
+
+    def make(self, group: Group, sample: Sample, version: int | None) -> GenerationRequest:
+        """A request for what `sample` still lacks, to be generated under the policy `version`."""
+        self._made += 1
+        return GenerationRequest(
+            # The counter makes the id unique: a sample is asked for once per segment, and again after a broken stream.
+            request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._made}",
+            token_ids=[*group.prompt_ids, *sample.token_ids],
+            generated=len(sample),
+            max_tokens=group.remaining(sample),
+            # KV computed under other weights can then never be hit, even if a reset of the cache fails.
+            cache_salt=f"{self._run_id}-{version}",
+            seed=None if self._seed is None else derive_seed(self._seed, sample),
+        )
+
+
+def derive_seed(seed: int, sample: Sample) -> int:
+    """A seed for the next segment of `sample`: equal seeds give equal completions, so no two requests share one."""
+    key = f"{seed}/{sample.group_id}/{sample.index}/{len(sample)}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1  # vLLM takes signed 64-bit

@@ -1,0 +1,102 @@
+"""The checkpoints of a training run: where it resumes from, and what it leaves.
+
+The invariant owned here: at no moment is there less to resume from than before. A folder that is written anew is no
+checkpoint until it is complete again, and one that is complete for this step only gets the newer rollouts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+from transformers.trainer import TRAINER_STATE_NAME
+
+from .checkpoint import SavedRollouts, load_rollouts, resolve_checkpoint
+from .processes import Processes
+
+
+if TYPE_CHECKING:
+    from .trainer import APRILGRPOTrainer
+
+logger = get_logger(__name__)
+
+
+class TrainerCheckpoints:
+    """Reads and writes the rollouts in a trainer's checkpoints.
+
+    Args:
+        trainer ([`APRILGRPOTrainer`]):
+            The trainer.
+        processes ([`OneProcess`] or [`ManyProcesses`]):
+            Those that training runs in.
+
+    Attributes:
+        resumed_from (`str`, *optional*):
+            Folder that training resumes from.
+    """
+
+    def __init__(self, trainer: APRILGRPOTrainer, processes: Processes) -> None:
+        self.resumed_from: str | None = None
+        self._trainer = trainer
+        self._processes = processes
+        self._rollouts: SavedRollouts | None = None
+        self._step: int | None = None  # of the complete checkpoint that has the weights of the moment
+
+    def open(self, resume_from: str | bool | None) -> str | None:
+        """Find the checkpoint to resume from, and read what it holds of rollouts.
+
+        Args:
+            resume_from (`str` or `bool`, *optional*):
+                As for [`~transformers.Trainer.train`].
+
+        Returns:
+            `str` or `None`: Its folder.
+
+        Raises:
+            CheckpointError: If it is not complete, or damaged.
+        """
+        self.resumed_from = resolve_checkpoint(resume_from, self._trainer.args.output_dir)
+        if self.resumed_from is not None:
+            folder = Path(self.resumed_from)
+            self._rollouts = load_rollouts(folder)
+            if self._rollouts is None:
+                logger.info(f"{folder} has no partial samples, as those of stock GRPO.")
+            step = folder.name.removeprefix("checkpoint-")
+            if step.isdecimal() and folder.resolve() == self._folder(int(step)).resolve():
+                self._step = int(step)
+        return self.resumed_from
+
+    def take_rollouts(self) -> SavedRollouts | None:
+        """What the checkpoint holds of rollouts. Once, since it is large."""
+        rollouts, self._rollouts = self._rollouts, None
+        return rollouts
+
+    def save_rollouts(self, trial: Any = None) -> None:
+        """Write the rollouts into the checkpoint of the present step, before the trainer writes everything else."""
+        if self._trainer.args.save_only_model:
+            return  # nobody can resume from it
+        folder = self._folder(self._trainer.state.global_step, trial)
+        if self._processes.rank == 0 and self._step != self._trainer.state.global_step:
+            # Until this save is complete, what an earlier run has left there is no checkpoint either.
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        session = self._trainer._session
+        assert session is not None
+        session.save(folder)
+
+    def is_saved(self) -> None:
+        """The checkpoint of the present step is complete."""
+        self._step = self._trainer.state.global_step
+
+    def save_now(self) -> None:
+        """Write a checkpoint in the middle of a step: the weights at its beginning, and all that is generated."""
+        trainer = self._trainer
+        if self._step == trainer.state.global_step:
+            self.save_rollouts()  # the weights are in it already
+        else:
+            trainer._save_checkpoint(trainer.model, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        logger.warning(f"Training can be resumed from {self._folder(trainer.state.global_step)}.")
+
+    def _folder(self, step: int, trial: Any = None) -> Path:
+        return Path(self._trainer._get_output_dir(trial)) / f"checkpoint-{step}"
