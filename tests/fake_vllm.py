@@ -116,7 +116,8 @@ class FakeVLLM:
     """The server, on a thread of its own for the length of a `with` block.
 
     Args:
-        model, model_path, vocab_size, max_model_len, dtype, quantization, device, logprobs_mode, weight_transfer:
+        model, model_path, vocab_size, max_model_len, dtype, quantization, device, logprobs_mode, weight_transfer,
+        version:
             What it says of itself.
         api_key (`str`, *optional*):
             Demanded as a bearer token under `/v1`, as vLLM does.
@@ -135,6 +136,7 @@ class FakeVLLM:
         received: Every request, in the order of arrival.
         holds_new_weights: Whether `/update_weight_version` has an effect.
         weight_version: What `/weight_info` reports.
+        prompt_logprobs: Log-probabilities of the second to the last of some token ids, in place of -1 for each.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class FakeVLLM:
         device: str = "cpu",
         logprobs_mode: str = "processed_logprobs",
         weight_transfer: dict[str, Any] | None = None,
+        version: str = "0.31.0",
         api_key: str | None = None,
         dev_endpoints: bool = True,
         prompt_length: int = 3,
@@ -164,6 +167,7 @@ class FakeVLLM:
         self.device = device
         self.logprobs_mode = logprobs_mode
         self.weight_transfer = weight_transfer
+        self.version = version
         self.api_key = api_key
         self.dev_endpoints = dev_endpoints
         self.prompt_length = prompt_length
@@ -174,6 +178,7 @@ class FakeVLLM:
         self.received: list[Received] = []
         self.holds_new_weights = True
         self.weight_version = "default"
+        self.prompt_logprobs: Callable[[list[int]], list[float]] = lambda token_ids: [-1.0] * (len(token_ids) - 1)
         self.base_url = ""
         self._streams: dict[str, Stream] = {}
 
@@ -209,6 +214,8 @@ class FakeVLLM:
         app.add_routes(
             [
                 web.get("/health", self._health),
+                web.get("/version", self._version),
+                web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._models),
                 web.post("/v1/completions", self._completions),
             ]
@@ -258,6 +265,17 @@ class FakeVLLM:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        labels = f'{{engine="0",model_name="{self.model}"}}'
+        return web.Response(
+            text="# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
+            f"vllm:num_requests_running{labels} {float(len(self._streams))}\n"
+            f"vllm:num_requests_waiting{labels} 0.0\n"
+        )
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
@@ -316,7 +334,8 @@ class FakeVLLM:
             return await self._stream(request, body)
         choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
         if body.get("prompt_logprobs") is not None:
-            choice["prompt_logprobs"] = [None, *({str(token_id): {"logprob": -1.0}} for token_id in prompt[1:])]
+            logprobs = zip(prompt[1:], self.prompt_logprobs(prompt), strict=True)
+            choice["prompt_logprobs"] = [None, *({str(token_id): {"logprob": value}} for token_id, value in logprobs)]
         return web.json_response({"id": "cmpl-check", "model": self.model, "choices": [choice]})
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The command line: `trl-april serve` and `trl-april demo`.
+"""The command line: `trl-april serve`, `trl-april doctor` and `trl-april demo`.
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -17,6 +17,16 @@ Run a vLLM server with every flag that training needs, until Ctrl-C.
 All flags but the ones below are passed on to vLLM and win over our defaults:
     trl-april serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     python -m vllm.entrypoints.openai.api_server --help=all        lists them
+"""
+
+
+DOCTOR_DESCRIPTION = """\
+Check whether training can work, one line for each thing: ok, warn, FAIL or skip, what was found, and the remedy.
+
+Without --base-url this is about the environment only. With it, also about a server, which may be in use: it is then
+not measured. Its API key is taken from VLLM_API_KEY. The exit code is 1 if something FAILs, and 0 otherwise.
+    trl-april doctor
+    trl-april doctor --base-url http://127.0.0.1:8000 --json server.json
 """
 
 
@@ -43,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
     serve.add_argument("--port", default=8000, type=int, help="port to bind to (default: %(default)s)")
 
+    _add_doctor(commands)
+
     # The demo has a parser of its own, and its own help.
     commands.add_parser(
         "demo",
@@ -53,6 +65,49 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this environment and a vLLM server, and measure the server",
+        description=DOCTOR_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--base-url", metavar="URL", help="server to check, such as http://127.0.0.1:8000")
+    doctor.add_argument("--model", metavar="DIR", help="model that is to be trained (default: the one that is served)")
+    doctor.add_argument("--json", dest="json_file", metavar="FILE", help="also write everything that was found there")
+    doctor.add_argument(
+        "--max-completion-length",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of the longest completion, for which the context needs room (default: %(default)s)",
+    )
+    doctor.add_argument(
+        "--weight-sync-dir", metavar="DIR", help="where weights travel through files (default: shared memory)"
+    )
+    doctor.add_argument(
+        "--max-sequences",
+        type=int,
+        default=64,
+        metavar="N",
+        help="sequences at once up to which decoding is measured (default: %(default)s)",
+    )
+    doctor.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="silence after which an answer of the server is given up (default: %(default)s)",
+    )
+    doctor.add_argument(
+        "--sync",
+        action="store_true",
+        help="send the server the weights of its model even if it holds those of a training run, or is in use: they "
+        "are overwritten",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
@@ -61,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Arguments, without the name of the program. Those of the process if left out.
 
     Returns:
-        `int`: Exit code: that of the server or of the demo, 1 for an error of ours, 130 after Ctrl-C.
+        `int`: Exit code: that of the server, the doctor or the demo, 1 for an error of ours, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -69,7 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Otherwise the value of a vLLM flag would be taken for the model.
         parser.error(f"serve: the model comes first: trl-april serve MODEL {arguments[1]} ...")
     options, rest = parser.parse_known_args(arguments)
+    if options.command == "doctor" and rest:
+        parser.error(f"doctor: unknown arguments: {' '.join(rest)}")
     try:
+        if options.command == "doctor":
+            from .doctor import DoctorOptions
+            from .doctor import run as run_doctor
+
+            given = vars(options)
+            return run_doctor(DoctorOptions(**{name: value for name, value in given.items() if name != "command"}))
+
         if options.command == "demo":
             from .demo import main as run_demo
 

@@ -73,11 +73,11 @@ def check_server(
             short.
     """
     try:
-        info = _server_info(session, base_url)
+        info = server_info(session, base_url)
         model = info["model_config"]
         logprobs_mode, served_model = str(model["logprobs_mode"]), str(model["model"])
         facts = ServerFacts(
-            model=str(_get(session, f"{base_url}/v1/models")["data"][0]["id"]),
+            model=str(get_json(session, f"{base_url}/v1/models")["data"][0]["id"]),
             max_model_len=int(model["max_model_len"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             quantized=model["quantization"] is not None,
@@ -89,25 +89,17 @@ def check_server(
             f"What answers at {base_url} does not answer as a vLLM server does: {error!r}. Check "
             "vllm_server_base_url, and that the server is a version of vLLM that TRL supports."
         ) from error
-    if needs_logprobs and logprobs_mode != "processed_logprobs":
-        raise ConfigError(
-            f"The vLLM server at {base_url} runs with --logprobs-mode {logprobs_mode}, which are not the "
-            "log-probabilities that its tokens are sampled with, so the off-policy correction would be wrong. Restart "
-            "it with --logprobs-mode processed_logprobs (`trl-april serve` does), or set "
-            "vllm_importance_sampling_correction=False."
-        )
-    if max_completion_length is not None and facts.max_model_len <= max_completion_length:
-        raise ConfigError(
-            f"The vLLM server at {base_url} has a context of {facts.max_model_len} tokens, but a prompt and a "
-            f"completion of max_completion_length={max_completion_length} tokens have to fit. Restart it with a "
-            "larger --max-model-len, or lower max_completion_length."
-        )
-    _check_architecture(served_model, base_url, config)
-    _check_vocabulary(session, base_url, facts.model, config)
+    if needs_logprobs:
+        check_logprobs_mode(logprobs_mode, base_url)
+    if max_completion_length is not None:
+        check_context(facts.max_model_len, max_completion_length, base_url)
+    check_architecture(served_model, base_url, config)
+    check_vocabulary(session, base_url, facts.model, config)
     return facts
 
 
-def _server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
+def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
+    """Returns the server's configuration (`VllmConfig`), or raises [`ServerError`]."""
     response = session.get(f"{base_url}/server_info", params={"config_format": "json"})
     if response.status_code == 404:
         raise ServerError(
@@ -118,7 +110,28 @@ def _server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
     return info
 
 
-def _check_architecture(name: str, base_url: str, config: PretrainedConfig) -> None:
+def check_logprobs_mode(mode: str, base_url: str) -> None:
+    """Refuse log-probabilities of another distribution than the one that is sampled from."""
+    if mode != "processed_logprobs":
+        raise ConfigError(
+            f"The vLLM server at {base_url} runs with --logprobs-mode {mode}, which are not the "
+            "log-probabilities that its tokens are sampled with, so the off-policy correction would be wrong. Restart "
+            "it with --logprobs-mode processed_logprobs (`trl-april serve` does), or set "
+            "vllm_importance_sampling_correction=False."
+        )
+
+
+def check_context(max_model_len: int, max_completion_length: int, base_url: str) -> None:
+    """Refuse a context that leaves no room for a prompt."""
+    if max_model_len <= max_completion_length:
+        raise ConfigError(
+            f"The vLLM server at {base_url} has a context of {max_model_len} tokens, but a prompt and a "
+            f"completion of max_completion_length={max_completion_length} tokens have to fit. Restart it with a "
+            "larger --max-model-len, or lower max_completion_length."
+        )
+
+
+def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> None:
     """Compare the served model's shape with the trainer's, where the server's model can be read from here."""
     try:
         served = AutoConfig.from_pretrained(name).get_text_config()
@@ -134,7 +147,7 @@ def _check_architecture(name: str, base_url: str, config: PretrainedConfig) -> N
             )
 
 
-def _check_vocabulary(session: requests.Session, base_url: str, model: str, config: PretrainedConfig) -> None:
+def check_vocabulary(session: requests.Session, base_url: str, model: str, config: PretrainedConfig) -> None:
     """The server must know the last token id of the trainer's vocabulary, and none beyond it."""
     size = config.get_text_config().vocab_size
     # vLLM lets the id that equals the tokenizer's size pass, so the next one is asked for.
@@ -149,7 +162,8 @@ def _check_vocabulary(session: requests.Session, base_url: str, model: str, conf
             )
 
 
-def _get(session: requests.Session, url: str) -> Any:
+def get_json(session: requests.Session, url: str) -> Any:
+    """Returns what a GET answers, or raises [`ServerError`] if that is no success."""
     return _json(session.get(url))
 
 

@@ -150,7 +150,8 @@ def server_command(
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *defaults, *vllm_args, *enforced]
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # macOS knows no affinity
@@ -188,12 +189,12 @@ def server_environment(
     if platform == "cpu" and not memory_flags & {flag_name(a) for a in vllm_args}:
         # In GiB. Unset, vLLM takes nearly all of the machine's memory, and the trainer lives on the same machine.
         merged.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if platform == "cpu" and _usable_cores() <= FEW_CORES:
+    if platform == "cpu" and usable_cores() <= FEW_CORES:
         # Despite its name it decides, on a CPU, whether the model runs in vLLM's scheduler process ("0") or in one of
         # its own. Then both spin while they wait for each other, and with two cores nothing is left for the process
         # that takes requests in: 32 concurrent requests were seen to run three at a time.
         merged.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # There, vLLM does not set the number of its threads itself. One on every core would wait for each other
         # whenever anything else runs: a step of 2 ms was seen to take 100.
-        merged.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() - 1)))
+        merged.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 1)))
     return merged
