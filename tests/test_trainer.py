@@ -31,8 +31,13 @@ from trl_april.trainer import APRILGRPOTrainer
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
 
-ROWS = [{"prompt": f"{number}+{number}=", "number": number} for number in range(48)]
-DATASET = Dataset.from_list(ROWS)
+
+def rows_of(count: int) -> Dataset:
+    return Dataset.from_list([{"prompt": f"{number}+{number}=", "number": number} for number in range(count)])
+
+
+DATASET = rows_of(48)
+ROWS = DATASET.to_list()
 
 
 def distinct_characters(completions, **kwargs) -> list[float]:

@@ -1,0 +1,93 @@
+"""Trains, is killed without a word, and trains on, again and again: a process that forks one child per attempt.
+
+The libraries are imported once, before the first fork, so that an attempt takes seconds. What a child has trained is
+in a journal, line by line. `python -m tests.kill_worker SPEC`, where the file SPEC holds JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.test_trainer import RecordingTrainer, distinct_characters, make_config, rows_of
+
+
+class JournalTrainer(RecordingTrainer):
+    """Writes down what it resumes with and what it trains."""
+
+    def __init__(self, *args: Any, journal: Path, **kwargs: Any) -> None:
+        self._journal = open(journal, "a", buffering=1)
+        super().__init__(*args, **kwargs)
+
+    def write(self, kind: str, groups: Any) -> None:
+        entry = {
+            "kind": kind,
+            "step": self.state.global_step,
+            "groups": {
+                group.group_id: [group.row["number"], [sample.token_ids.tolist() for sample in group.samples]]
+                for group in groups
+            },
+        }
+        self._journal.write(json.dumps(entry) + "\n")
+
+    def _open_session(self) -> None:
+        super()._open_session()
+        self.write("resumed", self.pool)
+
+    def _run_round(self) -> Any:
+        done = super()._run_round()
+        self.write("trained", done.groups)
+        return done
+
+
+def train(spec: dict[str, Any], journal: Path) -> None:
+    folder = Path(spec["folder"])
+    args = make_config(SimpleNamespace(base_url=spec["url"]), folder, **spec["options"])
+    trainer = JournalTrainer(spec["model"], distinct_characters, args, rows_of(spec["rows"]), journal=journal)
+    started = any(path.name == "trainer_state.json" for path in folder.glob("checkpoint-*/*"))
+    trainer.train(resume_from_checkpoint=started)
+    Path(f"{journal}.done").touch()
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    rng = random.Random(spec["seed"])
+    for attempt in range(spec["kills"] + 1):
+        journal = Path(spec["folder"], f"journal-{attempt:02d}.jsonl")
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setpgid(0, 0)
+                train(spec, journal)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if attempt < spec["kills"]:
+            # Every fourth dies while it starts, the others some steps later, however slow the machine is.
+            lines = 1 + rng.randrange(4) if attempt % 4 else 0
+            while lines and not (journal.exists() and journal.read_bytes().count(b"\n") >= lines):
+                time.sleep(0.01)
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    sys.exit(f"Attempt {attempt} has ended by itself.")
+            time.sleep(rng.uniform(0.0, spec["seconds"]))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            if Path(f"{journal}.done").exists():
+                sys.exit(f"Attempt {attempt} came to its end before it was killed: give it more steps.")
+        else:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
