@@ -44,6 +44,9 @@ class Pool:
             The most that the policy version may advance from one round to the next.
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Whether a finished group counts only once it is scored and accepted.
+        max_parked_tokens (`int`, *optional*):
+            Completion tokens that this pool may hold before groups that the batch does not need have to wait. By
+            default there is no bound.
 
     Raises:
         ConfigError: If an argument is out of range, or if under `"wait"` more groups would be outstanding than the
@@ -59,6 +62,7 @@ class Pool:
         staleness_policy: str = "wait",
         versions_per_round: int = 1,
         dynamic_sampling: bool = False,
+        max_parked_tokens: int | None = None,
     ) -> None:
         self.roster = Roster(
             quota,
@@ -68,6 +72,7 @@ class Pool:
             versions_per_round=versions_per_round,
         )
         self.dynamic_sampling = dynamic_sampling
+        self.max_parked_tokens = max_parked_tokens
         self.groups_admitted = 0
         self.groups_taken = 0
         self.groups_rejected = 0
@@ -109,6 +114,7 @@ class Pool:
                     "segment has one version. Park or finish them first."
                 )
         self.roster.begin_round(version)
+        self.roster.admits_surplus = not self.is_full
         self._rejected.clear()
 
     @property
@@ -181,10 +187,14 @@ class Pool:
     # Transitions of samples
 
     def ready(self) -> list[tuple[Group, Sample]]:
-        """Samples that can be started, resumed ones first, each kind oldest first."""
+        """Samples that can be started, resumed ones first, each kind oldest first.
+
+        In a full pool, only those of groups without which the round cannot close.
+        """
+        needed = self.roster.needed() if self.is_full else self._groups
         pairs = [
             (group, sample)
-            for group in self._groups.values()
+            for group in (self._groups[group_id] for group_id in needed if group_id in self._groups)
             for sample in group.samples
             if sample.state in (SampleState.WAITING, SampleState.PARKED)
         ]
@@ -369,7 +379,23 @@ class Pool:
     @property
     def tokens_held(self) -> int:
         """Completion tokens of all outstanding groups."""
-        return sum(group.num_tokens for group in self._groups.values())
+        return self.tokens_generated - self.tokens_taken - self.tokens_rejected
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it holds as many tokens as it may. Groups that a batch does not need then wait."""
+        return self.max_parked_tokens is not None and self.tokens_held >= self.max_parked_tokens
+
+    def not_needed(self) -> list[Sample]:
+        """Running samples of groups that the round can close without."""
+        needed = set(self.roster.needed())
+        return [
+            sample
+            for group in self._groups.values()
+            if group.group_id not in needed
+            for sample in group.samples
+            if sample.state is SampleState.RUNNING
+        ]
 
     def count(self, state: SampleState) -> int:
         """Samples in `state`."""
@@ -386,10 +412,11 @@ class Pool:
                 f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken, {self.groups_rejected} "
                 f"rejected and {len(self._groups)} are in the pool: a group was lost or taken twice."
             )
-        if self.tokens_generated != self.tokens_taken + self.tokens_rejected + self.tokens_held:
+        held = sum(group.num_tokens for group in self)
+        if self.tokens_generated != self.tokens_taken + self.tokens_rejected + held:
             raise PoolError(
                 f"{self.tokens_generated} tokens were generated, {self.tokens_taken} trained, {self.tokens_rejected} "
-                f"rejected and {self.tokens_held} are in the pool: tokens were lost or counted twice."
+                f"rejected and {held} are in the pool: tokens were lost or counted twice."
             )
         if list(self._groups) != sorted(self._groups):
             raise PoolError("The groups of the pool are not in the order of their ids.")
@@ -442,7 +469,8 @@ class Pool:
         self.tokens_taken, self.tokens_rejected = counters["tokens_taken"], counters["tokens_rejected"]
         # These two follow, since groups may have changed the pool, or been started over.
         self.groups_admitted = self.groups_taken + self.groups_rejected + len(self._groups)
-        self.tokens_generated = self.tokens_taken + self.tokens_rejected + self.tokens_held
+        held = sum(group.num_tokens for group in self)
+        self.tokens_generated = self.tokens_taken + self.tokens_rejected + held
         born = {group_id: group.born for group_id, group in groups.items()}
         finished = [group_id for group_id, group in groups.items() if self._deliverable(group)]
         self.roster.restore(born, finished, version=version, last_id=last_id)

@@ -11,6 +11,7 @@ import logging
 import random
 from contextlib import aclosing
 
+from .draining import drain
 from .dynamic_sampling import DynamicSampling
 from .engine import RolloutEngine
 from .errors import EngineError, RoundSuspended, ServerError
@@ -81,7 +82,9 @@ class RolloutDriver:
         self._running: dict[str, Sample] = {}  # by request id
         self._silences = Silences(engine, idle_timeout)
         self._tasks: set[asyncio.Task[None]] = set()  # one per sample of the round
-        self._asked: set[int] = set()  # samples that have such a task
+        self._asked: dict[int, asyncio.Task[None]] = {}  # such a task by the identity of its sample
+        self._holds_back = False  # whether samples wait that have been asked for, because the pool is full
+        self._is_trimmed = False  # whether only what the round needs is running
         self._dispatched: dict[int, Sample] = {}  # by the identity of the sample, in the whole round
         self._closing = asyncio.Event()
         self._sample_ended = asyncio.Event()
@@ -119,7 +122,7 @@ class RolloutDriver:
         assert self.round is not None
         self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
         self._error = None
-        self._tasks, self._asked = set(), set()
+        self._tasks, self._asked, self._holds_back, self._is_trimmed = set(), {}, False, False
 
         if not self.pool.quota_met:
             if self._quota is not None:
@@ -206,7 +209,7 @@ class RolloutDriver:
                 try:
                     if await stream:
                         break
-                    if self._closing.is_set():
+                    if self._closing.is_set() or self._asked.get(id(sample)) is not asyncio.current_task():
                         break
                     error = ServerError(f"Somebody aborted sample {sample.index} of group {sample.group_id}.")
                 except ServerError as caught:
@@ -258,6 +261,8 @@ class RolloutDriver:
                 async for chunk in stream:
                     self._silences.heard(request.request_id)
                     self.pool.record(sample, chunk.token_ids, chunk.logprobs)
+                    if self.pool.is_full:
+                        self._hold_back()
                     if chunk.finish_reason == "abort":
                         self.round.aborted_requests += self._closing.is_set()  # not those that others abort
                         break
@@ -281,9 +286,31 @@ class RolloutDriver:
         for group, sample in self.pool.ready():
             if id(sample) in self._asked:
                 continue
-            self._asked.add(id(sample))
+            self._is_trimmed = False
             self._dispatched[id(sample)] = sample
-            self._tasks.add(asyncio.create_task(self._complete(group, sample)))
+            task = self._asked[id(sample)] = asyncio.create_task(self._complete(group, sample))
+            self._tasks.add(task)
+
+    def _hold_back(self) -> None:
+        """The pool is full: go on with what the round cannot close without, and let the rest wait for another."""
+        if self._is_trimmed or self._closing.is_set():
+            return
+        self._is_trimmed = True
+        waiting = {id(sample) for sample in self.pool.not_needed()}
+        requests = [request_id for request_id, sample in self._running.items() if id(sample) in waiting]
+        if requests:
+            self._holds_back = True
+            for sample_id in waiting:
+                del self._asked[sample_id]
+            self._tasks.add(asyncio.create_task(self._abort(requests)))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        try:
+            await self.engine.abort(request_ids)
+        except ServerError as error:
+            logger.warning("%s", error)  # they run on until the round closes, which costs memory only
+        except Exception as caught:
+            self._fail(caught)
 
     async def _judge(self) -> None:
         """Score groups as they finish, until no sample runs any more and none can be admitted."""
@@ -309,7 +336,9 @@ class RolloutDriver:
 
     async def _replace_rejected(self) -> None:
         """Go on with others in the place of rejected groups, unless the round closes."""
-        if self._dynamic is not None and not self._closing.is_set() and await self._dynamic.replace(self.pool):
+        if self._dynamic is None or self._closing.is_set():
+            return
+        if await self._dynamic.replace(self.pool) or self._holds_back:
             assert self.pool.version is not None
             # With no stream that could have broken, a server that was started anew would not be noticed.
             if not self._running and not await self.engine.holds(self.pool.version):
@@ -364,35 +393,17 @@ class RolloutDriver:
 
     async def _drain(self) -> None:
         """Abort what runs, by id, until every stream has delivered its rest and ended."""
-        pending = {task for task in self._tasks if not task.done()}
-        silent_since = asyncio.get_running_loop().time()
-        progress = None
-        abort: asyncio.Task[None] | None = None
         try:
-            while pending:
-                if self._running and abort is None:
-                    # Beside the waiting, so that a server that does not answer it cannot hold up streams that end.
-                    abort = asyncio.create_task(self.engine.abort(list(self._running)))
-                _, pending = await asyncio.wait(pending, timeout=self._sweep_interval)
-                if abort is not None and abort.done():
-                    try:
-                        abort.result()
-                    except ServerError as error:
-                        logger.warning("%s Aborting again.", error)  # harmless to repeat
-                    abort = None
-                now = asyncio.get_running_loop().time()
-                if progress != (self.pool.tokens_generated, len(self._running)):
-                    progress, silent_since = (self.pool.tokens_generated, len(self._running)), now
-                elif now - silent_since > self._idle_timeout:
-                    raise ServerError(
-                        f"{len(self._running)} aborted requests have not ended in {self._idle_timeout:.0f} s."
-                    )
+            await drain(
+                self.engine,
+                self._tasks,
+                running=lambda: list(self._running),
+                progress=lambda: (self.pool.tokens_generated, len(self._running)),
+                sweep_interval=self._sweep_interval,
+                patience=self._idle_timeout,
+            )
         except Exception as error:  # the round must still be cut off
             self._fail(error)
-        finally:
-            if abort is not None:
-                abort.cancel()
-                await asyncio.gather(abort, return_exceptions=True)
 
     async def _cut_off(self) -> None:
         """Leave nothing running, whatever happened before; a no-op after a complete drain."""

@@ -44,6 +44,8 @@ class Roster:
             Groups that were rejected in this round, with the versions that they were born under.
         delivered (`list[int]`):
             Ids of the last batch, oldest first.
+        admits_surplus (`bool`):
+            Whether there is room for more groups than a batch has.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Roster:
         self.finished: list[int] = []
         self.rejected: dict[int, int] = {}
         self.delivered: list[int] = []
+        self.admits_surplus = True
         self._born: dict[int, int] = {}  # of every outstanding group, ids and versions ascending
 
     def __len__(self) -> int:
@@ -114,7 +117,8 @@ class Roster:
         A group admitted to such a round would be cut before its first token. [`~Roster.admit`] enforces the target
         only.
         """
-        return 0 if self.quota_met else max(0, self.target - len(self._born))
+        target = self.target if self.admits_surplus else self.quota
+        return 0 if self.quota_met else max(0, target - len(self._born))
 
     def admit(self, group_id: int) -> None:
         """Put the next group on the roster, whichever process it belongs to.
@@ -203,6 +207,13 @@ class Roster:
                 if must_finish > 0:
                     found.append(Requirement(born, must_finish))
         return found
+
+    def needed(self) -> list[int]:
+        """The groups without which the round cannot close: the oldest unfinished, as many as it waits for."""
+        missing = max(count - self.num_finished(born) for born, count in self.requirements())
+        finished = set(self.finished)
+        # Oldest first, so those that fall due come before the others.
+        return [group_id for group_id in self._born if group_id not in finished][: max(0, missing)]
 
     def num_finished(self, born: int) -> int:
         """Finished groups that were born under the version `born` or an older one, as far as known here."""

@@ -132,6 +132,9 @@ class RolloutSession:
             `ServerError` comes after the server was waited for, and in all processes.
         """
         self.pool.begin_round(version)
+        if self.pool.max_parked_tokens is not None:  # each process has its own, but they admit together
+            (full,) = self._processes.most([float(self.pool.is_full)])
+            self.pool.roster.admits_surplus = not full
         for group in self._admission.next_groups(self.pool.room):
             group.admit_to(self.pool)
         while not self._generate(silent=silent):
@@ -314,6 +317,7 @@ def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:
         staleness_policy=options.staleness_policy,
         versions_per_round=versions_per_round,
         dynamic_sampling=options.dynamic_sampling,
+        max_parked_tokens=options.max_parked_tokens,
     )
 
 
