@@ -193,6 +193,12 @@ class FakeVLLM:
         """Ids of the completions that are being streamed."""
         return set(self._streams)
 
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
+
     def __enter__(self) -> FakeVLLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fake-vllm", daemon=True)

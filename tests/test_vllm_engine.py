@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.round import Round
 from trl_april.sampling import SamplingOptions, sampling_options
-from trl_april.types import FinishReason, SampleState
+from trl_april.types import FinishReason, Sample, SampleState
 from trl_april.vllm_engine import VLLMEngine
 
 
@@ -104,6 +105,7 @@ def test_the_request_as_it_is_sent():
     assert received.path == "/v1/completions"
     assert received.headers["X-Request-Id"] == "run-7-1-9"
     assert received.headers["Content-Type"] == "application/json"
+    assert received.headers["Accept-Encoding"] == "identity"
     assert "Authorization" not in received.headers
     assert received.body == {
         "model": "tiny",
@@ -605,8 +607,9 @@ def run_round(server: FakeVLLM, pool: Pool) -> Round:
         (lambda stream: stream.event(["5"]), "not a number"),
         (lambda stream: stream.event([2**40]), "not a number"),
         (lambda stream: stream.event([5], logprobs=[1e300]), "not finite"),
+        (lambda stream: stream.event([5], logprobs=[0.5]), "not positive"),
     ],
-    ids=["None", "too few", "missing", "text", "too large", "infinite in float32"],
+    ids=["None", "too few", "missing", "text", "too large", "infinite in float32", "positive"],
 )
 def test_tokens_without_a_usable_logprob_end_the_round(event: Callable[[Stream], bytes], sentence: str):
     """Between engine and pool no bad token gets through, and none of the good ones is lost."""
@@ -626,6 +629,21 @@ def test_tokens_without_a_usable_logprob_end_the_round(event: Callable[[Stream],
     [group] = pool
     assert list(group.samples[0].token_ids) == [1, 2]
     assert group.samples[0].state is SampleState.PARKED
+
+
+@pytest.mark.parametrize(
+    ("value", "taken"), [(0.0, True), (-0.0, True), (1e-4, True), (0.01, False), (17.25, False), (-9999.0, True)]
+)
+def test_a_logprob_is_not_positive_beyond_rounding(value: float, taken: bool):
+    """A logit is, now and then: it must not be taken for one."""
+    sample = Sample(0, 0)
+    if taken:
+        sample.append([5, 6], [-1.0, value], 0)
+        assert sample.logprobs == array("f", [-1.0, value])
+    else:
+        with pytest.raises(EngineError, match="log-probabilities are not positive.*--logprobs-mode"):
+            sample.append([5, 6], [-1.0, value], 0)
+        assert (len(sample), sample.segments) == (0, [])
 
 
 def test_more_tokens_than_asked_for_end_the_round():

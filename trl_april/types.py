@@ -17,6 +17,11 @@ from typing import Any
 from .errors import EngineError, PoolError
 
 
+# A certain token has log-probability 0, which the difference of two large logits misses by a few units of the last
+# place. Beyond that it is something else, most likely a logit, and the correction would be wrong.
+LOGPROB_ROUNDING = 1e-3
+
+
 class FinishReason(StrEnum):
     """Why a sample is complete: the model stopped it, or its token budget is used up."""
 
@@ -95,7 +100,7 @@ class Sample:
 
         Raises:
             EngineError: If the two sequences differ in length, a token id is not a non-negative 32-bit integer, or a
-                log-probability is missing or not finite.
+                log-probability is missing, not finite, or positive.
         """
         if len(token_ids) != len(logprobs):
             raise EngineError(
@@ -117,6 +122,12 @@ class Sample:
             raise EngineError(
                 f"The engine sent a log-probability that is not finite for sample {self.index} of group "
                 f"{self.group_id}. The correction needs the one that each token was sampled with."
+            )
+        if max(new_logprobs) > LOGPROB_ROUNDING:
+            raise EngineError(
+                f"The engine sent {max(new_logprobs)} as a log-probability for sample {self.index} of group "
+                f"{self.group_id}; log-probabilities are not positive. Start the server with --logprobs-mode "
+                "processed_logprobs: it may be reporting logits."
             )
         self.token_ids.extend(new_ids)
         self.logprobs.extend(new_logprobs)

@@ -6,14 +6,15 @@ what was wrong with it. Nothing is retried here; a caller that asks again knows 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 import aiohttp
 import orjson
 
 from .engine import Chunk, GenerationRequest
 from .errors import EngineError, ServerError
+from .event_stream import EventStream
 from .sampling import SamplingOptions
 
 
@@ -35,6 +36,8 @@ class VLLMEngine:
             Tokens per streamed chunk.
         api_key (`str`, *optional*):
             Sent as a bearer token.
+        vocab_size (`int`, *optional*):
+            Size of the trained model's vocabulary; a token id beyond it is an error. By default any is taken.
     """
 
     def __init__(
@@ -45,9 +48,11 @@ class VLLMEngine:
         *,
         stream_interval: int = 64,
         api_key: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._base_url = base_url.rstrip("/")
         self._min_tokens = sampling.min_tokens
+        self._vocab_size = vocab_size
         self._body = {
             **sampling.body,
             "model": model,
@@ -57,7 +62,10 @@ class VLLMEngine:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # spares the server the text of every token
         }
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # What compresses a stream holds it back, until there is enough to compress.
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
@@ -78,21 +86,18 @@ class VLLMEngine:
                 headers={"X-Request-Id": request.request_id, "Content-Type": "application/json"},
             ) as response:
                 await _raise_for_status(response)
-                pending = b""
+                events = EventStream(request, self._vocab_size)
                 async for data in response.content.iter_any():
-                    *lines, pending = (pending + data).split(b"\n")
-                    for line in lines:
-                        chunk = _parse_line(line, request)
-                        if chunk is not None:
-                            yield chunk
-                            if chunk.finish_reason is not None:
-                                return
+                    for chunk in events.feed(data):
+                        yield chunk
+                    if events.ended:
+                        return
         except ServerError:
             raise  # it is an OSError too, but the server's own words
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerError(
                 f"The connection of request {request.request_id} to the vLLM server at {self._base_url} broke: "
-                f"{error or type(error).__name__}."
+                f"{_what(error)}."
             ) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -111,9 +116,7 @@ class VLLMEngine:
         except ServerError:
             raise
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ServerError(
-                f"The vLLM server at {self._base_url} did not take an abort: {error or type(error).__name__}."
-            ) from error
+            raise ServerError(f"The vLLM server at {self._base_url} did not take an abort: {_what(error)}.") from error
 
     async def holds(self, version: int) -> bool:
         """See [`~trl_april.engine.RolloutEngine.holds`]."""
@@ -149,10 +152,16 @@ class VLLMEngine:
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    _end_with_connection(response)
     if response.status == 200:
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise EngineError(
+                f"The answer to {response.url.path} is encoded as {encoding[:100]!r}, which was not asked for. Let no "
+                "proxy before the vLLM server compress its answers: it would hold tokens back."
+            )
         return
-    text = (await response.text())[:500]
-    message = f"The vLLM server answered {response.status} to {response.url.path}: {text}"
+    message = f"The vLLM server answered {response.status} to {response.url.path}: {await _beginning(response)}"
     if response.status == 401:
         raise EngineError(f"{message} Set VLLM_API_KEY to the key that the server was started with.")
     if response.status == 404 and response.url.path == "/abort_requests":
@@ -162,35 +171,41 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
     raise EngineError(message)
 
 
-def _parse_line(line: bytes, request: GenerationRequest) -> Chunk | None:
-    """One line of the event stream as a chunk; `None` for lines that carry no choice."""
-    line = line.strip()
-    if not line.startswith(b"data:"):
-        return None
-    data = line[len(b"data:") :].strip()
-    if data == b"[DONE]":
-        return None
-    try:
-        event = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise EngineError(f"Request {request.request_id} got a line that is not JSON: {data[:200]!r}.") from error
-    if isinstance(event, dict) and "error" in event:
-        raise ServerError(f"The vLLM server failed in the middle of request {request.request_id}: {event['error']}.")
-    try:
-        if not event["choices"]:
-            return None
-        choice = event["choices"][0]
-        echoed = choice.get("prompt_token_ids")
-        if echoed is not None and echoed != request.token_ids:
-            raise EngineError(
-                f"The server generated for other token ids than those of request {request.request_id}: it received "
-                f"{len(echoed)} of {len(request.token_ids)}."
-            )
-        return Chunk(choice["token_ids"] or [], _logprobs(choice), choice.get("finish_reason"))
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise EngineError(f"Request {request.request_id} got a malformed event: {data[:200]!r}.") from error
+def _end_with_connection(response: aiohttp.ClientResponse) -> None:
+    """Let reading from `response` end with its connection at the latest.
+
+    aiohttp 3.14 closes the connection at a malformed chunk, but does not tell whoever is reading, who would wait for
+    ever.
+    """
+
+    def end(closed: asyncio.Future[None] | None) -> None:
+        if closed is not None and not closed.cancelled():
+            closed.exception()  # or it would be reported as forgotten
+        if not response.content.is_eof() and response.content.exception() is None:
+            response.content.set_exception(aiohttp.ClientPayloadError("The answer was cut, or is not HTTP"))
+
+    protocol = response.connection and response.connection.protocol
+    if protocol is None:
+        return  # the whole answer is here
+    if protocol.closed is None:
+        end(None)
+    else:
+        protocol.closed.add_done_callback(end)
 
 
-def _logprobs(choice: dict[str, Any]) -> list[float]:
-    logprobs = choice.get("logprobs")
-    return [] if logprobs is None else logprobs["token_logprobs"]
+async def _beginning(response: aiohttp.ClientResponse, size: int = 500) -> str:
+    """What an answer begins with, whatever it is, as far as it arrives. No more of it is read."""
+    data = b""
+    try:
+        async for piece in response.content.iter_any():
+            data += piece
+            if len(data) >= size:
+                break
+    except (aiohttp.ClientError, OSError):
+        pass  # the status is what counts
+    return data[:size].decode(errors="replace")
+
+
+def _what(error: BaseException) -> str:
+    # Some of aiohttp's errors quote the whole answer.
+    return str(error)[:500] or type(error).__name__
