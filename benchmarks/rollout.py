@@ -64,6 +64,9 @@ class ForcedLengths:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._engine.abort(request_ids)
 
+    async def holds(self, version: int) -> bool:
+        return True  # nothing is trained, so nothing is lost by a restart
+
     async def close(self) -> None:
         await self._engine.close()
 

@@ -207,6 +207,8 @@ def answer(case: Case, asked: Asked) -> Answer | None:
         case.aborts += 1
         return case.mutant.answer if case.mutant.to_abort and case.aborts == 1 else None
     if asked.name.split("-")[1] == "1":
+        if asked.body["prompt"] != PROMPT:  # it was aborted because it had fallen silent, and is asked for again
+            return Answer([HEAD + b"\r\n"], Ending.SILENCE)
         return _sibling_answer()
     if asked.name not in case.names:
         case.names.append(asked.name)
@@ -293,7 +295,9 @@ def judge(case: Case, pool: Pool, sample: Sample, error: AprilError | None) -> N
         else:
             assert type(error) is said.outcome and not asked_again
     elif sight is Sight.SILENCE:
-        assert type(error) is ServerError and "has not sent a token" in str(error)
+        # One of the streams is given up, or the whole server.
+        assert type(error) is ServerError
+        assert "has not sent a token" in str(error) or "had fallen silent" in str(error)
     elif sight is Sight.NONE:
         assert first == 0
         assert type(error) in (EngineError, ServerError) or asked_again
@@ -319,6 +323,9 @@ async def run_cases(seeds: list[int]) -> Counter[str]:
     limit = asyncio.Semaphore(AT_ONCE)
 
     def answer_any(asked: Asked) -> Answer:
+        if asked.path == "/weight_info":  # asked before anything is asked for again
+            text = b'{"weight_version": "0"}'
+            return Answer([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)])
         if asked.name is None and "request_ids" not in asked.body:
             return Answer([b"HTTP/1.1 404 Not Found\r\n\r\n"])  # an abort that was redirected and lost its body
         name = asked.name or asked.body["request_ids"][0].removeprefix("cmpl-")

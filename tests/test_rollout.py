@@ -520,7 +520,7 @@ def test_somebody_else_who_aborts_for_ever_is_an_error_that_says_so():
     pool = make_pool(1, outstanding=1)
     admit(pool, 0)
     engine = ScriptedEngine(default=Attempt([End("abort")]))
-    with pytest.raises(ServerError, match="Somebody aborted sample 0 of group 0"):
+    with pytest.raises(ServerError, match="Sample 0 of group 0 was aborted by somebody else"):
         run(pool, engine, retries=2)
     assert len(engine.requests) == 3
 

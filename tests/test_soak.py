@@ -104,6 +104,9 @@ class RandomEngine:
             if cut is not None and not cut.done():
                 cut.set_result(True)
 
+    async def holds(self, version: int) -> bool:
+        return True
+
     async def close(self) -> None:
         assert not self._cuts
 
@@ -293,6 +296,7 @@ def test_nothing_grows_over_http():
         usages = []
         for version in range(300):
             pool.begin_round(version)
+            server.weight_version = str(version)
             rows.admit(pool, pool.room)
             rows.train((await driver.run_round()).groups)
             server.received.clear()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Coroutine
 from contextlib import aclosing
+from typing import Any
 
 from .draining import drain
 from .dynamic_sampling import DynamicSampling
@@ -82,6 +84,7 @@ class RolloutDriver:
         self._running: dict[str, Sample] = {}  # by request id
         self._silences = Silences(engine, idle_timeout)
         self._tasks: set[asyncio.Task[None]] = set()  # one per sample of the round
+        self._unfinished = 0  # of those tasks and the watching ones
         self._asked: dict[int, asyncio.Task[None]] = {}  # such a task by the identity of its sample
         self._holds_back = False  # whether samples wait that have been asked for, because the pool is full
         self._is_trimmed = False  # whether only what the round needs is running
@@ -122,16 +125,17 @@ class RolloutDriver:
         assert self.round is not None
         self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
         self._error = None
-        self._tasks, self._asked, self._holds_back, self._is_trimmed = set(), {}, False, False
+        self._tasks, self._asked, self._unfinished = set(), {}, 0
+        self._holds_back = self._is_trimmed = False
 
         if not self.pool.quota_met:
             if self._quota is not None:
                 self._quota.begin_round()
             self._dispatch()
-            watching = [asyncio.create_task(self._judge()), asyncio.create_task(self._watch_quota())]
+            watching = [self._watched(self._judge()), self._watched(self._watch_quota())]
             silences = asyncio.create_task(self._watch_silences())
             try:
-                await self._wait_for_quota(watching)
+                await self._wait_for_quota()
                 closing_began = clock()
                 if self._error is None:
                     await self._drain()
@@ -211,7 +215,10 @@ class RolloutDriver:
                         break
                     if self._closing.is_set() or self._asked.get(id(sample)) is not asyncio.current_task():
                         break
-                    error = ServerError(f"Somebody aborted sample {sample.index} of group {sample.group_id}.")
+                    error = ServerError(
+                        f"Sample {sample.index} of group {sample.group_id} was aborted by somebody else, or because "
+                        "it had fallen silent."
+                    )
                 except ServerError as caught:
                     error = caught
                 except asyncio.CancelledError:
@@ -288,8 +295,20 @@ class RolloutDriver:
                 continue
             self._is_trimmed = False
             self._dispatched[id(sample)] = sample
-            task = self._asked[id(sample)] = asyncio.create_task(self._complete(group, sample))
+            task = self._asked[id(sample)] = self._watched(self._complete(group, sample))
             self._tasks.add(task)
+
+    def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose end closes the round if it was the last."""
+        self._unfinished += 1
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._one_less)
+        return task
+
+    def _one_less(self, _: asyncio.Task[None]) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._closing.set()  # nothing is left that could close it
 
     def _hold_back(self) -> None:
         """The pool is full: go on with what the round cannot close without, and let the rest wait for another."""
@@ -366,20 +385,17 @@ class RolloutDriver:
         except Exception as caught:
             self._fail(caught)
 
-    async def _wait_for_quota(self, watching: list[asyncio.Task[None]]) -> None:
+    async def _wait_for_quota(self) -> None:
         """Until the round closes, nothing runs any more, or the engine has been silent for too long."""
-        closing = asyncio.create_task(self._closing.wait())
-        try:
-            while not self._closing.is_set():
-                pending = {task for task in (*self._tasks, *watching) if not task.done()}
-                if not pending:
-                    break
-                tokens = self.pool.tokens_generated
-                done, _ = await asyncio.wait(
-                    {closing, *pending}, timeout=self._idle_timeout, return_when=asyncio.FIRST_COMPLETED
-                )
+        # Not by asyncio.wait on all tasks: waiting anew at the end of each of n takes n steps.
+        while not self._closing.is_set():
+            tokens = self.pool.tokens_generated
+            try:
+                async with asyncio.timeout(self._idle_timeout):
+                    await self._closing.wait()
+            except TimeoutError:
                 # While nothing runs, it is a reward function that takes its time.
-                if not done and self._running and self.pool.tokens_generated == tokens:
+                if self._running and self.pool.tokens_generated == tokens:
                     self._fail(
                         ServerError(
                             f"The server has not sent a token for {self._idle_timeout:.0f} s with "
@@ -387,9 +403,6 @@ class RolloutDriver:
                             "vllm_server_timeout."
                         )
                     )
-        finally:
-            closing.cancel()
-        self._closing.set()
 
     async def _drain(self) -> None:
         """Abort what runs, by id, until every stream has delivered its rest and ended."""

@@ -93,6 +93,7 @@ class RolloutSession:
             trainer.vllm_generation.facts.model,
             sampling_of(args, stop_token_ids=trainer.eos_token_ids),
             stream_interval=options.stream_interval,
+            vocab_size=trainer.model.config.get_text_config().vocab_size,
             api_key=api_key,
         )
         self._dynamic = None
