@@ -459,6 +459,28 @@ def test_a_connection_that_breaks_after_the_finish_has_delivered_everything():
     assert chunks == [Chunk([1, 2], [-1.0, -1.0]), Chunk([3], [-1.0], "stop")]
 
 
+def test_what_had_arrived_when_a_connection_broke_is_handed_out():
+    """aiohttp keeps it to itself once it knows of the break, if nobody was reading at that moment."""
+    with FakeVLLM() as server:
+
+        async def script(stream: Stream) -> None:
+            await stream.raw(stream.event([1, 2]))
+            await asyncio.sleep(0.1)
+            await _dropped(stream, stream.event([3]), stream.event([4]))
+
+        async def read_slowly() -> list[int]:
+            engine, tokens = make_engine(server), []
+            with pytest.raises(ServerError, match="broke"):
+                async for chunk in engine.generate(REQUEST):
+                    tokens += chunk.token_ids
+                    await asyncio.sleep(0.4)
+            await engine.close()
+            return tokens
+
+        server.script = script
+        assert guarded(read_slowly()) == [1, 2, 3, 4]
+
+
 def test_a_response_that_ends_in_the_middle_of_a_line():
     """A truncated event is not an event: the stream ends without a finish reason, which the driver asks again for."""
 

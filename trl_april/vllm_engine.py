@@ -87,11 +87,19 @@ class VLLMEngine:
             ) as response:
                 await _raise_for_status(response)
                 events = EventStream(request, self._vocab_size)
-                async for data in response.content.iter_any():
-                    for chunk in events.feed(data):
+                try:
+                    async for data in response.content.iter_any():
+                        for chunk in events.feed(data):
+                            yield chunk
+                        if events.ended:
+                            return
+                except aiohttp.ClientError:
+                    # What had arrived by then has not been handed out, and would have to be generated again.
+                    for chunk in events.feed(response.content._read_nowait(-1)):
                         yield chunk
                     if events.ended:
                         return
+                    raise
         except ServerError:
             raise  # it is an OSError too, but the server's own words
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
