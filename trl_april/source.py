@@ -16,6 +16,8 @@ from .errors import ConfigError
 
 
 Row = dict[str, Any]
+# What a source says of itself, and a checkpoint holds.
+CURSOR = ("origin", "handed_out", "groups_per_round", "micro_steps_per_round", "gradient_accumulation_steps")
 
 
 class RowSource:
@@ -177,7 +179,9 @@ class RowSource:
             `int`: How many of `rows` training has no use for any more: 0, unless its arguments have changed.
         """
         self.replace(rejected)
-        passed = len(self.next_rows(rows))
+        passed = 0
+        while passed < rows and self.next_rows(1):  # one by one: of a long run they are too many to be held at once
+            passed += 1
         self._next_id = max(self._next_id, next_id)
         return rows - passed
 
