@@ -814,7 +814,9 @@ def test_an_index_that_says_something_else_is_refused_at_once(corpus, tmp_path, 
     put(tmp_path, files)
     found = outcome(tmp_path)
     assert isinstance(found, CheckpointError)
-    assert "is missing" in str(found) or f"{INDEX} is damaged" in str(found)
+    # A number of files that there may be leads to the first one that there is not; all else is not even looked for.
+    is_a_number = field == "processes" and type(value) is int and value > 0
+    assert ("is missing" if is_a_number else f"{INDEX} is damaged") in str(found)
 
 
 @pytest.mark.parametrize(
