@@ -6,6 +6,7 @@ import datetime
 import decimal
 import json
 import math
+import sys
 import zoneinfo
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ plain = st.recursive(
     | st.times()
     | st.timedeltas()
     | st.decimals(allow_nan=False)
-    | st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
+    | st.datetimes(timezones=st.none() | st.timezones() | st.just(datetime.timezone(datetime.timedelta(hours=-3)))),
     lambda inner: (
         st.lists(inner)
         | st.dictionaries(st.text(), inner)
@@ -54,6 +55,8 @@ def same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, datetime.datetime):
+        return left == right and (left.fold, str(left.tzinfo)) == (right.fold, str(right.tzinfo))
     return left == right
 
 
@@ -73,6 +76,10 @@ def test_rows_come_back_equal_and_of_the_same_types(row: dict[str, Any]):
         np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
         np.array([True, False]),
         np.array([1 + 2j]),
+        np.arange(3, dtype=">i4"),
+        np.array([b"a", b"bc"]),
+        np.array([1, 2], dtype="timedelta64[25s]"),
+        np.zeros((2, 0, 3)),
     ],
 )
 def test_numpy_arrays(array: np.ndarray):
@@ -103,11 +110,14 @@ def test_numpy_scalars(scalar: Any):
         torch.zeros(0, 2),
         torch.tensor([True, False]),
         torch.arange(6).reshape(2, 3).T,
+        torch.tensor([1 + 2j]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.ones(2, dtype=torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn)[:1],
     ],
 )
 def test_tensors(tensor: torch.Tensor):
     found = through_json({"x": tensor})["x"]
-    assert found.dtype == tensor.dtype and found.shape == tensor.shape and torch.equal(found, tensor)
+    assert found.dtype == tensor.dtype and found.shape == tensor.shape and found.tolist() == tensor.tolist()
 
 
 def test_not_a_number_and_infinity():
@@ -142,16 +152,75 @@ def test_what_datasets_hands_out():
         np.zeros(1, dtype=[("a", object)]),
         [lambda: 0],
         len,
+        np.zeros(2, dtype=[("a", np.int32)]),  # would come back without its fields
+        np.zeros(2, dtype=[("a", np.int32)])[0],
+        np.array(["a"], dtype=np.dtypes.StringDType()),  # its memory holds pointers
+        np.void(b"ab"),
+        torch.zeros(2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        datetime.time(1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+        [1 << 20_000],
     ],
 )
 def test_what_cannot_be_written_is_refused_by_column_and_type(value: Any):
-    with pytest.raises(ConfigError, match="Column 'thing' of the training dataset holds a .* save_strategy='no'"):
+    with pytest.raises(ConfigError, match="Column 'thing' of the training dataset holds an? .* save_strategy='no'"):
         encode_row({"prompt": "x", "thing": {"inside": [value]}})
+
+
+def test_what_holds_itself_is_refused():
+    rows: list = []
+    rows.append(rows)
+    with pytest.raises(ConfigError, match="Column .thing. of the .* holds lists or dicts that are nested"):
+        encode_row({"thing": rows})
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+@pytest.mark.parametrize(
+    "when",
+    [
+        datetime.datetime(2020, 3, 29, 2, 30, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),  # an hour that there was not
+        datetime.datetime(2020, 10, 25, 2, 30, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),  # one that there was twice
+        datetime.datetime(2020, 10, 25, 2, 30),
+        datetime.time(2, 30),
+        datetime.time(2, 30, tzinfo=datetime.UTC),
+    ],
+)
+def test_times_that_are_not_there_or_there_twice(when: Any, fold: int):
+    when = when.replace(fold=fold)
+    found = through_json({"x": when})["x"]
+    assert repr(found) == repr(when)
 
 
 @pytest.mark.parametrize(
     "encoded",
     [
+        {"$array": ["|O", [1], "AAAAAAAAAAA="]},
+        {"$array": ["O", [1], "AAAAAAAAAAA="]},
+        {"$array": ["|T16", [1], "AAAAAAAAAAAAAAAAAAAAAA=="]},
+        {"$array": ["T", [1], "AAAAAAAAAAAAAAAAAAAAAA=="]},
+        {"$array": ["i4,O", [0], ""]},
+        {"$array": ["|V4", [1], "AAAAAA=="]},
+        {"$array": ["(2,)<i4", [1], "AAAAAAAAAAA="]},
+        {"$array": [[["a", "|O"]], [0], ""]},
+        {"$array": [{"names": ["a"], "formats": ["O"]}, [0], ""]},
+        {"$array": [None, [1], "AAAAAAAAAAA="]},
+        {"$array": ["int32", [1], "AAAAAA=="]},
+        {"$array": ["<i4", [-1], "AAAAAA=="]},
+        {"$array": ["<i4", [True], "AAAAAA=="]},
+        {"$array": ["<i4", 1, "AAAAAA=="]},
+        {"$array": ["<i4", [1], "AAAAAAAAAAA="]},
+        {"$array": ["<i4", [2**62, 4], ""]},
+        {"$array": ["object", [2], [1]]},
+        {"$array": ["object", [-1], [1]]},
+        {"$scalar": ["<i4", [1], "AAAAAA=="]},
+        {"$scalar": ["|O", [], "AAAAAAAAAAA="]},
+        {"$tensor": ["float32", [-1], "AAAAAA=="]},
+        {"$tensor": ["float32", [2], "AAAAAA=="]},
+        {"$tensor": ["float32", [1], "AAAA"]},
+        {"$tensor": [["float32"], [1], "AAAAAA=="]},
+        {"$tensor": ["_inductor", [1], "AAAA"]},
+        {"$datetime": ["2020-01-01T00:00:00", 0, "../../etc/passwd"]},
+        {"$datetime": ["2020-01-01T00:00:00", 2, None]},
         {"$nonsense": 1},
         {"$bytes": "!"},
         {"$bytes": 1},
@@ -166,5 +235,7 @@ def test_what_cannot_be_written_is_refused_by_column_and_type(value: Any):
     ],
 )
 def test_what_was_not_written_here_is_refused(encoded: Any):
+    imported = set(sys.modules)
     with pytest.raises((TypeError, ValueError, AttributeError, RuntimeError)):
         decode_row({"x": encoded})
+    assert set(sys.modules) == imported

@@ -8,7 +8,7 @@ of `training_step` per round: `steps_per_generation * num_iterations`.
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,15 @@ from trl.trainer.utils import RepeatSampler, repeat_iterable_dataset
 
 from tests.tiny import build_model, build_tokenizer
 from trl_april.config import APRILGRPOConfig
-from trl_april.errors import ConfigError
+from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool import Pool
-from trl_april.row_order import make_source, open_permutation, open_stream, optimiser_steps_per_round
+from trl_april.row_order import (
+    make_source,
+    open_permutation,
+    open_stream,
+    optimiser_steps_per_round,
+    resumed_source,
+)
 from trl_april.source import RowSource
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.types import FinishReason
@@ -656,3 +662,280 @@ def test_a_dataset_that_runs_out_of_rows_to_replace_others_says_so():
     source.replace(1)
     with pytest.raises(ConfigError, match="1 rejected groups have to be replaced"):
         source.next_rows(1)
+
+
+# Behind the rows of a checkpoint
+
+
+def small_sizes() -> Iterator[dict]:
+    for quota, micro, accumulation, rounds_per_epoch in product((1, 2), (1, 2, 3), (1, 2, 3), (1, 2, 3)):
+        for has_length in (True, False):
+            sizes = {"micro": micro, "accumulation": accumulation, "rounds_per_epoch": rounds_per_epoch}
+            if trains_at_all({**sizes, "has_length": has_length}):
+                yield {**sizes, "quota": quota, "has_length": has_length}
+
+
+def small_source(*, quota, micro, accumulation, rounds_per_epoch, has_length, start_step, max_steps=5) -> RowSource:
+    return RowSource(
+        as_epochs(numbered_chunks(rounds_per_epoch, quota)),
+        groups_per_round=quota,
+        micro_steps_per_round=micro,
+        gradient_accumulation_steps=accumulation,
+        max_steps=max_steps,
+        rounds_per_epoch=rounds_per_epoch if has_length else None,
+        start_step=start_step,
+    )
+
+
+def test_a_source_goes_on_behind_every_row():
+    """Exhaustively: small sizes, every start, every cut, with and without rejected groups before and after it."""
+    for sizes in small_sizes():
+        for start_step in (0, 1, 4):
+            planned = len(small_source(start_step=start_step, **sizes).next_rows(1000))
+            for rejected in (0, 1, 3):
+                whole = small_source(start_step=start_step, **sizes)
+                whole.replace(rejected)
+                rows = whole.next_rows(1000)
+                assert len(rows) == planned + rejected
+                for cut in range(len(rows) + 1):
+                    before = small_source(start_step=start_step, **sizes)
+                    before.replace(rejected)
+                    assert before.next_rows(cut) == rows[:cut]
+                    after = small_source(start_step=start_step, **sizes)
+                    assert after.pass_over(cut, rejected=rejected, next_id=0) == 0
+                    assert after.state_dict() == before.state_dict()
+                    assert after.state_dict()["handed_out"] == cut
+                    for source in (after, before):
+                        source.replace(1)
+                    assert after.next_rows(1000) == before.next_rows(1000)
+
+
+def test_what_training_has_no_use_for_is_counted():
+    source = plain_source(10, max_steps=3)
+    assert source.pass_over(9, rejected=1, next_id=0) == 2  # three rounds of two, and one in the place of another
+    assert source.next_rows(1) == []
+
+
+def test_ids_go_on_behind_those_that_there_were():
+    source = plain_source(10)
+    source.pass_over(3, rejected=0, next_id=9)
+    assert [group_id for group_id, _ in source.next_rows(2)] == [9, 10]
+    source = plain_source(10)
+    source.pass_over(3, rejected=0, next_id=2)
+    assert [group_id for group_id, _ in source.next_rows(2)] == [3, 4]
+
+
+def test_rows_that_are_passed_over_are_not_kept():
+    """Pinned: of a long run they are too many."""
+    held = set()
+
+    class Seen(dict):
+        def __init__(self, number: int) -> None:
+            super().__init__(row=number)
+            held.add(number)
+
+        def __del__(self) -> None:
+            held.discard(self["row"])
+
+    most = 0
+
+    def open_epoch(epoch: int) -> Iterator[dict]:
+        nonlocal most
+        for number in range(1000):
+            most = max(most, len(held))
+            yield Seen(number)
+
+    source = RowSource(
+        open_epoch, groups_per_round=4, micro_steps_per_round=1, gradient_accumulation_steps=1, max_steps=250
+    )
+    assert source.pass_over(990, rejected=0, next_id=0) == 0
+    assert most <= 8 and [row["row"] for _, row in source.next_rows(2)] == [990, 991]
+
+
+def test_another_sources_rows_by_the_count_of_this_one():
+    counted, read = plain_source(4, max_steps=3), plain_source(10, max_steps=1)
+    read.next_rows(1)
+    counted.next_rows(2)
+    counted.hand_out_instead(read)
+    rows = counted.next_rows(100)
+    assert [group_id for group_id, _ in rows] == [2, 3, 4, 5]
+    assert [row["row"] for _, row in rows] == [1, 2, 3, 4]  # also beyond the one step that `read` was planned for
+    assert counted.state_dict() == read.state_dict() and counted.state_dict()["handed_out"] == 5
+    counted.replace(1)
+    assert [row["row"] for _, row in counted.next_rows(100)] == [5]
+
+
+# Resuming a trainer's source
+
+RESUMED = [
+    # steps_per_generation (here also the quota), num_iterations, gradient_accumulation_steps, rows
+    *((1, 1, 1, 5), (2, 1, 2, 7), (2, 1, 1, 6), (2, 2, 2, 5)),
+    *((2, 1, 4, 9), (1, 1, 2, 3), (2, 1, 3, 5), (1, 3, 2, 2)),  # what does not come out even
+]
+MAX_STEPS = 6
+
+
+class Interrupted:
+    """What the source of a trainer hands out before and after a checkpoint, and what is to be expected of it."""
+
+    def __init__(self, trainer: APRILGRPOTrainer, rows: int) -> None:
+        args = trainer.args
+        self.trainer = trainer
+        self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
+        self.quota = args.generation_batch_size // args.num_generations
+        self.micro = args.steps_per_generation * args.num_iterations
+        self.accumulation = args.gradient_accumulation_steps
+        self.rounds_per_epoch = rows // self.quota
+        opened = (open_stream if self.is_stream else open_permutation)(trainer, self.quota)
+        self.epochs = [[row["number"] for row in opened(epoch)] for epoch in range(1 + 4 * MAX_STEPS)]
+        self.endless = [number for epoch in self.epochs for number in epoch]
+
+    def chunks(self, epoch: int) -> list[list[int]]:
+        numbers = self.epochs[epoch]
+        return [numbers[i : i + self.quota] for i in range(0, len(numbers), self.quota)]
+
+    def stock_from(self, step: int) -> list[int]:
+        """The rows that stock GRPO generates for, resumed at `step`."""
+        rounds = stock_rounds(
+            self.chunks,
+            micro=self.micro,
+            accumulation=self.accumulation,
+            max_steps=MAX_STEPS,
+            has_length=not self.is_stream,
+            start_step=step,
+            skip_rows=not self.trainer.args.ignore_data_skip,
+        )
+        return [number for _, chunk in rounds for number in chunk]
+
+    def trained_by(self, step: int) -> int:
+        """Rows of the batches that an undisturbed run has trained to their end by then."""
+        per_epoch = self.rounds_per_epoch * self.micro
+        steps_per_epoch = per_epoch // self.accumulation
+        if not self.is_stream and per_epoch % self.accumulation:
+            steps_per_epoch += 1
+        epochs, steps = divmod(step, steps_per_epoch)
+        if steps == 0 and self.is_stream:  # a step ends before what an epoch has left over
+            epochs, steps = epochs - 1, steps_per_epoch
+        return (epochs * per_epoch + min(steps * self.accumulation, per_epoch)) // self.micro * self.quota
+
+    def at(self, step: int) -> APRILGRPOTrainer:
+        self.trainer.state.global_step, self.trainer.state.max_steps = step, MAX_STEPS
+        return self.trainer
+
+    def cursor(self, handed_out: int, rejected: int = 0) -> dict[str, int]:
+        source = make_source(self.at(0))
+        source.replace(rejected)
+        rows = [row["number"] for _, row in source.next_rows(handed_out)]
+        assert rows == self.endless[:handed_out]
+        return source.state_dict()
+
+    def resumed(self, step: int, cursor: dict, *, held: int, rejected: int = 0) -> tuple[list[int], int]:
+        """What is handed out after resuming, and how many groups in flight are of no use any more."""
+        source, unused = resumed_source(self.at(step), cursor, held=held, rejected=rejected, next_id=1000)
+        rows = drain(source, endless(step))
+        assert [group_id for group_id, _ in rows] == list(range(1000, 1000 + len(rows)))
+        return [row["number"] for _, row in rows], unused
+
+
+@pytest.fixture(params=RESUMED, ids=lambda sizes: "-".join(map(str, sizes)))
+def sizes(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["map", "stream"])
+def interrupted(request, sizes, model_and_tokenizer, tmp_path) -> Interrupted:
+    steps_per_generation, num_iterations, accumulation, rows = sizes
+    trainer = make_trainer(
+        model_and_tokenizer,
+        tmp_path,
+        stream_of(rows) if request.param else rows_of(rows),
+        steps_per_generation=steps_per_generation,
+        num_iterations=num_iterations,
+        gradient_accumulation_steps=accumulation,
+        max_steps=MAX_STEPS,
+        seed=3,
+    )
+    return Interrupted(trainer, rows)
+
+
+def test_rows_before_and_after_a_checkpoint_are_those_of_an_undisturbed_run(interrupted):
+    """Exhaustively: every step, also inside of a batch, and every number of groups in flight, in the next epoch too.
+
+    After it, as many rows are handed out as stock GRPO, resumed there, would need beside those in flight.
+    """
+    planned = len(interrupted.stock_from(0))
+    even = interrupted.micro % interrupted.accumulation == 0
+    for step in range(1, MAX_STEPS):
+        trained, needed = interrupted.trained_by(step), len(interrupted.stock_from(step))
+        for handed_out in range(trained, planned + 1):
+            held = handed_out - trained
+            after, unused = interrupted.resumed(step, interrupted.cursor(handed_out), held=held)
+            where = f"step {step}, {handed_out} handed out"
+            assert after == interrupted.endless[handed_out:][: max(0, needed - held)], where
+            if held <= needed:
+                assert unused == 0, where
+            if even and step * interrupted.accumulation % interrupted.micro == 0:
+                assert handed_out + len(after) == planned, where
+
+
+@pytest.mark.parametrize("rejected", [1, 3])
+def test_as_many_rows_more_as_groups_were_rejected(interrupted, rejected):
+    planned = len(interrupted.stock_from(0))
+    for step in range(1, MAX_STEPS):
+        trained, needed = interrupted.trained_by(step), len(interrupted.stock_from(step))
+        for handed_out in range(trained + rejected, planned + rejected + 1, 2):
+            held = handed_out - trained - rejected
+            cursor = interrupted.cursor(handed_out, rejected)
+            after, _ = interrupted.resumed(step, cursor, held=held, rejected=rejected)
+            assert after == interrupted.endless[handed_out:][: max(0, needed - held)], f"step {step}, {handed_out}"
+
+
+# Elsewhere the number of micro-steps between two steps depends on where epochs end.
+@pytest.mark.parametrize("sizes", [sizes for sizes in RESUMED if sizes[0] * sizes[1] % sizes[2] == 0], indirect=True)
+def test_two_checkpoints_one_after_the_other(interrupted):
+    quota = interrupted.quota
+    for first in range(1, MAX_STEPS):
+        for second in range(first + 1, MAX_STEPS):
+            trained = interrupted.trained_by(first)
+            cursor = interrupted.cursor(trained + quota)
+            source, unused = resumed_source(interrupted.at(first), cursor, held=quota, rejected=0, next_id=0)
+            assert unused == 0
+            source.next_rows(quota + 1)
+            handed_out = min(trained + 2 * quota + 1, trained + max(quota, len(interrupted.stock_from(first))))
+            trained += (second - first) * interrupted.accumulation // interrupted.micro * quota
+            held, needed = handed_out - trained, len(interrupted.stock_from(second))
+            if held < 0:
+                continue  # more would have been handed out by then
+            after, _ = interrupted.resumed(second, source.state_dict(), held=held)
+            assert after == interrupted.endless[handed_out:][: max(0, needed - held)], f"{first}, {second}"
+
+
+def test_an_epoch_begun_anew(interrupted):
+    """`ignore_data_skip`: as in stock GRPO, but that the rows in flight are trained in the place of its first ones."""
+    planned = len(interrupted.stock_from(0))
+    cursors = {handed_out: interrupted.cursor(handed_out) for handed_out in range(planned + 1)}
+    interrupted.trainer.args.ignore_data_skip = True
+    for step in range(1, MAX_STEPS):
+        expected = interrupted.stock_from(step)
+        for held in range(0, min(planned, len(expected)) + 1, 3):
+            after, unused = interrupted.resumed(step, cursors[held], held=held)
+            assert (after, unused) == (expected[held:], 0), f"step {step}, {held} held"
+
+
+def test_another_batch_size_than_before(interrupted):
+    """As in stock GRPO, which takes the steps done for steps of the new size; what is in flight is not read again."""
+    changes = "groups_per_round", "micro_steps_per_round", "gradient_accumulation_steps"
+    for step, change in enumerate(changes, 1):
+        cursor = interrupted.cursor(interrupted.quota)
+        cursor[change] += 1
+        expected = interrupted.stock_from(step)
+        for held in (0, 1, len(expected), len(expected) + 2):
+            after, unused = interrupted.resumed(step, cursor, held=held)
+            assert (after, unused) == (expected[held:], max(0, held - len(expected))), f"{change}, step {step}"
+
+
+def test_a_cursor_of_a_later_run_is_refused(interrupted):
+    """And nothing is read: the steps that it says have been done may be any number."""
+    cursor = {**interrupted.cursor(0), "origin": 10**12}
+    with pytest.raises(CheckpointError, match="began at step 1000000000000, and its weights are those of step 3"):
+        resumed_source(interrupted.at(3), cursor, held=0, rejected=0, next_id=0)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +31,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .errors import CheckpointError
 from .packing import plain
 from .row_json import decode_row, encode_row
+from .source import CURSOR
 
 
 FORMAT = 2
 FOLDER = "april"
 INDEX = "index.json"
+_INDEX_KEYS = {"format", "save_id", "processes", "source", "digest"}
 _ARRAYS = {"token_ids": ("i", np.dtype("<i4")), "logprobs": ("f", np.dtype("<f4"))}
+_OTHER_CHECKSUM = "its content does not have the checksum that it was written with"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ def save_rollouts(
     """
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _file_name(save_id, rank, processes), lambda path: _save_pool(path, pool))
+    name = _file_name(save_id, rank, processes)
+    _write(folder / name, lambda path: _save_pool(path, name, pool))
     barrier()
     if rank == 0:
         index = {"format": FORMAT, "save_id": save_id, "processes": processes, "source": source}
@@ -93,8 +98,9 @@ def save_rollouts(
         _write(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
         # What an earlier save has left, of the same step or of a run that was killed before it was complete.
         current = {INDEX, *(_file_name(save_id, number, processes) for number in range(processes))}
-        for name in set(os.listdir(folder)) - current:
-            (folder / name).unlink(missing_ok=True)
+        for left in set(os.listdir(folder)) - current:
+            if re.fullmatch(r"pool-.*\.safetensors|\..*\.tmp", left):  # and nothing that is not ours
+                (folder / left).unlink(missing_ok=True)
 
 
 def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
@@ -107,11 +113,12 @@ def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
         CheckpointError: If a file is missing, damaged, or of another format.
     """
     folder = checkpoint / FOLDER
-    if not folder.is_dir():
+    if not folder.exists():
         return None
     index = _load_index(folder)
-    names = [_file_name(index["save_id"], rank, index["processes"]) for rank in range(index["processes"])]
-    return SavedRollouts([_load_pool(folder / name) for name in names], index["source"])
+    # One by one: whatever number of processes a damaged index has, the first file that is missing ends it.
+    paths = (folder / _file_name(index["save_id"], rank, index["processes"]) for rank in range(index["processes"]))
+    return SavedRollouts([_load_pool(path) for path in paths], index["source"])
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -119,7 +126,7 @@ def is_complete(checkpoint: Path) -> bool:
     checkpoints are removed."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return False
     return isinstance(state, dict) and "global_step" in state
 
@@ -191,16 +198,17 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _save_pool(path: Path, state: dict[str, Any]) -> None:
+def _save_pool(path: Path, name: str, state: dict[str, Any]) -> None:
     tensors = {name: np.frombuffer(state[name], dtype=kind) for name, (_, kind) in _ARRAYS.items() if state[name]}
     rest = {key: value for key, value in state.items() if key not in _ARRAYS}
     rest["rows"] = [encode_row(row) for row in rest["rows"]]
     tensors["state"] = np.frombuffer(json.dumps(rest, default=plain).encode(), dtype=np.uint8)
-    save_file(tensors, path, {"format": str(FORMAT), "digest": _digest(tensors)})
+    save_file(tensors, path, {"format": str(FORMAT), "digest": _digest(name, tensors)})
 
 
-def _digest(tensors: dict[str, np.ndarray]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(file_name: str, tensors: dict[str, np.ndarray]) -> str:
+    # The name is part of it: a file of another save, or of another process, is not taken for this one.
+    digest = hashlib.blake2b(file_name.encode(), digest_size=16)
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype.str} {tensors[name].shape} ".encode())
         digest.update(tensors[name])
@@ -217,20 +225,38 @@ def _digest_of_index(index: dict[str, Any]) -> str:
 def _load_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
-        index: dict[str, Any] = json.loads(path.read_bytes())
-        if index["format"] != FORMAT:
-            raise _wrong_format(path, index["format"])
+        index = json.loads(path.read_bytes())
+        if not isinstance(index, dict):
+            raise ValueError("it holds no index")
+        if index.get("format") != FORMAT:
+            raise _wrong_format(path, index.get("format"))
+        if index.keys() != _INDEX_KEYS:
+            raise ValueError(f"{sorted(index.keys() ^ _INDEX_KEYS)} are missing or unknown in it")
         if index.pop("digest") != _digest_of_index(index):
-            raise ValueError("its content does not have the checksum that it was written with")
-        if not re.fullmatch(r"[0-9a-f]{12}", index["save_id"]):  # it becomes part of a file name
-            raise ValueError(f"save_id is {index['save_id']!r}")
+            raise ValueError(_OTHER_CHECKSUM)
+        _check_index(index)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {_remedy(folder)}") from None
     except CheckpointError:
         raise
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except Exception as error:  # what the libraries that read it say of a damaged file is not ours to list
         raise _damaged(path, error) from error
     return index
+
+
+def _check_index(index: dict[str, Any]) -> None:
+    save_id, processes, source = index["save_id"], index["processes"], index["source"]
+    if not re.fullmatch(r"[0-9a-f]{12}", save_id):  # it becomes part of a file name
+        raise ValueError(f"its save_id is {reprlib.repr(save_id)}")
+    if type(processes) is not int or processes < 1:
+        raise ValueError(f"its number of processes is {reprlib.repr(processes)}")
+    if not isinstance(source, dict) or source.keys() != set(CURSOR):
+        raise ValueError(f"its source is {reprlib.repr(source)}")
+    for name, value in source.items():
+        if type(value) is not int or value < (0 if name in ("origin", "handed_out") else 1):
+            raise ValueError(f"{name} of its source is {reprlib.repr(value)}")
 
 
 def _load_pool(path: Path) -> dict[str, Any]:
@@ -240,16 +266,22 @@ def _load_pool(path: Path) -> dict[str, Any]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if metadata.get("format") != str(FORMAT):
             raise _wrong_format(path, metadata.get("format"))
-        if metadata.get("digest") != _digest(tensors):
-            raise ValueError("its content does not have the checksum that it was written with")
-        state: dict[str, Any] = json.loads(tensors["state"].tobytes())
+        if metadata.get("digest") != _digest(path.name, tensors):
+            raise ValueError(_OTHER_CHECKSUM)
+        content = tensors.pop("state")
+        _check_tensor("state", content, np.dtype("u1"))
+        state = json.loads(content.tobytes())
+        if not isinstance(state, dict):
+            raise ValueError("it holds no state of a pool")
         state["rows"] = [decode_row(row) for row in state["rows"]]
         for name, (code, kind) in _ARRAYS.items():
             state[name] = array(code)
             if name in tensors:
-                if tensors[name].dtype != kind or tensors[name].ndim != 1:
-                    raise ValueError(f"{name} is of the type {tensors[name].dtype} and shape {tensors[name].shape}")
-                state[name].frombytes(tensors[name].tobytes())
+                tensor = tensors.pop(name)
+                _check_tensor(name, tensor, kind)
+                state[name].frombytes(tensor.tobytes())
+        if tensors:
+            raise ValueError(f"it holds the unknown tensors {sorted(tensors)}")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing. Every process must see the files of all of them: output_dir has to be a folder that "
@@ -257,20 +289,32 @@ def _load_pool(path: Path) -> dict[str, Any]:
         ) from None
     except CheckpointError:
         raise
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except Exception as error:  # what the libraries that read it say of a damaged file is not ours to list
         raise _damaged(path, error) from error
     return state
 
 
+def _check_tensor(name: str, tensor: np.ndarray, kind: np.dtype) -> None:
+    if tensor.dtype != kind or tensor.ndim != 1:
+        raise ValueError(f"{name} is of the type {tensor.dtype} and the shape {tensor.shape}")
+
+
 def _wrong_format(path: Path, found: Any) -> CheckpointError:
     return CheckpointError(
-        f"{path} has format {found!r}, and this version of trl_april reads format {FORMAT}. Resume with the version "
-        f"that wrote it. {_remedy(path.parent)}"
+        f"{path} has format {reprlib.repr(found)}, and this version of trl_april reads format {FORMAT}. Resume with "
+        f"the version that wrote it. {_remedy(path.parent)}"
     )
 
 
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error}. {_remedy(path.parent)}")
+
+
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {error}. {_remedy(path.parent)}")
+    # The error may quote what is in the file, of whatever length.
+    return CheckpointError(f"{path} is damaged: {str(error)[:300]}. {_remedy(path.parent)}")
 
 
 def _remedy(folder: Path) -> str:

@@ -7,6 +7,7 @@ only.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def pack(groups: Sequence[Group]) -> PackedGroups:
                 "prompt_length": len(group.prompt_ids),
                 "max_completion_length": group.max_completion_length,
                 "born": group.born,
-                "score": group.score and [group.score.rewards, group.score.extra],
+                "score": group.score and [group.score.rewards, _logged(group.score)],
                 "samples": [
                     [
                         s.index,
@@ -81,7 +82,7 @@ def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]]) -> list[Group]:
     try:
         for head, row in zip(packed.heads, rows, strict=True):
             groups.append(_group(head, row, tokens, logprobs))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise PoolError(f"The stored groups are malformed: {error!r}.") from error
     if tokens.left or logprobs.left:
         raise PoolError(
@@ -102,7 +103,9 @@ def _group(head: dict[str, Any], row: dict[str, Any], tokens: _Reader, logprobs:
     )
     for index, length, segments, reason in head["samples"]:
         sample = Sample(group.group_id, _count(index), tokens.take(_count(length)), logprobs.take(length))
-        sample.segments = [Segment(_count(version), _count(tokens)) for version, tokens in segments]
+        sample.segments = [Segment(_count(version), _count(run)) for version, run in segments]
+        if not all(segment.length for segment in sample.segments):
+            raise ValueError(f"sample {index} of group {group.group_id} has a segment without a token")
         if reason is not None:
             sample.finish_reason = FinishReason(reason)
         elif group.remaining(sample) <= 0:
@@ -114,10 +117,21 @@ def _group(head: dict[str, Any], row: dict[str, Any], tokens: _Reader, logprobs:
         group.samples.append(sample)
     if head["score"] is not None:
         rewards, extra = head["score"]
-        group.score = Score([[float(reward) for reward in of_sample] for of_sample in rewards], dict(extra))
+        group.score = Score([[_number(reward) for reward in of_sample] for of_sample in rewards], dict(extra))
         if len(rewards) != len(group.samples):
             raise ValueError(f"group {group.group_id} has {len(group.samples)} samples and {len(rewards)} rewards")
+        if len({len(of_sample) for of_sample in rewards}) > 1:
+            raise ValueError(f"the samples of group {group.group_id} have different numbers of rewards")
+        if not all(isinstance(values, list) for values in group.score.extra.values()):
+            raise ValueError(f"what was logged of group {group.group_id} is not one list per column")
     return group
+
+
+def _number(value: Any) -> float:
+    """A number, and nothing that could be read as one."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r} is not a number")
+    return float(value)
 
 
 def _count(value: Any) -> int:
@@ -143,6 +157,20 @@ class _Reader:
             raise ValueError(f"{count} values are announced and {self.left} are left")
         self._position += count
         return self._values[self._position - count : self._position]
+
+
+def _logged(score: Score) -> dict[str, list[Any]]:
+    """What reward functions logged beside the rewards, as JSON holds it."""
+    return {str(column): [_showable(value) for value in values] for column, values in score.extra.items()}
+
+
+def _showable(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    try:
+        return json.loads(json.dumps(value, default=plain))
+    except (RecursionError, TypeError, ValueError):  # keys that are not strings, or a list that holds itself
+        return str(value)
 
 
 def plain(value: Any) -> Any:

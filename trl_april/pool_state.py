@@ -54,6 +54,7 @@ def restore(
     version: int | None = None,
     owns: Callable[[int], bool] = lambda group_id: True,
     has_totals: bool = True,
+    num_reward_funcs: int | None = None,
 ) -> list[Group]:
     """Put saved groups into an empty pool. Its options stay what they are.
 
@@ -68,15 +69,18 @@ def restore(
             Whether a group belongs to this pool, by its id. By default all do.
         has_totals (`bool`, *optional*, defaults to `True`):
             Whether this pool goes on with the counters of what was taken and rejected. One of the pools does.
+        num_reward_funcs (`int`, *optional*):
+            Reward functions that there are now. A group that another number of them has scored is to be scored again.
 
     Returns:
         `list[Group]`: The groups of other pools, which this one has on its roster.
 
     Raises:
-        PoolError: If the pool is not empty, the format is another one, keys are missing or unknown, or the state
-            breaks an invariant or cannot be kept within the staleness bound. The pool is then as it was before.
+        PoolError: If the pool is not empty, the format is another one, keys are missing or unknown, or the states
+            break an invariant, are not of one moment, or cannot be kept within the staleness bound. The pool is then
+            as it was before.
     """
-    if len(pool) or pool.groups_admitted:
+    if pool.groups_admitted or pool.roster.last_id >= 0:
         raise PoolError("A state can only be loaded into an empty pool.")
     if not states:
         raise PoolError("There is no state to load.")
@@ -86,13 +90,17 @@ def restore(
         if not groups.keys().isdisjoint(group.group_id for group in found):
             raise PoolError("The pool states hold a group twice.")
         groups.update((group.group_id, group) for group in found)
+    _check_together(states, version)
     groups = dict(sorted(groups.items()))
     born = [group.born for group in groups.values()]
     if born != sorted(born):
         raise PoolError(f"The groups of the pool state were admitted under the versions {born}, which go back.")
+    last_id = states[0]["last_id"]
     if version is None:
-        version = max((state["version"] for state in states if state["version"] is not None), default=None)
-    last_id = max(state["last_id"] for state in states)
+        version = states[0]["version"]
+    for group in groups.values():
+        if group.score is not None and num_reward_funcs not in (None, len(group.score.rewards[0])):
+            group.score = None
 
     in_training = {group_id for state in states for group_id in state["in_training"]}
     if not _fits(pool, groups, version):
@@ -122,8 +130,9 @@ def _groups_of(state: dict[str, Any]) -> list[Group]:
     for name, value in numbers.items():
         if type(value) is not int or value < (-1 if name == "last_id" else 0):
             raise PoolError(f"{name} of the pool state is {value!r}, which is not a count.")
-    if not (isinstance(state["token_ids"], array) and isinstance(state["logprobs"], array)):
-        raise PoolError("The pool state has no arrays of tokens and log-probabilities.")
+    for name, code in (("token_ids", "i"), ("logprobs", "f")):
+        if not isinstance(state[name], array) or state[name].typecode != code:
+            raise PoolError(f"The pool state has no array of the type {code!r} with its {name}.")
     lists = [state[name] for name in ("groups", "rows", "in_training")]
     if not all(isinstance(found, list) for found in lists) or not all(isinstance(row, dict) for row in state["rows"]):
         raise PoolError("The pool state has no lists of groups and rows.")
@@ -137,13 +146,18 @@ def _groups_of(state: dict[str, Any]) -> list[Group]:
         raise PoolError("The groups of the pool state are not in the order of their ids, or one is there twice.")
     if ids and ids[-1] > state["last_id"]:
         raise PoolError(f"The pool state holds group {ids[-1]}, but the last one admitted was {state['last_id']}.")
-    finished = [group.group_id for group in groups if group.is_finished]
-    if not set(state["in_training"]) <= set(finished):
+    finished = {group.group_id for group in groups if group.is_finished}
+    in_training = state["in_training"]
+    if not all(type(group_id) is int and group_id in finished for group_id in in_training):
         raise PoolError("The pool state says of groups that are not finished that they are in training.")
+    if len(set(in_training)) != len(in_training):
+        raise PoolError("The pool state says of a group twice that it is in training.")
     for group in groups:
         if not group.prompt_ids or not group.samples:
             raise PoolError(f"Group {group.group_id} of the pool state has no prompt or no samples.")
         group.check()
+        if group.score is not None and group.group_id not in finished:
+            raise PoolError(f"Group {group.group_id} of the pool state is scored, but not finished.")
         if state["version"] is None or group.newest > state["version"]:
             raise PoolError(f"Group {group.group_id} of the pool state is of a version that there has not been yet.")
     return groups
@@ -155,6 +169,25 @@ def _check_counters(state: dict[str, Any], groups: Sequence[Group]) -> None:
         raise PoolError(f"The pool state counts other groups than the {len(groups)} that it holds.")
     if state["tokens_generated"] != state["tokens_taken"] + state["tokens_rejected"] + tokens:
         raise PoolError(f"The pool state counts other tokens than the {tokens} that it holds.")
+
+
+def _check_together(states: Sequence[dict[str, Any]], version: int | None) -> None:
+    """Verify that the states are of one moment, and that training goes on from there or later."""
+    moments = sorted({(-1 if state["version"] is None else state["version"], state["last_id"]) for state in states})
+    if len(moments) > 1:
+        raise PoolError(
+            f"The pool states are not of one moment: by their policy version and the last group admitted, they are of "
+            f"{moments}."
+        )
+    ((newest, last_id),) = moments
+    if version is not None and version < newest:
+        raise PoolError(
+            f"The pool state is of policy version {newest}, and training goes on with version {version}: it belongs "
+            "to another checkpoint."
+        )
+    admitted = sum(state["groups_admitted"] for state in states)
+    if admitted > last_id + 1:
+        raise PoolError(f"The pool states count {admitted} groups, but the last one admitted was {last_id}.")
 
 
 def _fits(pool: Pool, groups: dict[int, Group], version: int | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
+import math
 import zoneinfo
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,9 @@ from .errors import ConfigError
 # Marks what JSON has no type for: {"$bytes": "..."}.
 MARK = "$"
 _PLAIN = (bool, int, float, str, type(None))
+_MAX_BITS = 10_000  # Python reads no longer ones from text
+# Numbers, bytes, text, dates; not "O" or "T", whose memory holds pointers, nor "V", which may have fields.
+_ARRAY_KINDS = "biufcmMSU"
 
 
 def encode_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -33,9 +37,10 @@ def encode_row(row: dict[str, Any]) -> dict[str, Any]:
     for column, value in row.items():
         try:
             encoded[column] = _encode(value)
-        except TypeError as error:
+        except (RecursionError, TypeError) as error:
+            found = error if isinstance(error, TypeError) else "lists or dicts that are nested too deep"
             raise ConfigError(
-                f"Column {column!r} of the training dataset holds {error}, which cannot be written into a checkpoint "
+                f"Column {column!r} of the training dataset holds {found}, which cannot be written into a checkpoint "
                 "beside the partial samples of its row. Remove or convert the column, or set save_strategy='no' and "
                 "save_on_signal=False."
             ) from None
@@ -46,13 +51,15 @@ def decode_row(encoded: dict[str, Any]) -> dict[str, Any]:
     """The row that [`encode_row`] was given.
 
     Raises:
-        TypeError, ValueError: If it is none that it returned.
+        `Exception` of some kind: If it is none that it returned. Nothing is run or imported to find out.
     """
     return {column: _decode(value) for column, value in encoded.items()}
 
 
 def _encode(value: Any) -> Any:
     kind = type(value)
+    if kind is int and value.bit_length() > _MAX_BITS:
+        raise TypeError(f"an int of {value.bit_length()} bits")
     if kind in _PLAIN:
         return value
     if kind is list:
@@ -62,7 +69,7 @@ def _encode(value: Any) -> Any:
     for name, (of_kind, encode, _) in _KINDS.items():
         if kind is of_kind:
             return {MARK + name: encode(value)}
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
+    if isinstance(value, np.generic):
         return {MARK + "scalar": _encode_array(np.asarray(value))}
     if kind.__module__.startswith("torch") and kind.__name__ == "Tensor":
         return {MARK + "tensor": _encode_tensor(value)}
@@ -80,7 +87,10 @@ def _decode(value: Any) -> Any:
     (mark,) = value
     name, inner = mark.removeprefix(MARK), value[mark]
     if name == "scalar":
-        return _decode_array(inner)[()]
+        scalar = _decode_array(inner)
+        if scalar.ndim:
+            raise ValueError(f"a scalar of the shape {scalar.shape}")
+        return scalar[()]
     if name == "tensor":
         return _decode_tensor(inner)
     if name not in _KINDS:
@@ -91,25 +101,50 @@ def _decode(value: Any) -> Any:
 def _encode_array(array: np.ndarray) -> list[Any]:
     if array.dtype == object:  # as `datasets` hands out what has no numbers, with the format "numpy"
         return ["object", list(array.shape), [_encode(item) for item in array.flat]]
-    if array.dtype.hasobject:
+    if not _is_plain(array.dtype):
         raise TypeError(f"a numpy array of {array.dtype}")
     return [array.dtype.str, list(array.shape), _encode_bytes(array.tobytes())]
 
 
 def _decode_array(encoded: list[Any]) -> np.ndarray:
-    dtype, shape, data = encoded
-    if dtype == "object":
+    name, shape, data = encoded
+    _check_shape(shape)
+    if name == "object":
+        if math.prod(shape) != len(data):
+            raise ValueError(f"an array of the shape {shape} with {len(data)} items")
         items = np.empty(len(data), dtype=object)
         for position, item in enumerate(data):  # at once, lists of equal lengths would become more dimensions
             items[position] = _decode(item)
         return items.reshape(shape)
-    return np.ndarray(shape, np.dtype(dtype), bytearray(_decode_bytes(data)))
+    dtype, content = _dtype_of(name), bytearray(_decode_bytes(data))
+    if math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"an array of {dtype} of the shape {shape} in {len(content)} bytes")
+    return np.ndarray(shape, dtype, content)
+
+
+def _is_plain(dtype: np.dtype) -> bool:
+    # What has more to it than its name, as the types of other packages have, would come back as raw bytes.
+    return dtype.kind in _ARRAY_KINDS and np.dtype(dtype.str) == dtype
+
+
+def _dtype_of(name: Any) -> np.dtype:
+    dtype = np.dtype(name) if type(name) is str else None
+    if dtype is None or not _is_plain(dtype) or dtype.str != name:
+        raise ValueError(f"an array of the type {name!r}")
+    return dtype
+
+
+def _check_shape(shape: Any) -> None:
+    if type(shape) is not list or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"an array of the shape {shape!r}")
 
 
 def _encode_tensor(tensor: Any) -> list[Any]:
     import torch
 
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(f"a tensor of the layout {tensor.layout} and the type {tensor.dtype} on {tensor.device}")
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return [
         str(tensor.dtype).removeprefix("torch."),
         list(tensor.shape),
@@ -121,22 +156,38 @@ def _decode_tensor(encoded: list[Any]) -> Any:
     import torch
 
     name, shape, data = encoded
-    dtype = getattr(torch, name)
+    dtype = vars(torch).get(name)  # not `getattr`: asked for the name of a module, torch imports it
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a tensor of the unknown type {name!r}")
-    flat = _decode_bytes(data)
-    return torch.from_numpy(np.ndarray([len(flat)], np.uint8, bytearray(flat))).view(dtype).reshape(shape)
+    _check_shape(shape)
+    content = bytearray(_decode_bytes(data))
+    if math.prod(shape) * dtype.itemsize != len(content):
+        raise ValueError(f"a tensor of {name} of the shape {shape} in {len(content)} bytes")
+    return torch.from_numpy(np.ndarray([len(content)], np.uint8, content)).view(dtype).reshape(shape)
 
 
 def _encode_datetime(value: datetime.datetime) -> list[Any]:
     # Arrow's time zones have names, which an offset would lose.
-    return [value.isoformat(), value.tzinfo.key if isinstance(value.tzinfo, zoneinfo.ZoneInfo) else None]
+    if isinstance(value.tzinfo, zoneinfo.ZoneInfo) and value.tzinfo.key is not None:
+        return [value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo.key]
+    return [value.isoformat(), value.fold, None]
 
 
 def _decode_datetime(encoded: list[Any]) -> datetime.datetime:
-    text, zone = encoded
-    value = datetime.datetime.fromisoformat(text)
-    return value if zone is None else value.astimezone(zoneinfo.ZoneInfo(zone))
+    text, fold, zone = encoded
+    value = datetime.datetime.fromisoformat(text).replace(fold=fold)
+    return value if zone is None else value.replace(tzinfo=zoneinfo.ZoneInfo(zone))
+
+
+def _encode_time(value: datetime.time) -> list[Any]:
+    if value.tzinfo is not None and value.utcoffset() is None:
+        raise TypeError(f"a time of day in the time zone {value.tzinfo}")  # its offset depends on the day
+    return [value.isoformat(), value.fold]
+
+
+def _decode_time(encoded: list[Any]) -> datetime.time:
+    text, fold = encoded
+    return datetime.time.fromisoformat(text).replace(fold=fold)
 
 
 def _encode_bytes(value: Any) -> str:
@@ -158,7 +209,7 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, _encode_bytes, _decode_bytes),
     "datetime": (datetime.datetime, _encode_datetime, _decode_datetime),
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    "time": (datetime.time, _encode_time, _decode_time),
     "timedelta": (
         datetime.timedelta,
         lambda value: [value.days, value.seconds, value.microseconds],

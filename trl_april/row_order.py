@@ -13,6 +13,7 @@ from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import repeat_iterable_dataset
 
+from .errors import CheckpointError
 from .source import Row, RowSource
 
 
@@ -61,15 +62,48 @@ def resumed_source(
     Returns:
         `tuple[RowSource, int]`: The source, and how many of the groups training has no use for any more: 0, unless its
         arguments have changed.
+
+    Raises:
+        CheckpointError: If the cursor is that of a training run that has come further.
     """
-    source, rows = make_source(trainer), held + rejected  # what is held is ahead of where stock GRPO resumes
-    if isinstance(trainer.train_dataset, IterableDataset) and not trainer.args.ignore_data_skip:
+    args, step = trainer.args, trainer.state.global_step
+    if cursor["origin"] > step:
+        raise CheckpointError(
+            f"The partial samples of the checkpoint are of a training run that began at step {cursor['origin']}, and "
+            f"its weights are those of step {step}. Resume from another checkpoint, or remove the folder `april` from "
+            "it to go on without its partial samples."
+        )
+    from_origin = None
+    if isinstance(trainer.train_dataset, IterableDataset) and not args.ignore_data_skip:
         # Where a stream has ended before, `Trainer` cannot tell, and begins its next epoch anew. We have counted, so
         # the rows can be found, if a round is what it was then.
         from_origin = make_source(trainer, cursor["origin"])
-        if from_origin.state_dict() | {"handed_out": cursor["handed_out"]} == cursor:
-            source, rows = from_origin, cursor["handed_out"]
-    return source, source.pass_over(rows, rejected=rejected, next_id=next_id)
+        if from_origin.state_dict() | {"handed_out": cursor["handed_out"]} != cursor:
+            from_origin = None
+    if from_origin is not None and _is_between_rounds(cursor, step, ahead=held + rejected):
+        return from_origin, from_origin.pass_over(cursor["handed_out"], rejected=rejected, next_id=next_id)
+
+    source = make_source(trainer)
+    # What is held is ahead of where stock GRPO resumes.
+    unused = source.pass_over(held + rejected, rejected=rejected, next_id=next_id)
+    if from_origin is not None:
+        # Training needs another number of rows than if it had not been interrupted. They are counted where stock GRPO
+        # is, and read where we were. (That reads the stream twice, which the case above spares.)
+        from_origin.pass_over(cursor["handed_out"], rejected=rejected, next_id=0)
+        source.hand_out_instead(from_origin)
+    return source, unused
+
+
+def _is_between_rounds(cursor: dict[str, int], step: int, *, ahead: int) -> bool:
+    """Whether so far rounds were trained whole, in steps that come out even, so that their number says all.
+
+    Not so inside of a round, which begins anew where training resumes and shifts all others, or where an epoch can end
+    inside of an optimiser step.
+    """
+    micro_steps, accumulation = cursor["micro_steps_per_round"], cursor["gradient_accumulation_steps"]
+    rounds, rest = divmod((step - cursor["origin"]) * accumulation, micro_steps)
+    trained = rounds * cursor["groups_per_round"]
+    return micro_steps % accumulation == 0 and rest == 0 and cursor["handed_out"] == trained + ahead
 
 
 def open_permutation(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterator[Row]]:

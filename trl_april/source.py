@@ -16,6 +16,8 @@ from .errors import ConfigError
 
 
 Row = dict[str, Any]
+# What a source says of itself, and a checkpoint holds.
+CURSOR = ("origin", "handed_out", "groups_per_round", "micro_steps_per_round", "gradient_accumulation_steps")
 
 
 class RowSource:
@@ -70,6 +72,7 @@ class RowSource:
         self._owed = 0  # rows that replace those of rejected groups
         self._done = False
         self._rows: deque[Row] = deque()
+        self._instead: RowSource | None = None
 
         if rounds_per_epoch is not None:
             steps_per_epoch = max(1, self._optimiser_steps(rounds_per_epoch))
@@ -130,7 +133,8 @@ class RowSource:
             pass
         taken: list[tuple[int, Row]] = []
         while self._rows and len(taken) < count:
-            taken.append((self._next_id, self._rows.popleft()))
+            row = self._rows.popleft()
+            taken.append((self._next_id, row if self._instead is None else self._instead._any_row()))
             self._next_id += 1
         self._handed_out += len(taken)
         return taken
@@ -154,6 +158,8 @@ class RowSource:
 
     def state_dict(self) -> dict[str, int]:
         """Where it is: the step that it started from, the rows that it has handed out since, and what it counts by."""
+        if self._instead is not None:
+            return self._instead.state_dict()
         return {
             "origin": self._origin,
             "handed_out": self._handed_out,
@@ -177,9 +183,22 @@ class RowSource:
             `int`: How many of `rows` training has no use for any more: 0, unless its arguments have changed.
         """
         self.replace(rejected)
-        passed = len(self.next_rows(rows))
+        passed = 0
+        while passed < rows and self.next_rows(1):  # one by one: of a long run they are too many to be held at once
+            passed += 1
         self._next_id = max(self._next_id, next_id)
         return rows - passed
+
+    def hand_out_instead(self, other: RowSource) -> None:
+        """From here on hand out the rows of another source: as many as training needs by the count of this one."""
+        self._instead = other
+
+    def _any_row(self) -> Row:
+        """The next row, also where training was not planned to need it."""
+        if not (rows := self.next_rows(1)):
+            self.replace(1)
+            rows = self.next_rows(1)
+        return rows[0][1]
 
     def _read_owed(self) -> bool:
         """Read one row that replaces another; whether one is owed."""
@@ -214,6 +233,7 @@ class RowSource:
             rows = self._read_rows()
             if len(rows) == self._groups_per_round:
                 if self._done:
+                    self._iterator = chain(rows, self._iterator)  # they may replace rejected ones
                     return False
                 self._rows.extend(rows)
                 self._chunk += 1
