@@ -249,16 +249,13 @@ class RolloutSession:
     def _restore(self, saved: SavedRollouts) -> list[Group]:
         """Go on with what a checkpoint holds; returns the groups of other processes."""
         trainer, roster = self._trainer, self.pool.roster
-        for state in saved.pools:
-            for head in state["groups"]:
-                if head["score"] is not None and len(head["score"][0][0]) != len(trainer.reward_funcs):
-                    head["score"] = None  # other reward functions than then: to be scored again
         elsewhere = restore(
             self.pool,
             saved.pools,
             version=trainer.state.global_step,
             owns=self._processes.owns,
             has_totals=self._processes.rank == 0,
+            num_reward_funcs=len(trainer.reward_funcs),
         )
         self._source, unused = resumed_source(
             trainer,
