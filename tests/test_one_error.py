@@ -59,11 +59,11 @@ def test_a_reward_function_that_raises_in_one_process(server, tiny_model_dir, tm
 
 
 def test_a_server_that_is_lost_for_one_process(server, tiny_model_dir, tmp_path):
-    done = fail("server", server, tiny_model_dir, tmp_path)
-    own, other = done.result("failing", 1), done.result("failing", 0)
-    assert own["error"] == other["error"] == "ServerError"
-    assert own["message"] in other["message"] and "Process 1 failed" in other["message"]
-    assert abs(other["when"] - own["when"]) < 10
+    """It is waited for by both, and both give up."""
+    done = fail("server", server, tiny_model_dir, tmp_path, vllm_server_timeout=4)
+    for result in done.results("failing", 2):
+        assert result["error"] == "ServerError"
+        assert "has not answered for" in result["message"] and "vllm_server_timeout=4" in result["message"]
 
 
 def test_ctrl_c_in_one_process(server, tiny_model_dir, tmp_path):

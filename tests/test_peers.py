@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 from trl_april import peers as module
 from trl_april.errors import ConfigError, EngineError, PeerError, PoolError, ServerError
 from trl_april.peers import Peers
+from trl_april.stop import Stopped
 
 
 WAIT = 5.0  # seconds after which what should have happened has not
@@ -482,7 +483,8 @@ def test_a_launcher_that_ends_all_processes_does_not_hide_why():
             assert type(Process(Peers(store, 0, 2), failing(ValueError("the words"))).end()) is ValueError
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(WAIT)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # for a moment yet
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_a_handler_of_the_users_own_is_left_alone():
@@ -496,3 +498,32 @@ def test_a_handler_of_the_users_own_is_left_alone():
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_launcher_that_comes_late_does_not_hide_the_reason_either(monkeypatch):
+    """Pinned: on its way out the process may stop a server, which takes a moment; afterwards SIGTERM is SIGTERM."""
+    peers = Peers(HashStore(), 0, 2)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    restore = peers._take_over_signals()
+    peers._delivered = True  # the main thread has the other's error
+    restore()
+    killed: list[int] = []
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        monkeypatch.setattr(module, "CLEAN_UP", 0.0)
+        monkeypatch.setattr(module.os, "kill", lambda pid, number: killed.append(number))
+        signal.raise_signal(signal.SIGTERM)
+        assert killed == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_an_orderly_end_is_no_error():
+    """All processes end by a signal that one of them got: nobody reports anything, and nobody waits."""
+
+    def stop(peers: Peers) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    errors = run(stop, stop)
+    assert [type(error) for error in errors] == [Stopped, Stopped]

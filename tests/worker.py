@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -48,6 +49,13 @@ OPTIONS = {
     "disable_tqdm": True,
     "log_level": "error",
 }
+
+
+# transformers loads an optimizer to the device of its process, which accelerate calls cpu:0 or cpu:1 where there are
+# several on a CPU. torch knows cpu alone, so that nobody can resume there.
+torch.serialization.register_package(
+    5, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
 
 
 def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
@@ -128,8 +136,62 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
 
 def train(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(spec, run)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=run.get("resume"))
     return outcome(trainer)
+
+
+def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """In the third step no process reaches the server for a while, and meanwhile it loses its weights."""
+    proxy = Proxy(spec["url"])
+
+    def go_away(driver: Any) -> None:
+        while not driver.in_flight:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        proxy.break_off()
+        if RANK == 0:
+            requests.post(f"{spec['url']}/update_weight_version", json={"new_version": "default"}, timeout=10)
+        time.sleep(1.0 + RANK)
+        proxy.come_back()
+
+    class UnluckyTrainer(RecordingTrainer):
+        def _run_round(self):
+            if self.state.global_step == 2:
+                threading.Thread(target=go_away, args=[self._session.driver], daemon=True).start()
+            return super()._run_round()
+
+    trainer = make_trainer({**spec, "url": proxy.url}, run, trainer_class=UnluckyTrainer)
+    trainer.train()
+    return {**outcome(trainer), "outages": [done.outages for done in trainer.rounds]}
+
+
+def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Process 1 gets a signal, in the middle of a round or while it trains."""
+
+    class SignalledTrainer(RecordingTrainer):
+        def _run_round(self):
+            if RANK == 1 and self.state.global_step == 2:
+                if run["when"] == "round":
+                    threading.Thread(target=self.wait_for_requests, daemon=True).start()
+                    return super()._run_round()
+                done = super()._run_round()
+                os.kill(os.getpid(), run["signal"])
+                return done
+            return super()._run_round()
+
+        def wait_for_requests(self) -> None:
+            while not self._session.driver.in_flight:
+                time.sleep(0.01)
+            os.kill(os.getpid(), run["signal"])
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer = make_trainer(spec, run, trainer_class=SignalledTrainer)
+    try:
+        trainer.train()
+        raised = None
+    except (KeyboardInterrupt, SystemExit) as error:
+        raised = [type(error).__name__, getattr(error, "code", None)]
+    return {**outcome(trainer), "raised": raised, "step": trainer.state.global_step}
 
 
 def train_and_replay(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +272,7 @@ def train_dynamically(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
         return [float(i % 4) if n % run["every"] == 0 else 1.0 for i, n in enumerate(number)]
 
     trainer = make_trainer(spec, run, reward=reward)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=run.get("resume"))
     pool = trainer.pool
     return {
         **outcome(trainer),
@@ -349,6 +411,12 @@ class Proxy:
         except OSError:
             pass
 
+    def come_back(self) -> None:
+        """Take connections again."""
+        self._listener = socket.create_server(("127.0.0.1", int(self.url.rsplit(":", 1)[1])))
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
     def break_off(self) -> None:
         for connection in self._sockets:
             try:
@@ -360,7 +428,16 @@ class Proxy:
 
 KINDS = {
     kind.__name__: kind
-    for kind in (train, train_and_replay, train_sharded, train_dynamically, train_with_delays, train_and_fail)
+    for kind in (
+        train,
+        train_through_an_outage,
+        train_until_a_signal,
+        train_and_replay,
+        train_sharded,
+        train_dynamically,
+        train_with_delays,
+        train_and_fail,
+    )
 }
 
 

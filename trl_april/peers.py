@@ -37,6 +37,7 @@ import psutil
 
 from . import errors
 from .errors import PeerError
+from .stop import Stopped
 
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Peers:
         self._report: dict[str, Any] | None = None
         self._delivered = False  # whether the main thread has the error
         self._left = threading.Event()
+        self._ended = 0.0  # when the last run did
         self._main = threading.main_thread()
         self._hosts: dict[int, tuple[str, int, float]] = {}
 
@@ -103,9 +105,15 @@ class Peers:
         thread.start()
         restore = self._take_over_signals()
         try:
-            yield
+            try:
+                yield
+            except Stopped:
+                self._store.set(self._key(f"done-{self._rank}"), "1")
+                raise  # no error: all processes end by it
             self.check()
             self._store.set(self._key(f"done-{self._rank}"), "1")
+        except Stopped:
+            raise
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 # The call that failed may only have lost its connection to a process that failed before it.
@@ -160,15 +168,20 @@ class Peers:
         """Let a launcher that ends all processes because one of them failed not hide why. Returns what undoes it."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
-        before = {}
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_sigterm)
+        before: dict[int, Any] = {}
+        present = signal.getsignal(signal.SIGTERM)
+        # What an earlier run has left is as good as none.
+        if present is signal.SIG_DFL or getattr(present, "__func__", None) is Peers._on_late_sigterm:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            before[signal.SIGTERM] = signal.SIG_DFL
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
             before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_sigint)
 
         def restore() -> None:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                late = number == signal.SIGTERM and self._delivered
+                signal.signal(number, self._on_late_sigterm if late else handler)
+            self._ended = time.monotonic()
 
         return restore
 
@@ -179,6 +192,13 @@ class Peers:
             os.kill(os.getpid(), signal.SIGTERM)  # it was meant for this process
         elif not self._delivered:
             self.check()
+
+    def _on_late_sigterm(self, number: int, frame: FrameType | None) -> None:
+        # A launcher that ends all processes because one has failed may come when this one is on its way out with the
+        # reason, and perhaps stops a server.
+        if time.monotonic() - self._ended > CLEAN_UP:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         # Still ignored, but for our own thread, which has something to say by it.

@@ -22,6 +22,7 @@ from .pool import Pool
 from .quota import SharedQuota
 from .roster import Roster
 from .shares import from_message, owner_of, part_of, shares, to_message
+from .stop import Stopped
 from .types import Group
 
 
@@ -97,7 +98,11 @@ class ManyProcesses:
             # it carries is in ordinary memory, and its calls can be waited for while looking after the peers.
             group = self._group = dist.new_group(backend="gloo")
             try:
-                yield
+                try:
+                    yield
+                except Stopped:
+                    self.barrier()
+                    raise
                 self.barrier()  # a process that ends may be the one that holds the store
             finally:
                 self._group = None

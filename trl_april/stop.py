@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class StopRequest:
         )
 
 
-def leave(number: int) -> None:
+def leave(number: int) -> NoReturn:
     """End as a signal asks for: `KeyboardInterrupt`, or the exit code by which a shell reports it.
 
     Not by the signal itself, so that a server that was started in a `with` block is stopped.

@@ -208,18 +208,25 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool = None
         # An earlier call may have ended in the middle of a generation batch.
         self._step, self.trained_micro_steps, self._buffered_inputs = 0, 0, None
-        with self._listening_to_signals(), self._processes.watched():
-            self._checkpoints = TrainerCheckpoints(self, self._processes)
-            resume_from_checkpoint = self._checkpoints.open(resume_from_checkpoint)
+        with self._listening_to_signals():
             try:
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
-                if self._stop.signal:
-                    leave(self._stop.signal)
-                return output
-            finally:
-                if self._session is not None:
-                    self._session.close()
-                    self._session = None  # the pool stays, to be looked at
+                with self._processes.watched():
+                    output = self._train(resume_from_checkpoint, *args, **kwargs)
+            except Stopped as stopped:
+                leave(stopped.signal)
+            if self._stop.signal:
+                leave(self._stop.signal)
+            return output
+
+    def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
+        self._checkpoints = TrainerCheckpoints(self, self._processes)
+        resume_from_checkpoint = self._checkpoints.open(resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self._session is not None:
+                self._session.close()
+                self._session = None  # the pool stays, to be looked at
 
     def _listening_to_signals(self) -> Any:
         self._stop = StopRequest(self._processes.check)
@@ -277,9 +284,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             silent = self.args.disable_tqdm or not self.is_world_process_zero()
             with profiling_context(self, "vLLM.generate"):
                 done = self._session.run_round(self.state.global_step, silent=silent)
-        except Stopped as stopped:
+        except Stopped:
             self._checkpoints.save_now()
-            leave(stopped.signal)
+            raise
         except ServerError:  # of all processes, after waiting for it
             if self.args.save_strategy != SaveStrategy.NO:
                 self._checkpoints.save_now()

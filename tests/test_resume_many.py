@@ -1,0 +1,182 @@
+"""Several processes on the real server: checkpoints for another number of them, outages, and signals."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import launch
+from trl_april.checkpoint import is_complete, load_rollouts
+from trl_april.packing import PackedGroups, unpack
+
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+
+PLAIN = {"num_train_epochs": 2, "max_steps": -1, "max_completion_length": 120}
+ONE_EPOCH = {**PLAIN, "num_train_epochs": 1}
+SAVED = {**PLAIN, "save_strategy": "steps", "save_steps": 1}
+DYNAMIC = {"max_steps": 5, "dynamic_sampling": True, "max_completion_length": 60}
+
+
+def pools(folder: Path) -> list[dict[int, Any]]:
+    """The groups in the pool of each process, by id."""
+    saved = load_rollouts(folder)
+    assert saved is not None
+    return [
+        {
+            group.group_id: group
+            for group in unpack(PackedGroups(s["groups"], s["token_ids"], s["logprobs"]), s["rows"])
+        }
+        for s in saved.pools
+    ]
+
+
+@pytest.fixture(scope="module")
+def launched(server, tiny_model_dir, tmp_path_factory):
+    """Two processes train, then one goes on from their checkpoints, then two from that one's."""
+    folder = tmp_path_factory.mktemp("resume-many")
+    common = {"model": tiny_model_dir, "url": server.base_url}
+    two, one, again = (folder / name for name in ("two", "one", "again"))
+    runs = [
+        {"name": "first", "kind": "train", "options": SAVED},
+        {
+            "name": "dynamic", "kind": "train_dynamically", "batch": 12, "every": 3, "rows": 90,
+            "options": {**DYNAMIC, "save_strategy": "steps", "save_steps": 1},
+        },
+        {
+            "name": "unlucky", "kind": "train_through_an_outage",
+            "options": {**ONE_EPOCH, "max_completion_length": 400, "generation_kwargs": {"ignore_eos": True}},
+        },
+        *(
+            {
+                "name": f"{name}-{when}", "kind": "train_until_a_signal", "when": when, "signal": int(number),
+                "rows": 48,
+                "options": {
+                    **SAVED, "max_completion_length": 400, "save_steps": 100, "save_on_signal": True,
+                    "generation_kwargs": {"ignore_eos": True},
+                },
+            }
+            for name, number in (("term", signal.SIGTERM), ("int", signal.SIGINT))
+            for when in ("round", "training")
+        ),
+    ]  # fmt: skip
+    done = {"two": launch(2, runs, two, **common)}
+    runs = [
+        {"name": "second", "kind": "train", "options": SAVED, "resume": str(two / "first-out" / "checkpoint-4")},
+        {
+            "name": "dynamic", "kind": "train_dynamically", "batch": 12, "every": 3, "rows": 90, "options": DYNAMIC,
+            "resume": str(two / "dynamic-out" / "checkpoint-3"),
+        },
+    ]  # fmt: skip
+    done["one"] = launch(1, runs, one, **common)
+    runs = [
+        {"name": "third", "kind": "train", "options": PLAIN, "resume": str(one / "second-out" / "checkpoint-7")},
+        {
+            "name": "after", "kind": "train", "rows": 48, "options": PLAIN,
+            "resume": str(two / "term-round-out" / "checkpoint-2"),
+        },
+    ]  # fmt: skip
+    done["again"] = launch(2, runs, again, **common)
+    for launched in done.values():
+        assert launched.code == 0, launched.output[-6000:]
+    return done
+
+
+def trained(results: list[dict], steps: slice = slice(None)) -> list[tuple[int, int, int]]:
+    """Id, row and sample of what was trained in these rounds, over all processes."""
+    return [
+        (group["id"], group["number"], index)
+        for result in results
+        for groups in result["rounds"][steps]
+        for group in groups
+        for index in group["samples"]
+    ]
+
+
+def assert_resumed(folder: Path, results: list[dict]) -> None:
+    """What the checkpoint held is the beginning of what was trained."""
+    tokens = {
+        (group["id"], index): ids
+        for result in results
+        for groups in result["rounds"]
+        for group in groups
+        for index, ids in zip(group["samples"], group["tokens"], strict=True)
+    }
+    held = 0
+    for pool in pools(folder):
+        for group in pool.values():
+            for sample in group.samples:
+                before = sample.token_ids.tolist()
+                held += len(before)
+                assert tokens[group.group_id, sample.index][: len(before)] == before
+    assert held > 0
+
+
+class TestAnotherNumberOfProcesses:
+    def test_every_row_is_trained_once_per_epoch(self, launched):
+        first = trained(launched["two"].results("first", 2), slice(0, 4))
+        second = launched["one"].results("second", 1)
+        third = launched["again"].results("third", 2)
+        assert [len(result["rounds"]) for result in (*second, *third)] == [8, 5, 5]
+        everything = first + trained(second, slice(0, 3)) + trained(third)
+        samples = Counter((number, index) for _, number, index in everything)
+        assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+        assert len(set(everything)) == len(everything)
+        assert [result["left"] for result in (*second, *third)] == [0, 0, 0]
+
+    def test_every_token_is_resumed(self, launched):
+        assert_resumed(launched["two"].folder / "first-out" / "checkpoint-4", launched["one"].results("second", 1))
+        assert_resumed(launched["one"].folder / "second-out" / "checkpoint-7", launched["again"].results("third", 2))
+
+    def test_each_process_writes_its_own_groups(self, launched):
+        held = pools(launched["two"].folder / "first-out" / "checkpoint-4")
+        assert [{group_id % 2 for group_id in pool} for pool in held] == [{0}, {1}]
+
+    def test_scores_and_rejections(self, launched):
+        before = trained(launched["two"].results("dynamic", 2), slice(0, 3))
+        after = launched["one"].results("dynamic", 1)
+        everything = before + trained(after)
+        assert len(everything) == len(set(everything)) == 5 * 12
+        assert all(number % 3 == 0 for _, number, _ in everything)
+        assert after[0]["left"] == 0
+
+
+class TestOutage:
+    def test_all_processes_wait_and_go_on(self, launched):
+        results = launched["two"].results("unlucky", 2)
+        assert [result["outages"][2] for result in results] == [1, 1]
+        assert sum(sum(result["outages"]) for result in results) == 2
+        samples = Counter((number, index) for _, number, index in trained(results))
+        assert samples == {(number, index): 1 for number in range(24) for index in range(4)}
+        assert [result["left"] for result in results] == [0, 0]
+
+    def test_the_weights_were_given_again(self, launched):
+        """It had lost them by then; without, what is sampled afterwards would not agree with the trainer."""
+        log = [entry for entry in launched["two"].result("unlucky", 0)["log"] if "april/outage_seconds" in entry]
+        assert sum(entry["april/outage_seconds"] > 0 for entry in log) == 1
+        assert sum(entry["april/broken_streams"] for entry in log) > 0
+
+
+class TestSignals:
+    @pytest.mark.parametrize(("name", "raised"), [("term", ["SystemExit", 143]), ("int", ["KeyboardInterrupt", None])])
+    @pytest.mark.parametrize(("when", "step"), [("round", 2), ("training", 3)])
+    def test_all_processes_write_the_checkpoint_and_leave(self, launched, name, raised, when, step):
+        """Process 1 got the signal."""
+        results = launched["two"].results(f"{name}-{when}", 2)
+        assert [result["raised"] for result in results] == [raised, raised]
+        assert [result["step"] for result in results] == [step, step]
+        folder = launched["two"].folder / f"{name}-{when}-out"
+        assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+        assert is_complete(folder / f"checkpoint-{step}")
+        assert len(pools(folder / f"checkpoint-{step}")) == 2
+
+    def test_training_goes_on_from_it(self, launched):
+        before = trained(launched["two"].results("term-round", 2))
+        after = launched["again"].results("after", 2)
+        assert_resumed(launched["two"].folder / "term-round-out" / "checkpoint-2", after)
+        samples = Counter((number, index) for _, number, index in before + trained(after))
+        assert samples == {(number, index): 2 for number in range(48) for index in range(4)}
