@@ -142,7 +142,8 @@ def test_staleness_of_every_token():
 
 def test_the_figures_of_a_round_by_hand():
     done, pool = round_of_a_small_pool()
-    metrics = round_metrics(done, pool, sync_seconds=0.25, max_staleness=1)
+    done.broken_streams, done.outage_seconds = 3, 0.75
+    metrics = round_metrics(done, pool, sync_seconds=0.25, max_staleness=1, stream_interval=16)
     assert metrics == pytest.approx(
         {
             "round_seconds": 4.0,
@@ -163,6 +164,9 @@ def test_the_figures_of_a_round_by_hand():
             "rejected_groups": 0,
             "rejected_tokens": 0,
             "filled_groups": 0,
+            "broken_streams": 3,
+            "lost_tokens_bound": 3 * 16,
+            "outage_seconds": 0.75,
             "versions_per_sample_max": 2,
             "outstanding": 2,
             "parked_tokens": 5,

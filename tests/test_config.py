@@ -22,6 +22,8 @@ OWN = {
     "weight_sync": "filesystem",
     "weight_sync_dir": "/some/where",
     "stream_interval": 32,
+    "save_on_signal": True,
+    "max_parked_tokens": 1_000_000,
 }
 
 
@@ -40,6 +42,8 @@ def test_defaults():
         "weight_sync": "auto",
         "weight_sync_dir": None,
         "stream_interval": 64,
+        "save_on_signal": False,
+        "max_parked_tokens": None,
     }
 
 
@@ -93,6 +97,8 @@ COMMAND_LINE = [
     *("--weight_sync", "filesystem"),
     *("--weight_sync_dir", "/some/where"),
     *("--stream_interval", "32"),
+    *("--save_on_signal", "true"),
+    *("--max_parked_tokens", "1000000"),
     *("--num_generations", "4"),
 ]
 
@@ -162,6 +168,7 @@ def test_to_dict_round_trip():
         ({"max_rejected_groups_per_round": 0}, ["max_rejected_groups_per_round is 0", "at least the groups"]),
         ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, nccl, filesystem"]),
         ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
+        ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Leave it out"]),
     ],
 )
 def test_refusals_name_value_rule_and_remedy(wrong, words):

@@ -589,7 +589,8 @@ class TestMetrics:
             "aborted_requests", "carried_fraction", "staleness_mean", "staleness_max", "over_staleness_fraction",
             "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes", "fully_stale_samples",
             "rejected_groups", "rejected_tokens", "filled_groups", "correction/carried_tokens",
-            "completions/launched_mean_length", "completions/trained_mean_length",
+            "completions/launched_mean_length", "completions/trained_mean_length", "broken_streams",
+            "lost_tokens_bound", "outage_seconds",
         }  # fmt: skip
         for entry in training:
             logged = {key.removeprefix("april/") for key in entry if key.startswith("april/")}

@@ -165,6 +165,30 @@ def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
     return {**outcome(trainer), "outages": [done.outages for done in trainer.rounds]}
 
 
+def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Leaves a file when requests run in the second step, and lets nothing through from there if that is wanted."""
+    proxy = Proxy(spec["url"])
+
+    class MarkingTrainer(RecordingTrainer):
+        def _run_round(self):
+            if self.state.global_step == 1:
+                threading.Thread(target=self.mark, daemon=True).start()
+            return super()._run_round()
+
+        def mark(self) -> None:
+            while not self._session.driver.in_flight:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            if run["freeze"]:
+                proxy.freeze()
+            (Path(spec["folder"]) / "running").touch()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer = make_trainer({**spec, "url": proxy.url}, run, trainer_class=MarkingTrainer)
+    trainer.train()
+    return outcome(trainer)
+
+
 def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Process 1 gets a signal, in the middle of a round or while it trains."""
 
@@ -388,6 +412,7 @@ class Proxy:
         self._target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._listener]
+        self._frozen = threading.Event()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -402,14 +427,19 @@ class Proxy:
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
-    @staticmethod
-    def _forward(source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         try:
             while data := source.recv(65536):
+                while self._frozen.is_set():
+                    time.sleep(0.05)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             pass
+
+    def freeze(self) -> None:
+        """Let nothing through any more, and close nothing."""
+        self._frozen.set()
 
     def come_back(self) -> None:
         """Take connections again."""
@@ -432,6 +462,7 @@ KINDS = {
         train,
         train_through_an_outage,
         train_until_a_signal,
+        train_until_told,
         train_and_replay,
         train_sharded,
         train_dynamically,

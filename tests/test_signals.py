@@ -1,0 +1,82 @@
+"""Ctrl-C and SIGTERM in a process of one training, on the real server: what it leaves, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+from tests.test_resume import saved_groups
+from tests.test_trainer import wait_until_idle
+from trl_april.checkpoint import is_complete
+
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
+
+
+def start(server, model_dir: str, folder: Path, *, freeze: bool = False, **options) -> subprocess.Popen[str]:
+    """A training whose second round runs now, and for a long time."""
+    run = {"name": "told", "kind": "train_until_told", "freeze": freeze}
+    run["options"] = {
+        "max_steps": 4, "max_completion_length": 2000, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.0,
+        "save_strategy": "steps", "save_steps": 100, "log_level": "warning", **options,
+    }  # fmt: skip
+    spec = folder / "spec.json"
+    spec.write_text(json.dumps({"model": model_dir, "url": server.base_url, "folder": str(folder), "runs": [run]}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.worker", str(spec)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not (folder / "running").exists():
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_a_checkpoint_is_written_in_the_middle_of_a_round(server, tiny_model_dir, tmp_path, number, code):
+    process = start(server, tiny_model_dir, tmp_path, save_on_signal=True)
+    process.send_signal(number)
+    output = process.communicate()[0]
+    assert process.returncode == code, output[-4000:]
+    checkpoint = tmp_path / "told-out" / "checkpoint-1"
+    assert is_complete(checkpoint) and f"Training can be resumed from {checkpoint}" in output
+    groups = saved_groups(checkpoint)
+    assert len(groups) == 4
+    assert all(len(sample) > 0 for group in groups.values() for sample in group.samples)
+    assert wait_until_idle(server) == 0
+
+
+def test_without_the_option_nothing_is_written(server, tiny_model_dir, tmp_path):
+    """SIGTERM is what it always was; Ctrl-C without it is in `tests/test_trainer.py`."""
+    process = start(server, tiny_model_dir, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == -signal.SIGTERM
+    assert not list(tmp_path.glob("told-out/checkpoint-*"))
+    assert wait_until_idle(server) == 0
+
+
+@pytest.mark.parametrize("save_on_signal", [False, True])
+def test_the_second_one_leaves_at_once(server, tiny_model_dir, tmp_path, save_on_signal):
+    """The server is out of reach, so that what it has generated is waited for in vain."""
+    process = start(server, tiny_model_dir, tmp_path, freeze=True, save_on_signal=save_on_signal)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output = process.communicate()[0]
+    assert process.returncode == -signal.SIGINT, output[-4000:]
+    assert "have not ended in 5 s" not in output  # it did not wait
+    assert not list(tmp_path.glob("told-out/checkpoint-*"))
