@@ -184,7 +184,8 @@ class RolloutDriver:
     def _open_round(self, version: int) -> None:
         self._is_taken = False
         self.round = Round(version, started=asyncio.get_running_loop().time())
-        self.round.resumed_groups = sum(group.state is GroupState.PARKED for group in self.pool)
+        resumed = {group.group_id for group, _ in self.pool.ready() if group.state is GroupState.PARKED}
+        self.round.resumed_groups = len(resumed)
         self._dispatched = {}
         names = ("tokens_generated", "groups_rejected", "tokens_rejected")
         self._before = {name: getattr(self.pool, name) for name in names}
