@@ -209,7 +209,7 @@ def test_a_held_back_group_is_gone_on_with_although_the_pool_is_still_full():
     """Rejecting group 0 frees less than there is, so of groups 1 and 2 only the one that is needed goes on."""
     arena = full_arena(
         20, lambda group: USELESS if group == 0 else USEFUL, factor=3.0, lengths={0: 6, 1: 30, 2: 30, 3: 1},
-        script={(group, index): [Attempt([Tokens(8), Silence()]), natural(12)] for group in (1, 2) for index in (0, 1)},
+        script={key: [Attempt([Tokens(8), Silence()]), natural(12)] for key in ((1, 0), (1, 1), (2, 0), (2, 1))},
     )  # fmt: skip
     done = simulate(arena.round())
     assert ids(done.groups) == [1]
