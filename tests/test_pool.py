@@ -7,7 +7,7 @@ import pytest
 
 from trl_april.errors import AprilError, ConfigError, EngineError, PoolError
 from trl_april.pool import Pool
-from trl_april.types import FinishReason, Group, GroupState, Sample, SampleState
+from trl_april.types import FinishReason, Group, GroupState, Sample, SampleState, Score
 
 
 BUDGET = 10
@@ -441,6 +441,133 @@ def test_a_version_jump_beyond_the_plan_is_an_error_while_the_bound_is_guarantee
     free = pool_in_round(groups=1, max_staleness=None)
     free.begin_round(100)
     assert free.version == 100
+
+
+# A full pool
+
+
+def test_a_pool_without_a_bound_is_never_full():
+    pool = pool_in_round(1, groups=2)
+    for group in pool:
+        pool.start(group.samples[0])
+        generate(pool, group.samples[0], *range(1, 9))
+    assert not pool.is_full
+    assert pool.max_parked_tokens is None
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_pool_is_full_from_its_bound_on_until_tokens_leave(bound):
+    """Tokens of finished groups count as well; those that are taken or rejected do not."""
+    pool = pool_in_round(1, groups=2, max_parked_tokens=bound)
+    assert pool.is_full == (bound == 0)
+    sample = next(iter(pool)).samples[0]
+    pool.start(sample)
+    for held in range(1, 4):
+        generate(pool, sample, 7)
+        assert pool.is_full == (held >= bound)
+    pool.finish(sample, FinishReason.STOP)
+    assert pool.is_full
+    pool.take()
+    assert pool.is_full == (bound == 0)
+
+
+def test_a_rejection_makes_room_in_a_full_pool():
+    pool = pool_in_round(1, groups=2, max_parked_tokens=2, dynamic_sampling=True, max_staleness=None, samples=2)
+    group = next(iter(pool))
+    complete(pool, group)
+    assert pool.is_full
+    pool.reject(group, Score([[1.0], [1.0]]))
+    assert not pool.is_full
+
+
+def test_a_full_pool_hands_out_only_samples_of_groups_that_the_round_needs():
+    """Two of five groups are needed: the oldest that are not finished, of which one is begun."""
+    pool = pool_in_round(2, groups=5, samples=2, over_provisioning=2.5, max_staleness=None, max_parked_tokens=4)
+    zero, one, two, three, four = pool
+    pool.start(three.samples[0])
+    generate(pool, three.samples[0], 1, 2, 3)
+    pool.park(three.samples[0])
+    ready = [(sample.group_id, sample.index) for _, sample in pool.ready()]
+    assert ready == [(3, 0), *((group, index) for group in range(5) for index in range(2) if (group, index) != (3, 0))]
+    pool.start(one.samples[1])
+    generate(pool, one.samples[1], 1)
+    pool.park(one.samples[1])
+    assert pool.is_full
+    assert [(sample.group_id, sample.index) for _, sample in pool.ready()] == [(1, 1), (0, 0), (0, 1), (1, 0)]
+    complete(pool, zero)
+    assert {sample.group_id for _, sample in pool.ready()} == {1}, "one is finished, so one is missing"
+    complete(pool, four)
+    assert pool.ready() == [] and pool.quota_met
+
+
+def test_what_a_full_pool_does_not_need_is_everything_unfinished_of_other_groups():
+    """Samples that run, and those that wait for another try of theirs."""
+    pool = pool_in_round(1, groups=3, samples=2, over_provisioning=3.0, max_staleness=None)
+    zero, one, two = pool
+    pool.start(zero.samples[0])
+    pool.start(one.samples[0])
+    pool.start(two.samples[0])
+    generate(pool, two.samples[0], 1)
+    pool.finish(two.samples[0], FinishReason.STOP)
+    assert pool.not_needed() == [*one.samples, two.samples[1]]
+    complete(pool, zero)
+    assert pool.not_needed() == [*one.samples, two.samples[1]]
+
+
+def test_groups_that_fall_due_are_needed_before_the_quota_is_full():
+    """Quota 1, bound 1: both groups of version 0 must go by version 1, so the first round needs one of them, ..."""
+    pool = pool_in_round(1, groups=2, max_staleness=1, max_parked_tokens=0)
+    pool.roster.admits_surplus = True
+    zero, one = pool
+    assert pool.roster.needed() == [0]
+    complete(pool, zero)
+    assert pool.roster.needed() == []
+    pool.take()
+    pool.begin_round(1)
+    pool.roster.admits_surplus = True
+    admit(pool, 1)
+    assert pool.roster.needed() == [1]
+    complete(pool, *(group for group in pool if group.group_id == 2))
+    assert not pool.quota_met and pool.roster.needed() == [1], "finished, and still the due one is missing"
+    assert [sample.group_id for _, sample in pool.ready()] == [1]
+
+
+def test_a_full_pool_admits_no_surplus_and_does_again_when_there_is_room():
+    """What the batch needs is admitted all the same: the round could not close without it."""
+    pool = Pool(2, over_provisioning=2.0, max_staleness=None, max_parked_tokens=3)
+    pool.begin_round(0)
+    assert pool.room == 4
+    admit(pool, 4)
+    zero, one, two, three = pool
+    pool.start(three.samples[0])
+    generate(pool, three.samples[0], 1, 2, 3)
+    pool.park(three.samples[0])
+    complete(pool, zero, one)
+    pool.take()
+    pool.begin_round(1)
+    assert pool.is_full and pool.room == 0
+    complete(pool, two, three)
+    pool.take()
+    pool.begin_round(2)
+    assert not pool.is_full and pool.room == 4
+
+
+def test_a_full_pool_admits_up_to_its_quota():
+    pool = pool_in_round(3, over_provisioning=2.0, max_parked_tokens=0)
+    assert pool.room == 3
+    admit(pool, 1)
+    assert pool.room == 2
+
+
+@pytest.mark.parametrize("rejected", [0, 1, 2, 3])
+def test_needed_groups_move_up_when_others_are_rejected(rejected):
+    pool = pool_in_round(2, groups=6, over_provisioning=3.0, max_staleness=None, dynamic_sampling=True)
+    groups = list(pool)
+    for group in groups[:rejected]:
+        complete(pool, group)
+        assert group.group_id in pool.roster.needed(), "a group that awaits its verdict is not finished"
+        pool.reject(group, Score([[1.0]]))
+    assert pool.roster.needed() == [rejected, rejected + 1]
 
 
 # Admission

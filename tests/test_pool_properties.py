@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.closing import may_close
 from trl_april.errors import PoolError
 from trl_april.pool import Pool
 from trl_april.types import FinishReason, Group, Sample, SampleState
@@ -53,14 +54,17 @@ class PoolMachine(RuleBasedStateMachine):
         slack=st.sampled_from([None, 0, 1, 2]),
         versions_per_round=st.integers(1, 2),
         version=st.integers(0, 3),
+        most_parked=st.sampled_from([None, 0, 3, 10]),
     )
-    def open(self, quota, factor, slack, versions_per_round, version):
+    def open(self, quota, factor, slack, versions_per_round, version, most_parked):
         bound = None if slack is None else math.ceil(factor - 1) * versions_per_round + slack
         self.options = {
             "over_provisioning": factor,
             "max_staleness": bound,
             "versions_per_round": versions_per_round,
+            "max_parked_tokens": most_parked,
         }
+        self.most_parked = most_parked
         self.quota, self.bound, self.versions_per_round = quota, bound, versions_per_round
         self.target = math.ceil(quota * factor)
         self.pool = Pool(quota, **self.options)
@@ -105,7 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
     def fill_up(self, samples, budget):
         while len(self.groups) < self.target:
             self.admit_one(0, samples, budget)
-        assert self.pool.room == 0
+        assert self.pool.room == 0  # of the target, also where the pool is full and asks for less
         with pytest.raises(PoolError):
             self.admit_one(0, samples, budget)
 
@@ -219,6 +223,8 @@ class PoolMachine(RuleBasedStateMachine):
         version = self.version + min(jump, self.versions_per_round)
         self.pool.begin_round(version)
         self.version = version
+        count = self.quota if self.pool.is_full else self.target
+        assert self.pool.room == (0 if self.pool.quota_met else max(0, count - len(self.groups)))
 
     @rule()
     def sync_under_running_requests(self):
@@ -280,7 +286,39 @@ class PoolMachine(RuleBasedStateMachine):
     def ready_lists_what_can_be_started(self):
         ready = [(group.group_id, sample.index) for group, sample in self.pool.ready()]
         tokens = {(i, j): bool(self.groups[i].samples[j].tokens) for i, j in self.startable()}
+        if self.pool.is_full:
+            needed = self.needed()
+            tokens = {(i, j): begun for (i, j), begun in tokens.items() if i in needed}
         assert ready == [key for key in tokens if tokens[key]] + [key for key in tokens if not tokens[key]]
+
+    def needed(self) -> list[int]:
+        """The oldest unfinished groups, one more at a time until the round could close with them."""
+        rules = {
+            "quota": self.quota,
+            "version": self.version,
+            "bound": self.bound,
+            "versions_per_round": self.versions_per_round,
+        }
+        born = {i: group.born for i, group in self.groups.items()}
+        finished = {i for i, group in self.groups.items() if group.done}
+        unfinished = [i for i in self.groups if i not in finished]
+        for count in range(len(unfinished)):
+            if may_close(born, finished | set(unfinished[:count]), **rules):
+                return unfinished[:count]
+        return unfinished
+
+    @invariant()
+    def a_full_pool_goes_on_with_what_the_round_needs_and_no_more(self):
+        held = sum(len(sample.tokens) for group in self.groups.values() for sample in group.samples)
+        assert self.pool.is_full == (self.most_parked is not None and held >= self.most_parked)
+        needed = self.needed()
+        assert self.pool.roster.needed() == needed
+        assert [(sample.group_id, sample.index) for sample in self.pool.not_needed()] == [
+            (i, j)
+            for i, group in self.groups.items()
+            for j, sample in enumerate(group.samples)
+            if not sample.done and i not in needed
+        ]
 
 
 TestPoolMachine = PoolMachine.TestCase

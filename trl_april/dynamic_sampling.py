@@ -111,7 +111,7 @@ class DynamicSampling:
         """Admit others in the place of those that were rejected, if that is worth it.
 
         Not to be called in a round that closes: there they would only delay the abort, and the next one is filled up
-        anyway. While a round does not close nothing but an error ends it, so what is asked for here is also admitted.
+        anyway. What is asked for is also admitted, if need be after a cancellation: a round can be gone on with.
 
         Returns:
             `bool`: Whether groups were admitted.
@@ -120,9 +120,21 @@ class DynamicSampling:
         if missing <= 0 or self._given_up(pool):
             return False
         self.replaced += missing
-        for group in await asyncio.wrap_future(self._thread.submit(self._replace, missing)):
-            group.admit_to(pool)
+        call = self._thread.submit(self._replace, missing)
+        try:
+            groups = await asyncio.shield(asyncio.wrap_future(call))
+        except asyncio.CancelledError:
+            if call.cancel():  # it waits for a reward function, and has taken no rows yet
+                self.replaced -= missing
+            else:
+                self._admit(pool, await asyncio.wrap_future(call))
+            raise
+        self._admit(pool, groups)
         return True
+
+    def _admit(self, pool: Pool, groups: Sequence[Admissible]) -> None:
+        for group in groups:
+            group.admit_to(pool)
 
     def fill(self, pool: Pool) -> None:
         """Fill a hopeless round with what it has rejected."""

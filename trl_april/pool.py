@@ -387,14 +387,14 @@ class Pool:
         return self.max_parked_tokens is not None and self.tokens_held >= self.max_parked_tokens
 
     def not_needed(self) -> list[Sample]:
-        """Running samples of groups that the round can close without."""
+        """Samples that are not finished, of groups that the round can close without."""
         needed = set(self.roster.needed())
         return [
             sample
             for group in self._groups.values()
             if group.group_id not in needed
             for sample in group.samples
-            if sample.state is SampleState.RUNNING
+            if sample.finish_reason is None
         ]
 
     def count(self, state: SampleState) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .roster import Requirement, Roster
 
@@ -27,6 +28,7 @@ END = "end"
 LAST = (CLOSED, SUSPENDED, END)  # what a round's listening ends with
 # To listen costs nothing while nothing happens. A time-out would be reported on the terminal by the store.
 LISTEN = timedelta(days=7)
+T = TypeVar("T")
 
 
 class SharedQuota:
@@ -107,12 +109,11 @@ class SharedQuota:
         _, *due = self._requirements
         # A group that falls due has gone by being rejected, too, but does not count towards the quota by it.
         added = [len(new), *(sum(b <= born for b in (*new, *rejected.values())) for born, _ in due)]
-        # In a thread, because the store is spoken to over a socket, which must not hold up the streams.
-        totals = await asyncio.to_thread(self._add, added, list(rejected))
+        totals = await _in_thread(self._add, added, list(rejected))
         self.num_finished = self._known[0] + totals[0]
         if self._suffice(totals) and not self._ends:
             self._ends = True
-            await asyncio.to_thread(self._tell, CLOSED)
+            await _in_thread(self._tell, CLOSED)
         return self._ends
 
     def end_listening(self, *, suspend: bool = False) -> None:
@@ -190,6 +191,19 @@ class SharedQuota:
 
     def _key(self, name: str) -> str:
         return f"round-{self._round}/{name}"
+
+
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Speak to the store in a thread, because that goes over a socket, which must not hold up the streams.
+
+    A cancellation waits for the answer: what is counted as told must have been told when the round is broken off.
+    """
+    call = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
 
 
 class _Listener:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -87,6 +87,7 @@ class RolloutDriver:
         self._unfinished = 0  # of those tasks and the watching ones
         self._asked: dict[int, asyncio.Task[None]] = {}  # such a task by the identity of its sample
         self._holds_back = False  # whether samples wait that have been asked for, because the pool is full
+        self._cuts: set[asyncio.Task[None]] = set()  # what ends their requests
         self._is_trimmed = False  # whether only what the round needs is running
         self._dispatched: dict[int, Sample] = {}  # by the identity of the sample, in the whole round
         self._closing = asyncio.Event()
@@ -125,10 +126,10 @@ class RolloutDriver:
         assert self.round is not None
         self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
         self._error = None
-        self._tasks, self._asked, self._unfinished = set(), {}, 0
+        self._tasks, self._asked, self._cuts, self._unfinished = set(), {}, set(), 0
         self._holds_back = self._is_trimmed = False
 
-        if not self.pool.quota_met:
+        if not self._may_close():
             if self._quota is not None:
                 self._quota.begin_round()
             self._dispatch()
@@ -141,11 +142,11 @@ class RolloutDriver:
                     await self._drain()
                 self.round.abort_seconds = clock() - closing_began
             finally:
-                for task in (*watching, silences):
+                for task in (*watching, silences, *self._cuts):
                     task.cancel()
                 # Also on cancellation: cut what runs and keep what has arrived.
                 await self._cut_off()
-                await asyncio.gather(*watching, silences, return_exceptions=True)
+                await asyncio.gather(*watching, silences, *self._cuts, return_exceptions=True)
                 if self._quota is not None:
                     self._agree_on_the_end(self._quota)
             self.round.requests = len(self._dispatched)
@@ -183,13 +184,17 @@ class RolloutDriver:
     def _open_round(self, version: int) -> None:
         self._is_taken = False
         self.round = Round(version, started=asyncio.get_running_loop().time())
-        self.round.resumed_groups = sum(group.state is GroupState.PARKED for group in self.pool)
+        resumed = {group.group_id for group, _ in self.pool.ready() if group.state is GroupState.PARKED}
+        self.round.resumed_groups = len(resumed)
         self._dispatched = {}
         names = ("tokens_generated", "groups_rejected", "tokens_rejected")
         self._before = {name: getattr(self.pool, name) for name in names}
         self._held_before = {group.group_id: group.num_tokens for group in self.pool}
         if self._dynamic is not None:
             self._dynamic.begin_round()
+
+    def _may_close(self) -> bool:
+        return self.pool.quota_met if self._dynamic is None else self._dynamic.may_close(self.pool)
 
     def _agree_on_the_end(self, quota: SharedQuota) -> None:
         """Hear whether the round was closed or suspended: what was told first holds in all processes."""
@@ -204,16 +209,14 @@ class RolloutDriver:
     # One sample
 
     async def _complete(self, group: Group, sample: Sample) -> None:
-        """Generate `sample` until it is finished or the round closes, across broken streams."""
+        """Generate `sample` until it is finished, held back, or the round closes, across broken streams."""
         failures = 0
         try:
-            while not self._closing.is_set():
+            while self._goes_on(sample):
                 length_before = len(sample)
                 stream = asyncio.create_task(self._stream(group, sample))
                 try:
-                    if await stream:
-                        break
-                    if self._closing.is_set() or self._asked.get(id(sample)) is not asyncio.current_task():
+                    if await stream or not self._goes_on(sample):
                         break
                     error = ServerError(
                         f"Sample {sample.index} of group {sample.group_id} was aborted by somebody else, or because "
@@ -229,22 +232,25 @@ class RolloutDriver:
                         f"{self._idle_timeout:.0f} s."
                     )
                 # A stream that broke behind the last token of the budget has left a finished sample.
-                if self._closing.is_set() or sample.finish_reason is not None:
+                if sample.finish_reason is not None:
                     break
                 assert self.round is not None and self.pool.version is not None
                 self.round.broken_streams += 1
-                # A server that was started anew has its initial weights, and would sample from them.
-                if not await self.engine.holds(self.pool.version):
-                    raise ServerError(
-                        f"{error} The server is away, or no longer has the weights of policy version "
-                        f"{self.pool.version}."
-                    )
+                if not self._goes_on(sample):
+                    break
                 failures = 1 if len(sample) > length_before else failures + 1
                 if failures > self._retries:
                     raise error
                 logger.warning("%s Asking again from token %d.", error, len(sample))
                 # At once the first time, then with growing pauses.
                 await self._pause(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5))
+                # A server that was started anew, in the pause perhaps, has its initial weights and would sample from
+                # them. If the round closes meanwhile, its end does not depend on the server any more.
+                if self._goes_on(sample) and not await self.engine.holds(self.pool.version) and self._goes_on(sample):
+                    raise ServerError(
+                        f"{error} The server is away, or no longer has the weights of policy version "
+                        f"{self.pool.version}."
+                    )
         except Exception as caught:  # whatever it is, it must end the round, not just this task
             self._fail(caught)
         self._sample_ended.set()
@@ -254,6 +260,10 @@ class RolloutDriver:
                 self._quota.notify()
         elif self.pool.quota_met:
             self._closing.set()
+
+    def _goes_on(self, sample: Sample) -> bool:
+        """Whether the current task is to ask for more of `sample`."""
+        return not self._closing.is_set() and self._asked.get(id(sample)) is asyncio.current_task()
 
     async def _stream(self, group: Group, sample: Sample) -> bool:
         """Send one request and record what it returns; whether the sample is finished."""
@@ -315,30 +325,37 @@ class RolloutDriver:
         if self._is_trimmed or self._closing.is_set():
             return
         self._is_trimmed = True
-        waiting = {id(sample) for sample in self.pool.not_needed()}
-        requests = [request_id for request_id, sample in self._running.items() if id(sample) in waiting]
-        if requests:
+        waiting = {id(sample) for sample in self.pool.not_needed()} & self._asked.keys()
+        if waiting:
             self._holds_back = True
-            for sample_id in waiting:
-                del self._asked[sample_id]
-            self._tasks.add(asyncio.create_task(self._abort(requests)))
+            tasks = [self._asked.pop(sample_id) for sample_id in waiting]
+            requests = [request_id for request_id, sample in self._running.items() if id(sample) in waiting]
+            self._cuts.add(self._watched(self._cut(tasks, requests)))
 
-    async def _abort(self, request_ids: list[str]) -> None:
+    async def _cut(self, tasks: list[asyncio.Task[None]], request_ids: list[str]) -> None:
+        """End these requests, and go on with those of their samples that the round has come to need meanwhile."""
         try:
-            await self.engine.abort(request_ids)
+            await self._end(tasks, lambda: [request_id for request_id in request_ids if request_id in self._running])
         except ServerError as error:
             logger.warning("%s", error)  # they run on until the round closes, which costs memory only
         except Exception as caught:
             self._fail(caught)
+        try:
+            await self._dispatch_more()
+        except Exception as caught:
+            self._fail(caught)
+        self._sample_ended.set()
 
     async def _judge(self) -> None:
         """Score groups as they finish, until no sample runs any more and none can be admitted."""
         if self._dynamic is None:
             return
         try:
+            if self._quota is None:
+                await self._replace_rejected()  # those of before an outage
             while not self._closing.is_set():
                 self._sample_ended.clear()
-                running = [task for task in self._tasks if not task.done()]
+                running = [task for task in (*self._tasks, *self._cuts) if not task.done()]
                 if await self._dynamic.judge(self.pool):
                     if self._quota is not None:
                         self._quota.notify()
@@ -358,13 +375,21 @@ class RolloutDriver:
         if self._dynamic is None or self._closing.is_set():
             return
         if await self._dynamic.replace(self.pool) or self._holds_back:
-            assert self.pool.version is not None
-            # With no stream that could have broken, a server that was started anew would not be noticed.
-            if not self._running and not await self.engine.holds(self.pool.version):
-                raise ServerError(
-                    f"The server is away, or no longer has the weights of policy version {self.pool.version}."
-                )
-            self._dispatch()
+            await self._dispatch_more()
+
+    async def _dispatch_more(self) -> None:
+        """The same as at the beginning of the round, in the middle of it."""
+        # With no stream that could have broken, a server that was started anew would not be noticed.
+        asks = not self._running and not self._closing.is_set() and bool(self.pool.ready())
+        assert self.pool.version is not None
+        holds = not asks or await self.engine.holds(self.pool.version)
+        if self._closing.is_set():
+            return
+        if not holds:
+            raise ServerError(
+                f"The server is away, or no longer has the weights of policy version {self.pool.version}."
+            )
+        self._dispatch()
 
     async def _watch_quota(self) -> None:
         """Count what is finished and rejected in all processes, until that closes the round."""
@@ -407,16 +432,19 @@ class RolloutDriver:
     async def _drain(self) -> None:
         """Abort what runs, by id, until every stream has delivered its rest and ended."""
         try:
-            await drain(
-                self.engine,
-                self._tasks,
-                running=lambda: list(self._running),
-                progress=lambda: (self.pool.tokens_generated, len(self._running)),
-                sweep_interval=self._sweep_interval,
-                patience=self._idle_timeout,
-            )
+            await self._end(self._tasks, lambda: list(self._running))
         except Exception as error:  # the round must still be cut off
             self._fail(error)
+
+    async def _end(self, tasks: Iterable[asyncio.Task[None]], running: Callable[[], list[str]]) -> None:
+        await drain(
+            self.engine,
+            tasks,
+            running=running,
+            progress=lambda: (self.pool.tokens_generated, len(self._running)),
+            sweep_interval=self._sweep_interval,
+            patience=self._idle_timeout,
+        )
 
     async def _cut_off(self) -> None:
         """Leave nothing running, whatever happened before; a no-op after a complete drain."""
@@ -429,6 +457,8 @@ class RolloutDriver:
         except TimeoutError:
             logger.warning("%d requests have not ended in 5 s.", len(self._running))
         finally:
+            if self.round is not None:
+                self.round.broken_streams += len(self._running)
             for task in self._tasks:
                 task.cancel()  # closes the connection, at which the server aborts the request by itself
             await asyncio.gather(*self._tasks, return_exceptions=True)

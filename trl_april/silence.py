@@ -75,4 +75,4 @@ class Silences:
                     async with asyncio.timeout(ABORT_SECONDS):
                         await self._engine.abort(silent)
                 except (ServerError, TimeoutError) as error:
-                    logger.warning("%s", error or "The abort was not answered.")
+                    logger.warning("%s", str(error) or "The abort was not answered.")

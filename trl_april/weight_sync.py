@@ -131,6 +131,10 @@ class ServerGeneration(VLLMGeneration):
             api_key=self._api_key,
         )
         self.base_url = self.vllm_client.base_url
+        # TRL's own session repeats what fails for a minute, and then keeps the server's words to itself. A connection
+        # of its own for each request is never one that the server has dropped in the meantime.
+        self.session = requests.Session()
+        self.session.headers.update({**self.vllm_client.session.headers, "Connection": "close"})
         self.facts = self._check_server()
         self.weight_sync = self._choose_weight_sync()
         if self.weight_sync == "nccl" and self.accelerator.is_main_process:
@@ -145,7 +149,7 @@ class ServerGeneration(VLLMGeneration):
 
     def _check_server(self) -> ServerFacts:
         return check_server(
-            self.vllm_client.session,
+            self.session,
             self.base_url,
             config=self.model.config,
             max_completion_length=self.max_completion_length,
@@ -201,19 +205,19 @@ class ServerGeneration(VLLMGeneration):
     def is_alive(self) -> bool:
         """Whether the server answers this process that it is ready to generate."""
         try:
-            return bool(self.vllm_client.session.get(f"{self.base_url}/health", timeout=ANSWER_SECONDS).ok)
-        except requests.RequestException:
+            return bool(self.session.get(f"{self.base_url}/health", timeout=ANSWER_SECONDS).ok)
+        except (AprilError, requests.RequestException):
             return False
 
     def holds_weights(self) -> bool:
         """Whether the server still has the weights of the last sync. A collective call."""
-        lost = self.accelerator.is_main_process and self._reported_version() != self._stamp
+        lost = self.accelerator.is_main_process and (self._stamp is None or self._reported_version() != self._stamp)
         return not self._processes.most([float(lost)])[0]
 
     def _reported_version(self) -> str | None:
         try:
             version = self._answer("GET", "weight_info", timeout=ANSWER_SECONDS)["weight_version"]
-        except (WeightSyncError, KeyError):
+        except (AprilError, requests.RequestException, KeyError):
             return None
         return str(version)
 
@@ -228,17 +232,23 @@ class ServerGeneration(VLLMGeneration):
             "the trainer again.",
             self.base_url,
         )
-        self.facts, self._stamp = self._check_server(), None
+        self._stamp = ""  # what no server reports: if the sync fails, the next one looks again
+        self.facts = self._check_server()
         if self.weight_sync == "nccl":
             self.vllm_client.init_communicator(device=self.accelerator.device)
 
     def _unless_gone(self, step: Callable[[], None]) -> None:
         """Do a step of the sync. If it fails because the server has gone away, note that and go on: gathering weights
-        takes all processes, and the others do not know yet."""
+        takes all processes, and the others do not know yet.
+
+        What has no answer, or not the one of a server that is ready, may have one later. Other errors are an outage
+        only if the server does not answer any more.
+        """
         try:
             step()
         except (AprilError, requests.RequestException, OSError) as error:
-            if self.is_alive():
+            no_answer = isinstance(error, (ServerError, requests.ConnectionError, requests.Timeout))
+            if not no_answer and self.is_alive():
                 raise
             self._gone = error
 
@@ -257,7 +267,7 @@ class ServerGeneration(VLLMGeneration):
         if reported != str(version):
             raise WeightSyncError(f"The server reports weight version {reported!r} after the sync of {version}.")
         found = server_logprobs(
-            self.vllm_client.session,
+            self.session,
             self.base_url,
             self.facts.model,
             self._canary.token_ids,
@@ -326,13 +336,11 @@ class ServerGeneration(VLLMGeneration):
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float | None = None
     ) -> dict[str, Any]:
         try:
-            response = self.vllm_client.session.request(
+            response = self.session.request(
                 method, f"{self.base_url}/{path}", json=body, timeout=timeout or self.server_timeout
             )
         except requests.RequestException as error:
-            raise WeightSyncError(
-                f"The vLLM server failed at /{path} in the weight sync: {error}. {_REMEDY}"
-            ) from error
+            raise ServerError(f"The vLLM server failed at /{path} in the weight sync: {error}. {_REMEDY}") from error
         if response.status_code != 200:
             raise WeightSyncError(
                 f"The vLLM server answered {response.status_code} to /{path} in the weight sync: "

@@ -127,7 +127,7 @@ def _round_trip(
             server_timeout=server.session.seconds,
             max_completion_length=1,
         )
-        generation.vllm_client.session = TimedSession(PATIENCE * server.session.seconds, server.session.api_key)
+        generation.session = TimedSession(PATIENCE * server.session.seconds, server.session.api_key)
         generation.sync_weights()  # compares afterwards, and raises where the two sides differ
     after = server_logprobs(server.session, server.base_url, server.name, token_ids)
     apart, moved = _distance(expected, after), _distance(before, after)
