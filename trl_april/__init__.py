@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import APRILGRPOConfig
-    from .errors import AprilError, ConfigError, EngineError, PoolError, ServerError, WeightSyncError
+    from .errors import AprilError, CheckpointError, ConfigError, EngineError, PoolError, ServerError, WeightSyncError
     from .pool import Pool
     from .server import LocalServer
     from .trainer import APRILGRPOTrainer
@@ -21,6 +21,7 @@ _MODULE_OF = {
     "APRILGRPOConfig": "config",
     "APRILGRPOTrainer": "trainer",
     "AprilError": "errors",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "EngineError": "errors",
     "Group": "types",
@@ -37,6 +38,7 @@ __all__ = [
     "APRILGRPOConfig",
     "APRILGRPOTrainer",
     "AprilError",
+    "CheckpointError",
     "ConfigError",
     "EngineError",
     "Group",

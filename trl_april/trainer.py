@@ -201,6 +201,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         Raises:
             CheckpointError: If a checkpoint is not complete, or what it says of partial samples is damaged. It is a
                 `ValueError`.
+            ServerError: If the server stays away for `vllm_server_timeout` seconds. A checkpoint has been written
+                then, unless `save_strategy` is `"no"`.
+            KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM. With `save_on_signal` a checkpoint has been
+                written.
         """
         if not self.april_enabled:
             return super().train(resume_from_checkpoint, *args, **kwargs)
