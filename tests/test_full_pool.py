@@ -217,6 +217,17 @@ def test_a_held_back_group_is_gone_on_with_although_the_pool_is_still_full():
     assert_at_rest(arena.pool, arena.engine)
 
 
+def test_a_pool_that_is_full_again_holds_back_again():
+    """Group 2 replaces group 0, whose tokens have left; when they are there again, group 1 goes on alone."""
+    arena = full_arena(10, lambda group: USELESS if group == 0 else USEFUL, factor=2.0, lengths={0: 5, 1: 40, 2: 100})
+    done = simulate(arena.round())
+    assert ids(done.groups) == [1]
+    (left,) = arena.pool
+    assert 0 < left.num_tokens <= 10
+    assert len(arena.engine.requests_of(2)) == 1
+    assert_at_rest(arena.pool, arena.engine)
+
+
 @pytest.mark.parametrize("rows", [2, 10])
 def test_a_group_that_is_needed_while_it_is_still_being_held_back_is_gone_on_with(rows: int):
     """Its abort takes 10 s, and the verdict that makes it needed comes in between."""

@@ -80,6 +80,9 @@ def test_what_is_told_first_holds_in_all_processes(order):
     for quota in processes.quotas:
         quota.end_listening()
     assert processes.ends == [order[0][1]] * 3
+    for quota in processes.quotas:
+        quota.learn_rest()  # which comes to the later words as well
+    assert processes.ends == [order[0][1]] * 3
 
 
 @pytest.mark.parametrize("listening", [True, False])

@@ -210,11 +210,11 @@ def test_without_progress_it_is_said_once(training: Training, caplog: pytest.Log
 def test_a_signal_ends_the_wait(training: Training, number: int):
     """Soon, not at the next look: somebody wants the machine."""
     training.generation.alive = False
-    training.clock.at(35.0, lambda: setattr(training.stop, "signal", int(number)))
+    training.clock.at(30.0, lambda: setattr(training.stop, "signal", int(number)))
     with pytest.raises(Stopped) as caught:
         training.recovery.wait_for_server()
     assert caught.value.signal == number
-    assert training.clock.now < 1035.0 + 1.0
+    assert training.clock.now < 1030.0 + 1.0, "the looks are at 25.5 and 35.5"
 
 
 def test_a_signal_from_before_needs_no_look_at_the_server(training: Training):

@@ -122,7 +122,7 @@ class DynamicSampling:
         self.replaced += missing
         call = self._thread.submit(self._replace, missing)
         try:
-            groups = await asyncio.shield(asyncio.wrap_future(call))
+            groups = await asyncio.wrap_future(call)
         except asyncio.CancelledError:
             if call.cancel():  # it waits for a reward function, and has taken no rows yet
                 self.replaced -= missing
