@@ -154,10 +154,21 @@ def machine(tmp_path):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield SimpleNamespace(put=put, start=start, run=run, calls=calls, records=records, commands=commands)
     signal.signal(signal.SIGINT, before)
-    left = [pid for path in records.glob("*.json") if psutil.pid_exists(pid := json.loads(path.read_text())["pid"])]
+    started = [json.loads(path.read_text())["pid"] for path in records.glob("*.json")]
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in started if _lives(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, "processes survived the launcher"
+
+
+def _lives(pid: int) -> bool:
+    """Whether it runs. One that has ended is a zombie until its parent looks, which may be nobody's but init's."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def option(arguments: list[str], name: str) -> str:
