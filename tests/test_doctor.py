@@ -627,7 +627,7 @@ async def silent(stream: Stream) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (without_logprobs, ["None", "version of vLLM"]),
+        (without_logprobs, ["log-probability", "None"]),
         (too_few, ["asked for 32 tokens, got 2 and finish reason 'stop'"]),
         (at_once, ["in one piece"]),
         (broken_off, ["without a finish reason"]),
