@@ -80,7 +80,7 @@ def test_the_groups_go_round_among_the_processes(num_processes):
 
 
 BITS = st.integers(-(2**31), 2**31 - 1)
-FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+LOGPROBS = st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False)
 SHOWN = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.floats(allow_nan=False))
 REWARDS = st.one_of(st.just(math.nan), st.floats(allow_nan=False))
 
@@ -93,7 +93,7 @@ def finished_samples(draw, group_id: int, index: int, born: int) -> Sample:
         version += draw(st.integers(0, 2))
         token_ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length))
         sample.segment_open = False
-        sample.append(token_ids, draw(st.lists(FINITE, min_size=length, max_size=length)), version)
+        sample.append(token_ids, draw(st.lists(LOGPROBS, min_size=length, max_size=length)), version)
     sample.segment_open = False
     sample.state, sample.finish_reason = SampleState.FINISHED, draw(st.sampled_from(FinishReason))
     return sample
