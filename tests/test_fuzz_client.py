@@ -388,7 +388,7 @@ def test_every_answer_ends_in_an_error_of_ours_or_in_what_it_said(start: int | N
     process = psutil.Process()
     before = process.num_fds()
     endings = asyncio.run(run_cases(SEEDS if start is None else list(range(start, start + BATCH))))
-    assert process.num_fds() == before
+    assert process.num_fds() <= before  # fewer, if something of an earlier test was let go of
     if start is not None:
         # It is not one and the same thing that comes of all of them.
         assert set(endings) == {"delivered", "EngineError", "ServerError", "PoolError"}
