@@ -53,14 +53,6 @@ class MortalServer:
 
     def revive(self) -> None:
         port = int(self.base_url.rsplit(":", 1)[1])
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            while True:  # a killed process has ended before the last of its threads has let go of the port
-                try:
-                    probe.bind(("127.0.0.1", port))
-                    break
-                except OSError:
-                    time.sleep(0.1)
         self._server = LocalServer(self._model, vllm_args=FLAGS, port=port, quiet=True).start()
 
     def stop(self) -> None:

@@ -384,6 +384,29 @@ def test_the_watchdog_ends_with_the_server(script):
     assert not left
 
 
+def test_a_session_has_not_ended_before_its_last_thread():
+    """A process whose first thread has ended looks like a zombie and still holds its port, as a killed one may."""
+    script = """
+import ctypes, socket, threading, time
+held = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=lambda: (print(held.getsockname()[1], flush=True), time.sleep(600))).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        port = int(process.stdout.readline())
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert [member.pid for member in session_members(process.pid)] == [process.pid]
+        assert end_session(process.pid, 0.0) == []
+        socket.create_server(("127.0.0.1", port)).close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_end_of_a_session_that_is_gone():
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     process.wait()

@@ -25,9 +25,10 @@ WATCH_POLL = 0.5  # seconds between two looks at whether the owner of a session 
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    # A zombie has ended; that its parent has not asked for the exit code yet must not hold us up.
+    # A zombie has ended; that its parent has not asked for the exit code yet must not hold us up. But one with threads
+    # has ended in its first thread only: until the last one has gone, memory and ports are still taken.
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1))
     except psutil.NoSuchProcess:
         return False
 
