@@ -18,7 +18,8 @@ import os
 import re
 import reprlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,7 @@ def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end. The trainer's own state is what comes last, and before old
-    checkpoints are removed."""
+    """Whether a checkpoint was written to its end: the trainer's own state comes last, and before old ones go."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     except (OSError, RecursionError, ValueError):
@@ -222,9 +222,25 @@ def _digest_of_index(index: dict[str, Any]) -> str:
 # Reading
 
 
+@contextmanager
+def _reading(path: Path, *, missing: str = "") -> Iterator[None]:
+    """Say of whatever goes wrong in it that it was this file, and what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing. {missing}{_remedy(path.parent)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. {_remedy(path.parent)}") from error
+    except Exception as error:  # what the libraries that read it say of a damaged file is not ours to list
+        # It may quote what is in the file, of whatever length.
+        raise CheckpointError(f"{path} is damaged: {str(error)[:300]}. {_remedy(path.parent)}") from error
+
+
 def _load_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
-    try:
+    with _reading(path):
         index = json.loads(path.read_bytes())
         if not isinstance(index, dict):
             raise ValueError("it holds no index")
@@ -235,14 +251,6 @@ def _load_index(folder: Path) -> dict[str, Any]:
         if index.pop("digest") != _digest_of_index(index):
             raise ValueError(_OTHER_CHECKSUM)
         _check_index(index)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing. {_remedy(folder)}") from None
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except Exception as error:  # what the libraries that read it say of a damaged file is not ours to list
-        raise _damaged(path, error) from error
     return index
 
 
@@ -260,7 +268,8 @@ def _check_index(index: dict[str, Any]) -> None:
 
 
 def _load_pool(path: Path) -> dict[str, Any]:
-    try:
+    shared = "Every process must see the files of all of them: output_dir has to be a folder that all hosts share. "
+    with _reading(path, missing=shared):
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -282,17 +291,6 @@ def _load_pool(path: Path) -> dict[str, Any]:
                 state[name].frombytes(tensor.tobytes())
         if tensors:
             raise ValueError(f"it holds the unknown tensors {sorted(tensors)}")
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing. Every process must see the files of all of them: output_dir has to be a folder that "
-            f"all hosts share. {_remedy(path.parent)}"
-        ) from None
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except Exception as error:  # what the libraries that read it say of a damaged file is not ours to list
-        raise _damaged(path, error) from error
     return state
 
 
@@ -306,15 +304,6 @@ def _wrong_format(path: Path, found: Any) -> CheckpointError:
         f"{path} has format {reprlib.repr(found)}, and this version of trl_april reads format {FORMAT}. Resume with "
         f"the version that wrote it. {_remedy(path.parent)}"
     )
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {error}. {_remedy(path.parent)}")
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    # The error may quote what is in the file, of whatever length.
-    return CheckpointError(f"{path} is damaged: {str(error)[:300]}. {_remedy(path.parent)}")
 
 
 def _remedy(folder: Path) -> str:
