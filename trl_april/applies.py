@@ -1,16 +1,26 @@
-"""Where APRIL applies, and where the trainer runs stock GRPO instead so that no pipeline breaks."""
+"""Where APRIL applies, where the trainer runs stock GRPO instead so that no pipeline breaks, and what is refused.
+
+The invariant owned here: what cannot be trained with is said before a model is loaded, with its remedy.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
+from .config import AprilOptions
 from .errors import ConfigError
+from .processes import Processes
+from .session import sampling_of
 
+
+logger = get_logger(__name__)
 
 IMAGE_COLUMNS = ("image", "images")
 
@@ -80,6 +90,53 @@ def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_ro
         raise ConfigError(
             f"The training dataset has the columns {', '.join(columns)}, but no `prompt`. Rename the column that "
             "holds the prompts: dataset.rename_column(name, 'prompt')."
+        )
+
+
+def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Dataset | IterableDataset | None) -> None:
+    """Everything that can be said before a model is loaded.
+
+    Raises:
+        ConfigError: For processes, a dataset or options that cannot be trained with.
+    """
+    check_processes(args)
+    quota = args.generation_batch_size // args.num_generations
+    check_dataset(train_dataset, quota)
+    most = options.max_rejected_groups_per_round
+    if most is not None and most < quota:
+        raise ConfigError(
+            f"max_rejected_groups_per_round is {most}, but a round that is given up is filled with rejected groups "
+            f"and may need {quota} of them. Raise it to at least {quota}, or leave it out for ten times as many."
+        )
+    sampling_of(args)
+    if args.vllm_importance_sampling_correction:
+        if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):
+            # TRL's own check, which it skips while vLLM is off in its constructor.
+            raise ConfigError(
+                f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but loss_type='vespo' "
+                "needs 'token_truncate' or 'token_mask'."
+            )
+        if args.vllm_importance_sampling_mode == "sequence_mask":
+            logger.warning(
+                "vllm_importance_sampling_mode is 'sequence_mask', which leaves out samples whose log-ratio, summed "
+                "over the sequence, is large: those are the long samples of several policy versions that APRIL keeps. "
+                "'token_truncate' is APRILGRPOConfig's default."
+            )
+
+
+def check_reward_models(trainer: GRPOTrainer, processes: Processes) -> None:
+    """Refuse reward models that processes would have to score with together. Under dynamic sampling each one scores
+    its groups when they are finished, so not all at the same time.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if processes.count > 1 and sharded and any(isinstance(f, torch.nn.Module) for f in trainer.reward_funcs):
+        raise ConfigError(
+            "dynamic_sampling is True and a reward function is a model that FSDP or DeepSpeed shards over "
+            f"{processes.count} processes, which would have to score together. Serve the reward model and ask it from "
+            "a function, or use dynamic_sampling=False."
         )
 
 

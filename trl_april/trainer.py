@@ -30,18 +30,18 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
-from .applies import check_dataset, check_processes, why_stock
+from .applies import check_arguments, check_reward_models, why_stock
 from .batch import batch_rows, rollout_output, round_metrics
 from .checkpoint import FOLDER
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
-from .errors import CheckpointError, ConfigError, PoolError, ServerError
+from .errors import CheckpointError, PoolError, ServerError
 from .loss import known_to_trl
 from .pool import Pool
 from .processes import processes_of
 from .recovery import Recovery
 from .round import Round
-from .session import RolloutSession, sampling_of
+from .session import RolloutSession
 from .stop import Stopped, StopRequest, leave
 from .trainer_checkpoints import TrainerCheckpoints
 from .types import Group
@@ -154,7 +154,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.trained_micro_steps = 0  # calls of `training_step` whose gradients are in the weights
         if self.april_enabled:
             self._options = AprilOptions.of(args)
-            self._check_arguments(args, train_dataset)
+            check_arguments(args, self._options, train_dataset)
 
         # TRL connects to vLLM in its constructor and offers no way to do that with another class. So it is constructed
         # with vLLM off, and the server is attached afterwards.
@@ -178,7 +178,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self.april_enabled:
             self._processes = processes_of(self.accelerator)
             if self._options.dynamic_sampling:
-                self._check_reward_models()
+                check_reward_models(self, self._processes)
             with self._processes.watched():
                 self._attach_server()
             self.add_callback(_StepEnd(self))
@@ -368,43 +368,6 @@ class APRILGRPOTrainer(GRPOTrainer):
             )
 
     # The server
-
-    def _check_arguments(self, args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
-        """Everything that can be said before a model is loaded."""
-        check_processes(args)
-        quota = args.generation_batch_size // args.num_generations
-        check_dataset(train_dataset, quota)
-        most = self._options.max_rejected_groups_per_round
-        if most is not None and most < quota:
-            raise ConfigError(
-                f"max_rejected_groups_per_round is {most}, but a round that is given up is filled with rejected "
-                f"groups and may need {quota} of them. Raise it to at least {quota}, or leave it out for ten times as "
-                "many."
-            )
-        sampling_of(args)
-        if args.vllm_importance_sampling_correction:
-            if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):
-                # TRL's own check, which it skips while vLLM is off in its constructor.
-                raise ConfigError(
-                    f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but loss_type='vespo' "
-                    "needs 'token_truncate' or 'token_mask'."
-                )
-            if args.vllm_importance_sampling_mode == "sequence_mask":
-                logger.warning(
-                    "vllm_importance_sampling_mode is 'sequence_mask', which leaves out samples whose log-ratio, "
-                    "summed over the sequence, is large: those are the long samples of several policy versions that "
-                    "APRIL keeps. 'token_truncate' is APRILGRPOConfig's default."
-                )
-
-    def _check_reward_models(self) -> None:
-        # With several processes each one scores its groups when they are finished, so not all at the same time.
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self._processes.count > 1 and sharded and any(isinstance(f, torch.nn.Module) for f in self.reward_funcs):
-            raise ConfigError(
-                "dynamic_sampling is True and a reward function is a model that FSDP or DeepSpeed shards over "
-                f"{self._processes.count} processes, which would have to score together. Serve the reward model and "
-                "ask it from a function, or use dynamic_sampling=False."
-            )
 
     def _attach_server(self) -> None:
         """Connect as TRL's constructor would have, with our own weight sync."""

@@ -1,4 +1,7 @@
-"""Which versions are installed, and what they want of each other, from their own metadata."""
+"""Which versions are installed, and what they want of each other, from their own metadata.
+
+The invariant owned here: no range of versions is written down twice; what fits is read where the packages say it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of what a server is and says of itself."""
+"""Checks of what a server is and says of itself.
+
+The invariant owned here: they only ask; nothing on the server is changed or generated for them, but one token.
+"""
 
 from __future__ import annotations
 
