@@ -90,7 +90,7 @@ class KilledServerTrainer(RecordingTrainer):
         return done
 
     def kill_in_round(self) -> None:
-        time.sleep(0.6)
+        wait_for_tokens(self)
         in_flight = self._session.driver.in_flight
         assert in_flight > 0
         self.server.kill()
@@ -104,6 +104,13 @@ class KilledServerTrainer(RecordingTrainer):
         self.server.revive()
 
 
+def wait_for_tokens(trainer: RecordingTrainer, tokens: int = 2000) -> None:
+    """Until the round that begins now has so many of its own."""
+    before = trainer.pool.tokens_generated
+    while trainer.pool.tokens_generated < before + tokens:
+        time.sleep(0.01)
+
+
 def test_a_server_that_is_killed_again_and_again(mortal, tiny_model_dir, tmp_path):
     """Nothing that had arrived is generated again, what a kill costs is bounded, and log-probabilities stay exact."""
     interval = 16
@@ -111,7 +118,7 @@ def test_a_server_that_is_killed_again_and_again(mortal, tiny_model_dir, tmp_pat
         mortal,
         tmp_path,
         max_steps=2 * KILLS + 2,
-        max_completion_length=1500,
+        max_completion_length=800,
         over_provisioning=1.5,
         stream_interval=interval,
         generation_kwargs={"ignore_eos": True},
@@ -125,7 +132,7 @@ def test_a_server_that_is_killed_again_and_again(mortal, tiny_model_dir, tmp_pat
     assert len(trainer.pool) == 0
     rows = Counter(group.row["number"] for group in trainer.trained_groups)
     assert set(rows.values()) == {1} and len(rows) == 4 * trainer.state.global_step
-    assert all(len(sample) == 1500 for group in trainer.trained_groups for sample in group.samples)
+    assert all(len(sample) == 800 for group in trainer.trained_groups for sample in group.samples)
     for tokens, in_flight in trainer.lost:
         assert tokens <= in_flight * interval
     log = trainer.state.log_history
@@ -153,7 +160,7 @@ def check_logprobs(trainer: RecordingTrainer) -> None:
 
 
 def test_a_server_that_stays_away_ends_training_with_a_checkpoint(mortal, tiny_model_dir, tmp_path):
-    options = {"max_completion_length": 1500, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
+    options = {"max_completion_length": 800, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
     trainer = make_trainer(
         mortal,
         tiny_model_dir,
@@ -165,9 +172,13 @@ def test_a_server_that_stays_away_ends_training_with_a_checkpoint(mortal, tiny_m
     )
     run_round = trainer._run_round
 
+    def kill_in_round():
+        wait_for_tokens(trainer)
+        mortal.kill()
+
     def run_round_and_kill():
         if trainer.state.global_step == 2:
-            threading.Timer(0.6, mortal.kill).start()
+            threading.Thread(target=kill_in_round).start()
         return run_round()
 
     trainer._run_round = run_round_and_kill

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import Launch, launch
 from trl_april.checkpoint import is_complete, load_rollouts
 from trl_april.packing import PackedGroups, unpack
 
@@ -33,6 +34,28 @@ def pools(folder: Path) -> list[dict[int, Any]]:
         }
         for s in saved.pools
     ]
+
+
+def num_tokens(pool: dict[int, Any]) -> int:
+    return sum(len(sample) for group in pool.values() for sample in group.samples)
+
+
+def cut(folder: Path, steps: range) -> int:
+    """The first of these steps after which every process held a part of something.
+
+    Now and then, all requests end at once, and the next round is complete before it begins: then nothing is left.
+    """
+    return next(step for step in steps if all(num_tokens(pool) for pool in pools(folder / f"checkpoint-{step}")))
+
+
+@dataclass
+class Launched:
+    """What the launches left, and the steps after which the plain runs were resumed."""
+
+    two: Launch
+    one: Launch
+    again: Launch
+    cuts: tuple[int, int]
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +87,35 @@ def launched(server, tiny_model_dir, tmp_path_factory):
             for when in ("round", "training")
         ),
     ]  # fmt: skip
-    done = {"two": launch(2, runs, two, **common)}
+    first = launch(2, runs, two, **common)
+    assert first.code == 0, first.output[-6000:]
+    after_first = cut(two / "first-out", range(3, 7))
     runs = [
-        {"name": "second", "kind": "train", "options": SAVED, "resume": str(two / "first-out" / "checkpoint-4")},
+        {
+            "name": "second", "kind": "train", "options": SAVED,
+            "resume": str(two / "first-out" / f"checkpoint-{after_first}"),
+        },
         {
             "name": "dynamic", "kind": "train_dynamically", "batch": 12, "every": 3, "rows": 90, "options": DYNAMIC,
             "resume": str(two / "dynamic-out" / "checkpoint-3"),
         },
     ]  # fmt: skip
-    done["one"] = launch(1, runs, one, **common)
+    second = launch(1, runs, one, **common)
+    assert second.code == 0, second.output[-6000:]
+    after_second = cut(one / "second-out", range(after_first + 2, 11))
     runs = [
-        {"name": "third", "kind": "train", "options": PLAIN, "resume": str(one / "second-out" / "checkpoint-7")},
+        {
+            "name": "third", "kind": "train", "options": PLAIN,
+            "resume": str(one / "second-out" / f"checkpoint-{after_second}"),
+        },
         {
             "name": "after", "kind": "train", "rows": 48, "options": PLAIN,
             "resume": str(two / "term-round-out" / "checkpoint-2"),
         },
     ]  # fmt: skip
-    done["again"] = launch(2, runs, again, **common)
-    for launched in done.values():
-        assert launched.code == 0, launched.output[-6000:]
-    return done
+    third = launch(2, runs, again, **common)
+    assert third.code == 0, third.output[-6000:]
+    return Launched(first, second, third, (after_first, after_second))
 
 
 def trained(results: list[dict], steps: slice = slice(None)) -> list[tuple[int, int, int]]:
@@ -118,27 +150,29 @@ def assert_resumed(folder: Path, results: list[dict]) -> None:
 
 class TestAnotherNumberOfProcesses:
     def test_every_row_is_trained_once_per_epoch(self, launched):
-        first = trained(launched["two"].results("first", 2), slice(0, 4))
-        second = launched["one"].results("second", 1)
-        third = launched["again"].results("third", 2)
-        assert [len(result["rounds"]) for result in (*second, *third)] == [8, 5, 5]
-        everything = first + trained(second, slice(0, 3)) + trained(third)
+        one, two = launched.cuts
+        first = trained(launched.two.results("first", 2), slice(0, one))
+        second = launched.one.results("second", 1)
+        third = launched.again.results("third", 2)
+        assert [len(result["rounds"]) for result in (*second, *third)] == [12 - one, 12 - two, 12 - two]
+        everything = first + trained(second, slice(0, two - one)) + trained(third)
         samples = Counter((number, index) for _, number, index in everything)
         assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
         assert len(set(everything)) == len(everything)
         assert [result["left"] for result in (*second, *third)] == [0, 0, 0]
 
     def test_every_token_is_resumed(self, launched):
-        assert_resumed(launched["two"].folder / "first-out" / "checkpoint-4", launched["one"].results("second", 1))
-        assert_resumed(launched["one"].folder / "second-out" / "checkpoint-7", launched["again"].results("third", 2))
+        one, two = launched.cuts
+        assert_resumed(launched.two.folder / "first-out" / f"checkpoint-{one}", launched.one.results("second", 1))
+        assert_resumed(launched.one.folder / "second-out" / f"checkpoint-{two}", launched.again.results("third", 2))
 
     def test_each_process_writes_its_own_groups(self, launched):
-        held = pools(launched["two"].folder / "first-out" / "checkpoint-4")
+        held = pools(launched.two.folder / "first-out" / f"checkpoint-{launched.cuts[0]}")
         assert [{group_id % 2 for group_id in pool} for pool in held] == [{0}, {1}]
 
     def test_scores_and_rejections(self, launched):
-        before = trained(launched["two"].results("dynamic", 2), slice(0, 3))
-        after = launched["one"].results("dynamic", 1)
+        before = trained(launched.two.results("dynamic", 2), slice(0, 3))
+        after = launched.one.results("dynamic", 1)
         everything = before + trained(after)
         assert len(everything) == len(set(everything)) == 5 * 12
         assert all(number % 3 == 0 for _, number, _ in everything)
@@ -147,7 +181,7 @@ class TestAnotherNumberOfProcesses:
 
 class TestOutage:
     def test_all_processes_wait_and_go_on(self, launched):
-        results = launched["two"].results("unlucky", 2)
+        results = launched.two.results("unlucky", 2)
         assert [result["outages"][2] for result in results] == [1, 1]
         assert sum(sum(result["outages"]) for result in results) == 2
         samples = Counter((number, index) for _, number, index in trained(results))
@@ -156,7 +190,7 @@ class TestOutage:
 
     def test_the_weights_were_given_again(self, launched):
         """It had lost them by then; without, what is sampled afterwards would not agree with the trainer."""
-        log = [entry for entry in launched["two"].result("unlucky", 0)["log"] if "april/outage_seconds" in entry]
+        log = [entry for entry in launched.two.result("unlucky", 0)["log"] if "april/outage_seconds" in entry]
         assert sum(entry["april/outage_seconds"] > 0 for entry in log) == 1
         assert sum(entry["april/broken_streams"] for entry in log) > 0
 
@@ -166,17 +200,17 @@ class TestSignals:
     @pytest.mark.parametrize(("when", "step"), [("round", 2), ("training", 3)])
     def test_all_processes_write_the_checkpoint_and_leave(self, launched, name, raised, when, step):
         """Process 1 got the signal."""
-        results = launched["two"].results(f"{name}-{when}", 2)
+        results = launched.two.results(f"{name}-{when}", 2)
         assert [result["raised"] for result in results] == [raised, raised]
         assert [result["step"] for result in results] == [step, step]
-        folder = launched["two"].folder / f"{name}-{when}-out"
+        folder = launched.two.folder / f"{name}-{when}-out"
         assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{step}"]
         assert is_complete(folder / f"checkpoint-{step}")
         assert len(pools(folder / f"checkpoint-{step}")) == 2
 
     def test_training_goes_on_from_it(self, launched):
-        before = trained(launched["two"].results("term-round", 2))
-        after = launched["again"].results("after", 2)
-        assert_resumed(launched["two"].folder / "term-round-out" / "checkpoint-2", after)
+        before = trained(launched.two.results("term-round", 2))
+        after = launched.again.results("after", 2)
+        assert_resumed(launched.two.folder / "term-round-out" / "checkpoint-2", after)
         samples = Counter((number, index) for _, number, index in before + trained(after))
         assert samples == {(number, index): 2 for number in range(48) for index in range(4)}
