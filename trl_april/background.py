@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
@@ -74,6 +75,22 @@ class BackgroundLoop:
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` in the loop, soon; it is not waited for."""
         self._loop.call_soon_threadsafe(function)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The loop stands still meanwhile, so that this thread can look at what its tasks work on, and change it."""
+        stands, goes_on = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            stands.set()
+            goes_on.wait()
+
+        self._loop.call_soon_threadsafe(stand_still)
+        try:
+            stands.wait()
+            yield
+        finally:
+            goes_on.set()
 
     def close(self) -> None:
         """End what still runs in the loop, stop it, and end its thread."""

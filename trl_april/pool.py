@@ -122,6 +122,11 @@ class Pool:
         """Groups worth admitting now, over all processes; see [`Roster.room`]."""
         return self.roster.room
 
+    @property
+    def room_ahead(self) -> int:
+        """The same between two rounds; see [`Roster.room_ahead`]."""
+        return self.roster.room_ahead
+
     def admit(
         self,
         group_id: int,

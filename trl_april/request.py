@@ -1,6 +1,7 @@
 """The requests of a run: under which id, salt and seed a sample is asked for.
 
-The invariant owned here: no two requests share an id or a seed, and no two policy versions a cache salt.
+The invariant owned here: no two requests share an id or a seed, and a sample that has no token yet shares its cache
+salt only with requests of its own policy version.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ class RequestMaker:
             Prefix of request ids and cache salts.
         seed (`int`, *optional*):
             If given, every request gets a seed derived from it, the sample, and the tokens it already has.
+        resume_kv (`str`, *optional*, defaults to `"recompute"`):
+            `"recompute"`: the salt is that of the present policy version, so that KV blocks computed under other
+            weights can never be hit, even if a reset of the cache fails. `"reuse"`: a resumed sample has the salt of
+            its first segment and finds the blocks of all of them, as far as the engine still has them.
     """
 
-    def __init__(self, run_id: str, seed: int | None = None) -> None:
+    def __init__(self, run_id: str, seed: int | None = None, *, resume_kv: str = "recompute") -> None:
         self._run_id = run_id
         self._seed = seed
+        self._reuses_kv = resume_kv == "reuse"
         self._made = 0
 
     def make(self, group: Group, sample: Sample, version: int | None) -> GenerationRequest:
         """A request for what `sample` still lacks, to be generated under the policy `version`."""
         self._made += 1
+        salt = sample.segments[0].version if self._reuses_kv and len(sample) else version
         return GenerationRequest(
             # The counter makes the id unique: a sample is asked for once per segment, and again after a broken stream.
             request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._made}",
             token_ids=[*group.prompt_ids, *sample.token_ids],
             generated=len(sample),
             max_tokens=group.remaining(sample),
-            # KV computed under other weights can then never be hit, even if a reset of the cache fails.
-            cache_salt=f"{self._run_id}-{version}",
+            cache_salt=f"{self._run_id}-{salt}",
             seed=None if self._seed is None else derive_seed(self._seed, sample),
         )
 

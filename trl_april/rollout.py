@@ -1,28 +1,27 @@
-"""The round driver: dispatch, stream, meet the quota, abort, drain.
+"""The round driver: dispatch, meet the quota, and cut what is not finished, now or before the next weight sync.
 
-The invariant owned here: when [`RolloutDriver.run_round`] returns or raises, no request of ours is left running, and
-every token that arrived is in the pool. Time is the event loop's, so a loop with a simulated clock works too.
+The invariant owned here: a round closes in all processes or in none, and when [`RolloutDriver.generate`] raises, or
+has returned without `overlap`, no request of ours is left running. Time is the event loop's, so that a loop with a
+simulated clock works too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import aclosing
+import time
+from collections.abc import Coroutine
 from typing import Any
 
-from .draining import drain
 from .dynamic_sampling import DynamicSampling
 from .engine import RolloutEngine
-from .errors import EngineError, RoundSuspended, ServerError
+from .errors import RoundSuspended, ServerError
+from .in_flight import InFlight
 from .pool import Pool
 from .quota import SharedQuota
 from .request import RequestMaker
 from .round import Round
-from .silence import Silences
-from .types import FinishReason, Group, GroupState, Sample
+from .types import Group, GroupState
 
 
 logger = logging.getLogger(__name__)
@@ -54,6 +53,11 @@ class RolloutDriver:
             Scores finished groups and replaces those that are rejected. The pool must be under dynamic sampling too.
         quota (`SharedQuota`, *optional*):
             Says when a round may close, where its groups are in several processes. By default the pool does.
+        overlap (`bool`, *optional*, defaults to `False`):
+            Whether what is not finished when a round closes goes on running, until [`~RolloutDriver.cut`].
+        resume_kv (`str`, *optional*, defaults to `"recompute"`):
+            Whether resumed samples may find the KV blocks of their earlier segments in the cache of the engine:
+            `"recompute"` or `"reuse"`; see [`~trl_april.request.RequestMaker`].
     """
 
     def __init__(
@@ -68,28 +72,32 @@ class RolloutDriver:
         sweep_interval: float = 0.05,
         dynamic_sampling: DynamicSampling | None = None,
         quota: SharedQuota | None = None,
+        overlap: bool = False,
+        resume_kv: str = "recompute",
     ) -> None:
         self.pool = pool
         self.engine = engine
         self.round: Round | None = None
-        self._is_taken = False  # whether that round is over
-        self._requests = RequestMaker(run_id, seed)
+        self._flight = InFlight(
+            pool,
+            engine,
+            RequestMaker(run_id, seed, resume_kv=resume_kv),
+            self,
+            idle_timeout=idle_timeout,
+            retries=retries,
+            sweep_interval=sweep_interval,
+        )
         self._idle_timeout = idle_timeout
-        self._retries = retries
-        self._sweep_interval = sweep_interval
         self._dynamic = dynamic_sampling
         self._quota = quota
-        self._before: dict[str, int] = {}  # counters of the pool when the round began
+        self._overlap = overlap
+        self._is_open = False  # whether the round waits for its quota, or is about to
+        self._is_taken = False  # whether its batch has been taken
+        self._closes_at_once = False  # whether what was finished before is enough
+        self._before: dict[str, int] = {}  # counters when the round began
+        self._counted_before = {"broken_streams": 0, "aborted_requests": 0, "tokens_generated": 0}  # in earlier rounds
         self._held_before: dict[int, int] = {}  # tokens of each group when the round began
-        self._running: dict[str, Sample] = {}  # by request id
-        self._silences = Silences(engine, idle_timeout)
-        self._tasks: set[asyncio.Task[None]] = set()  # one per sample of the round
-        self._unfinished = 0  # of those tasks and the watching ones
-        self._asked: dict[int, asyncio.Task[None]] = {}  # such a task by the identity of its sample
-        self._holds_back = False  # whether samples wait that have been asked for, because the pool is full
-        self._cuts: set[asyncio.Task[None]] = set()  # what ends their requests
-        self._is_trimmed = False  # whether only what the round needs is running
-        self._dispatched: dict[int, Sample] = {}  # by the identity of the sample, in the whole round
+        self._watching = 0  # tasks that could close the round
         self._closing = asyncio.Event()
         self._sample_ended = asyncio.Event()
         self._error: BaseException | None = None
@@ -97,18 +105,37 @@ class RolloutDriver:
     @property
     def in_flight(self) -> int:
         """Requests that run now."""
-        return len(self._running)
+        return len(self._flight.running)
 
     async def run_round(self) -> Round:
         """Run the pool's current round and take its batch; see [`~RolloutDriver.generate`]."""
         await self.generate()
         return self.take()
 
-    async def generate(self) -> Round:
-        """Run the pool's current round until it may close, and until nothing of it is left running.
+    def open_round(self) -> None:
+        """Begin the pool's current round, or go on with one that ended with an error.
 
-        The pool's `begin_round` and the admissions come first; they are the caller's. A round that ended with an error
-        can be gone on with by another call, until [`~RolloutDriver.take`].
+        The pool's `begin_round` and the admissions come first; they are the caller's. In several processes, each of
+        them knows by now what is finished in the others. From here on, what finishes counts for this round.
+        """
+        assert self.pool.version is not None, "begin_round comes first"
+        if self.round is None or self._is_taken or self.round.version != self.pool.version:
+            self._new_round(self.pool.version)
+        self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
+        if self._error is None:
+            self._flight.open()
+        else:
+            self._closing.set()  # what ran on has failed since the last round closed
+        self._is_open = True
+        self._closes_at_once = self._may_close()
+        if self._quota is not None and not self._closes_at_once:
+            self._quota.begin_round()
+
+    async def generate(self) -> Round:
+        """Run the pool's current round until it may close, and without `overlap` until nothing of it runs any more.
+
+        [`~RolloutDriver.open_round`] is called if it has not been. A round that ended with an error can be gone on
+        with by another call, until [`~RolloutDriver.take`].
 
         Returns:
             `Round`: What it took. Its batch is still in the pool.
@@ -119,48 +146,29 @@ class RolloutDriver:
             EngineError: If it sent something that is no piece of a rollout.
             PoolError: If an invariant is broken, or too few groups were admitted to meet the quota.
         """
-        clock = asyncio.get_running_loop().time
-        assert self.pool.version is not None, "begin_round comes first"
-        if self.round is None or self._is_taken or self.round.version != self.pool.version:
-            self._open_round(self.pool.version)
-        assert self.round is not None
-        self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
-        self._error = None
-        self._tasks, self._asked, self._cuts, self._unfinished = set(), {}, set(), 0
-        self._holds_back = self._is_trimmed = False
-
-        if not self._may_close():
-            if self._quota is not None:
-                self._quota.begin_round()
-            self._dispatch()
-            watching = [self._watched(self._judge()), self._watched(self._watch_quota())]
-            silences = asyncio.create_task(self._watch_silences())
-            try:
-                await self._wait_for_quota()
-                closing_began = clock()
-                if self._error is None:
-                    await self._drain()
-                self.round.abort_seconds = clock() - closing_began
-            finally:
-                for task in (*watching, silences, *self._cuts):
-                    task.cancel()
-                # Also on cancellation: cut what runs and keep what has arrived.
-                await self._cut_off()
-                await asyncio.gather(*watching, silences, *self._cuts, return_exceptions=True)
-                if self._quota is not None:
-                    self._agree_on_the_end(self._quota)
-            self.round.requests = len(self._dispatched)
-            self.round.launched_tokens = sum(len(sample) for sample in self._dispatched.values())
-            if self._error is not None:
+        if not self._is_open:
+            self.open_round()
+        try:
+            if not self._closes_at_once:
+                await self._run()
+            elif isinstance(self._error, RoundSuspended):
+                self._error = None  # there is nothing to break off
+            if self._error is not None and not self._can_wait(self._error):
+                await self._flight.cut_off()
                 raise self._error
-
-        self.round.seconds = clock() - self.round.started
-        self.round.generated_tokens = self.pool.tokens_generated - self._before["tokens_generated"]
+        except BaseException:
+            self._error = None
+            raise
+        finally:
+            self._is_open = False
+            self._count()
+        assert self.round is not None
         return self.round
 
     def suspend(self, reason: str) -> None:
         """Break the round off, in all processes: [`~RolloutDriver.generate`] raises. From the event loop."""
-        self._fail(RoundSuspended(reason))
+        if self._is_open:
+            self.failed(RoundSuspended(reason))
 
     def take(self) -> Round:
         """Take the batch of the round that was run, or what of it is in this pool.
@@ -181,17 +189,133 @@ class RolloutDriver:
         self.pool.check()
         return self.round
 
-    def _open_round(self, version: int) -> None:
+    async def go_on(self) -> None:
+        """With `overlap`: ask for what has been admitted since the batch was taken, beside what runs."""
+        if self._overlap and self._error is None:
+            self._flight.open()
+            self._flight.dispatch()
+
+    async def cut(self) -> None:
+        """Abort what runs between two rounds, and wait until every token of it is in the pool.
+
+        The weights may change afterwards. Without `overlap` nothing runs, and nothing is done.
+
+        Raises:
+            EngineError, PoolError: If something went wrong since the round closed. That the server went away does not
+                matter here: what had arrived is in the pool.
+        """
+        try:
+            await self._flight.cut()
+        except ServerError as error:
+            self.failed(error)
+        finally:
+            await self._flight.cut_off()
+        error, self._error = self._error, None
+        if isinstance(error, ServerError):
+            logger.warning("%s", error)
+        elif error is not None:
+            raise error
+
+    async def close(self) -> None:
+        """End what runs, within seconds and whatever the server does. What has arrived stays in the pool."""
+        await self._flight.cut_off()
+
+    # What becomes of the requests
+
+    def in_flight_changed(self) -> None:
+        """See [`~trl_april.in_flight.Watcher`]."""
+        if self._is_open:
+            assert self.round is not None
+            elapsed = asyncio.get_running_loop().time() - self.round.started
+            self.round.in_flight.append((elapsed, len(self._flight.running)))
+
+    def sample_ended(self, group: Group) -> None:
+        """See [`~trl_april.in_flight.Watcher`]."""
+        if not self._is_open:
+            return
+        self._sample_ended.set()
+        if self._quota is not None:
+            # What is finished here closes the round only once all processes can know of it.
+            if group.state is GroupState.FINISHED:
+                self._quota.notify()
+        elif self.pool.quota_met:
+            self._closing.set()
+
+    def task_ended(self) -> None:
+        """See [`~trl_april.in_flight.Watcher`]."""
+        self._sample_ended.set()
+        if not self._watching and not len(self._flight):
+            self._closing.set()  # nothing is left that could close it
+
+    def failed(self, error: BaseException) -> None:
+        """Remember the first error and close the round."""
+        if self._error is None:
+            self._error = error
+        self._flight.stop_asking()
+        self._closing.set()
+
+    # The round
+
+    def _new_round(self, version: int) -> None:
         self._is_taken = False
-        self.round = Round(version, started=asyncio.get_running_loop().time())
+        self._flight.begin_round()
+        self.round = Round(version, started=_now())
+        self.round.overlap_tokens = self.pool.tokens_generated - self._counted_before["tokens_generated"]
         resumed = {group.group_id for group, _ in self.pool.ready() if group.state is GroupState.PARKED}
         self.round.resumed_groups = len(resumed)
-        self._dispatched = {}
         names = ("tokens_generated", "groups_rejected", "tokens_rejected")
         self._before = {name: getattr(self.pool, name) for name in names}
         self._held_before = {group.group_id: group.num_tokens for group in self.pool}
         if self._dynamic is not None:
             self._dynamic.begin_round()
+
+    async def _run(self) -> None:
+        """Until the round may close, or an error ends it. Without `overlap` all is cut then."""
+        assert self.round is not None
+        clock = asyncio.get_running_loop().time
+        if self._flight.running:
+            self.in_flight_changed()
+        self._flight.dispatch()
+        watching = [self._watched(self._judge()), self._watched(self._watch_quota())]
+        runs_on = False
+        try:
+            await self._wait_for_quota()
+            closing_began = clock()
+            if self._error is None and not self._overlap:
+                await self._cut()
+            self.round.abort_seconds = clock() - closing_began
+            runs_on = self._overlap
+        finally:
+            for task in watching:
+                task.cancel()
+            # Also on cancellation: cut what runs and keep what has arrived.
+            if not runs_on:
+                await self._flight.cut_off()
+            await asyncio.gather(*watching, return_exceptions=True)
+            if self._quota is not None:
+                self._agree_on_the_end(self._quota)
+
+    def _can_wait(self, error: BaseException) -> bool:
+        """Whether a round that waits for nothing can do without what has failed beside it. The next sync cannot."""
+        return self._closes_at_once and isinstance(error, ServerError)
+
+    async def _cut(self) -> None:
+        try:
+            await self._flight.cut()
+        except Exception as error:  # the round must still be cut off
+            self.failed(error)
+
+    def _count(self) -> None:
+        """Complete the record of the round. What has happened since the last one closed is in it."""
+        assert self.round is not None
+        now = {"broken_streams": self._flight.broken_streams, "aborted_requests": self._flight.aborted_requests}
+        self.round.broken_streams += now["broken_streams"] - self._counted_before["broken_streams"]
+        self.round.aborted_requests += now["aborted_requests"] - self._counted_before["aborted_requests"]
+        self._counted_before = {**now, "tokens_generated": self.pool.tokens_generated}
+        self.round.requests = len(self._flight.dispatched)
+        self.round.launched_tokens = sum(len(sample) for sample in self._flight.dispatched.values())
+        self.round.seconds = _now() - self.round.started
+        self.round.generated_tokens = self.pool.tokens_generated - self._before["tokens_generated"]
 
     def _may_close(self) -> bool:
         return self.pool.quota_met if self._dynamic is None else self._dynamic.may_close(self.pool)
@@ -206,145 +330,16 @@ class RolloutDriver:
         elif quota.is_suspended and self._error is None:
             self._error = RoundSuspended("Another process has suspended the round.")
 
-    # One sample
-
-    async def _complete(self, group: Group, sample: Sample) -> None:
-        """Generate `sample` until it is finished, held back, or the round closes, across broken streams."""
-        failures = 0
-        try:
-            while self._goes_on(sample):
-                length_before = len(sample)
-                stream = asyncio.create_task(self._stream(group, sample))
-                try:
-                    if await stream or not self._goes_on(sample):
-                        break
-                    error = ServerError(
-                        f"Sample {sample.index} of group {sample.group_id} was aborted by somebody else, or because "
-                        "it had fallen silent."
-                    )
-                except ServerError as caught:
-                    error = caught
-                except asyncio.CancelledError:
-                    if not stream.cancelled() or _is_cancelled():
-                        raise
-                    error = ServerError(
-                        f"The stream of sample {sample.index} of group {sample.group_id} has been silent for "
-                        f"{self._idle_timeout:.0f} s."
-                    )
-                # A stream that broke behind the last token of the budget has left a finished sample.
-                if sample.finish_reason is not None:
-                    break
-                assert self.round is not None and self.pool.version is not None
-                self.round.broken_streams += 1
-                if not self._goes_on(sample):
-                    break
-                failures = 1 if len(sample) > length_before else failures + 1
-                if failures > self._retries:
-                    raise error
-                logger.warning("%s Asking again from token %d.", error, len(sample))
-                # At once the first time, then with growing pauses.
-                await self._pause(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5))
-                # A server that was started anew, in the pause perhaps, has its initial weights and would sample from
-                # them. If the round closes meanwhile, its end does not depend on the server any more.
-                if self._goes_on(sample) and not await self.engine.holds(self.pool.version) and self._goes_on(sample):
-                    raise ServerError(
-                        f"{error} The server is away, or no longer has the weights of policy version "
-                        f"{self.pool.version}."
-                    )
-        except Exception as caught:  # whatever it is, it must end the round, not just this task
-            self._fail(caught)
-        self._sample_ended.set()
-        if self._quota is not None:
-            # What is finished here closes the round only once all processes can know of it.
-            if group.state is GroupState.FINISHED:
-                self._quota.notify()
-        elif self.pool.quota_met:
-            self._closing.set()
-
-    def _goes_on(self, sample: Sample) -> bool:
-        """Whether the current task is to ask for more of `sample`."""
-        return not self._closing.is_set() and self._asked.get(id(sample)) is asyncio.current_task()
-
-    async def _stream(self, group: Group, sample: Sample) -> bool:
-        """Send one request and record what it returns; whether the sample is finished."""
-        assert self.round is not None
-        request = self._requests.make(group, sample, self.pool.version)
-        self.pool.start(sample)
-        self._running[request.request_id] = sample
-        self._silences.begin(request.request_id)
-        self._note_in_flight()
-        try:
-            async with aclosing(self.engine.generate(request)) as stream:
-                async for chunk in stream:
-                    self._silences.heard(request.request_id)
-                    self.pool.record(sample, chunk.token_ids, chunk.logprobs)
-                    if self.pool.is_full:
-                        self._hold_back()
-                    if chunk.finish_reason == "abort":
-                        self.round.aborted_requests += self._closing.is_set()  # not those that others abort
-                        break
-                    if chunk.finish_reason is not None:
-                        self.pool.finish(sample, _finish_reason(chunk.finish_reason))
-                        break
-                else:
-                    raise ServerError(f"The stream of {request.request_id} ended without a finish reason.")
-        finally:
-            del self._running[request.request_id]
-            self._silences.end(request.request_id)
-            self._note_in_flight()
-            if sample.finish_reason is None:
-                self.pool.park(sample)
-        return sample.finish_reason is not None
-
-    # The round
-
-    def _dispatch(self) -> None:
-        """Ask for every sample that waits and has no task; one whose stream broke is asked for again by its own."""
-        for group, sample in self.pool.ready():
-            if id(sample) in self._asked:
-                continue
-            self._is_trimmed = False
-            self._dispatched[id(sample)] = sample
-            task = self._asked[id(sample)] = self._watched(self._complete(group, sample))
-            self._tasks.add(task)
-
     def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task whose end closes the round if it was the last."""
-        self._unfinished += 1
+        self._watching += 1
         task = asyncio.create_task(work)
-        task.add_done_callback(self._one_less)
+        task.add_done_callback(self._watched_ended)
         return task
 
-    def _one_less(self, _: asyncio.Task[None]) -> None:
-        self._unfinished -= 1
-        if not self._unfinished:
-            self._closing.set()  # nothing is left that could close it
-
-    def _hold_back(self) -> None:
-        """The pool is full: go on with what the round cannot close without, and let the rest wait for another."""
-        if self._is_trimmed or self._closing.is_set():
-            return
-        self._is_trimmed = True
-        waiting = {id(sample) for sample in self.pool.not_needed()} & self._asked.keys()
-        if waiting:
-            self._holds_back = True
-            tasks = [self._asked.pop(sample_id) for sample_id in waiting]
-            requests = [request_id for request_id, sample in self._running.items() if id(sample) in waiting]
-            self._cuts.add(self._watched(self._cut(tasks, requests)))
-
-    async def _cut(self, tasks: list[asyncio.Task[None]], request_ids: list[str]) -> None:
-        """End these requests, and go on with those of their samples that the round has come to need meanwhile."""
-        try:
-            await self._end(tasks, lambda: [request_id for request_id in request_ids if request_id in self._running])
-        except ServerError as error:
-            logger.warning("%s", error)  # they run on until the round closes, which costs memory only
-        except Exception as caught:
-            self._fail(caught)
-        try:
-            await self._dispatch_more()
-        except Exception as caught:
-            self._fail(caught)
-        self._sample_ended.set()
+    def _watched_ended(self, _: asyncio.Task[None]) -> None:
+        self._watching -= 1
+        self.task_ended()
 
     async def _judge(self) -> None:
         """Score groups as they finish, until no sample runs any more and none can be admitted."""
@@ -355,7 +350,7 @@ class RolloutDriver:
                 await self._replace_rejected()  # those of before an outage
             while not self._closing.is_set():
                 self._sample_ended.clear()
-                running = [task for task in (*self._tasks, *self._cuts) if not task.done()]
+                running = len(self._flight)
                 if await self._dynamic.judge(self.pool):
                     if self._quota is not None:
                         self._quota.notify()
@@ -368,28 +363,15 @@ class RolloutDriver:
                 else:
                     break
         except Exception as caught:  # a reward function's own error, say
-            self._fail(caught)
+            self.failed(caught)
 
     async def _replace_rejected(self) -> None:
         """Go on with others in the place of rejected groups, unless the round closes."""
         if self._dynamic is None or self._closing.is_set():
             return
-        if await self._dynamic.replace(self.pool) or self._holds_back:
-            await self._dispatch_more()
-
-    async def _dispatch_more(self) -> None:
-        """The same as at the beginning of the round, in the middle of it."""
-        # With no stream that could have broken, a server that was started anew would not be noticed.
-        asks = not self._running and not self._closing.is_set() and bool(self.pool.ready())
-        assert self.pool.version is not None
-        holds = not asks or await self.engine.holds(self.pool.version)
-        if self._closing.is_set():
-            return
-        if not holds:
-            raise ServerError(
-                f"The server is away, or no longer has the weights of policy version {self.pool.version}."
-            )
-        self._dispatch()
+        if await self._dynamic.replace(self.pool) or self._flight.holds_back:
+            if not self._closing.is_set():
+                await self._flight.dispatch_more()
 
     async def _watch_quota(self) -> None:
         """Count what is finished and rejected in all processes, until that closes the round."""
@@ -401,14 +383,7 @@ class RolloutDriver:
                     self._closing.set()
                 await self._replace_rejected()
         except Exception as caught:  # the store, which another process may have taken with it
-            self._fail(caught)
-
-    async def _watch_silences(self) -> None:
-        """End streams that fall silent while others go on."""
-        try:
-            await self._silences.watch()
-        except Exception as caught:
-            self._fail(caught)
+            self.failed(caught)
 
     async def _wait_for_quota(self) -> None:
         """Until the round closes, nothing runs any more, or the engine has been silent for too long."""
@@ -420,79 +395,19 @@ class RolloutDriver:
                     await self._closing.wait()
             except TimeoutError:
                 # While nothing runs, it is a reward function that takes its time.
-                if self._running and self.pool.tokens_generated == tokens:
-                    self._fail(
+                if self._flight.running and self.pool.tokens_generated == tokens:
+                    self.failed(
                         ServerError(
                             f"The server has not sent a token for {self._idle_timeout:.0f} s with "
-                            f"{len(self._running)} requests in flight. See its log; a longer wait is set by "
+                            f"{len(self._flight.running)} requests in flight. See its log; a longer wait is set by "
                             "vllm_server_timeout."
                         )
                     )
 
-    async def _drain(self) -> None:
-        """Abort what runs, by id, until every stream has delivered its rest and ended."""
-        try:
-            await self._end(self._tasks, lambda: list(self._running))
-        except Exception as error:  # the round must still be cut off
-            self._fail(error)
 
-    async def _end(self, tasks: Iterable[asyncio.Task[None]], running: Callable[[], list[str]]) -> None:
-        await drain(
-            self.engine,
-            tasks,
-            running=running,
-            progress=lambda: (self.pool.tokens_generated, len(self._running)),
-            sweep_interval=self._sweep_interval,
-            patience=self._idle_timeout,
-        )
-
-    async def _cut_off(self) -> None:
-        """Leave nothing running, whatever happened before; a no-op after a complete drain."""
-        self._closing.set()
-        try:
-            if self._running:
-                # What the server has generated can still be fetched, unless it is gone; then streams end at once.
-                async with asyncio.timeout(5):
-                    await self._drain()
-        except TimeoutError:
-            logger.warning("%d requests have not ended in 5 s.", len(self._running))
-        finally:
-            if self.round is not None:
-                self.round.broken_streams += len(self._running)
-            for task in self._tasks:
-                task.cancel()  # closes the connection, at which the server aborts the request by itself
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _pause(self, seconds: float) -> None:
-        """Sleep, but not past the end of the round."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
-        except TimeoutError:
-            pass
-
-    def _fail(self, error: BaseException) -> None:
-        """Remember the first error and close the round."""
-        if self._error is None:
-            self._error = error
-        self._closing.set()
-
-    def _note_in_flight(self) -> None:
-        assert self.round is not None
-        elapsed = asyncio.get_running_loop().time() - self.round.started
-        self.round.in_flight.append((elapsed, len(self._running)))
-
-
-def _is_cancelled() -> bool:
-    """Whether the current task itself is being cancelled, and not only what it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _finish_reason(reason: str) -> FinishReason:
+def _now() -> float:
+    """The event loop's time; that of the loop to come where none runs yet."""
     try:
-        return FinishReason(reason)
-    except ValueError:
-        raise EngineError(
-            f"The engine ended a request with finish_reason={reason!r}; known are stop, length and abort."
-        ) from None
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()

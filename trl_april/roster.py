@@ -120,6 +120,19 @@ class Roster:
         target = self.target if self.admits_surplus else self.quota
         return 0 if self.quota_met else max(0, target - len(self._born))
 
+    @property
+    def room_ahead(self) -> int:
+        """Groups worth admitting when a batch has been taken, to be generated while it is trained.
+
+        They are a round older than those that the next round would admit, so the bound lets through a batch fewer.
+        """
+        if not self.admits_surplus:
+            return 0
+        most = self.target
+        if self.bound is not None:
+            most = min(most, self.quota * (self.bound // self.versions_per_round))
+        return max(0, most - len(self._born))
+
     def admit(self, group_id: int) -> None:
         """Put the next group on the roster, whichever process it belongs to.
 

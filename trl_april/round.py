@@ -28,6 +28,8 @@ class Round:
             The part of it after the quota was met.
         generated_tokens (`int`):
             Tokens that arrived in this round.
+        overlap_tokens (`int`):
+            Tokens that arrived between the last round and this one, while the trainer trained.
         carried_tokens (`int`):
             Tokens of the batch that were generated in earlier rounds.
         requests (`int`):
@@ -35,7 +37,7 @@ class Round:
         resumed_groups (`int`):
             Groups that were continued from an earlier round.
         aborted_requests (`int`):
-            Requests that were cut short.
+            Requests that were cut short, since the last round closed.
         launched_tokens (`int`):
             Length so far, summed over the dispatched samples, at the end of the round.
         rejected_groups (`int`):
@@ -61,6 +63,7 @@ class Round:
     seconds: float = 0.0
     abort_seconds: float = 0.0
     generated_tokens: int = 0
+    overlap_tokens: int = 0
     carried_tokens: int = 0
     requests: int = 0
     resumed_groups: int = 0
