@@ -1,6 +1,7 @@
 """Fixtures that every test may use. Nothing is built or started before a test asks for it."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -50,3 +51,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def sigint():
+    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import re
-import signal
 import threading
 import time
 from collections import Counter
@@ -104,14 +103,6 @@ def wait_until_idle(server: LocalServer, seconds: float = 10) -> float:
     while running_requests(server) and time.monotonic() < deadline:
         time.sleep(0.1)
     return running_requests(server)
-
-
-@pytest.fixture
-def sigint():
-    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
@@ -591,7 +582,7 @@ class TestMetrics:
             "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes", "fully_stale_samples",
             "rejected_groups", "rejected_tokens", "filled_groups", "correction/carried_tokens",
             "completions/launched_mean_length", "completions/trained_mean_length", "broken_streams",
-            "lost_tokens_bound", "outage_seconds",
+            "lost_tokens_bound", "outage_seconds", "overlap_tokens",
         }  # fmt: skip
         for entry in training:
             logged = {key.removeprefix("april/") for key in entry if key.startswith("april/")}

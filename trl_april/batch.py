@@ -96,6 +96,7 @@ def round_metrics(
     over = math.inf if max_staleness is None else max_staleness
     counted = {
         "generated_tokens": done.generated_tokens,
+        "overlap_tokens": done.overlap_tokens,
         "trained_tokens": sum(len(sample) for sample in samples),
         "groups_resumed": done.resumed_groups,
         "aborted_requests": done.aborted_requests,

@@ -12,6 +12,7 @@ from .staleness import check_bound
 
 
 WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
+RESUME_KV = ("recompute", "reuse")
 
 
 @dataclass
@@ -43,6 +44,16 @@ class APRILGRPOConfig(GRPOConfig):
             What happens at the bound. `"wait"`: a guarantee, the round stays open for the groups that fall due.
             `"mask"`: older tokens leave the loss, token by token, while the sample keeps its reward in the group's
             baseline. `"ignore"`: older tokens are trained all the same, and only counted in the logs.
+        resume_kv (`str`, *optional*, defaults to `"recompute"`):
+            What a resumed sample continues on. `"recompute"`: the KV of its prompt and partial completion is computed
+            anew with the present weights. `"reuse"`: it finds the blocks that its earlier segments have left in the
+            prefix cache of the server, which is not reset any more. That spares the prefill, and the tokens that
+            follow are sampled from a mixture of policies; their recorded log-probabilities are those of that mixture,
+            so the correction is as exact as before. A fresh sample never finds blocks of older weights.
+        overlap_generation (`bool`, *optional*, defaults to `False`):
+            Whether requests that are not finished when the quota is met go on while the trainer scores and optimises,
+            together with those of the next batch, and are cut only for the weight sync. What they finish meanwhile
+            counts for the next round. Tokens are about a policy version older for it.
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Whether groups whose rewards are all equal are rejected and replaced by others while the round runs, as in
             DAPO (https://huggingface.co/papers/2503.14476, section 3.2). Each group is then scored as soon as it is
@@ -90,6 +101,20 @@ class APRILGRPOConfig(GRPOConfig):
         metadata={
             "help": "What happens at `max_staleness`. `'wait'`: a guarantee, the round stays open for the groups that "
             "fall due. `'mask'`: older tokens leave the loss. `'ignore'`: older tokens are trained and only counted."
+        },
+    )
+    resume_kv: str = field(
+        default="recompute",
+        metadata={
+            "help": "What a resumed sample continues on: `'recompute'`, its KV is computed anew with the present "
+            "weights, or `'reuse'`, it finds the blocks of its earlier segments in the server's prefix cache."
+        },
+    )
+    overlap_generation: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether requests go on while the trainer scores and optimises, and are cut only for the weight "
+            "sync."
         },
     )
     dynamic_sampling: bool = field(
@@ -172,6 +197,8 @@ class AprilOptions:
     over_provisioning: float = 2.0
     max_staleness: int | None = 5
     staleness_policy: str = "wait"
+    resume_kv: str = "recompute"
+    overlap_generation: bool = False
     dynamic_sampling: bool = False
     max_rejected_groups_per_round: int | None = None
     weight_sync: str = "auto"
@@ -197,6 +224,8 @@ class AprilOptions:
             )
         if self.weight_sync not in WEIGHT_SYNCS:
             raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
+        if self.resume_kv not in RESUME_KV:
+            raise ConfigError(f"resume_kv is {self.resume_kv!r}; it must be one of {', '.join(RESUME_KV)}.")
         if self.max_parked_tokens is not None and self.max_parked_tokens < 0:
             raise ConfigError(
                 f"max_parked_tokens is {self.max_parked_tokens}; it counts tokens and cannot be negative. Leave it "

@@ -116,7 +116,10 @@ class RolloutSession:
             idle_timeout=args.vllm_server_timeout,
             dynamic_sampling=self._dynamic,
             quota=self.quota,
+            overlap=options.overlap_generation,
+            resume_kv=options.resume_kv,
         )
+        self._overlap = options.overlap_generation
         self._loop = BackgroundLoop("trl-april-rollouts")
 
     def run_round(self, version: int, *, silent: bool) -> Round:
@@ -132,23 +135,51 @@ class RolloutSession:
             As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion. A
             `ServerError` comes after the server was waited for, and in all processes.
         """
+        with self._loop.paused():
+            self._open_round(version)
+        while not self._generate(silent=silent):
+            pass
+        self.recovery.all_is_well()
+        with self._loop.paused():
+            if self.quota is not None:
+                self._agree(self.quota)
+            done = self.driver.take()
+            self._let_go_of_trained()
+            self._in_training.append((self._trainer._step, done.groups))
+            batch, row_of = self.pool.roster.delivered, self._admission.row_of
+            rejected = list(self.pool.roster.rejected)
+        done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
+        self._admission.let_go([*batch, *rejected], done.groups)
+        self._account_for_rejected()
+        if self._overlap:
+            self._go_on()
+        return done
+
+    def _open_round(self, version: int) -> None:
+        """Enter the round and fill the pool."""
         self.pool.begin_round(version)
+        if self._overlap:
+            self._processes.agree(self.pool)  # what has finished since the last round closed
         if self.pool.max_parked_tokens is not None:  # each process has its own, but they admit together
             (full,) = self._processes.most([float(self.pool.is_full)])
             self.pool.roster.admits_surplus = not full
         for group in self._admission.next_groups(self.pool.room):
             group.admit_to(self.pool)
-        while not self._generate(silent=silent):
-            pass
-        self.recovery.all_is_well()
-        done = self.driver.take()
-        self._let_go_of_trained()
-        self._in_training.append((self._trainer._step, done.groups))
-        batch, row_of = self.pool.roster.delivered, self._admission.row_of
-        done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
-        self._admission.let_go([*batch, *self.pool.roster.rejected], done.groups)
-        self._account_for_rejected()
-        return done
+        self.driver.open_round()
+
+    def _go_on(self) -> None:
+        """Fill the pool for the next round, and let it be generated while this one is trained."""
+        groups = self._admission.next_groups(self.pool.room_ahead)
+        with self._loop.paused():
+            for group in groups:
+                group.admit_to(self.pool)
+        self._loop.run(self.driver.go_on())
+
+    def cut(self) -> None:
+        """End what runs beside the training, in all processes, so that the weights can change. A collective call."""
+        if self._overlap:
+            self._loop.run(self.driver.cut(), poll=self._processes.check)
+            self._processes.barrier()
 
     def _generate(self, *, silent: bool) -> bool:
         """Run the round on; whether it may be closed, or else an outage is over."""
@@ -165,10 +196,10 @@ class RolloutSession:
                 self._loop.run(self.driver.generate(), poll=poll)
             except (ServerError, RoundSuspended) as error:
                 interrupted = error
-        if self.quota is not None:
-            self._agree(self.quota)
         if interrupted is None:
             return True
+        if self.quota is not None:
+            self._agree(self.quota)
         self._recover(interrupted)
         return False
 
@@ -216,9 +247,11 @@ class RolloutSession:
         """
         processes = self._processes
         self._let_go_of_trained()
+        with self._loop.paused():
+            pool = self.pool.state_dict([group for _, groups in self._in_training for group in groups])
         save_rollouts(
             checkpoint,
-            self.pool.state_dict([group for _, groups in self._in_training for group in groups]),
+            pool,
             self._source.state_dict(),
             save_id=f"{self._draw_id():012x}",
             rank=processes.rank,
@@ -235,6 +268,7 @@ class RolloutSession:
         """Close connections, threads and loop."""
         if self._dynamic is not None:
             self._dynamic.close()
+        self._loop.run(self.driver.close())
         self._loop.run(self._engine.close())
         self._loop.close()
 
@@ -290,6 +324,7 @@ class RolloutSession:
         elif unreplaced < 0:
             # A round that had to be filled with rejected groups trains some that have been replaced. Near the end of
             # training the replacements are on their way already, and nothing can use them any more.
+            self.cut()
             self.pool.withdraw(self._source.take_back(-unreplaced))
 
 

@@ -229,6 +229,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self._session is not None:
+                self.vllm_generation.before_sync = None
                 self._session.close()
                 self._session = None  # the pool stays, to be looked at
 
@@ -336,6 +337,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 f"folder `{FOLDER}` to go on without them."
             ) from error
         self.pool = self._session.pool
+        self.vllm_generation.before_sync = self._session.cut
 
     def step_has_ended(self, control: TrainerControl) -> None:
         """Note how much of what was generated is in the weights, and end training if a signal has asked for it."""
@@ -345,6 +347,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             if number:
                 self._stop.signal = int(number)  # `train` leaves with it
                 control.should_save = control.should_training_stop = True
+                if self._session is not None:
+                    self._session.cut()  # so that the checkpoint has all that is generated
 
     def _oldest_trained(self, done: Round) -> int | None:
         """The oldest policy version whose tokens stay in the loss; `None` if all do."""
@@ -382,6 +386,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             processes=self._processes,
             needs_logprobs=args.vllm_importance_sampling_correction,
             api_key=_api_key(),
+            keeps_cache=self._options.resume_kv == "reuse",
             model=self.model,
             accelerator=self.accelerator,
             processing_class=self.processing_class,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -46,11 +47,32 @@ _REMEDY = (
 
 
 class _Client(VLLMClient):
-    """TRL's client with an API key on every request, also on those that its constructor makes."""
+    """TRL's client with an API key on every request, also on those that its constructor makes, and with cache salts.
 
-    def __init__(self, *args: Any, api_key: str | None, **kwargs: Any) -> None:
+    Args:
+        api_key (`str`, *optional*):
+            Key of the server.
+        keeps_cache (`bool`):
+            Whether a reset of the prefix cache does nothing.
+        args, kwargs:
+            As for TRL's `VLLMClient`.
+    """
+
+    def __init__(self, *args: Any, api_key: str | None, keeps_cache: bool, **kwargs: Any) -> None:
         self._api_key = api_key
+        self._keeps_cache = keeps_cache
+        self._salt = secrets.token_hex(6)
+        self.weight_version = ""
         super().__init__(*args, **kwargs)
+
+    def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        # Evaluation must not find blocks of older weights, even if the cache was not reset.
+        salted = {"cache_salt": f"{self._salt}-{self.weight_version}", **(generation_kwargs or {})}
+        return super().generate(*args, generation_kwargs=salted, **kwargs)
+
+    def reset_prefix_cache(self) -> None:
+        if not self._keeps_cache:
+            super().reset_prefix_cache()
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         if self._api_key is not None:
@@ -86,8 +108,17 @@ class ServerGeneration(VLLMGeneration):
             Whether recorded log-probabilities are used for the correction.
         api_key (`str`, *optional*):
             Key of the server.
+        keeps_cache (`bool`, *optional*, defaults to `False`):
+            Whether the prefix cache of the server is left as it is at a sync. What a request may find in it, its cache
+            salt says.
         kwargs:
             As for TRL's `VLLMGeneration`, `mode` excepted.
+
+    Attributes:
+        before_sync (`Callable[[], None]`, *optional*):
+            Called in all processes before the weights change: what still runs on the server is to be ended.
+        sync_seconds (`float`):
+            Duration of the last sync.
 
     Raises:
         ServerError: If no server answers in time, or it is none that can be trained with.
@@ -104,16 +135,19 @@ class ServerGeneration(VLLMGeneration):
         processes: Processes,
         needs_logprobs: bool,
         api_key: str | None,
+        keeps_cache: bool = False,
         **kwargs: Any,
     ) -> None:
+        self.before_sync: Callable[[], None] | None = None
         self._asked_weight_sync = weight_sync
         self._weight_sync_dir = weight_sync_dir
         self._policy_version = policy_version
         self._trained_model = trained_model
         self._processes = processes
+        self._keeps_cache = keeps_cache
         self._needs_logprobs = needs_logprobs
         self._api_key = api_key
-        self.sync_seconds = 0.0  # of the last sync
+        self.sync_seconds = 0.0
         self._stamp: str | None = None  # the server's weight version, if it is the server that was synced last
         self._gone: Exception | None = None  # what showed, in a sync, that the server has gone away
         super().__init__(mode="server", **kwargs)
@@ -129,6 +163,7 @@ class ServerGeneration(VLLMGeneration):
             group_port=self.group_port,
             connection_timeout=self.server_timeout,
             api_key=self._api_key,
+            keeps_cache=self._keeps_cache,
         )
         self.base_url = self.vllm_client.base_url
         # TRL's own session repeats what fails for a minute, and then keeps the server's words to itself. A connection
@@ -181,6 +216,8 @@ class ServerGeneration(VLLMGeneration):
             WeightSyncError: If the server refuses the weights, or samples from others afterwards.
         """
         began = time.perf_counter()
+        if self.before_sync is not None:
+            self.before_sync()
         version = self._policy_version()
         self._gone = None
         if self.accelerator.is_main_process:
@@ -199,7 +236,7 @@ class ServerGeneration(VLLMGeneration):
         if self.accelerator.is_main_process and self._gone is None:
             self._unless_gone(lambda: self._stamp_and_verify(version, expected))
         self._tell_if_gone()  # none may ask for tokens before the server has the weights
-        self._stamp = str(version)
+        self._stamp = self.vllm_client.weight_version = str(version)
         self.sync_seconds = time.perf_counter() - began
 
     def is_alive(self) -> bool:
@@ -260,7 +297,7 @@ class ServerGeneration(VLLMGeneration):
             ) from self._gone
 
     def _stamp_and_verify(self, version: int, expected: list[float]) -> None:
-        if self.weight_sync == "filesystem":
+        if self.weight_sync == "filesystem" and not self._keeps_cache:
             self._reset_prefix_cache()
         self._post("update_weight_version", {"new_version": str(version)})
         reported = self._get("weight_info")["weight_version"]
@@ -319,8 +356,8 @@ class ServerGeneration(VLLMGeneration):
                 return
             time.sleep(0.1)
         logger.warning(
-            "The vLLM server at %s could not reset its prefix cache: other clients hold blocks of it. Rollouts are "
-            "not affected (each policy version has its own cache salt); evaluation may reuse old blocks.",
+            "The vLLM server at %s could not reset its prefix cache: other clients hold blocks of it. Nothing of this "
+            "training is affected, since each policy version has its own cache salt.",
             self.base_url,
         )
 
