@@ -1,14 +1,21 @@
-"""Rollout throughput by over-provisioning factor: pool, driver and engine against a real vLLM server, no training.
+"""Rollout throughput by mode and over-provisioning factor: pool, driver and engine against a real vLLM server.
 
     python benchmarks/rollout.py                        # sigma 0, 0.5 and 1.0 at factors 1.0, 1.5, 2.0, 3.0
+    python benchmarks/rollout.py --modes abort reuse overlap both discard uninterrupted --train-seconds 0.3
     python benchmarks/rollout.py --sigma 1.0 --factors 1.0 2.0 --json result.json
     python benchmarks/rollout.py --useless 0.4          # 40 % of the groups rejected and replaced: dynamic sampling
     python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a server that runs already
 
-Completion lengths are forced: lognormal around `--median`, the same for every factor. Each factor has a pool of its
-own, and they take turns on one server round by round; what is compared are the measurements of one turn. The first
-rounds are left out (`--warmup`), so a figure is that of the steady state; generated and trained tokens are counted
-apart.
+Modes: `abort` and `reuse` are what `resume_kv` says, `overlap` and `both` are these two with `overlap_generation`.
+`discard` over-provisions and throws away what is not finished. `uninterrupted` never cuts a request and never waits
+for the trainer: the limit of what any mode can reach with so many requests in flight. Factor 1.0 is synchronous in
+every mode and runs once.
+
+Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, as if it had a device of its own.
+Completion lengths are forced: lognormal around `--median`, the same for every contestant. Each contestant has a pool
+of its own, and they take turns on one server, block by block; what is compared are the measurements of one turn. The
+first rounds and the first of each block are left out, so a figure is that of the steady state; the pauses count.
+Generated and trained tokens are counted apart.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import platform
 import random
 import statistics
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import contextmanager
@@ -34,6 +42,7 @@ from trl_april.dynamic_sampling import DynamicSampling
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
+from trl_april.round import Round
 from trl_april.sampling import sampling_options
 from trl_april.server import LocalServer
 from trl_april.types import Score
@@ -82,21 +91,29 @@ def forced_engine(
     return ForcedLengths(VLLMEngine(base_url, model, sampling, stream_interval=stream_interval), sigma, median, seed)
 
 
+MODES = ("abort", "reuse", "overlap", "both", "discard", "uninterrupted")
+
+
 @dataclass(slots=True)
 class Measurement:
-    """The steady state of one factor in one turn."""
+    """The steady state of one mode and factor in one turn."""
 
     sigma: float
+    mode: str
     factor: float
     turn: int
-    seconds: float = 0.0
+    seconds: float = 0.0  # rounds and the pauses between them
+    rounds: int = 0
     trained_tokens: int = 0
     generated_tokens: int = 0
     carried_tokens: int = 0
+    discarded_tokens: int = 0
     groups: int = 0
     rejected_groups: int = 0
     staleness_max: int = 0
+    staleness_tokens: int = 0  # age of every trained token, summed up
     request_seconds: float = 0.0
+    round_seconds: float = 0.0
 
     @property
     def trained_per_second(self) -> float:
@@ -111,26 +128,35 @@ class Measurement:
         return self.carried_tokens / self.trained_tokens
 
     @property
+    def staleness_mean(self) -> float:
+        return self.staleness_tokens / self.trained_tokens
+
+    @property
     def groups_per_second(self) -> float:
         return self.groups / self.seconds
 
     @property
     def in_flight_mean(self) -> float:
-        return self.request_seconds / self.seconds
+        """Requests in flight while a round waits for its quota."""
+        return self.request_seconds / self.round_seconds if self.round_seconds else 0.0
 
 
 class Contestant:
-    """One factor: a pool of its own, and rounds on a server that it shares with the other factors."""
+    """One mode and factor: a pool of its own, and rounds on a server that it shares with the others."""
 
     def __init__(
-        self, options: argparse.Namespace, base_url: str, model: str, sigma: float, factor: float, turn: int
+        self, options: argparse.Namespace, base_url: str, model: str, sigma: float, mode: str, factor: float, turn: int
     ) -> None:
-        # Another seed per turn, the same for all factors of a turn.
+        # Another seed per turn, the same for all contestants of a turn.
         self.engine = forced_engine(
             base_url, model, options.stream_interval, sigma, options.median, options.seed + turn
         )
+        self._discards, self._uninterrupted = mode == "discard", mode == "uninterrupted"
+        self._overlaps = mode in ("overlap", "both", "uninterrupted")
         self.pool = Pool(
-            options.quota, over_provisioning=factor, max_staleness=options.max_staleness,
+            options.quota, over_provisioning=factor,
+            # What is never cut is never synced either, so nothing grows old.
+            max_staleness=None if self._uninterrupted else options.max_staleness,
             dynamic_sampling=options.useless > 0,
         )  # fmt: skip
         self.dynamic = None
@@ -141,15 +167,20 @@ class Contestant:
                 self._next,
                 max_rejected=10**6,
             )
-        self.driver = RolloutDriver(self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic)
-        self.measurement = Measurement(sigma, factor, turn)
+        self.driver = RolloutDriver(
+            self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic,
+            overlap=self._overlaps, resume_kv="reuse" if mode in ("reuse", "both") else "recompute",
+        )  # fmt: skip
+        self.measurement = Measurement(sigma, mode, factor, turn)
+        self._train_seconds = 0.0 if self._uninterrupted else options.train_seconds
         self._group_size = options.group_size
         self._useless = options.useless
         self._prompts, self._verdicts = random.Random(options.seed), options.seed + turn
         self._rows = count()
+        self._version = 0
 
     def _rewards(self, group_id: int) -> list[list[float]]:
-        """Equal for the useless share of the groups, which are the same for every factor."""
+        """Equal for the useless share of the groups, which are the same for every contestant."""
         useless = random.Random(f"{self._verdicts}/{group_id}").random() < self._useless
         return [[0.0 if useless else float(index)] for index in range(self._group_size)]
 
@@ -162,47 +193,92 @@ class Contestant:
             for _ in range(wanted)
         ]  # fmt: skip
 
-    async def run_round(self, version: int, *, counts: bool) -> None:
-        """Fill the pool, run a round, and add it to the measurement if it counts."""
-        self.pool.begin_round(version)
+    async def run_block(self, rounds: int, warmup: int) -> None:
+        """Run so many rounds and then leave the server to the others; the first `warmup` do not count."""
+        for number in range(rounds):
+            began = time.perf_counter()
+            done = await self._run_round()
+            self._count(done, time.perf_counter() - began, counts=number >= warmup)
+        await self.driver.cut()
+
+    async def _run_round(self) -> Round:
+        """What a step of training does to the server: sync, round, and a pause for the training."""
+        if self._overlaps and not self._uninterrupted:
+            await self.driver.cut()
+        self.pool.begin_round(self._version)
+        self._version += not self._uninterrupted
         for group in self._next(self.pool.room):
             group.admit_to(self.pool)
         done = await self.driver.run_round()
+        if self._discards:
+            self._discard()
+        if self._overlaps:
+            for group in self._next(self.pool.room_ahead):
+                group.admit_to(self.pool)
+            await self.driver.go_on()
+        await asyncio.sleep(self._train_seconds)
+        return done
+
+    def _discard(self) -> None:
+        """Throw away what is not finished, and what is finished beyond the quota, too."""
+        self.measurement.discarded_tokens += self.pool.tokens_held
+        self.pool.withdraw(len(self.pool))
+
+    def _count(self, done: Round, seconds: float, *, counts: bool) -> None:
         samples = [sample for group in done.groups for sample in group.samples]
         assert all(len(sample) == self.engine.length(sample.group_id, sample.index) for sample in samples)
         if not counts:
             return
         total = self.measurement
-        total.seconds += done.seconds
-        total.generated_tokens += done.generated_tokens
+        total.rounds += 1
+        total.seconds += seconds
+        total.generated_tokens += done.generated_tokens + done.overlap_tokens
         total.groups += len(done.groups)
         total.rejected_groups += done.rejected_groups
         total.trained_tokens += sum(len(sample) for sample in samples)
         total.carried_tokens += done.carried_tokens
-        oldest = min(segment.version for sample in samples for segment in sample.segments)
-        total.staleness_max = max(total.staleness_max, version - oldest)
+        ages = [(done.version - s.version, s.length) for sample in samples for s in sample.segments]
+        total.staleness_max = max(total.staleness_max, *(age for age, _ in ages))
+        total.staleness_tokens += sum(age * length for age, length in ages)
         total.request_seconds += done.in_flight_mean * done.seconds
+        total.round_seconds += done.seconds
+
+    async def close(self) -> None:
+        """Leave nothing running."""
+        await self.driver.close()
+        await self.engine.close()
+        if self.dynamic is not None:
+            self.dynamic.close()
+
+
+def grid(options: argparse.Namespace) -> list[tuple[str, float]]:
+    """The contestants. Synchronous is the same in all modes and runs once, as the first."""
+    found = [("abort", 1.0)] if 1.0 in options.factors else []
+    for mode in options.modes:
+        found += [(mode, factor) for factor in options.factors if factor > 1.0]
+    return found
 
 
 async def measure(
-    options: argparse.Namespace, base_url: str, model: str, sigma: float, factors: Sequence[float], turn: int
-) -> list[Measurement]:
-    """Let the factors take turns round by round, and measure all but the first `warmup` rounds of each.
+    options: argparse.Namespace, base_url: str, model: str, sigma: float, contestants: Sequence[tuple[str, float]],
+    turn: int,
+) -> list[Measurement]:  # fmt: skip
+    """Let the contestants take turns block by block, and measure all but the first rounds of each.
 
     A shared machine's speed drifts within seconds by more than what is to be measured. What is compared was therefore
-    measured as close together as can be: a round of each factor, then the next of each, in alternating order.
+    measured as close together as can be: a block of each, then the next of each, in alternating order.
     """
-    contestants = [Contestant(options, base_url, model, sigma, factor, turn) for factor in factors]
+    runners = [Contestant(options, base_url, model, sigma, mode, factor, turn) for mode, factor in contestants]
     try:
-        for version in range(options.warmup + options.rounds):
-            for contestant in contestants if version % 2 == 0 else reversed(contestants):
-                await contestant.run_round(version, counts=version >= options.warmup)
+        for runner in runners:
+            await runner.run_block(options.warmup, options.warmup)
+        for block in range(-(-options.rounds // options.block)):
+            for runner in runners if block % 2 == 0 else reversed(runners):
+                await runner.run_block(options.block + 1, 1)
     finally:
-        for contestant in contestants:
-            await contestant.engine.close()
-            if contestant.dynamic is not None:
-                contestant.dynamic.close()
-    return [contestant.measurement for contestant in contestants]
+        for runner in runners:
+            await runner.close()
+    return [runner.measurement for runner in runners]
 
 
 def ratios(measurements: list[Measurement], first: list[Measurement], rate: str) -> str:
@@ -211,34 +287,41 @@ def ratios(measurements: list[Measurement], first: list[Measurement], rate: str)
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def table(measurements: list[Measurement], factors: list[float]) -> str:
-    """Medians over the turns, and the median of each turn's ratio to the first factor."""
+def table(measurements: list[Measurement]) -> str:
+    """Medians over the turns, and the median of each turn's ratio to the first contestant."""
     lines = [
-        f"| sigma | factor | trained tok/s | ratio to {factors[0]:g} (range) | generated tok/s | trained groups/s "
-        f"| ratio to {factors[0]:g} (range) | in flight | carried | rejected | oldest token |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| sigma | mode | factor | trained tok/s | ratio (range) | share of the limit | generated tok/s "
+        "| trained groups/s | ratio (range) | in flight | carried | rejected | age mean | oldest |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for sigma in dict.fromkeys(m.sigma for m in measurements):
-        by_factor = {f: [m for m in measurements if (m.sigma, m.factor) == (sigma, f)] for f in factors}
-        first = by_factor[factors[0]]
-        for factor, cell in by_factor.items():
+        cells: dict[tuple[str, float], list[Measurement]] = {}
+        for measurement in measurements:
+            if measurement.sigma == sigma:
+                cells.setdefault((measurement.mode, measurement.factor), []).append(measurement)
+        first = next(iter(cells.values()))
+        for (mode, factor), cell in cells.items():
             rejected = sum(m.rejected_groups for m in cell)
+            limit = cells.get(("uninterrupted", factor))
             lines.append(
-                f"| {sigma:g} | {factor:g} | {statistics.median(m.trained_per_second for m in cell):,.0f} "
+                f"| {sigma:g} | {mode if factor > 1 else 'synchronous'} | {factor:g} "
+                f"| {statistics.median(m.trained_per_second for m in cell):,.0f} "
                 f"| {ratios(cell, first, 'trained_per_second')} "
+                f"| {ratios(cell, limit, 'trained_per_second') if limit else ''} "
                 f"| {statistics.median(m.generated_per_second for m in cell):,.0f} "
                 f"| {statistics.median(m.groups_per_second for m in cell):.2f} "
                 f"| {ratios(cell, first, 'groups_per_second')} "
                 f"| {statistics.median(m.in_flight_mean for m in cell):.0f} "
                 f"| {statistics.median(m.carried_fraction for m in cell):.0%} "
                 f"| {rejected / (rejected + sum(m.groups for m in cell)):.0%} "
+                f"| {statistics.median(m.staleness_mean for m in cell):.2f} "
                 f"| {max(m.staleness_max for m in cell)} |"
             )
     return "\n".join(lines)
 
 
 @contextmanager
-def server(base_url: str | None):
+def server(base_url: str | None, vllm_args: Sequence[str] = ()):
     """Base URL of the server to measure: the one given, or one of our own with a small random model."""
     if base_url is not None:
         yield base_url.rstrip("/")
@@ -253,7 +336,7 @@ def server(base_url: str | None):
         model = build_model(tokenizer)
         model.config.max_position_embeddings = 4096
         save(model, tokenizer, Path(folder))
-        vllm_args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+        vllm_args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", *vllm_args]
         with LocalServer(folder, vllm_args=vllm_args) as running:
             yield running.base_url
 
@@ -269,7 +352,10 @@ def main() -> None:
     )
     parser.add_argument("--quota", type=int, default=8, help="groups per batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
+    parser.add_argument("--modes", nargs="+", default=["abort"], choices=MODES, help="see above")
+    parser.add_argument("--train-seconds", type=float, default=0.0, help="pause of the trainer between two rounds")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds per run")
+    parser.add_argument("--block", type=int, default=4, help="measured rounds before another contestant has its turn")
     parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
     parser.add_argument("--median", type=int, default=150, help="median length in tokens")
     parser.add_argument("--max-staleness", type=int, default=5, help="bound in policy versions (one per round)")
@@ -280,22 +366,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every measurement here")
     options = parser.parse_args()
 
+    if options.useless and "discard" in options.modes:
+        parser.error("--useless: what is discarded has no verdicts, so leave out --modes discard")
     measurements: list[Measurement] = []
     with server(options.base_url) as base_url:
         model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
-        warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0})
-        asyncio.run(measure(warm, base_url, model, 0.0, [1.0], -1))  # the server compiles at its first requests
+        warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0, "train_seconds": 0.0})
+        # The server compiles at its first requests.
+        asyncio.run(measure(warm, base_url, model, 0.0, [("abort", 1.0)], -1))
         for sigma in options.sigma:
             for turn in range(options.turns):
-                for done in asyncio.run(measure(options, base_url, model, sigma, options.factors, turn)):
+                for done in asyncio.run(measure(options, base_url, model, sigma, grid(options), turn)):
                     measurements.append(done)
                     print(
-                        f"sigma {sigma:g} turn {turn} factor {done.factor:g}: {done.trained_per_second:,.0f} trained "
-                        f"tok/s, {done.generated_per_second:,.0f} generated tok/s in {done.seconds:.1f} s",
+                        f"sigma {sigma:g} turn {turn} {done.mode} {done.factor:g}: {done.trained_per_second:,.0f} "
+                        f"trained tok/s, {done.generated_per_second:,.0f} generated tok/s in {done.seconds:.1f} s",
                         flush=True,
                     )
     print()
-    print(table(measurements, options.factors))
+    print(table(measurements))
     if options.json:
         rows = [
             {
@@ -303,6 +392,7 @@ def main() -> None:
                 "trained_groups_per_second": m.groups_per_second,
                 "trained_tokens_per_second": m.trained_per_second,
                 "generated_tokens_per_second": m.generated_per_second,
+                "staleness_mean": m.staleness_mean,
             }
             for m in measurements
         ]
