@@ -642,8 +642,13 @@ def test_the_counts_by_version_are_those_of_the_groups_after_any_operations():
                 next_id += 1
             unfinished = [group_id for group_id in roster.ids if group_id not in roster.finished]
             for group_id in rng.sample(unfinished, rng.randrange(len(unfinished) + 1)):
-                change = rng.choice((roster.finish, roster.reject, lambda group_id: roster.learn([group_id])))
-                change(group_id)
+                match rng.randrange(3):
+                    case 0:
+                        roster.finish(group_id)
+                    case 1:
+                        roster.learn([group_id])
+                    case 2:
+                        roster.reject(group_id)
                 roster.check()
             roster.learn(roster.finished)  # known already
             roster.readmit(rng.randrange(len(roster.rejected) + 1))
