@@ -31,9 +31,7 @@ def write_json(path: Path, settings: dict[str, Any], results: list[dict[str, Any
     """Write everything measured so far, in the place of what the file held before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(
-        json.dumps({"machine": machine(), "settings": settings, "results": results}, indent=1) + "\n"
-    )
+    unfinished.write_text(json.dumps({"machine": machine(), "settings": settings, "results": results}) + "\n")
     os.replace(unfinished, path)
 
 

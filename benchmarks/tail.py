@@ -1,7 +1,7 @@
 """The extreme tail: completions of 100 tokens and of 20,000 in one batch, against a real vLLM server, no training.
 
-    python benchmarks/tail.py                                              # one long completion per batch
-    python benchmarks/tail.py --contestants 1 2:5 2:none 3:11 --turns 2
+    python benchmarks/tail.py                                              # synchronous, 2:5, 2:none and 3:11
+    python benchmarks/tail.py --contestants 1 2:5 2:8 --turns 2
     python benchmarks/tail.py --every 4                                    # two long completions per batch
     python benchmarks/tail.py --resume-kv recompute                        # partial samples are prefilled again
     python benchmarks/tail.py --plot-only benchmark_output/tail.json
@@ -30,7 +30,7 @@ import random
 import statistics
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -187,8 +187,13 @@ class Rounds:
         measurement.request_seconds += done.in_flight_mean * done.seconds
 
 
-async def measure(options: argparse.Namespace, base_url: str, model: str) -> list[Measurement]:
-    """All contestants in turns: a cycle of each that does not count, then one of each per turn."""
+async def measure(
+    options: argparse.Namespace, base_url: str, model: str, keep: Callable[[list[Measurement]], None]
+) -> list[Measurement]:
+    """All contestants in turns: a cycle of each that does not count, then one of each per turn.
+
+    `keep` gets everything measured so far, whenever there is more.
+    """
     sampling = sampling_options(
         temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
         stop_token_ids=(), generation_kwargs={"ignore_eos": True},
@@ -214,6 +219,7 @@ async def measure(options: argparse.Namespace, base_url: str, model: str) -> lis
                     await rounds.run(measurement if turn >= 0 else None)
                 if turn >= 0:
                     measurements.append(measurement)
+                    keep(measurements)
                     print(
                         f"turn {turn}, {contestant.name}: {measurement.trained_per_second:,.0f} trained tok/s, "
                         f"{measurement.rounds} rounds in {measurement.seconds:.1f} s",
@@ -317,7 +323,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--contestants", type=Contestant.parse, nargs="+", metavar="FACTOR[:BOUND]",
-        default=[Contestant(1.0, 5), Contestant(2.0, 5), Contestant(2.0, None)],
+        default=[Contestant(1.0, 5), Contestant(2.0, 5), Contestant(2.0, None), Contestant(3.0, 11)],
         help="over_provisioning and max_staleness (5 if left out, or none); the first is compared with, so give 1",
     )  # fmt: skip
     parser.add_argument("--short", type=int, default=100, help="tokens of most completions")
@@ -354,12 +360,13 @@ def main() -> None:
         measurements = [Measurement(**result) for result in read_json(path)[1]]
     else:
         path = options.output_dir / "tail.json"
-        with server(options.base_url, PROMPT_LENGTH + options.long + 64) as base_url:
-            model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
-            measurements = asyncio.run(measure(options, base_url, model))
         names = ("short", "long", "every", "quota", "group_size", "turns", "resume_kv", "stream_interval", "seed")
         settings = {name: getattr(options, name) for name in names}
-        write_json(path, settings, [asdict(m) for m in measurements])
+        with server(options.base_url, PROMPT_LENGTH + options.long + 64) as base_url:
+            model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
+            measurements = asyncio.run(
+                measure(options, base_url, model, lambda found: write_json(path, settings, [asdict(m) for m in found]))
+            )
     print(f"\n{table(measurements)}")
     picture = path.with_suffix(".png")
     draw(measurements, picture)

@@ -155,6 +155,14 @@ class TestLearning:
             learning_comparison.draw(runs, tmp_path / "learning.png")
             assert (tmp_path / "learning.png").stat().st_size > 20_000
 
+    def test_plot_only_needs_no_server(self, tmp_path, monkeypatch, capsys):
+        path = tmp_path / "learning.json"
+        write_json(path, {}, [asdict(run) for run in self.runs])
+        monkeypatch.setattr(sys, "argv", ["learning.py", "--plot-only", str(path)])
+        importlib.import_module("learning").main()
+        assert tables(self.runs) in capsys.readouterr().out
+        assert (tmp_path / "learning.png").exists()
+
 
 class TestRecorder:
     def test_weights_by_age_and_lengths_by_hand(self):
@@ -176,6 +184,49 @@ class TestRecorder:
         assert recorder.lengths == [(3, 2.0)]
         assert recorder.weights[2] == pytest.approx([1, 2.0, 4.0])
         assert recorder.weights[0] == pytest.approx([2, 1.0 + 2.0, 1.0 + 4.0])
+
+    def test_it_sees_the_batches_of_a_trainer(self, tiny_model_dir, tmp_path, one_thread):
+        """Two groups of two samples: the first two tokens of each under version 0, the rest under version 1."""
+        import learning
+        from datasets import Dataset
+
+        from tests.serverless import ServerlessTrainer
+        from trl_april import APRILGRPOConfig
+        from trl_april.pool import Pool
+
+        class Trainer(learning.RecordingTrainer, ServerlessTrainer):
+            version = 1
+
+        pool = Pool(2, over_provisioning=1.0)
+        for version in range(2):
+            pool.begin_round(version)
+            for group_id in () if version else range(2):
+                pool.admit(group_id, {"prompt": "1"}, [5, 6], num_generations=2, max_completion_length=9)
+            for group, sample in pool.ready():
+                pool.start(sample)
+                count = 2 + group.group_id * 3 * version
+                pool.record(sample, [7] * count, [-1.0] * count)
+                pool.finish(sample, "stop") if version else pool.park(sample)
+        recorder = learning.Recorder(every=1)
+        args = APRILGRPOConfig(
+            str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_completion_length=9, use_cpu=True,
+            bf16=False, gradient_checkpointing=False, report_to=[], disable_tqdm=True,
+            gradient_accumulation_steps=1, mask_truncated_completions=False,
+        )  # fmt: skip
+        trainer = Trainer(
+            model=tiny_model_dir,
+            reward_funcs=lambda completions, **kwargs: [float(len(text)) for text in completions],
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": "1"}] * 4),
+            recorder=recorder,
+        )
+        trainer.state.global_step = trainer._last_loaded_step = 1
+        trainer.groups = pool.take()
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        trainer._prepare_inputs([{"prompt": ""}] * 4)
+        assert recorder.lengths == [(1, (4 + 4 + 7 + 7) / 4)]
+        assert {age: sums[0] for age, sums in recorder.weights.items()} == {0: 2 * 2 + 2 * 5, 1: 4 * 2}
 
     def test_the_last_weights_are_always_kept(self):
         torch = pytest.importorskip("torch")
