@@ -152,7 +152,7 @@ def test_the_punishment_follows_the_length_given_beside_the_recipe():
 
 @pytest.fixture(scope="module")
 def benchmark():
-    return load_script(ROOT / "benchmarks" / "recipes.py")
+    return load_script(ROOT / "benchmarks" / "learning.py")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -624,3 +624,47 @@ def test_the_rounds_that_a_group_may_still_wait_by_hand():
     by_two = [rounds_to_go(4, version=v, bound=3, versions_per_round=2) for v in (4, 5, 6, 7, 8)]
     assert by_one == [3, 2, 1, 0, -1]
     assert by_two == [1, 1, 0, 0, -1]
+
+
+# What is counted along
+
+
+def test_the_counts_by_version_are_those_of_the_groups_after_any_operations():
+    """`requirements` reads counts that every change keeps up, and must not drift from the groups."""
+    rng = random.Random(0)
+    for _ in range(50):
+        roster = make_roster(3, over_provisioning=3.0, max_staleness=None)
+        next_id = 0
+        for version in range(8):
+            roster.begin_round(version)
+            for _ in range(roster.room):
+                roster.admit(next_id)
+                next_id += 1
+            unfinished = [group_id for group_id in roster.ids if group_id not in roster.finished]
+            for group_id in rng.sample(unfinished, rng.randrange(len(unfinished) + 1)):
+                match rng.randrange(3):
+                    case 0:
+                        roster.finish(group_id)
+                    case 1:
+                        roster.learn([group_id])
+                    case 2:
+                        roster.reject(group_id)
+                roster.check()
+            roster.learn(roster.finished)  # known already
+            roster.readmit(rng.randrange(len(roster.rejected) + 1))
+            roster.withdraw(roster.ids[len(roster) - rng.randrange(2) :])
+            roster.check()
+            for group_id in roster.finished:
+                assert roster.num_finished(roster.born(group_id)) >= 1
+            if roster.quota_met:
+                roster.deliver()
+                roster.check()
+
+
+def test_a_wrong_count_is_found():
+    roster = in_round(0, 0, 1)
+    roster.finish(0)
+    roster.check()
+    roster.finished.append(1)
+    with pytest.raises(PoolError, match="counted as"):
+        roster.check()

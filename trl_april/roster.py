@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -75,6 +76,10 @@ class Roster:
         self.delivered: list[int] = []
         self.admits_surplus = True
         self._born: dict[int, int] = {}  # of every outstanding group, ids and versions ascending
+        # How many were born under each version. A round asks after every sample whether it may close; recounted each
+        # time from all groups, that would be quadratic.
+        self._outstanding_by_born: dict[int, int] = {}
+        self._finished_by_born: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Outstanding groups, in all processes."""
@@ -145,12 +150,13 @@ class Roster:
             raise PoolError(f"Group {group_id} comes after group {self.last_id}; ids must ascend.")
         if len(self._born) >= self.target:
             raise PoolError(f"{len(self._born)} groups are outstanding, which is the target; admit no more.")
-        self._born[group_id] = self.version
+        self._add(group_id, self.version)
         self.last_id = group_id
 
     def finish(self, group_id: int) -> None:
         """The group can be taken."""
         insort(self.finished, group_id)
+        _count(self._finished_by_born, self._born[group_id], 1)
 
     def learn(self, finished: Iterable[int]) -> None:
         """Finished groups of other processes; those that are known already may be among them.
@@ -158,15 +164,18 @@ class Roster:
         Raises:
             PoolError: If one of them is not outstanding.
         """
-        found = set(finished)
-        for group_id in found:
+        new = set(finished)
+        for group_id in new:
             if group_id not in self._born:
                 raise PoolError(f"Group {group_id} is said to be finished, but is not outstanding.")
-        self.finished = sorted(found.union(self.finished))
+        new.difference_update(self.finished)
+        for group_id in new:
+            _count(self._finished_by_born, self._born[group_id], 1)
+        self.finished = sorted([*self.finished, *new])
 
     def reject(self, group_id: int) -> None:
         """The group has left without being taken. Until the next round begins it can be readmitted."""
-        self.rejected[group_id] = self._born.pop(group_id)
+        self.rejected[group_id] = self._remove(group_id)
 
     def readmit(self, count: int) -> list[int]:
         """Bring the oldest `count` groups that this round rejected back, as finished ones, and return their ids.
@@ -178,21 +187,25 @@ class Roster:
             raise PoolError(f"{count} rejected groups are wanted back; this round has {len(self.rejected)}.")
         oldest = sorted(self.rejected)[:count]
         for group_id in oldest:
-            self._born[group_id] = self.rejected.pop(group_id)
-            insort(self.finished, group_id)
+            self._add(group_id, self.rejected.pop(group_id))
+            self.finish(group_id)
         self._born = dict(sorted(self._born.items()))
         return oldest
 
     def withdraw(self, group_ids: Iterable[int]) -> None:
         """Groups have left for good without being taken."""
-        for group_id in group_ids:
-            del self._born[group_id]
-        self.finished = [group_id for group_id in self.finished if group_id in self._born]
+        leaving = set(group_ids)
+        for group_id in leaving.intersection(self.finished):
+            _count(self._finished_by_born, self._born[group_id], -1)
+        for group_id in leaving:
+            self._remove(group_id)
+        self.finished = [group_id for group_id in self.finished if group_id not in leaving]
 
     def restore(self, born: dict[int, int], finished: Iterable[int], *, version: int | None, last_id: int) -> None:
         """Put saved groups on an empty roster."""
         self._born = dict(born)
         self.finished = sorted(finished)
+        self._outstanding_by_born, self._finished_by_born = self._counts()
         self.version, self.last_id = version, last_id
 
     # When a round may close
@@ -210,10 +223,7 @@ class Roster:
         found = [Requirement(self.version, self.quota)]
         if self.bound is not None:
             count = 0
-            by_born: dict[int, int] = {}
-            for born in self._born.values():
-                by_born[born] = by_born.get(born, 0) + 1
-            for born, outstanding in by_born.items():
+            for born, outstanding in sorted(self._outstanding_by_born.items()):
                 count += outstanding
                 can_wait = (born + self.bound - self.version) // self.versions_per_round
                 must_finish = count - self.quota * can_wait
@@ -230,7 +240,7 @@ class Roster:
 
     def num_finished(self, born: int) -> int:
         """Finished groups that were born under the version `born` or an older one, as far as known here."""
-        return sum(self._born[group_id] <= born for group_id in self.finished)
+        return sum(count for under, count in self._finished_by_born.items() if under <= born)
 
     @property
     def quota_met(self) -> bool:
@@ -262,5 +272,38 @@ class Roster:
         self.delivered = self.finished[: self.quota]
         del self.finished[: self.quota]
         for group_id in self.delivered:
-            del self._born[group_id]
+            _count(self._finished_by_born, self._remove(group_id), -1)
         return self.delivered
+
+    def check(self) -> None:
+        """Verify what is counted along by recounting it.
+
+        Raises:
+            PoolError: If it is something else.
+        """
+        if (self._outstanding_by_born, self._finished_by_born) != (recounted := self._counts()):
+            raise PoolError(
+                f"Outstanding and finished groups by version are {recounted}, but counted as "
+                f"{self._outstanding_by_born} and {self._finished_by_born}."
+            )
+
+    # Internal
+
+    def _add(self, group_id: int, born: int) -> None:
+        self._born[group_id] = born
+        _count(self._outstanding_by_born, born, 1)
+
+    def _remove(self, group_id: int) -> int:
+        born = self._born.pop(group_id)
+        _count(self._outstanding_by_born, born, -1)
+        return born
+
+    def _counts(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Outstanding and finished groups by the version that they were born under, from the groups themselves."""
+        return dict(Counter(self._born.values())), dict(Counter(self._born[group_id] for group_id in self.finished))
+
+
+def _count(counts: dict[int, int], version: int, change: int) -> None:
+    counts[version] = counts.get(version, 0) + change
+    if not counts[version]:
+        del counts[version]  # or a long training would gather a version per step

@@ -119,6 +119,7 @@ def train(
     output_dir: Path,
     reward_funcs: Callable | list[Callable] = task.countdown_reward,
     on_step: Callable[[int, float, float], None] | None = None,
+    make_trainer: Callable[..., APRILGRPOTrainer] = APRILGRPOTrainer,
     **options: Any,
 ) -> tuple[Recording, PreTrainedModel]:
     """
@@ -141,6 +142,8 @@ def train(
             The rewards, which add up.
         on_step (`Callable[[int, float, float], None]`, *optional*):
             Called after every step with its number, the seconds since the start and the mean reward.
+        make_trainer (`Callable[..., APRILGRPOTrainer]`, *optional*, defaults to [`APRILGRPOTrainer`]):
+            Makes the trainer from its arguments, for one that also records what it sees.
         **options:
             Further fields of [`APRILGRPOConfig`].
 
@@ -161,7 +164,7 @@ def train(
         gradient_checkpointing=False,  # the activations of a model of this size are small
         **options,
     )
-    trainer = APRILGRPOTrainer(
+    trainer = make_trainer(
         model=str(model_dir),
         reward_funcs=reward_funcs,
         args=args,

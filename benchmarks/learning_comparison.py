@@ -1,0 +1,342 @@
+"""Synchronous GRPO and APRIL over several seeds, as tables and as a picture. `benchmarks/learning.py` has the runs.
+
+What is compared are the two runs of one seed, so what a seed makes easy or hard drops out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from intervals import at, effective_share, first_reached, interval, lower_bound, smoothed
+from report import markdown, new_figure
+
+
+SYNCHRONOUS, APRIL = "synchronous", "APRIL"
+COLORS = {SYNCHRONOUS: "#c8691c", APRIL: "#1f6fb4"}  # told apart with any colour vision
+SMOOTHED_OVER = 3  # points of a curve
+MARGIN = 0.02  # what may be lost in reward
+POINTS_DRAWN = 60
+
+
+@dataclass(slots=True)
+class Run:
+    """
+    One training.
+
+    Args:
+        recipe (`str`):
+            Name of the recipe.
+        seed (`int`):
+            Decides on prompts and their order.
+        mode (`str`):
+            `"synchronous"` or `"APRIL"`.
+        seconds (`float`):
+            Wall-clock of the training.
+        rollout_seconds (`float`):
+            The part of it in which a round ran.
+        trained_tokens (`int`):
+            Tokens of the completions that were trained on.
+        carried_tokens (`int`):
+            Those of them that were sampled in an earlier round.
+        staleness_mean (`float`):
+            Mean age of a trained token in policy versions.
+        staleness_max (`int`):
+            Age of the oldest one.
+        reward_after (`float`):
+            Reward on held-out prompts at the end, on more of them than those of the curve.
+        solved_after (`float`):
+            Share of these answered without a mistake.
+        curve (`list[tuple[int, float, float]]`):
+            Steps done, seconds since the start, and reward on held-out prompts.
+        lengths (`list[tuple[int, float]]`):
+            For every batch, the step that it is first trained in, and the mean length of its completions.
+        weights (`list[tuple[int, float, float, float]]`):
+            Age, number of tokens, sum of their importance weights, sum of the squares.
+    """
+
+    recipe: str
+    seed: int
+    mode: str
+    seconds: float
+    rollout_seconds: float
+    trained_tokens: int
+    carried_tokens: int
+    staleness_mean: float
+    staleness_max: int
+    reward_after: float
+    solved_after: float
+    curve: list[tuple[int, float, float]]
+    lengths: list[tuple[int, float]]
+    weights: list[tuple[int, float, float, float]]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`, also after a way through JSON."""
+        lists = {name: [tuple(entry) for entry in values[name]] for name in ("curve", "lengths", "weights")}
+        return cls(**{**values, **lists})
+
+    @property
+    def steps(self) -> list[float]:
+        return [step for step, _, _ in self.curve]
+
+    @property
+    def times(self) -> list[float]:
+        return [seconds for _, seconds, _ in self.curve]
+
+    @property
+    def rewards(self) -> list[float]:
+        return smoothed([reward for _, _, reward in self.curve], SMOOTHED_OVER)
+
+
+def pairs_of(runs: Iterable[Run], recipe: str) -> list[tuple[Run, Run]]:
+    """The synchronous run and that of APRIL of every seed that has both."""
+    by_seed: dict[int, dict[str, Run]] = {}
+    for run in runs:
+        if run.recipe == recipe:
+            by_seed.setdefault(run.seed, {})[run.mode] = run
+    return [(both[SYNCHRONOUS], both[APRIL]) for _, both in sorted(by_seed.items()) if len(both) == 2]
+
+
+def recipes_of(runs: Iterable[Run]) -> list[str]:
+    """The recipes that have a pair of runs, in their order."""
+    runs = list(runs)
+    return [recipe for recipe in dict.fromkeys(run.recipe for run in runs) if pairs_of(runs, recipe)]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """
+    The pairs of one recipe.
+
+    Args:
+        reward (`tuple[list[float], list[float]]`):
+            Final rewards, synchronous and APRIL.
+        faster (`list[float]`):
+            Wall-clock of the synchronous run by that of APRIL, for as many steps.
+        at_equal_time (`list[float]`):
+            Reward of APRIL minus that of the synchronous run when the first of the two ends.
+        reached (`list[float]`):
+            When APRIL first has the reward that the synchronous run ends with, as a share of that run's wall-clock.
+            Infinite if never.
+        reached_itself (`list[float]`):
+            The same for the synchronous run: a noisy curve is at its last value before its end. What is below it is
+            APRIL's doing.
+    """
+
+    reward: tuple[list[float], list[float]]
+    faster: list[float]
+    at_equal_time: list[float]
+    reached: list[float]
+    reached_itself: list[float]
+
+    @property
+    def differences(self) -> list[float]:
+        return [april - synchronous for synchronous, april in zip(*self.reward, strict=True)]
+
+
+def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
+    """What the tables say of the pairs of one recipe."""
+    at_equal_time, reached, reached_itself = [], [], []
+    for synchronous, april in pairs:
+        end = min(synchronous.times[-1], april.times[-1])
+        at_equal_time.append(
+            at(april.times, april.rewards, end) - at(synchronous.times, synchronous.rewards, end),
+        )
+        target = synchronous.rewards[-1]
+        reached.append(first_reached(april.times, april.rewards, target) / synchronous.times[-1])
+        reached_itself.append(
+            first_reached(synchronous.times, synchronous.rewards, target) / synchronous.times[-1],
+        )
+    return Comparison(
+        reward=([one.reward_after for one, _ in pairs], [other.reward_after for _, other in pairs]),
+        faster=[synchronous.seconds / april.seconds for synchronous, april in pairs],
+        at_equal_time=at_equal_time,
+        reached=reached,
+        reached_itself=reached_itself,
+    )
+
+
+def pooled_weights(runs: Iterable[Run]) -> dict[int, tuple[float, float, float]]:
+    """Number, sum and sum of squares of the importance weights by age, over all runs."""
+    pooled: dict[int, tuple[float, float, float]] = {}
+    for run in runs:
+        for age, *sums in run.weights:
+            known = pooled.get(age, (0.0, 0.0, 0.0))
+            pooled[age] = (known[0] + sums[0], known[1] + sums[1], known[2] + sums[2])
+    return dict(sorted(pooled.items()))
+
+
+def length_by_third(run: Run) -> list[float]:
+    """Mean trained length in the first, the second and the last third of the batches."""
+    lengths = [length for _, length in run.lengths]
+    cuts = [round(len(lengths) * third / 3) for third in range(4)]
+    return [statistics.fmean(lengths[a:b]) if b > a else math.nan for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+# Tables
+
+
+def _with_interval(values: Sequence[float], form: str = "{:.3f}") -> str:
+    mean, half = interval(values)
+    return form.format(mean) + ("" if math.isnan(half) else f" ± {form.format(half)}")
+
+
+def _share(values: Sequence[float]) -> str:
+    median = statistics.median(values)
+    return "never" if math.isinf(median) else f"{median:.0%}"
+
+
+def learned(runs: Sequence[Run]) -> str:
+    """The table of rewards and times."""
+    rows = []
+    for recipe in recipes_of(runs):
+        pairs = pairs_of(runs, recipe)
+        found = compare(pairs)
+        bound = lower_bound(found.differences)
+        rows.append(
+            [
+                recipe,
+                str(len(pairs)),
+                _with_interval(found.reward[0]),
+                _with_interval(found.reward[1]),
+                _with_interval(found.differences, "{:+.3f}").replace("± +", "± "),
+                "one seed" if math.isnan(bound) else f"{bound:+.3f}" + ("" if bound >= -MARGIN else " (not shown)"),
+                f"x {_with_interval(found.faster, '{:.2f}')}",
+                _with_interval(found.at_equal_time, "{:+.3f}").replace("± +", "± "),
+                _share(found.reached),
+                _share(found.reached_itself),
+            ]
+        )
+    header = (
+        "recipe", "seeds", "reward after, synchronous", "reward after, APRIL", "difference",
+        f"not worse than (95 %; must be above -{MARGIN:g})", "faster for as many steps",
+        "difference at equal wall-clock", "synchronous result reached after", "by synchronous itself",
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
+def lengths(runs: Sequence[Run]) -> str:
+    """The table of trained lengths: a bias towards short completions would show as a drift."""
+    rows = []
+    for recipe in recipes_of(runs):
+        pairs = pairs_of(runs, recipe)
+        for mode, chosen in ((SYNCHRONOUS, [one for one, _ in pairs]), (APRIL, [other for _, other in pairs])):
+            thirds = zip(*map(length_by_third, chosen), strict=True)
+            every = [statistics.fmean(length for _, length in run.lengths) for run in chosen]
+            rows.append([recipe, mode, *(_with_interval(third, "{:.0f}") for third in (*thirds, every))])
+    return markdown(("recipe", "mode", "first third of the steps", "second", "last", "all"), rows)
+
+
+def effective_sizes(runs: Sequence[Run]) -> str:
+    """The table of effective sample sizes by age, of the APRIL runs."""
+    rows = []
+    for recipe in recipes_of(runs):
+        pooled = pooled_weights(run for run in runs if run.recipe == recipe and run.mode == APRIL)
+        total = sum(count for count, _, _ in pooled.values())
+        rows += [
+            [
+                recipe,
+                str(age),
+                f"{count / total:.1%}",
+                f"{weights / count:.3f}",
+                f"{effective_share(count, weights, squares):.3f}",
+            ]
+            for age, (count, weights, squares) in pooled.items()
+        ]
+    header = ("recipe", "age in policy versions", "share of the tokens", "mean weight", "effective sample size")
+    return markdown(header, rows)
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """Everything in numbers."""
+    if not recipes_of(runs):
+        return "No seed has both runs yet."
+    return (
+        f"Rewards on held-out prompts: mean over seeds with the 95 % interval. Times: medians.\n\n{learned(runs)}\n\n"
+        f"Mean length of the trained completions, in tokens:\n\n{lengths(runs)}\n\n"
+        f"Importance weights of APRIL's tokens by age, all seeds together:\n\n{effective_sizes(runs)}"
+    )
+
+
+# Picture
+
+
+def _draw_band(axes: Any, curves: Sequence[tuple[Sequence[float], Sequence[float]]], mode: str) -> None:
+    """Mean of the curves with the 95 % interval, as far as all of them go."""
+    end = min(positions[-1] for positions, _ in curves)
+    grid = [end * i / (POINTS_DRAWN - 1) for i in range(POINTS_DRAWN)]
+    bands = [interval([at(*curve, position) for curve in curves]) for position in grid]
+    axes.plot(grid, [mean for mean, _ in bands], color=COLORS[mode], linewidth=2, label=mode)
+    axes.fill_between(
+        grid,
+        [mean - half for mean, half in bands],
+        [mean + half for mean, half in bands],
+        color=COLORS[mode],
+        alpha=0.2,
+        linewidth=0,
+    )
+
+
+def _draw_sizes(axes: Any, runs: Sequence[Run]) -> None:
+    pooled = pooled_weights(run for run in runs if run.mode == APRIL)
+    axes.bar(
+        [str(age) for age in pooled],
+        [effective_share(*sums) for sums in pooled.values()],
+        color=COLORS[APRIL],
+        width=0.7,
+    )
+    total = sum(count for count, _, _ in pooled.values())
+    for position, (count, _, _) in enumerate(pooled.values()):
+        axes.annotate(f"{count / total:.0%}", (position, 0.02), ha="center", fontsize=8, color="white")
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("age of tokens in policy versions (in the bars: share of the tokens)")
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """
+    Draws the picture: a column per recipe.
+
+    Args:
+        runs (`Sequence[Run]`):
+            All runs so far.
+        path (`Path`):
+            File to write; its suffix decides on the format.
+    """
+    recipes = recipes_of(runs)
+    if not recipes:
+        return
+    figure = new_figure(5.2 * len(recipes), 12.5)
+    grid = figure.subplots(4, len(recipes), squeeze=False, sharey="row")
+    for column, recipe in enumerate(recipes):
+        pairs = pairs_of(runs, recipe)
+        over_time, over_steps, lengths_axes, sizes = grid[:, column]
+        for mode, chosen in ((SYNCHRONOUS, [one for one, _ in pairs]), (APRIL, [other for _, other in pairs])):
+            _draw_band(over_time, [(run.times, run.rewards) for run in chosen], mode)
+            _draw_band(over_steps, [(run.steps, run.rewards) for run in chosen], mode)
+            trained = [
+                ([step for step, _ in run.lengths], smoothed([n for _, n in run.lengths], SMOOTHED_OVER))
+                for run in chosen
+            ]
+            _draw_band(lengths_axes, trained, mode)
+        _draw_sizes(sizes, [run for run in runs if run.recipe == recipe])
+        over_time.set_title(f"{recipe}, {len(pairs)} seeds", loc="left", fontsize=11)
+        over_time.set_xlabel("seconds of training")
+        over_steps.set_xlabel("optimiser steps")
+        lengths_axes.set_xlabel("optimiser steps")
+        lengths_axes.set_ylim(bottom=0)
+    for axes, label in zip(
+        grid[:, 0],
+        ("reward, held out", "reward, held out", "mean trained length", "effective sample size"),
+        strict=True,
+    ):
+        axes.set_ylabel(label)
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[0]:
+        axes.legend(loc="lower right", fontsize=9)
+    figure.savefig(path)

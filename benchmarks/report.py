@@ -1,0 +1,77 @@
+"""What the benchmarks that gather evidence have in common: a JSON file, a table, and a picture, in one folder.
+
+The invariant owned here: the JSON file is whole at every moment, so a benchmark that is stopped leaves what it had
+measured by then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def write_json(path: Path, settings: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """Write everything measured so far, in the place of what the file held before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(json.dumps({"machine": machine(), "settings": settings, "results": results}) + "\n")
+    os.replace(unfinished, path)
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Settings and results that [`write_json`] wrote.
+
+    Raises:
+        SystemExit: If the file is none of ours.
+    """
+    try:
+        content = json.loads(path.read_text())
+        return content["settings"], content["results"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} cannot be read as the results of a benchmark: {error!r}.") from None
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table.
+
+    Raises:
+        ValueError: If a row has not as many cells as the header.
+    """
+    lines = [list(header), ["---"] * len(header), *map(list, rows)]
+    for line in lines:
+        if len(line) != len(header):
+            raise ValueError(f"The table has {len(header)} columns, and this row {len(line)} cells: {line}.")
+    return "\n".join(("|" + "|".join(line) + "|") if line is lines[1] else f"| {' | '.join(line)} |" for line in lines)
+
+
+def require_matplotlib() -> None:
+    """Before anything is measured: a benchmark that runs for an hour must not fail at its picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit(
+            "The picture is drawn with matplotlib, which is not installed. Install it with "
+            "`pip install 'trl-april[plots]'`."
+        )
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure of its own, not pyplot's: no global state and no display, whoever calls."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=120)
