@@ -9,7 +9,8 @@ to the same room, the same requirements and the same batch. Standard library onl
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -75,6 +76,9 @@ class Roster:
         self.delivered: list[int] = []
         self.admits_surplus = True
         self._born: dict[int, int] = {}  # of every outstanding group, ids and versions ascending
+        # How many there are of each. Asked for at every sample's end, when counting thousands anew would take longer
+        # than the round.
+        self._number_born: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Outstanding groups, in all processes."""
@@ -133,6 +137,7 @@ class Roster:
         if len(self._born) >= self.target:
             raise PoolError(f"{len(self._born)} groups are outstanding, which is the target; admit no more.")
         self._born[group_id] = self.version
+        self._number_born[self.version] += 1
         self.last_id = group_id
 
     def finish(self, group_id: int) -> None:
@@ -153,7 +158,7 @@ class Roster:
 
     def reject(self, group_id: int) -> None:
         """The group has left without being taken. Until the next round begins it can be readmitted."""
-        self.rejected[group_id] = self._born.pop(group_id)
+        self.rejected[group_id] = self._remove(group_id)
 
     def readmit(self, count: int) -> list[int]:
         """Bring the oldest `count` groups that this round rejected back, as finished ones, and return their ids.
@@ -166,6 +171,7 @@ class Roster:
         oldest = sorted(self.rejected)[:count]
         for group_id in oldest:
             self._born[group_id] = self.rejected.pop(group_id)
+            self._number_born[self._born[group_id]] += 1
             insort(self.finished, group_id)
         self._born = dict(sorted(self._born.items()))
         return oldest
@@ -173,12 +179,13 @@ class Roster:
     def withdraw(self, group_ids: Iterable[int]) -> None:
         """Groups have left for good without being taken."""
         for group_id in group_ids:
-            del self._born[group_id]
+            self._remove(group_id)
         self.finished = [group_id for group_id in self.finished if group_id in self._born]
 
     def restore(self, born: dict[int, int], finished: Iterable[int], *, version: int | None, last_id: int) -> None:
         """Put saved groups on an empty roster."""
         self._born = dict(born)
+        self._number_born = Counter(born.values())
         self.finished = sorted(finished)
         self.version, self.last_id = version, last_id
 
@@ -197,10 +204,7 @@ class Roster:
         found = [Requirement(self.version, self.quota)]
         if self.bound is not None:
             count = 0
-            by_born: dict[int, int] = {}
-            for born in self._born.values():
-                by_born[born] = by_born.get(born, 0) + 1
-            for born, outstanding in by_born.items():
+            for born, outstanding in sorted(self._number_born.items()):
                 count += outstanding
                 can_wait = (born + self.bound - self.version) // self.versions_per_round
                 must_finish = count - self.quota * can_wait
@@ -217,7 +221,8 @@ class Roster:
 
     def num_finished(self, born: int) -> int:
         """Finished groups that were born under the version `born` or an older one, as far as known here."""
-        return sum(self._born[group_id] <= born for group_id in self.finished)
+        # Both ids and versions ascend.
+        return bisect_right(self.finished, born, key=self._born.__getitem__)
 
     @property
     def quota_met(self) -> bool:
@@ -249,5 +254,13 @@ class Roster:
         self.delivered = self.finished[: self.quota]
         del self.finished[: self.quota]
         for group_id in self.delivered:
-            del self._born[group_id]
+            self._remove(group_id)
         return self.delivered
+
+    def _remove(self, group_id: int) -> int:
+        """Take the group off; returns the version that it was born under."""
+        born = self._born.pop(group_id)
+        self._number_born[born] -= 1
+        if not self._number_born[born]:
+            del self._number_born[born]
+        return born
