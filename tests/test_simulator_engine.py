@@ -120,6 +120,23 @@ def test_under_the_same_salt_a_sample_goes_back_to_its_server_and_under_another_
     assert [engine.servers.index(server) for server, _ in jobs] == [0, 1, 0, 0, 1]
 
 
+def test_samples_of_one_group_that_were_begun_under_different_versions_find_their_servers(monkeypatch):
+    """With `resume_kv="reuse"` the salt is that of the version that a sample was begun under."""
+    prefills = watch_prefills(monkeypatch)
+    engine = SimulatedEngine(scenario(servers=2, prompt_tokens=16, kv_block=1))
+
+    async def main():
+        await read_all(engine, request(0, 0, salt="v0"), abort_at=3.0)
+        busy = asyncio.create_task(read(engine, request(9)))
+        await asyncio.sleep(0)
+        await read_all(engine, request(0, 1, salt="v1"), abort_at=4.0)
+        await read_all(engine, request(0, 0, number=2, generated=3), request(0, 1, number=2, generated=4, salt="v1"))
+        await busy
+
+    simulate(main())
+    assert prefills == [16, 16, 16, 1, 1]
+
+
 def test_each_process_sends_one_request_after_the_other():
     """Groups 0 and 2 are of process 0, group 1 of process 1; arrivals at 0.5, 1.0 and 0.5."""
     engine = SimulatedEngine(scenario(servers=3, processes=2, request_seconds=0.5))

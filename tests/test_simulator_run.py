@@ -137,6 +137,15 @@ def test_the_order_of_the_modes_on_a_long_tail():
     assert rates[Mode.SYNCHRONOUS] < rates[Mode.DISCARD]
 
 
+@pytest.mark.parametrize("sigma", [0.0, 1.0])
+def test_the_limit_is_not_above_what_the_servers_can_do(sigma):
+    """Pinned: equal lengths finish in waves, and counting from the beginning of one made it 20 % too much."""
+    for factor in (1.5, 3.0):
+        result = run(scenario(lengths=Lognormal(150, sigma, 8, 3500), rounds=8), Mode.UNINTERRUPTED, factor)
+        assert result.trained_per_second == result.generated_per_second <= CPU.peak(int(32 * factor))
+    assert run(without_latency(lengths=Lognormal(150, 0.0, 8, 3500)), Mode.UNINTERRUPTED, 2.0).bubble < 0.35
+
+
 @needs_overlap
 def test_overlap_uses_the_time_of_training():
     slow_training = scenario(rounds=8, train_seconds=3.0)

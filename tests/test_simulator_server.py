@@ -99,14 +99,27 @@ def test_long_prefill_is_cut_into_steps():
 
 
 def test_decoding_takes_its_part_of_the_tokens_of_a_step():
-    """One that is running leaves 7 of 8 to the prefill of the other: 14 tokens in two steps."""
+    """One that is running leaves 7 of 8 to the prefill of the other: 15 tokens in three steps."""
     arena = Arena(StepTime(((1, 1.0),), 0.1), max_batched_tokens=8)
 
     async def main():
         arena.job("a", 10, prefill=1)
-        arena.job("b", 1, prefill=14, arrival=0.5)
+        arena.job("b", 1, prefill=15, arrival=0.5)
 
-    assert run(arena, main)["b"] == 1.1 + 1.7 + 1.7
+    assert run(arena, main)["b"] == 1.1 + 1.7 + 1.7 + 1.1
+
+
+def test_a_cut_in_the_instant_in_which_a_step_begins_does_not_undo_it():
+    """Both are being prefilled from 0 on, which takes 2.0 and the step's 1.0, whether one of them is cut or not."""
+    arena = Arena(StepTime(((1, 1.0),), 0.1))
+
+    async def main():
+        job = arena.job("a", 5, prefill=10)
+        arena.job("b", 1, prefill=10)
+        await asyncio.sleep(1e-12)
+        assert arena.server.cut(job) == 0
+
+    assert run(arena, main) == {"b": 3.0}
 
 
 def test_who_comes_within_a_step_waits_for_its_end():

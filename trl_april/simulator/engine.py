@@ -28,7 +28,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Held:
-    """Keys and values of a sample that a server still has."""
+    """Keys and values of a sample that its server still has; under one salt that is the same one."""
 
     salt: str
     tokens: int
@@ -59,7 +59,7 @@ class SimulatedEngine:
         self._lengths: dict[int, list[int]] = {}
         self._progress: dict[Key, int] = {}  # tokens of samples that are not finished
         self._held: dict[Key, _Held] = {}
-        self._home: dict[int, tuple[str, SimulatedServer]] = {}  # of a group: salt and server
+        self._homes: dict[int, dict[str, SimulatedServer]] = {}  # of each group, by salt
         self._streams: dict[str, _Stream] = {}
         self._client_free = [0.0] * scenario.processes
         units = scenario.units(scenario.lengths.longest)
@@ -89,7 +89,7 @@ class SimulatedEngine:
     def forget(self, group_id: int) -> None:
         """The group is trained, or thrown away: nobody will ask about it any more."""
         self._lengths.pop(group_id, None)
-        self._home.pop(group_id, None)
+        self._homes.pop(group_id, None)
         for index in range(self.scenario.group_size):
             self._progress.pop((group_id, index), None)
             self._held.pop((group_id, index), None)
@@ -152,12 +152,11 @@ class SimulatedEngine:
 
     def _server(self, group_id: int, salt: str) -> tuple[SimulatedServer, bool]:
         """The server of a group under this salt, and whether this is its first request there."""
-        home = self._home.get(group_id)
-        if home is not None and home[0] == salt:
-            return home[1], False
-        server = min(self.servers, key=lambda server: server.load)
-        self._home[group_id] = salt, server
-        return server, True
+        homes = self._homes.setdefault(group_id, {})
+        if salt in homes:
+            return homes[salt], False
+        homes[salt] = min(self.servers, key=lambda server: server.load)
+        return homes[salt], True
 
     def _arrival(self, group_id: int) -> float:
         """When a request of this group reaches its server: each process sends one after the other."""
