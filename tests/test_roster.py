@@ -624,3 +624,18 @@ def test_the_rounds_that_a_group_may_still_wait_by_hand():
     by_two = [rounds_to_go(4, version=v, bound=3, versions_per_round=2) for v in (4, 5, 6, 7, 8)]
     assert by_one == [3, 2, 1, 0, -1]
     assert by_two == [1, 1, 0, 0, -1]
+
+
+def test_a_readmitted_group_counts_for_the_requirements_as_before():
+    """It is the only one of the oldest version, and back among them all the same."""
+    roster = Roster(1, over_provisioning=2.0, max_staleness=1, staleness_policy="wait", versions_per_round=1)
+    roster.begin_round(0)
+    roster.admit(0)
+    roster.begin_round(1)
+    roster.admit(1)
+    before = roster.requirements()
+    assert before == [Requirement(1, 1), Requirement(0, 1), Requirement(1, 1)]
+    roster.reject(0)
+    assert roster.requirements() == [Requirement(1, 1)]
+    assert roster.readmit(1) == [0]
+    assert roster.requirements() == before
