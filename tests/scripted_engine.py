@@ -1,4 +1,4 @@
-"""A rollout engine that follows a script, and an event loop whose clock nobody has to wait for.
+"""A rollout engine that follows a script.
 
 Every token that it hands out is known in advance ([`token_ids`], [`logprobs`]), and every request that it gets is held
 against what the sample must have by then. So a token that is lost, doubled or in the wrong place is found in the
@@ -8,54 +8,16 @@ request that carries it, whatever a test looks at.
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from trl_april.engine import Chunk, GenerationRequest
+from trl_april.simulator.clock import NothingWillHappen, SimulatedClockLoop, simulate  # noqa: F401 (for the tests)
 
 
-T = TypeVar("T")
 Key = tuple[int, int]  # group id, index of the sample
-
-
-class NothingWillHappen(RuntimeError):
-    """Every task waits for something that no task and no timer will bring about: on a real clock, a hang."""
-
-
-class _ClockSelector(selectors.DefaultSelector):
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
-        if not events:
-            if timeout is None:
-                raise NothingWillHappen("The event loop has nothing to run and no timer to wait for.")
-            self.now += max(0.0, timeout)
-        return events
-
-
-class SimulatedClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when there is nothing to run."""
-
-    def __init__(self) -> None:
-        self._clock = _ClockSelector()
-        super().__init__(self._clock)
-
-    def time(self) -> float:
-        return self._clock.now
-
-
-def simulate(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end on a simulated clock that starts at 0.
-
-    Raises:
-        NothingWillHappen: If `main` would wait for ever.
-    """
-    with asyncio.Runner(loop_factory=SimulatedClockLoop) as runner:
-        return runner.run(main)
 
 
 def prompt_ids(group: int) -> list[int]:

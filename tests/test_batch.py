@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trl_april.batch import batch_rows, rollout_output, round_metrics, staleness
+from trl_april.batch import batch_rows, length_bins, length_quantile, rollout_output, round_metrics, staleness
 from trl_april.pool import Pool
 from trl_april.round import Round
 from trl_april.types import FinishReason, Group
@@ -66,6 +66,7 @@ def round_of_a_small_pool() -> tuple[Round, Pool]:
         seconds=4.0,
         abort_seconds=0.5,
         generated_tokens=2 + 4 + 2 + 3 + 2 + 1 + 1,
+        overlap_tokens=6,
         carried_tokens=3 + 1 + 1,
         requests=7,
         resumed_groups=2,
@@ -150,6 +151,7 @@ def test_the_figures_of_a_round_by_hand():
             "abort_seconds": 0.5,
             "sync_seconds": 0.25,
             "generated_tokens": 15,
+            "overlap_tokens": 6,
             "trained_tokens": 5 + 1 + 5 + 2,
             "generated_tokens_per_second": 15 / 4,
             "trained_tokens_per_second": 13 / 4,
@@ -173,8 +175,48 @@ def test_the_figures_of_a_round_by_hand():
             "parked_bytes": 5 * 8,
             "completions/launched_mean_length": 19 / 7,
             "completions/trained_mean_length": 13 / 4,
+            # Of lengths 1, 2, 5 and 5.
+            "length_p10": 1,
+            "length_p25": 1,
+            "length_p50": 2,
+            "length_p75": 5,
+            "length_p90": 5,
+            "length_p99": 5,
         }
     )
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 100, 1000, 32_768, 1_000_000])
+def test_a_quantile_of_lengths_is_off_by_two_percent_at_most(length):
+    bins = length_bins([length] * 3)
+    for share in (0.0, 0.1, 0.5, 0.99, 1.0):
+        assert length_quantile(bins, share) == pytest.approx(length, rel=0.022)
+    if length <= 16:
+        assert length_quantile(bins, 0.5) == length
+
+
+def test_quantiles_of_lengths_are_those_of_all_processes_together():
+    """Counts are added up over the processes: the median of all is not the mean of their medians."""
+    done, pool = round_of_a_small_pool()
+    other = length_bins([1000] * 5)
+
+    def total(values):
+        own = len(values) - len(other)
+        return [*values[:own], *(a + b for a, b in zip(values[own:], other, strict=True))]
+
+    metrics = round_metrics(done, pool, sync_seconds=0.0, max_staleness=5, total=total)
+    assert metrics["length_p25"] == 5  # 1, 2, 5, 5 here and five of 1000 there
+    assert metrics["length_p50"] == pytest.approx(1000, rel=0.022)
+    assert metrics["trained_tokens"] == 13
+
+
+def test_lengths_beyond_the_bins_are_in_the_last():
+    assert length_quantile(length_bins([2**30]), 0.5) == 2**20
+
+
+def test_nothing_has_no_quantiles():
+    with pytest.raises(ValueError, match="at least one is needed"):
+        length_quantile(length_bins([]), 0.5)
 
 
 @pytest.mark.parametrize(("bound", "fraction"), [(None, 0.0), (2, 0.0), (1, 5 / 13), (0, 5 / 13)])

@@ -39,6 +39,7 @@ HEAVY = ("torch", "trl", "transformers", "datasets", "accelerate", "vllm", "aioh
         "trl_april.errors",
         "trl_april.cli",
         "trl_april.server",
+        "trl_april.simulator, trl_april.simulator.command",
         "trl_april.doctor, trl_april.doctor.environment, trl_april.doctor.packages",
     ],
 )

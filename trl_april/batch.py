@@ -19,6 +19,11 @@ from .types import Group, Sample, SampleState
 # Over all processes, value by value.
 Reduction = Callable[[Sequence[float]], list[float]]
 
+# Lengths are counted in bins, because counts can be added up over processes and quantiles cannot: 16 bins to each
+# doubling, so that a quantile is off by 2 % at most, up to 2^20 tokens.
+BINS_PER_DOUBLING, DOUBLINGS = 16, 20
+QUANTILES = {"p10": 0.10, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p90": 0.90, "p99": 0.99}
+
 
 def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """One row per sample, each a copy of its own: TRL and reward functions write into them."""
@@ -127,7 +132,10 @@ def round_metrics(
         "staleness_max": max(age for age, _ in ages),
         "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
     }
-    sums = dict(zip(sums, total([float(value) for value in sums.values()]), strict=True))
+    # In one call: over several processes each of them is a message.
+    bins = length_bins([len(sample) for sample in samples])
+    added = total([*(float(value) for value in sums.values()), *bins])
+    sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, most([float(value) for value in maxima.values()]), strict=True))
     tokens, seconds = sums["trained_tokens"], maxima["round_seconds"]
     # A batch that surplus filled takes no time; a rate over nothing is reported as zero.
@@ -143,4 +151,25 @@ def round_metrics(
         "over_staleness_fraction": sums["over_staleness_tokens"] / tokens,
         "completions/launched_mean_length": sums["launched_tokens"] / sums["requests"] if sums["requests"] else 0.0,
         "completions/trained_mean_length": tokens / sums["samples"],
+        # Of the batch's completions; `trl-april simulate --log` reads them.
+        **{f"length_{name}": length_quantile(bins, share) for name, share in QUANTILES.items()},
     }
+
+
+def length_bins(lengths: Sequence[int]) -> list[float]:
+    """How many of the lengths, each at least 1, fall into each bin."""
+    bins = [0.0] * (BINS_PER_DOUBLING * DOUBLINGS + 1)
+    for length in lengths:
+        bins[min(round(BINS_PER_DOUBLING * math.log2(length)), len(bins) - 1)] += 1
+    return bins
+
+
+def length_quantile(bins: Sequence[float], share: float) -> float:
+    """The length that this share of what was counted does not exceed, up to the width of a bin."""
+    wanted = share * sum(bins)
+    counted = 0.0
+    for number, count in enumerate(bins):
+        counted += count
+        if count and counted >= wanted:
+            return float(round(2 ** (number / BINS_PER_DOUBLING)))
+    raise ValueError(f"{sum(bins)} completions have no quantile {share}; at least one is needed.")

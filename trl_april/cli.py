@@ -1,4 +1,4 @@
-"""The command line: `trl-april serve`, `trl-april doctor` and `trl-april demo`.
+"""The command line: `trl-april serve`, `trl-april doctor`, `trl-april simulate` and `trl-april demo`.
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -31,7 +31,7 @@ not measured. Its API key is taken from VLLM_API_KEY. The exit code is 1 if some
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line. What it does not know belongs to vLLM or to the demo."""
+    """Returns the parser of all commands. What it does not know belongs to vLLM, the demo or the simulator."""
     parser = argparse.ArgumentParser(
         prog="trl-april",
         description="APRIL for TRL: GRPO training that does not wait for its longest completion.",
@@ -55,7 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_doctor(commands)
 
-    # The demo has a parser of its own, and its own help.
+    # These two have parsers of their own, and their own help.
+    commands.add_parser(
+        "simulate",
+        help="simulate rollouts, to learn whether APRIL pays for your lengths and with which settings",
+        add_help=False,
+        allow_abbrev=False,
+    )
     commands.add_parser(
         "demo",
         help="train a small model with and without APRIL on this machine, and compare",
@@ -116,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Arguments, without the name of the program. Those of the process if left out.
 
     Returns:
-        `int`: Exit code: that of the server, the doctor or the demo, 1 for an error of ours, 130 after Ctrl-C.
+        `int`: Exit code: that of the command, 1 for an error of ours, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -133,6 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             given = vars(options)
             return run_doctor(DoctorOptions(**{name: value for name, value in given.items() if name != "command"}))
+
+        if options.command == "simulate":
+            from .simulator import main as run_simulator
+
+            return run_simulator(rest)
 
         if options.command == "demo":
             from .demo import main as run_demo

@@ -9,7 +9,7 @@ to the same room, the same requirements and the same batch. Standard library onl
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -76,10 +76,9 @@ class Roster:
         self.delivered: list[int] = []
         self.admits_surplus = True
         self._born: dict[int, int] = {}  # of every outstanding group, ids and versions ascending
-        # How many were born under each version. A round asks after every sample whether it may close; recounted each
-        # time from all groups, that would be quadratic.
-        self._outstanding_by_born: dict[int, int] = {}
-        self._finished_by_born: dict[int, int] = {}
+        # How many there are of each. Asked for at every sample's end, when counting thousands anew would take longer
+        # than the round.
+        self._number_born: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Outstanding groups, in all processes."""
@@ -150,13 +149,13 @@ class Roster:
             raise PoolError(f"Group {group_id} comes after group {self.last_id}; ids must ascend.")
         if len(self._born) >= self.target:
             raise PoolError(f"{len(self._born)} groups are outstanding, which is the target; admit no more.")
-        self._add(group_id, self.version)
+        self._born[group_id] = self.version
+        self._number_born[self.version] += 1
         self.last_id = group_id
 
     def finish(self, group_id: int) -> None:
         """The group can be taken."""
         insort(self.finished, group_id)
-        _count(self._finished_by_born, self._born[group_id], 1)
 
     def learn(self, finished: Iterable[int]) -> None:
         """Finished groups of other processes; those that are known already may be among them.
@@ -164,14 +163,11 @@ class Roster:
         Raises:
             PoolError: If one of them is not outstanding.
         """
-        new = set(finished)
-        for group_id in new:
+        found = set(finished)
+        for group_id in found:
             if group_id not in self._born:
                 raise PoolError(f"Group {group_id} is said to be finished, but is not outstanding.")
-        new.difference_update(self.finished)
-        for group_id in new:
-            _count(self._finished_by_born, self._born[group_id], 1)
-        self.finished = sorted([*self.finished, *new])
+        self.finished = sorted(found.union(self.finished))
 
     def reject(self, group_id: int) -> None:
         """The group has left without being taken. Until the next round begins it can be readmitted."""
@@ -187,25 +183,23 @@ class Roster:
             raise PoolError(f"{count} rejected groups are wanted back; this round has {len(self.rejected)}.")
         oldest = sorted(self.rejected)[:count]
         for group_id in oldest:
-            self._add(group_id, self.rejected.pop(group_id))
-            self.finish(group_id)
+            self._born[group_id] = self.rejected.pop(group_id)
+            self._number_born[self._born[group_id]] += 1
+            insort(self.finished, group_id)
         self._born = dict(sorted(self._born.items()))
         return oldest
 
     def withdraw(self, group_ids: Iterable[int]) -> None:
         """Groups have left for good without being taken."""
-        leaving = set(group_ids)
-        for group_id in leaving.intersection(self.finished):
-            _count(self._finished_by_born, self._born[group_id], -1)
-        for group_id in leaving:
+        for group_id in group_ids:
             self._remove(group_id)
-        self.finished = [group_id for group_id in self.finished if group_id not in leaving]
+        self.finished = [group_id for group_id in self.finished if group_id in self._born]
 
     def restore(self, born: dict[int, int], finished: Iterable[int], *, version: int | None, last_id: int) -> None:
         """Put saved groups on an empty roster."""
         self._born = dict(born)
+        self._number_born = Counter(born.values())
         self.finished = sorted(finished)
-        self._outstanding_by_born, self._finished_by_born = self._counts()
         self.version, self.last_id = version, last_id
 
     # When a round may close
@@ -223,7 +217,7 @@ class Roster:
         found = [Requirement(self.version, self.quota)]
         if self.bound is not None:
             count = 0
-            for born, outstanding in sorted(self._outstanding_by_born.items()):
+            for born, outstanding in sorted(self._number_born.items()):
                 count += outstanding
                 can_wait = (born + self.bound - self.version) // self.versions_per_round
                 must_finish = count - self.quota * can_wait
@@ -240,7 +234,8 @@ class Roster:
 
     def num_finished(self, born: int) -> int:
         """Finished groups that were born under the version `born` or an older one, as far as known here."""
-        return sum(count for under, count in self._finished_by_born.items() if under <= born)
+        # Both ids and versions ascend.
+        return bisect_right(self.finished, born, key=self._born.__getitem__)
 
     @property
     def quota_met(self) -> bool:
@@ -272,38 +267,13 @@ class Roster:
         self.delivered = self.finished[: self.quota]
         del self.finished[: self.quota]
         for group_id in self.delivered:
-            _count(self._finished_by_born, self._remove(group_id), -1)
+            self._remove(group_id)
         return self.delivered
 
-    def check(self) -> None:
-        """Verify what is counted along by recounting it.
-
-        Raises:
-            PoolError: If it is something else.
-        """
-        if (self._outstanding_by_born, self._finished_by_born) != (recounted := self._counts()):
-            raise PoolError(
-                f"Outstanding and finished groups by version are {recounted}, but counted as "
-                f"{self._outstanding_by_born} and {self._finished_by_born}."
-            )
-
-    # Internal
-
-    def _add(self, group_id: int, born: int) -> None:
-        self._born[group_id] = born
-        _count(self._outstanding_by_born, born, 1)
-
     def _remove(self, group_id: int) -> int:
+        """Take the group off; returns the version that it was born under."""
         born = self._born.pop(group_id)
-        _count(self._outstanding_by_born, born, -1)
+        self._number_born[born] -= 1
+        if not self._number_born[born]:
+            del self._number_born[born]
         return born
-
-    def _counts(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Outstanding and finished groups by the version that they were born under, from the groups themselves."""
-        return dict(Counter(self._born.values())), dict(Counter(self._born[group_id] for group_id in self.finished))
-
-
-def _count(counts: dict[int, int], version: int, change: int) -> None:
-    counts[version] = counts.get(version, 0) + change
-    if not counts[version]:
-        del counts[version]  # or a long training would gather a version per step

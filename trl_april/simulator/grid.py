@@ -1,0 +1,131 @@
+"""All configurations to compare, and their results.
+
+The invariant owned here: the synchronous reference comes first and is in every grid; what cannot be simulated is left
+out with a reason and not in silence. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from ..staleness import check_bound
+from .run import Mode, Result, run
+from .scenario import Scenario
+
+
+MODES = (Mode.ABORT, Mode.REUSE, Mode.OVERLAP, Mode.BOTH, Mode.DISCARD, Mode.UNINTERRUPTED)
+FACTORS = (1.25, 1.5, 2.0, 3.0)
+
+
+@dataclass(slots=True)
+class Grid:
+    """Results by configuration.
+
+    Args:
+        scenario ([`Scenario`]):
+            What they have in common.
+        results (`list[Result]`):
+            The synchronous one first.
+        left_out (`list[str]`):
+            Why some configurations are missing, a sentence each.
+    """
+
+    scenario: Scenario
+    results: list[Result] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def synchronous(self) -> Result:
+        """The reference."""
+        return self.results[0]
+
+    def gain(self, result: Result) -> float:
+        """Trained tokens per second of everything, as a factor of the synchronous ones."""
+        return result.trained_per_second / self.synchronous.trained_per_second
+
+
+def simulate_grid(
+    scenario: Scenario,
+    modes: Sequence[Mode],
+    factors: Sequence[float],
+    *,
+    simulated: Callable[[Grid, Result], None] = lambda grid, result: None,
+) -> Grid:
+    """Simulate the synchronous reference, and every mode with every factor.
+
+    Args:
+        scenario ([`Scenario`]):
+            What they have in common.
+        modes (`Sequence[Mode]`):
+            Modes of the grid.
+        factors (`Sequence[float]`):
+            Factors of over-provisioning, each at least 1.0.
+        simulated (`Callable[[Grid, Result], None]`, *optional*):
+            Called after each.
+
+    Raises:
+        ConfigError: If a factor is out of range.
+    """
+    for factor in factors:
+        check_bound(factor, None, "wait")
+    grid = Grid(scenario)
+    for mode, factor in _configurations(grid, modes, factors):
+        result = run(scenario, mode, factor)
+        grid.results.append(result)
+        simulated(grid, result)
+    return grid
+
+
+def _configurations(grid: Grid, modes: Sequence[Mode], factors: Sequence[float]) -> Iterator[tuple[Mode, float]]:
+    yield Mode.SYNCHRONOUS, 1.0
+    for mode in dict.fromkeys(modes):
+        if mode is Mode.SYNCHRONOUS:
+            continue
+        for factor in sorted(set(factors)):
+            if factor == 1.0 and not (mode.overlaps or mode is Mode.UNINTERRUPTED):
+                continue  # nothing is left over that could be cut: the synchronous one again
+            try:
+                check_bound(factor, grid.scenario.max_staleness if mode.can_be_trained else None, "wait")
+            except ConfigError as error:
+                grid.left_out.append(f"{mode} with factor {factor:g} is left out: {error}")
+                continue
+            yield mode, factor
+
+
+def as_json(grid: Grid) -> dict[str, object]:
+    """The grid as plain data."""
+    return {
+        "scenario": grid.scenario.described(),
+        "results": [
+            {
+                "mode": result.mode.value,
+                "factor": result.factor,
+                "gain": grid.gain(result),
+                "trained_tokens_per_second": result.trained_per_second,
+                "trained_tokens_per_rollout_second": _finite(result.trained_per_rollout_second),
+                "generated_tokens_per_second": result.generated_per_second,
+                "trained_groups_per_second": result.groups_per_second,
+                "seconds": result.seconds,
+                "rollout_seconds": result.rollout_seconds,
+                "groups": result.groups,
+                "trained_tokens": result.trained_tokens,
+                "generated_tokens": result.generated_tokens,
+                "bubble": result.bubble,
+                "idle": result.idle,
+                "carried": result.carried,
+                "staleness_mean": result.staleness_mean,
+                "staleness_max": result.staleness_max,
+                "staleness": {str(age): share for age, share in result.staleness.items()},
+            }
+            for result in grid.results
+        ],
+        "left_out": grid.left_out,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,56 @@
+"""The results as text."""
+
+from __future__ import annotations
+
+from .grid import Grid
+from .recommend import Recommendation
+from .run import Mode, Result
+
+
+HEAD = (
+    f"{'mode':<14}{'factor':>7}{'trained tok/s':>15}{'gain':>8}{'wait':>7}{'bubble':>8}{'carried':>9}"
+    "   staleness: mean, max, share by versions"
+)
+
+
+def line(grid: Grid, result: Result) -> str:
+    """One configuration."""
+    waiting = result.rollout_seconds / result.seconds
+    return (
+        f"{result.mode:<14}{result.factor:>7.3g}{result.trained_per_second:>15,.0f}"
+        f"{'x ' + format(grid.gain(result), '.2f'):>8}{waiting:>7.0%}{result.bubble:>8.0%}{result.carried:>9.0%}"
+        f"   {_staleness(result)}"
+    )
+
+
+def _staleness(result: Result) -> str:
+    if result.mode is Mode.UNINTERRUPTED:
+        return "(there are no versions)"
+    shares = " ".join(f"{age}: {share:.0%}" for age, share in result.staleness.items())
+    return f"{result.staleness_mean:.2f}, {result.staleness_max}, {shares}"
+
+
+def explanation(grid: Grid) -> str:
+    """What the columns are, and what is missing."""
+    lines = [
+        "",
+        "gain     trained tokens per second of wall-clock, as a factor of the synchronous ones",
+        "wait     share of the time in which the trainer waits for rollouts",
+        "bubble   share of the servers' capacity (tokens/s at their best number of sequences) left unused",
+        "carried  share of the trained tokens that were generated in an earlier round",
+    ]
+    if any(result.mode is Mode.DISCARD for result in grid.results):
+        lines.append("discard  trains on the shorter completions only; shown for comparison")
+    return "\n".join([*lines, *grid.left_out])
+
+
+def advice(recommendation: Recommendation) -> str:
+    """What to train with."""
+    settings = ", ".join(f"{name}={value!r}" for name, value in recommendation.settings.items())
+    result = recommendation.result
+    if result.mode is Mode.SYNCHRONOUS:
+        return f"Recommended: APRILGRPOConfig({settings}): synchronous. Over-provisioning gains too little here."
+    return (
+        f"Recommended: APRILGRPOConfig({settings}): x {recommendation.gain:.2f} of synchronous, staleness "
+        f"{result.staleness_mean:.2f} on average and {result.staleness_max} at most."
+    )
