@@ -20,7 +20,7 @@ from .errors import EngineError, RoundSuspended, ServerError
 from .pool import Pool
 from .quota import SharedQuota
 from .request import RequestMaker
-from .round import Round
+from .round import Round, Span
 from .silence import Silences
 from .types import FinishReason, Group, GroupState, Sample
 
@@ -183,7 +183,8 @@ class RolloutDriver:
 
     def _open_round(self, version: int) -> None:
         self._is_taken = False
-        self.round = Round(version, started=asyncio.get_running_loop().time())
+        started = asyncio.get_running_loop().time()
+        self.round = Round(version, started=started, over_provisioning=self.pool.over_provisioning)
         resumed = {group.group_id for group, _ in self.pool.ready() if group.state is GroupState.PARKED}
         self.round.resumed_groups = len(resumed)
         self._dispatched = {}
@@ -272,11 +273,13 @@ class RolloutDriver:
         self.pool.start(sample)
         self._running[request.request_id] = sample
         self._silences.begin(request.request_id)
-        self._note_in_flight()
+        began, first, head = self._note_in_flight(), None, 0
         try:
             async with aclosing(self.engine.generate(request)) as stream:
                 async for chunk in stream:
                     self._silences.heard(request.request_id)
+                    if first is None and chunk.token_ids:
+                        first, head = self._elapsed(), len(chunk.token_ids)
                     self.pool.record(sample, chunk.token_ids, chunk.logprobs)
                     if self.pool.is_full:
                         self._hold_back()
@@ -291,7 +294,16 @@ class RolloutDriver:
         finally:
             del self._running[request.request_id]
             self._silences.end(request.request_id)
-            self._note_in_flight()
+            ended = self._note_in_flight()
+            self.round.spans.append(
+                Span(
+                    sample.group_id, sample.index, began, ended if first is None else first, head, ended,
+                    tokens=len(sample) - request.generated,
+                    prompt=len(request.token_ids),
+                    held=request.generated,
+                    finished=sample.finish_reason is not None,
+                )
+            )  # fmt: skip
             if sample.finish_reason is None:
                 self.pool.park(sample)
         return sample.finish_reason is not None
@@ -477,10 +489,16 @@ class RolloutDriver:
             self._error = error
         self._closing.set()
 
-    def _note_in_flight(self) -> None:
+    def _note_in_flight(self) -> float:
+        """Note how many requests run from now on; returns the seconds since the round was opened."""
         assert self.round is not None
-        elapsed = asyncio.get_running_loop().time() - self.round.started
+        elapsed = self._elapsed()
         self.round.in_flight.append((elapsed, len(self._running)))
+        return elapsed
+
+    def _elapsed(self) -> float:
+        assert self.round is not None
+        return asyncio.get_running_loop().time() - self.round.started
 
 
 def _is_cancelled() -> bool:
