@@ -23,7 +23,6 @@ from .throughput_model import Workload, predicted_throughput
 from .types import Group
 
 
-AUTO = "auto"
 START = 2.0
 CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 # Rounds. Of the first, what is not finished says little of how long it will be; and a choice costs up to 0.1 s.

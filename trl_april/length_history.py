@@ -17,6 +17,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -90,4 +91,4 @@ class LengthHistory:
         if place < len(known):
             return known[place + int(share * (len(known) - place))]
         # None was that long: half as much again on average, as with a heavy tail.
-        return min(self._max_length, round(tokens * (1 - share) ** (-1 / 3)) + 1)
+        return min(self._max_length, 1 + round(tokens / math.cbrt(1 - share)))

@@ -7,12 +7,12 @@ Standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .types import Group
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """One request of a round. Times are seconds since the round was opened.
 
     Args:

@@ -24,6 +24,7 @@ from .checkpoint import SavedRollouts, save_rollouts
 from .config import AprilOptions
 from .dynamic_sampling import DynamicSampling
 from .errors import RoundSuspended, ServerError
+from .factor_chooser import START, FactorChooser, factors
 from .pool import Pool
 from .pool_state import restore
 from .processes import Processes
@@ -118,6 +119,16 @@ class RolloutSession:
             quota=self.quota,
         )
         self._loop = BackgroundLoop("trl-april-rollouts")
+        self._chooser = None
+        if isinstance(options.over_provisioning, str):
+            self._chooser = FactorChooser(
+                self.pool,
+                group_size=trainer.num_generations,
+                max_completion_length=trainer.max_completion_length,
+                total=processes.total,
+                is_first=processes.rank == 0,
+            )
+            self.pool.over_provisioning = self._chooser.factor
 
     def run_round(self, version: int, *, silent: bool) -> Round:
         """Fill the pool, and run until the quota is met.
@@ -144,11 +155,22 @@ class RolloutSession:
         done = self.driver.take()
         self._let_go_of_trained()
         self._in_training.append((self._trainer._step, done.groups))
+        self._choose_factor(done)
         batch, row_of = self.pool.roster.delivered, self._admission.row_of
         done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
         self._admission.let_go([*batch, *self.pool.roster.rejected], done.groups)
         self._account_for_rejected()
         return done
+
+    def _choose_factor(self, done: Round) -> None:
+        """Let the next round have another over-provisioning, if it is chosen by what was seen."""
+        if self._chooser is None:
+            return
+        self._chooser.observe(done, [*done.groups, *self.pool])
+        change = self._chooser.choose()
+        if change is not None:
+            self.pool.over_provisioning = change.after
+            logger.info(str(change))
 
     def _generate(self, *, silent: bool) -> bool:
         """Run the round on; whether it may be closed, or else an outage is over."""
@@ -296,7 +318,11 @@ class RolloutSession:
 def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:
     """The pool that a training run with these arguments needs."""
     versions_per_round = optimiser_steps_per_round(args)
-    over_provisioning = options.over_provisioning
+    if isinstance(options.over_provisioning, str):  # "auto"
+        quota = args.generation_batch_size // args.num_generations
+        over_provisioning = min(START, factors(quota, options.max_staleness, versions_per_round)[-1])
+    else:
+        over_provisioning = options.over_provisioning
     if options.staleness_policy == "wait" and options.max_staleness is not None:
         # A round of several optimiser steps ages what waits by as many versions.
         most = options.max_staleness // versions_per_round + 1
