@@ -70,12 +70,18 @@ class LengthHistory:
             ),
             reverse=True,
         )
+        longest = known[-1] if known else 0
         estimated: dict[tuple[int, int], int] = {}
         share = 0.5
         for tokens, group_id, index in unfinished:
             # Spread evenly, not drawn: the same in every process, and with less noise.
             share = (share + 0.618033988749895) % 1.0
-            length = self._longer_than(tokens, known, share)
+            if tokens < longest:
+                place = bisect_right(known, tokens)
+                length = known[place + int(share * (len(known) - place))]
+            else:
+                # None was seen to be that long. With a heavy tail, it is half as much again on average.
+                length = min(self._max_length, 1 + round(tokens / math.cbrt(1 - share)))
             estimated[group_id, index] = length
             insort(known, length)
         return [
@@ -85,10 +91,3 @@ class LengthHistory:
             ]
             for group_id, samples in sorted(self._groups.items())
         ]
-
-    def _longer_than(self, tokens: int, known: list[int], share: float) -> int:
-        place = bisect_right(known, tokens)
-        if place < len(known):
-            return known[place + int(share * (len(known) - place))]
-        # None was that long: half as much again on average, as with a heavy tail.
-        return min(self._max_length, 1 + round(tokens / math.cbrt(1 - share)))

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import accumulate
+from statistics import median, median_low
 
 from .round import Span
 
@@ -136,35 +137,47 @@ class StepTimes:
         opened = min(span.began for span in spans)
         # Those that came later, for rejected groups or after a broken stream, are not on the same token clock.
         wave = [span for span in spans if span.began <= opened + 0.02 * (span.ended - opened)]
-        firsts = [span.first for span in wave]
-        # Twice the median, so that requests for which the server has no place yet do not pass for a long prefill.
-        decodes_from = min(max(firsts), opened + 2 * (median(firsts) - opened))
-        wave = [span for span in wave if span.first <= decodes_from]
-        began = sorted(span.began for span in spans)
-        first = sorted(span.first for span in spans)
-        ended = sorted(span.ended for span in spans)
+        # Nor are those for which the server had no place yet. A prefill brings first tokens one after the other.
+        by_then = opened + 2 * (median_low(span.first for span in wave) - opened)
+        wave = [span for span in wave if span.first <= by_then]
+        decodes_from = max(span.first for span in wave)
+        in_flight = _Count([span.began for span in spans], [span.ended for span in spans])
+        running = _Count([span.first for span in spans], [span.ended for span in spans])
 
-        clock, at = float(median(span.head for span in wave)), decodes_from
-        head, head_in_flight = clock, 0.0
+        head = clock = float(median(span.head for span in wave))
+        at, most = decodes_from, 0.0
         for span in sorted(wave, key=lambda span: span.ended):
-            if not span.finished or span.ended <= decodes_from:
+            if not span.finished or span.ended <= at:
                 continue
-            gone = bisect_right(ended, at)
-            in_flight = bisect_right(began, at) - gone
-            running = bisect_right(first, at) - gone
-            tokens = (span.tokens - clock) * running / in_flight if in_flight else 0.0
-            if in_flight:
-                head_in_flight = head_in_flight or float(in_flight * stands_for)
-                self._add(in_flight * stands_for, span.ended - at, tokens)
+            count = in_flight.mean(at, span.ended)
+            most = max(most, stands_for * count)
+            # While some wait for a place, a token of each takes as much longer.
+            self._add(
+                stands_for * count, span.ended - at, (span.tokens - clock) * running.mean(at, span.ended) / count
+            )
             clock, at = float(span.tokens), span.ended
-        if self.is_known and head_in_flight:
+        if self.is_known and most:
             prefilled = sum(span.prompt for span in wave if not (reuses_kv and span.held)) * stands_for
-            stall = decodes_from - opened - head * self.curve(head_in_flight)
-            self._prefill_seconds += max(0.0, stall)
+            self._prefill_seconds += max(0.0, decodes_from - opened - head * self.curve(most))
             self._prefilled_tokens += prefilled
 
-    def _add(self, in_flight: int, seconds: float, tokens: float) -> None:
-        place = min(BINS - 1, int(BINS_PER_OCTAVE * math.log2(in_flight)))
+    def _add(self, in_flight: float, seconds: float, tokens: float) -> None:
+        place = min(BINS - 1, int(BINS_PER_OCTAVE * math.log2(max(1.0, in_flight))))
         self._seconds[place] += seconds
         self._tokens[place] += tokens
         self._in_flight[place] += in_flight * tokens
+
+
+class _Count:
+    """How many there are, of what begins and ends."""
+
+    def __init__(self, begins: Iterable[float], ends: Iterable[float]) -> None:
+        self._begins, self._ends = sorted(begins), sorted(ends)
+        self._sums = [list(accumulate(times, initial=0.0)) for times in (self._begins, self._ends)]
+
+    def mean(self, start: float, stop: float) -> float:
+        return (self._area(stop) - self._area(start)) / (stop - start)
+
+    def _area(self, until: float) -> float:
+        begun, ended = bisect_right(self._begins, until), bisect_right(self._ends, until)
+        return (begun - ended) * until - self._sums[0][begun] + self._sums[1][ended]
