@@ -31,7 +31,7 @@ CHOICE_EVERY = 5
 GAIN_TO_CHANGE = 0.02  # less is within what the model can tell
 AS_GOOD_AS_BEST = 0.005  # of factors that are, the lowest is the least stale
 MAX_GROUPS = 512  # that are looked at per round and remembered
-ROUNDS_REMEMBERED = 16
+ROUNDS_REMEMBERED = 24
 FIELDS = 7  # of a sample, in what the processes add up
 
 Reduction = Callable[[Sequence[float]], list[float]]
@@ -112,6 +112,7 @@ class FactorChooser:
         self._lengths = LengthHistory(min(MAX_GROUPS, remembered), max_completion_length)
         self._step_times = StepTimes()
         self._rounds = 0
+        self._proposed = self.factor
         self._prompts = _RecentMean()
         self._overheads = _RecentMean()
         self._between = _RecentMean()
@@ -180,6 +181,11 @@ class FactorChooser:
         # Upwards for a gain only. Downwards also for nothing, since it makes the batch less stale.
         gain = GAIN_TO_CHANGE if best > before else 0.0
         if best == before or predicted[best] < (1 + gain) * predicted[before]:
+            self._proposed = before
+            return None
+        # Once little new is learned, a change has to be proposed twice: it may be chance which lengths came last.
+        self._proposed, proposed = best, self._proposed
+        if self._rounds > EARLY_CHOICES[-1] and (best - before) * (proposed - before) <= 0:
             return None
         self.factor, self._measured = best, (0.0, 0.0)
         return Change(before, best, predicted[before], predicted[best])
