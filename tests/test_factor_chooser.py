@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import pytest
 
 from tests.simulated_rounds import LONGEST, Curve, Lengths, SimulatedRounds, bent, flat, lognormal, saturated
-from trl_april.factor_chooser import CANDIDATES, FIELDS, MAX_GROUPS, Change, FactorChooser, factors
+from trl_april.factor_chooser import (
+    CANDIDATES,
+    CHOICE_EVERY,
+    FIELDS,
+    GAIN_TO_CHANGE,
+    MAX_GROUPS,
+    Change,
+    FactorChooser,
+    factors,
+)
 from trl_april.pool import Pool
 from trl_april.round import Round
 from trl_april.types import Group
@@ -64,7 +73,7 @@ COSTS = {"prefill": 1e-5, "overhead": 0.005}
 
 
 @pytest.mark.parametrize("curve", [flat, saturated])
-@pytest.mark.parametrize(("sigma", "rounds", "seeds"), [(0.0, 30, 1), (0.5, 60, 1), (1.0, 60, 1), (1.5, 60, 2)])
+@pytest.mark.parametrize(("sigma", "rounds", "seeds"), [(0.0, 30, 1), (0.5, 40, 1), (1.0, 40, 1), (1.5, 50, 2)])
 def test_after_ten_rounds_no_factor_is_faster_by_more_than_a_twentieth(sigma, rounds, seeds, curve):
     """Over two seeds where single long samples decide what 60 rounds take."""
     reached, tried = 0.0, dict.fromkeys(factors(8, BOUND), 0.0)
@@ -85,6 +94,50 @@ def test_where_more_in_flight_gain_nothing_the_batch_is_as_fresh_as_can_be():
     auto = Auto(lognormal(1.0), saturated, prefill=1e-4)
     auto.rounds(20)
     assert auto.factors[-1] == 1.0
+
+
+def test_where_nothing_is_gained_or_lost_the_batch_gets_fresh_again():
+    """One point of the curve was seen, and 6.0 looked good; then it is all the same."""
+    auto = Auto(lognormal(0.0), saturated)
+    auto.rounds(12)
+    assert max(auto.factors) > 2.0
+    assert auto.factors[-1] == 1.0
+
+
+def test_late_changes_are_proposed_twice(monkeypatch):
+    """Once little new is learned, what the last lengths suggest may be chance."""
+    auto = Auto(lognormal(1.0), flat)
+    auto.rounds(10)
+    before = auto.factors[-1]
+    assert before > 3.0
+    best = {"factor": before}
+    monkeypatch.setattr(
+        "trl_april.factor_chooser.predicted_throughput",
+        lambda workload, factor: 1000.0 if factor == best["factor"] else 900.0,
+    )
+    for once in (2.0, before, 3.0, before, 2.5):
+        best["factor"] = once
+        auto.rounds(CHOICE_EVERY)
+    assert auto.factors[-1] == before
+    best["factor"] = 2.0
+    auto.rounds(CHOICE_EVERY + 1)
+    assert auto.factors[-1] == 2.0
+
+
+def test_upwards_it_takes_a_gain_and_downwards_none(monkeypatch):
+    auto = Auto(lognormal(1.0), flat)
+    gains = {2.0: 1.0, 3.0: 1 + 0.5 * GAIN_TO_CHANGE}
+    monkeypatch.setattr(
+        "trl_april.factor_chooser.predicted_throughput", lambda workload, factor: 100 * gains.get(factor, 0.5)
+    )
+    auto.rounds(5)
+    assert auto.changes == []
+    gains[3.0] = 1 + 1.5 * GAIN_TO_CHANGE
+    auto.rounds(2)
+    assert auto.factors[-1] == 3.0
+    gains[3.0] = 1.0
+    auto.rounds(2)
+    assert auto.factors[-1] == 2.0
 
 
 def test_a_server_that_saturates_above_what_was_seen_is_found_out():

@@ -98,6 +98,15 @@ def test_what_came_later_in_the_round_is_not_on_the_same_clock():
     assert times.curve(2) == pytest.approx(1.0, rel=0.05)
 
 
+def test_what_came_later_is_not_taken_for_a_long_prefill():
+    """The first tokens of the wave come at 6 s, and those of a replacement, sent at 7 s, at 8 s."""
+    times = StepTimes()
+    wave = [span(16.0, 11, first=6.0, prompt=25), span(26.0, 21, first=6.0, prompt=25)]
+    times.observe([*wave, span(30.0, 18, began=7.0, first=8.0, prompt=25)])
+    assert times.curve(3) == pytest.approx(1.0, rel=0.05)
+    assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 50, rel=0.05)
+
+
 def test_requests_for_which_the_server_has_no_place_slow_all_down_alike():
     """Four places: the other four requests wait. In flight are eight, and a token of each takes twice as long."""
     times = StepTimes()

@@ -230,6 +230,20 @@ class TestStaleness:
         assert len(trainer.rounds) == 3 and len(trainer.pool) == 0
         assert [done.version for done in trainer.rounds] == [0, 4, 8]
 
+    def test_auto_changes_between_rounds_and_says_so(self, server, tiny_model_dir, tmp_path, caplog):
+        caplog.set_level("INFO", logger="trl_april.session")
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, over_provisioning="auto", max_steps=10)
+        trainer.train()
+        factors = [done.over_provisioning for done in trainer.rounds]
+        logged = [entry["april/over_provisioning"] for entry in trainer.state.log_history if "loss" in entry]
+        assert logged == factors
+        assert factors[:3] == [2.0] * 3
+        assert 1.0 <= min(factors) and max(factors) <= 6.0
+        said = re.findall(r"over_provisioning changes from ([\d.]+) to ([\d.]+): predicted", caplog.text)
+        changes = [pair for pair in zip(factors, factors[1:], strict=False) if pair[0] != pair[1]]
+        assert [(float(old), float(new)) for old, new in said][: len(changes)] == changes
+        assert len(trainer.pool) == 0
+
 
 class TestSameRowsAsStock:
     @pytest.mark.parametrize("shuffle", [True, False])
@@ -591,7 +605,7 @@ class TestMetrics:
             "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes", "fully_stale_samples",
             "rejected_groups", "rejected_tokens", "filled_groups", "correction/carried_tokens",
             "completions/launched_mean_length", "completions/trained_mean_length", "broken_streams",
-            "lost_tokens_bound", "outage_seconds",
+            "lost_tokens_bound", "outage_seconds", "over_provisioning",
         }  # fmt: skip
         for entry in training:
             logged = {key.removeprefix("april/") for key in entry if key.startswith("april/")}

@@ -70,6 +70,10 @@ class FactorChooser:
     the factor that it starts with, 2.0 or the bound if that is lower; where a checkpoint has left more groups
     outstanding, with the factor that they need.
 
+    It does not know of groups that dynamic sampling rejects (of their speed only through that of the others), nor of
+    `max_parked_tokens`. What the curve and the lengths leave out scales all predictions alike, to what was measured
+    under the present factor.
+
     Args:
         pool (`Pool`):
             Whose factor it is.
@@ -179,8 +183,7 @@ class FactorChooser:
         best = next(factor for factor in self.candidates if predicted[factor] >= enough)
         before = self.factor
         # Upwards for a gain only. Downwards also for nothing, since it makes the batch less stale.
-        gain = GAIN_TO_CHANGE if best > before else 0.0
-        if best == before or predicted[best] < (1 + gain) * predicted[before]:
+        if best == before or best > before and predicted[best] < (1 + GAIN_TO_CHANGE) * predicted[before]:
             self._proposed = before
             return None
         # Once little new is learned, a change has to be proposed twice: it may be chance which lengths came last.
