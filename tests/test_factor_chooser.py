@@ -118,10 +118,10 @@ def test_late_changes_are_proposed_twice(monkeypatch):
     for once in (2.0, before, 3.0, before, 2.5):
         best["factor"] = once
         auto.rounds(CHOICE_EVERY)
-    assert auto.factors[-1] == before
+        assert auto.pool.over_provisioning == before
     best["factor"] = 2.0
-    auto.rounds(CHOICE_EVERY + 1)
-    assert auto.factors[-1] == 2.0
+    auto.rounds(CHOICE_EVERY)
+    assert auto.pool.over_provisioning == 2.0
 
 
 def test_upwards_it_takes_a_gain_and_downwards_none(monkeypatch):
