@@ -98,11 +98,6 @@ class SimulatedRounds:
         self.history.append(done)
         return done
 
-    def run(self, rounds: int) -> float:
-        """Trained tokens per second over so many rounds."""
-        done = [self.run_round() for _ in range(rounds)]
-        return sum(group.num_tokens for one in done for group in one.groups) / sum(one.seconds for one in done)
-
     def _generate(self, done: Round) -> None:
         pool = self.pool
         held = {}
@@ -138,13 +133,6 @@ class SimulatedRounds:
         done.seconds = seconds + self.overhead
         done.requests = len(waiting)
         done.generated_tokens = sum(span.tokens for span in done.spans)
-
-
-def fixed(factor: float, lengths: Lengths, curve: Curve, *, rounds: int, warmup: int, **options: object) -> float:
-    """Trained tokens per second of a factor that does not change, after `warmup` rounds."""
-    run = SimulatedRounds(Pool(8, over_provisioning=factor, max_staleness=5), lengths, curve, **options)  # type: ignore[arg-type]
-    run.run(warmup)
-    return run.run(rounds)
 
 
 def sampled(lengths: Lengths, groups: Sequence[int], group_size: int = 4) -> list[list[int]]:
