@@ -73,6 +73,7 @@ def round_of_a_small_pool() -> tuple[Round, Pool]:
         aborted_requests=2,
         launched_tokens=5 + 5 + 2 + 3 + 2 + 1 + 1,
         in_flight=[(0.0, 7), (1.0, 3), (3.0, 0)],
+        over_provisioning=1.5,
     )
     return done, pool
 
@@ -147,6 +148,7 @@ def test_the_figures_of_a_round_by_hand():
     metrics = round_metrics(done, pool, sync_seconds=0.25, max_staleness=1, stream_interval=16)
     assert metrics == pytest.approx(
         {
+            "over_provisioning": 1.5,
             "round_seconds": 4.0,
             "abort_seconds": 0.5,
             "sync_seconds": 0.25,

@@ -10,6 +10,7 @@ from trl import GRPOConfig, TrlParser
 
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import AprilError, ConfigError
+from trl_april.session import make_pool
 
 
 CPU = {"use_cpu": True, "bf16": False}
@@ -17,6 +18,8 @@ OWN = {
     "over_provisioning": 1.5,
     "max_staleness": 3,
     "staleness_policy": "ignore",
+    "resume_kv": "reuse",
+    "overlap_generation": True,
     "dynamic_sampling": True,
     "max_rejected_groups_per_round": 40,
     "weight_sync": "filesystem",
@@ -37,6 +40,8 @@ def test_defaults():
         "over_provisioning": 2.0,
         "max_staleness": 5,
         "staleness_policy": "wait",
+        "resume_kv": "recompute",
+        "overlap_generation": False,
         "dynamic_sampling": False,
         "max_rejected_groups_per_round": None,
         "weight_sync": "auto",
@@ -92,6 +97,8 @@ COMMAND_LINE = [
     *("--over_provisioning", "1.5"),
     *("--max_staleness", "3"),
     *("--staleness_policy", "ignore"),
+    *("--resume_kv", "reuse"),
+    *("--overlap_generation", "true"),
     *("--dynamic_sampling", "true"),
     *("--max_rejected_groups_per_round", "40"),
     *("--weight_sync", "filesystem"),
@@ -161,12 +168,19 @@ def test_to_dict_round_trip():
             {"over_provisioning": 4.5, "max_staleness": 3},
             ["over_provisioning is 4.5", "max_staleness=3", "at most 4", "Lower it, or raise"],
         ),
+        ({"over_provisioning": "fast"}, ["over_provisioning is 'fast'", "at least 1.0", "'auto'"]),
+        ({"over_provisioning": "0.5"}, ["over_provisioning is 0.5", "at least 1.0"]),
+        ({"over_provisioning": None}, ["over_provisioning is None", "a number", "'auto'"]),
+        ({"over_provisioning": True}, ["over_provisioning is True", "a number"]),
+        ({"over_provisioning": "auto", "max_staleness": -1}, ["max_staleness is -1", "cannot be negative"]),
+        ({"over_provisioning": "auto", "staleness_policy": "drop"}, ["staleness_policy is 'drop'"]),
         ({"max_staleness": 0}, ["over_provisioning is 2.0", "max_staleness=0", "at most 1"]),
         ({"max_staleness": -1}, ["max_staleness is -1", "cannot be negative", "None"]),
         ({"max_staleness": -1, "staleness_policy": "ignore"}, ["max_staleness is -1", "cannot be negative"]),
         ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
         ({"max_rejected_groups_per_round": 0}, ["max_rejected_groups_per_round is 0", "at least the groups"]),
         ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, nccl, filesystem"]),
+        ({"resume_kv": "keep"}, ["resume_kv is 'keep'", "recompute, reuse"]),
         ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
         ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Leave it out"]),
     ],
@@ -194,6 +208,55 @@ def test_refusals_name_value_rule_and_remedy(wrong, words):
 def test_the_limits_themselves_are_allowed(right):
     args = APRILGRPOConfig("out", **CPU, **right)
     assert {name: getattr(args, name) for name in right} == right
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("2.5", 2.5), ("3", 3.0), ("1e0", 1.0)])
+def test_a_factor_on_the_command_line_is_a_number_or_auto(parser, text, value):
+    words = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false", "--over_provisioning", text]
+    (args,) = parser(APRILGRPOConfig).parse_args_into_dataclasses(words)
+    assert args.over_provisioning == value
+    assert type(args.over_provisioning) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("'auto'", "auto"), ("2.5", 2.5), ("3", 3.0), ("'3'", 3.0)]
+)
+def test_a_factor_in_yaml_is_a_number_or_auto(tmp_path, text, value):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"output_dir: out\nuse_cpu: true\nbf16: false\nover_provisioning: {text}\n")
+    (of_trl,) = TrlParser(APRILGRPOConfig).parse_args_and_config(["--config", str(path)])
+    (of_transformers,) = HfArgumentParser(APRILGRPOConfig).parse_yaml_file(path)
+    for args in (of_trl, of_transformers):
+        assert args.over_provisioning == value
+        assert type(args.over_provisioning) is type(value)
+
+
+def test_auto_needs_no_room_under_the_bound():
+    """It keeps to whatever bound there is; 2.0 does not fit under this one."""
+    assert AprilOptions(over_provisioning="auto", max_staleness=0).over_provisioning == "auto"
+
+
+@pytest.mark.parametrize(
+    ("options", "start", "steps"),
+    [
+        ({}, 2.0, 1),
+        ({"max_staleness": None}, 2.0, 1),
+        ({"max_staleness": 0}, 1.0, 1),
+        ({"max_staleness": 3}, 1.0, 4),
+        ({"max_staleness": 5}, 2.0, 4),
+        ({"max_staleness": 3, "staleness_policy": "mask"}, 1.0, 4),
+    ],
+)
+def test_auto_starts_within_the_bound(options, start, steps, caplog):
+    """Without a word about it: nobody has asked for a factor that would have to be lowered."""
+    args = APRILGRPOConfig(
+        "out", **CPU, over_provisioning="auto", num_generations=4, per_device_train_batch_size=4,
+        gradient_accumulation_steps=1, steps_per_generation=steps, **options,
+    )  # fmt: skip
+    pool = make_pool(args, AprilOptions.of(args))
+    assert pool.over_provisioning == start
+    assert not caplog.records
 
 
 def test_trls_own_checks_still_run():

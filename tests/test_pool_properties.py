@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.closing import may_close
-from trl_april.errors import PoolError
+from trl_april.errors import ConfigError, PoolError
 from trl_april.pool import Pool
 from trl_april.types import FinishReason, Group, Sample, SampleState
 
@@ -104,6 +104,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(skipped_ids=st.integers(0, 2), samples=st.integers(1, 3), budget=st.integers(1, 8))
     def admit(self, skipped_ids, samples, budget):
         self.admit_one(skipped_ids, samples, budget)
+
+    @rule(factor=st.sampled_from([1.0, 1.5, 2.0, 3.0]))
+    def aim_at(self, factor):
+        if self.bound is not None and factor > self.bound // self.versions_per_round + 1:
+            with pytest.raises(ConfigError, match=f"over_provisioning is {factor}"):
+                self.pool.over_provisioning = factor
+            return
+        self.pool.over_provisioning = self.options["over_provisioning"] = factor
+        self.target = math.ceil(self.quota * factor)
 
     @rule(samples=st.integers(1, 3), budget=st.integers(1, 8))
     def fill_up(self, samples, budget):
@@ -362,7 +371,7 @@ ORDERS = {
 }
 
 
-def run_schedule(seed: int, rounds: int = 7) -> int:
+def run_schedule(seed: int, rounds: int = 7, *, changes_factor: bool = False) -> int:
     """Runs a random schedule, asserts the bound for every token, and returns how far from it the oldest one was."""
     rng = random.Random(seed)
     quota, bound, versions_per_round = rng.randint(1, 3), rng.randint(0, 5), rng.randint(1, 3)
@@ -374,6 +383,8 @@ def run_schedule(seed: int, rounds: int = 7) -> int:
     pool = Pool(quota, over_provisioning=factor, max_staleness=bound, versions_per_round=versions_per_round)
     version = next_id = oldest = 0
     for _ in range(rounds):
+        if changes_factor:
+            factor = pool.over_provisioning = rng.choice([1.0, limit, rng.uniform(1.0, limit)])
         pool.begin_round(version)
         for _ in range(pool.room):
             pool.admit(next_id, {}, [1], num_generations=rng.randint(1, 2), max_completion_length=50)
@@ -424,3 +435,9 @@ def test_no_trained_token_is_older_than_the_bound_in_10000_schedules():
     """Rule 8. That the bound is also reached shows that the schedules press against it."""
     reached = sum(run_schedule(seed) == 0 for seed in range(SCHEDULES))
     assert reached > SCHEDULES // 5
+
+
+def test_no_trained_token_is_older_than_the_bound_however_the_factor_changes():
+    """Rule 8 again, with another target in every round."""
+    reached = sum(run_schedule(seed, rounds=10, changes_factor=True) == 0 for seed in range(3000))
+    assert reached > 3000 // 5

@@ -5,6 +5,7 @@ Rules are those of DESIGN.md, "Rules that hold always".
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from itertools import combinations
@@ -165,6 +166,37 @@ def test_an_id_does_not_come_back_after_its_group_has_left():
 def test_the_target_is_kept():
     roster = in_round(0, 0, 1, 2, 3)
     refused(roster, roster.admit, 4, words="4 groups are outstanding")
+
+
+def test_a_lower_target_admits_none_until_enough_were_delivered():
+    roster = in_round(0, *range(6), quota=2, over_provisioning=3.0)
+    roster.aim_at(1.5)
+    assert (roster.target, roster.capacity, roster.room, len(roster)) == (3, 6, 0, 6)
+    with pytest.raises(PoolError, match="6 groups are outstanding"):
+        roster.admit(6)
+    rooms = []
+    for version in (1, 2):
+        roster.learn(roster.ids[:2])
+        roster.deliver()
+        roster.begin_round(version)
+        rooms.append(roster.room)
+    assert rooms == [0, 1]
+
+
+def test_a_higher_target_is_filled_up_to():
+    roster = make_roster(quota=2, over_provisioning=1.0)
+    roster.begin_round(0)
+    assert roster.room == 2
+    roster.aim_at(2.5)
+    assert (roster.over_provisioning, roster.target, roster.room) == (2.5, 5, 5)
+
+
+def test_a_target_beyond_the_bound_is_refused_and_changes_nothing():
+    roster = make_roster(quota=2, over_provisioning=2.0, max_staleness=2)
+    for wrong in (3.5, 0.5, math.inf):
+        with pytest.raises(ConfigError, match=f"over_provisioning is {wrong}"):
+            roster.aim_at(wrong)
+    assert (roster.over_provisioning, roster.target, roster.capacity) == (2.0, 4, 4)
 
 
 def test_only_outstanding_groups_can_be_learned_of():

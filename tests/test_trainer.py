@@ -221,6 +221,20 @@ class TestStaleness:
         assert len(trainer.rounds) == 3 and len(trainer.pool) == 0
         assert [done.version for done in trainer.rounds] == [0, 4, 8]
 
+    def test_auto_changes_between_rounds_and_says_so(self, server, tiny_model_dir, tmp_path, caplog):
+        caplog.set_level("INFO", logger="trl_april.session")
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, over_provisioning="auto", max_steps=10)
+        trainer.train()
+        factors = [done.over_provisioning for done in trainer.rounds]
+        logged = [entry["april/over_provisioning"] for entry in trainer.state.log_history if "loss" in entry]
+        assert logged == factors
+        assert factors[:3] == [2.0] * 3
+        assert 1.0 <= min(factors) and max(factors) <= 6.0
+        said = re.findall(r"over_provisioning changes from ([\d.]+) to ([\d.]+): predicted", caplog.text)
+        changes = [pair for pair in zip(factors, factors[1:], strict=False) if pair[0] != pair[1]]
+        assert [(float(old), float(new)) for old, new in said][: len(changes)] == changes
+        assert len(trainer.pool) == 0
+
 
 class TestSameRowsAsStock:
     @pytest.mark.parametrize("shuffle", [True, False])
@@ -583,7 +597,7 @@ class TestMetrics:
             "rejected_groups", "rejected_tokens", "filled_groups", "correction/carried_tokens",
             "completions/launched_mean_length", "completions/trained_mean_length", "broken_streams",
             "lost_tokens_bound", "outage_seconds", "overlap_tokens", "length_p10", "length_p25", "length_p50",
-            "length_p75", "length_p90", "length_p99",
+            "length_p75", "length_p90", "length_p99", "over_provisioning",
         }  # fmt: skip
         for entry in training:
             logged = {key.removeprefix("april/") for key in entry if key.startswith("april/")}

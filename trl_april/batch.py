@@ -141,6 +141,7 @@ def round_metrics(
     # A batch that surplus filled takes no time; a rate over nothing is reported as zero.
     per_second = 1 / seconds if sums["requests"] and seconds else 0.0
     return {
+        "over_provisioning": done.over_provisioning,
         **maxima,
         **{name: sums[name] for name in counted},
         "generated_tokens_per_second": sums["generated_tokens"] * per_second,

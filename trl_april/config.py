@@ -8,7 +8,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from .errors import ConfigError
-from .staleness import check_bound
+from .staleness import check_bound, factor_of
 
 
 WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
@@ -34,9 +34,12 @@ class APRILGRPOConfig(GRPOConfig):
     `loss_type="dapo"` keeps TRL's meaning, the aggregation; `scripts/recipes/dapo.yaml` spells out the rest of DAPO.
 
     Parameters:
-        over_provisioning (`float`, *optional*, defaults to `2.0`):
+        over_provisioning (`float` or `str`, *optional*, defaults to `2.0`):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
-            synchronous GRPO through the same code.
+            synchronous GRPO through the same code. `"auto"` begins with 2.0 and then takes what a model of the rounds
+            predicts the most trained tokens per second for, with the completion lengths and the server's speed as
+            they were seen so far. It stays within `max_staleness`, and below 8 where there is no bound; changes are
+            logged.
         max_staleness (`int` or `None`, *optional*, defaults to `5`):
             Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
             version at sampling. `None` lifts it. The paper observed at most 5.
@@ -82,11 +85,12 @@ class APRILGRPOConfig(GRPOConfig):
         ConfigError: If a value is out of its range. It is a `ValueError`.
     """
 
-    over_provisioning: float = field(
+    # Not `None`: with it in the type HfArgumentParser takes text, and without it numbers only.
+    over_provisioning: float | str | None = field(
         default=2.0,
         metadata={
             "help": "Prompt groups in flight as a factor of those that a batch needs, at least 1.0. 1.0 is "
-            "synchronous GRPO through the same code."
+            "synchronous GRPO through the same code. `'auto'` chooses it while training runs."
         },
     )
     max_staleness: int | None = field(
@@ -186,7 +190,7 @@ class APRILGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        AprilOptions.of(self)
+        self.over_provisioning = AprilOptions.of(self).over_provisioning  # a number, where it was one in text
         super().__post_init__()
 
 
@@ -194,7 +198,7 @@ class APRILGRPOConfig(GRPOConfig):
 class AprilOptions:
     """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them."""
 
-    over_provisioning: float = 2.0
+    over_provisioning: float | str = 2.0
     max_staleness: int | None = 5
     staleness_policy: str = "wait"
     resume_kv: str = "recompute"
@@ -216,7 +220,10 @@ class AprilOptions:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        check_bound(self.over_provisioning, self.max_staleness, self.staleness_policy)
+        factor = factor_of(self.over_provisioning)
+        object.__setattr__(self, "over_provisioning", factor)  # as a frozen dataclass has to
+        # "auto" keeps to whatever bound there is.
+        check_bound(1.0 if isinstance(factor, str) else factor, self.max_staleness, self.staleness_policy)
         if self.max_rejected_groups_per_round is not None and self.max_rejected_groups_per_round < 1:
             raise ConfigError(
                 f"max_rejected_groups_per_round is {self.max_rejected_groups_per_round}; it must be at least the "

@@ -15,10 +15,11 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from .draining import drain
-from .engine import RolloutEngine
+from .engine import Chunk, GenerationRequest, RolloutEngine
 from .errors import EngineError, ServerError
 from .pool import Pool
 from .request import RequestMaker
+from .round import Span
 from .silence import Silences
 from .types import FinishReason, Group, Sample
 
@@ -102,6 +103,8 @@ class InFlight:
         self._is_trimmed = False  # whether only what the round needs is running
         self.holds_back = False
         self.dispatched: dict[int, Sample] = {}
+        self._spans: list[Span] = []  # requests that were sent in this round and have ended
+        self._begun: dict[str, _Request] = {}  # and those that run
 
     @property
     def is_ending(self) -> bool:
@@ -114,6 +117,7 @@ class InFlight:
 
     def begin_round(self) -> None:
         """Count what is in flight anew. What runs goes on."""
+        self._spans, self._begun = [], {}
         self.dispatched = {
             id(sample): sample for group in self._pool for sample in group.samples if id(sample) in self._asked
         }
@@ -151,6 +155,15 @@ class InFlight:
                 f"The server is away, or no longer has the weights of policy version {self._pool.version}."
             )
         self.dispatch()
+
+    def spans(self, since: float) -> list[Span]:
+        """The requests that were sent in this round, as they are by now, in seconds since the time `since`.
+
+        Args:
+            since (`float`):
+                On the event loop's clock.
+        """
+        return [span.after(since) for span in (*self._spans, *(begun.span() for begun in self._begun.values()))]
 
     def stop_asking(self) -> None:
         """What runs may run on, but nothing is asked for again."""
@@ -249,11 +262,13 @@ class InFlight:
         self._pool.start(sample)
         self.running[request.request_id] = sample
         self._silences.begin(request.request_id)
+        begun = self._begun[request.request_id] = _Request(request, sample, _now())
         self._watcher.in_flight_changed()
         try:
             async with aclosing(self._engine.generate(request)) as stream:
                 async for chunk in stream:
                     self._silences.heard(request.request_id)
+                    begun.heard(chunk)
                     self._pool.record(sample, chunk.token_ids, chunk.logprobs)
                     if self._pool.is_full:
                         self._hold_back()
@@ -268,6 +283,8 @@ class InFlight:
         finally:
             del self.running[request.request_id]
             self._silences.end(request.request_id)
+            if self._begun.pop(request.request_id, None) is not None:
+                self._spans.append(begun.span())
             self._watcher.in_flight_changed()
             if sample.finish_reason is None:
                 self._pool.park(sample)
@@ -335,6 +352,39 @@ class InFlight:
             await self._silences.watch()
         except Exception as caught:
             self._watcher.failed(caught)
+
+
+class _Request:
+    """What is noted of a request while it runs."""
+
+    __slots__ = ("_request", "_sample", "_began", "_first", "_head")
+
+    def __init__(self, request: GenerationRequest, sample: Sample, began: float) -> None:
+        self._request = request
+        self._sample = sample
+        self._began = began
+        self._first: float | None = None
+        self._head = 0
+
+    def heard(self, chunk: Chunk) -> None:
+        if self._first is None and chunk.token_ids:
+            self._first, self._head = _now(), len(chunk.token_ids)
+
+    def span(self) -> Span:
+        """All of it, if it were to end now."""
+        ended, held = _now(), self._request.generated
+        return Span(
+            self._sample.group_id, self._sample.index, self._began, ended if self._first is None else self._first,
+            self._head, ended,
+            tokens=len(self._sample) - held,
+            prompt=len(self._request.token_ids),
+            held=held,
+            finished=self._sample.finish_reason is not None,
+        )  # fmt: skip
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _is_cancelled() -> bool:

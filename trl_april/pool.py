@@ -93,6 +93,15 @@ class Pool:
         return self.roster.target
 
     @property
+    def over_provisioning(self) -> float:
+        """Target for outstanding groups as a factor of the quota; see [`Roster.aim_at`] for changing it."""
+        return self.roster.over_provisioning
+
+    @over_provisioning.setter
+    def over_provisioning(self, factor: float) -> None:
+        self.roster.aim_at(factor)
+
+    @property
     def version(self) -> int | None:
         """Policy version of the current round."""
         return self.roster.version

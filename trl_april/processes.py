@@ -141,7 +141,7 @@ class ManyProcesses:
         """
         outstanding, here = pool.roster.ids, set(pool.finished_here)
         # As long in every process, whatever should be wrong with one of them: a collective call has to be.
-        flags = [group_id in here for group_id in outstanding] + [False] * (pool.target - len(outstanding))
+        flags = [group_id in here for group_id in outstanding] + [False] * (pool.roster.capacity - len(outstanding))
         checksum = zlib.crc32(repr(outstanding).encode())
         *finished, checksums = self.total([*flags, checksum])
         if checksums != checksum * self.count:

@@ -259,7 +259,7 @@ class RolloutDriver:
     def _new_round(self, version: int) -> None:
         self._is_taken = False
         self._flight.begin_round()
-        self.round = Round(version, started=_now())
+        self.round = Round(version, started=_now(), over_provisioning=self.pool.over_provisioning)
         self.round.overlap_tokens = self.pool.tokens_generated - self._counted_before["tokens_generated"]
         resumed = {group.group_id for group, _ in self.pool.ready() if group.state is GroupState.PARKED}
         self.round.resumed_groups = len(resumed)
@@ -312,6 +312,7 @@ class RolloutDriver:
         self.round.broken_streams += now["broken_streams"] - self._counted_before["broken_streams"]
         self.round.aborted_requests += now["aborted_requests"] - self._counted_before["aborted_requests"]
         self._counted_before = {**now, "tokens_generated": self.pool.tokens_generated}
+        self.round.spans = self._flight.spans(self.round.started)
         self.round.requests = len(self._flight.dispatched)
         self.round.launched_tokens = sum(len(sample) for sample in self._flight.dispatched.values())
         self.round.seconds = _now() - self.round.started

@@ -33,8 +33,14 @@ class Roster:
             As for [`~trl_april.pool.Pool`].
 
     Attributes:
+        over_provisioning (`float`):
+            The target as a factor of the quota, as it was last aimed at.
         target (`int`):
-            Groups that may be outstanding.
+            Groups that may be outstanding. Where it was lowered, more may be.
+        capacity (`int`):
+            The largest target so far.
+        max_staleness (`int`, *optional*):
+            The bound that was given, under whatever policy.
         version (`int`, *optional*):
             Policy version of the current round.
         last_id (`int`):
@@ -62,10 +68,11 @@ class Roster:
             raise ConfigError(f"quota is {quota}; a round delivers at least 1 group.")
         if versions_per_round < 1:
             raise ConfigError(f"versions_per_round is {versions_per_round}; it must be at least 1.")
-        check_bound(over_provisioning, max_staleness, staleness_policy, versions_per_round)
         self.quota = quota
-        # The small subtraction keeps 1.1 * 10 = 11.000000000000002 from becoming 12.
-        self.target = math.ceil(over_provisioning * quota - 1e-9)
+        self.target = self.capacity = 0
+        self.max_staleness = max_staleness
+        self._options = (max_staleness, staleness_policy, versions_per_round)
+        self.aim_at(over_provisioning)
         # Only under "wait" does the bound decide anything here.
         self.bound = max_staleness if staleness_policy == "wait" else None
         self.versions_per_round = versions_per_round
@@ -95,6 +102,23 @@ class Roster:
     def born(self, group_id: int) -> int:
         """Policy version of the round that admitted the group."""
         return self._born[group_id]
+
+    def aim_at(self, over_provisioning: float) -> None:
+        """Change the target. To be called between rounds, in all processes alike.
+
+        Groups are admitted up to a higher target from the next round on. Above a lower one none are admitted until
+        enough were delivered. Either way the staleness bound stays a guarantee: it takes no more than that admission
+        keeps to a target within the bound, whichever it is.
+
+        Raises:
+            ConfigError: If it is out of range, or more than the staleness bound lets through. Nothing has changed
+                then.
+        """
+        check_bound(over_provisioning, *self._options)
+        self.over_provisioning = over_provisioning
+        # The small subtraction keeps 1.1 * 10 = 11.000000000000002 from becoming 12.
+        self.target = math.ceil(over_provisioning * self.quota - 1e-9)
+        self.capacity = max(self.capacity, self.target)
 
     def begin_round(self, version: int) -> None:
         """Enter the next round, whose tokens are sampled under `version`.

@@ -6,9 +6,52 @@ Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request of a round. Times are seconds since the round was opened.
+
+    Args:
+        group_id (`int`):
+            Whose it is.
+        index (`int`):
+            And which sample of the group.
+        began (`float`):
+            When it was sent.
+        first (`float`):
+            When its first tokens arrived, or its end if none did.
+        head (`int`):
+            How many these were.
+        ended (`float`):
+            When it ended, by itself or cut.
+        tokens (`int`):
+            How many arrived in all.
+        prompt (`int`):
+            Tokens that it was sent with, of the prompt and of the completion so far.
+        held (`int`):
+            How many of these were of the completion.
+        finished (`bool`):
+            Whether it ended by itself.
+    """
+
+    group_id: int
+    index: int
+    began: float
+    first: float
+    head: int
+    ended: float
+    tokens: int
+    prompt: int
+    held: int
+    finished: bool
+
+    def after(self, start: float) -> Span:
+        """The same with times counted from `start`."""
+        return replace(self, began=self.began - start, first=self.first - start, ended=self.ended - start)
 
 
 @dataclass(slots=True)
@@ -55,6 +98,10 @@ class Round:
             Time until it was back, as a part of `seconds`.
         in_flight (`list[tuple[float, int]]`):
             `(seconds since started, requests in flight)` at every change.
+        over_provisioning (`float`):
+            Groups that were to be outstanding, as a factor of the quota.
+        spans (`list[Span]`):
+            Every request that was sent in this round, in the order in which they ended; last those that run on.
     """
 
     version: int
@@ -76,6 +123,8 @@ class Round:
     outages: int = 0
     outage_seconds: float = 0.0
     in_flight: list[tuple[float, int]] = field(default_factory=list)
+    over_provisioning: float = 0.0
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def in_flight_mean(self) -> float:

@@ -24,6 +24,7 @@ from .checkpoint import SavedRollouts, save_rollouts
 from .config import AprilOptions
 from .dynamic_sampling import DynamicSampling
 from .errors import RoundSuspended, ServerError
+from .factor_chooser import START, FactorChooser, factors
 from .pool import Pool
 from .pool_state import restore
 from .processes import Processes
@@ -121,6 +122,20 @@ class RolloutSession:
         )
         self._overlap = options.overlap_generation
         self._loop = BackgroundLoop("trl-april-rollouts")
+        self._ended: float | None = None  # when the last round did
+        self._between = 0.0  # seconds from there to the present round
+        self._chooser = None
+        if isinstance(options.over_provisioning, str):
+            self._chooser = FactorChooser(
+                self.pool,
+                group_size=trainer.num_generations,
+                max_completion_length=trainer.max_completion_length,
+                reuses_kv=options.resume_kv == "reuse",
+                overlaps=options.overlap_generation,
+                total=processes.total,
+                is_first=processes.rank == 0,
+            )
+            self.pool.over_provisioning = self._chooser.factor
 
     def run_round(self, version: int, *, silent: bool) -> Round:
         """Fill the pool, and run until the quota is met.
@@ -135,6 +150,7 @@ class RolloutSession:
             As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion. A
             `ServerError` comes after the server was waited for, and in all processes.
         """
+        self._between = 0.0 if self._ended is None else time.monotonic() - self._ended
         with self._loop.paused():
             self._open_round(version)
         while not self._generate(silent=silent):
@@ -146,6 +162,7 @@ class RolloutSession:
             done = self.driver.take()
             self._let_go_of_trained()
             self._in_training.append((self._trainer._step, done.groups))
+            self._choose_factor(done)
             batch, row_of = self.pool.roster.delivered, self._admission.row_of
             rejected = list(self.pool.roster.rejected)
         done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
@@ -153,6 +170,7 @@ class RolloutSession:
         self._account_for_rejected()
         if self._overlap:
             self._go_on()
+        self._ended = time.monotonic()
         return done
 
     def _open_round(self, version: int) -> None:
@@ -180,6 +198,21 @@ class RolloutSession:
         if self._overlap:
             self._loop.run(self.driver.cut(), poll=self._processes.check)
             self._processes.barrier()
+
+    def _choose_factor(self, done: Round) -> None:
+        """Let the next round have another over-provisioning, if it is chosen by what was seen."""
+        if self._chooser is None:
+            return
+        self._chooser.observe(
+            done,
+            [*done.groups, *self.pool],
+            train_seconds=max(0.0, self._between - self._trainer.vllm_generation.sync_seconds),
+            sync_seconds=self._trainer.vllm_generation.sync_seconds,
+        )
+        change = self._chooser.choose()
+        if change is not None:
+            self.pool.over_provisioning = change.after
+            logger.info(str(change))
 
     def _generate(self, *, silent: bool) -> bool:
         """Run the round on; whether it may be closed, or else an outage is over."""
@@ -331,7 +364,11 @@ class RolloutSession:
 def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:
     """The pool that a training run with these arguments needs."""
     versions_per_round = optimiser_steps_per_round(args)
-    over_provisioning = options.over_provisioning
+    if isinstance(options.over_provisioning, str):  # "auto"
+        quota = args.generation_batch_size // args.num_generations
+        over_provisioning = min(START, factors(quota, options.max_staleness, versions_per_round)[-1])
+    else:
+        over_provisioning = options.over_provisioning
     if options.staleness_policy == "wait" and options.max_staleness is not None:
         # A round of several optimiser steps ages what waits by as many versions.
         most = options.max_staleness // versions_per_round + 1

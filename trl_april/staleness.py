@@ -12,6 +12,27 @@ from .errors import ConfigError
 
 
 STALENESS_POLICIES = ("wait", "mask", "ignore")
+AUTO = "auto"
+
+
+def factor_of(over_provisioning: float | str | None) -> float | str:
+    """The factor as a number, also where a command line has it as text, or `"auto"`.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if over_provisioning == AUTO:
+        return AUTO
+    try:
+        # A bool is a number to Python, but no factor that anybody can have meant.
+        if over_provisioning is not None and not isinstance(over_provisioning, bool):
+            return float(over_provisioning)
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(
+        f"over_provisioning is {over_provisioning!r}; it must be a number that is at least 1.0, or {AUTO!r}, which "
+        "chooses it while training runs."
+    )
 
 
 def check_bound(

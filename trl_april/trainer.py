@@ -307,7 +307,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         )
         for name, value in metrics.items():
             self._metrics["train"][f"april/{name}"].append(value)
-        self.round_history.append(replace(done, groups=[]))
+        self.round_history.append(replace(done, groups=[], spans=[]))
         return done
 
     def _sync_weights(self, recovery: Recovery) -> float:

@@ -1,0 +1,332 @@
+"""`over_provisioning="auto"`: it finds what is best, stays there, and finds the same in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.simulated_rounds import LONGEST, Curve, Lengths, SimulatedRounds, bent, flat, lognormal, saturated
+from trl_april.factor_chooser import (
+    CANDIDATES,
+    CHOICE_EVERY,
+    FIELDS,
+    GAIN_TO_CHANGE,
+    MAX_GROUPS,
+    Change,
+    FactorChooser,
+    factors,
+)
+from trl_april.pool import Pool
+from trl_april.round import Round
+from trl_april.types import Group
+
+
+BOUND = 5
+
+
+def make_pool(factor: float = 2.0, *, quota: int = 8, max_staleness: int | None = BOUND) -> Pool:
+    return Pool(quota, over_provisioning=factor, max_staleness=max_staleness)
+
+
+class Auto:
+    """A run whose factor is chosen, as the session does it."""
+
+    def __init__(self, lengths: Lengths, curve: Curve, *, max_staleness: int | None = BOUND, **options: float) -> None:
+        self.pool = make_pool(1.0, max_staleness=max_staleness)
+        self.run = SimulatedRounds(self.pool, lengths, curve, **options)
+        self.chooser = FactorChooser(self.pool, group_size=4, max_completion_length=LONGEST)
+        self.pool.over_provisioning = self.chooser.factor
+        self.factors: list[float] = []
+        self.changes: list[Change] = []
+
+    def rounds(self, count: int) -> list[Round]:
+        done = []
+        for _ in range(count):
+            self.factors.append(self.pool.over_provisioning)
+            one = self.run.run_round()
+            assert one.over_provisioning == self.factors[-1]
+            self.chooser.observe(one, [*one.groups, *self.pool])
+            change = self.chooser.choose()
+            if change is not None:
+                assert change.before == self.pool.over_provisioning
+                self.pool.over_provisioning = change.after
+                self.changes.append(change)
+            done.append(one)
+        return done
+
+
+def throughput(done: Sequence[Round]) -> float:
+    """Tokens per second. Those generated: all are trained, and fewer rounds say as much."""
+    return sum(one.generated_tokens for one in done) / sum(one.seconds for one in done)
+
+
+def with_factor(factor: float, lengths: Lengths, curve: Curve, *, rounds: int, **options: float) -> float:
+    """The same for a factor that does not change, after ten rounds."""
+    run = SimulatedRounds(make_pool(factor), lengths, curve, **options)
+    return throughput([run.run_round() for _ in range(10 + rounds)][10:])
+
+
+# It finds what is best
+
+COSTS = {"prefill": 1e-5, "overhead": 0.005}
+
+
+@pytest.mark.parametrize("curve", [flat, saturated])
+@pytest.mark.parametrize(("sigma", "rounds", "seeds"), [(0.0, 30, 1), (0.5, 40, 1), (1.0, 40, 1), (1.5, 50, 2)])
+def test_after_ten_rounds_no_factor_is_faster_by_more_than_a_twentieth(sigma, rounds, seeds, curve):
+    """Over two seeds where single long samples decide what 60 rounds take."""
+    reached, tried = 0.0, dict.fromkeys(factors(8, BOUND), 0.0)
+    for seed in range(seeds):
+        lengths = lognormal(sigma, seed=seed)
+        auto = Auto(lengths, curve, **COSTS)
+        auto.rounds(10)
+        reached += throughput(auto.rounds(rounds))
+        assert len(auto.changes) <= 5, auto.changes
+        for factor in tried:
+            tried[factor] += with_factor(factor, lengths, curve, rounds=rounds, **COSTS)
+    assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
+    # And it was worth finding, or not.
+    assert (reached > 1.1 * tried[2.0]) == (curve is flat)
+
+
+def test_where_more_in_flight_gain_nothing_the_batch_is_as_fresh_as_can_be():
+    auto = Auto(lognormal(1.0), saturated, prefill=1e-4)
+    auto.rounds(20)
+    assert auto.factors[-1] == 1.0
+
+
+def test_where_nothing_is_gained_or_lost_the_batch_gets_fresh_again():
+    """One point of the curve was seen, and 6.0 looked good; then it is all the same."""
+    auto = Auto(lognormal(0.0), saturated)
+    auto.rounds(12)
+    assert max(auto.factors) > 2.0
+    assert auto.factors[-1] == 1.0
+
+
+def test_late_changes_are_proposed_twice(monkeypatch):
+    """Once little new is learned, what the last lengths suggest may be chance."""
+    auto = Auto(lognormal(1.0), flat)
+    auto.rounds(10)
+    before = auto.factors[-1]
+    assert before > 3.0
+    best = {"factor": before}
+    monkeypatch.setattr(
+        "trl_april.factor_chooser.predicted_throughput",
+        lambda workload, factor: 1000.0 if factor == best["factor"] else 900.0,
+    )
+    for once in (2.0, before, 3.0, before, 2.5):
+        best["factor"] = once
+        auto.rounds(CHOICE_EVERY)
+        assert auto.pool.over_provisioning == before
+    best["factor"] = 2.0
+    auto.rounds(CHOICE_EVERY)
+    assert auto.pool.over_provisioning == 2.0
+
+
+def test_upwards_it_takes_a_gain_and_downwards_none(monkeypatch):
+    auto = Auto(lognormal(1.0), flat)
+    gains = {2.0: 1.0, 3.0: 1 + 0.5 * GAIN_TO_CHANGE}
+    monkeypatch.setattr(
+        "trl_april.factor_chooser.predicted_throughput", lambda workload, factor: 100 * gains.get(factor, 0.5)
+    )
+    auto.rounds(5)
+    assert auto.changes == []
+    gains[3.0] = 1 + 1.5 * GAIN_TO_CHANGE
+    auto.rounds(2)
+    assert auto.factors[-1] == 3.0
+    gains[3.0] = 1.0
+    auto.rounds(2)
+    assert auto.factors[-1] == 2.0
+
+
+def test_a_server_that_saturates_above_what_was_seen_is_found_out():
+    """At factor 2, 64 requests cost nothing more than one; above, each costs as much as the rest."""
+
+    def knee(count: int) -> float:
+        return 0.01 * max(1.0, count / 64)
+
+    lengths = lognormal(0.0)
+    auto = Auto(lengths, knee, prefill=2e-4)
+    auto.rounds(40)
+    assert 6.0 in auto.factors, "as far as could be seen it was the best"
+    best = max(with_factor(factor, lengths, knee, rounds=30, prefill=2e-4) for factor in auto.chooser.candidates)
+    assert throughput(auto.rounds(30)) >= 0.95 * best
+
+
+def test_it_follows_lengths_that_drift():
+    """All equal at first, so that many in flight are worth it for their number only; then ever more spread out."""
+
+    def costly(count: int) -> float:
+        return 0.002 * count
+
+    even, wide = lognormal(0.0), lognormal(1.0, median=80.0)
+
+    def drifting(group_id: int, index: int) -> int:
+        return (even if group_id < 160 else wide)(group_id, index)
+
+    def knee(count: int) -> float:
+        return 0.01 + (0.0 if count <= 16 else costly(count - 16))
+
+    auto = Auto(drifting, knee)
+    auto.rounds(20)
+    before = auto.factors[-1]
+    auto.rounds(40)
+    assert auto.factors[-1] > before
+    best = max(with_factor(factor, wide, knee, rounds=40) for factor in auto.chooser.candidates)
+    assert throughput(auto.rounds(40)) >= 0.95 * best
+
+
+# Within bounds
+
+
+@pytest.mark.parametrize(
+    ("quota", "max_staleness", "versions_per_round", "expected"),
+    [
+        (8, 5, 1, [1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0]),
+        (8, 5, 2, [1.0, 1.25, 1.5, 2.0, 2.5, 3.0]),
+        (8, 0, 1, [1.0]),
+        (8, None, 1, list(CANDIDATES)),
+        (8, 100, 1, list(CANDIDATES)),
+        (2, 1, 1, [1.0, 1.5, 2.0]),
+        (1, 2, 1, [1.0, 2.0, 3.0]),
+    ],
+)
+def test_the_factors_that_can_be_chosen(quota, max_staleness, versions_per_round, expected):
+    """Within the bound, and no two that come to the same number of groups."""
+    assert factors(quota, max_staleness, versions_per_round) == expected
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 5])
+def test_the_bound_is_kept_whatever_is_chosen(bound):
+    """The pool refuses a factor beyond the bound, and would not deliver a token older than it."""
+    auto = Auto(lognormal(1.0), flat, max_staleness=bound)
+    done = auto.rounds(20)
+    oldest = max(
+        one.version - segment.version
+        for one in done
+        for group in one.groups
+        for sample in group.samples
+        for segment in sample.segments
+    )
+    assert oldest <= bound
+    assert auto.factors[0] == min(2.0, bound + 1)
+    assert max(auto.factors) == bound + 1
+
+
+def test_until_it_knows_something_it_stays():
+    auto = Auto(lognormal(1.0), flat)
+    auto.rounds(2)
+    assert auto.changes == []
+    auto.rounds(1)
+    (change,) = auto.changes
+    assert change.before == 2.0 < change.after
+    assert str(change).startswith(f"over_provisioning changes from 2 to {change.after:g}: predicted ")
+    assert change.predicted_after > 1.02 * change.predicted_before
+
+
+def test_predictions_are_on_the_scale_of_what_was_measured():
+    """Half of every round is spent on something that the requests do not show."""
+    auto = Auto(lognormal(1.0), flat)
+    for _ in range(3):
+        one = auto.run.run_round()
+        one.seconds *= 2
+        auto.chooser.observe(one, [*one.groups, *auto.pool])
+    change = auto.chooser.choose()
+    done = auto.run.history
+    assert change is not None
+    assert change.predicted_before == pytest.approx(throughput(done))
+
+
+def test_what_a_checkpoint_left_outstanding_says_where_it_starts():
+    saved = Auto(lognormal(1.0), flat)
+    saved.rounds(8)
+    assert saved.factors[-1] > 3.0
+    pool = make_pool(2.0)
+    pool.load_state_dict(saved.pool.state_dict())
+    chooser = FactorChooser(pool, group_size=4, max_completion_length=LONGEST)
+    assert 2.0 < chooser.factor <= saved.factors[-1]
+    assert chooser.factor * pool.quota >= len(pool)
+
+
+def test_an_outage_says_nothing_of_the_servers_speed():
+    auto, disturbed = (Auto(lognormal(1.0), flat) for _ in range(2))
+    for _ in range(3):
+        for one in (auto, disturbed):
+            done = one.run.run_round()
+            one.chooser.observe(done, [*done.groups, *one.pool])
+    done = disturbed.run.run_round()
+    done.outages, done.seconds = 1, 1000.0
+    for k, span in enumerate(done.spans):
+        done.spans[k] = type(span)(**{name: getattr(span, name) for name in span.__slots__} | {"ended": 1000.0})
+    disturbed.chooser.observe(done, [*done.groups, *disturbed.pool])
+    expected, found = auto.chooser.workload(), disturbed.chooser.workload()
+    assert found.seconds_per_step(64) == expected.seconds_per_step(64)
+    assert found.overhead_seconds == expected.overhead_seconds
+    assert len(found.lengths) > len(expected.lengths)
+
+
+# In several processes
+
+
+def of_process(rank: int, count: int, done: Round, groups: Sequence[Group]) -> tuple[Round, list[Group]]:
+    """What one of several processes knows of a round."""
+    part = Round(
+        done.version, seconds=done.seconds + rank, over_provisioning=done.over_provisioning,
+        generated_tokens=sum(span.tokens for span in done.spans if span.group_id % count == rank),
+        spans=[span for span in done.spans if span.group_id % count == rank],
+    )  # fmt: skip
+    return part, [group for group in groups if group.group_id % count == rank]
+
+
+def test_all_processes_choose_what_one_would():
+    """Each knows its own groups only. What they add up is all that any of them goes by."""
+    alone = Auto(lognormal(1.0), bent, prefill=1e-5)
+    sent: list[list[float]] = []
+
+    def note(values: Sequence[float]) -> list[float]:
+        sent.append(list(values))
+        return [0.0] * len(sent[0])  # of no use to anybody
+
+    def chooser(rank: int, total: object) -> FactorChooser:
+        return FactorChooser(alone.pool, group_size=4, max_completion_length=LONGEST, total=total, is_first=rank == 0)
+
+    sums: list[float] = []
+    several = [chooser(rank, lambda _: sums) for rank in range(3)]
+    probes = [chooser(rank, note) for rank in range(3)]
+    for _ in range(12):
+        (done,) = alone.rounds(1)
+        groups = [*done.groups, *alone.pool]
+        sent.clear()
+        for rank, probe in enumerate(probes):
+            probe.observe(*of_process(rank, 3, done, groups))
+        assert len({len(values) for values in sent}) == 1, "a collective call needs the same size of all"
+        sums = [sum(values) for values in zip(*sent, strict=True)]
+        for rank, one in enumerate(several):
+            one.observe(*of_process(rank, 3, done, groups))
+        changes = [one.choose() for one in several]
+        assert changes[0] == changes[1] == changes[2]
+        assert {one.factor for one in several} == {alone.chooser.factor}
+    assert alone.changes
+    assert several[1].workload().lengths == alone.chooser.workload().lengths
+
+
+def test_of_many_groups_a_part_is_looked_at():
+    """What is sent and remembered is bounded, and the part that is looked at stands for all."""
+    sent: list[int] = []
+
+    def total(values: Sequence[float]) -> list[float]:
+        sent.append(len(values))
+        return list(values)
+
+    pool = make_pool(2.0, quota=300)
+    run = SimulatedRounds(pool, lognormal(1.0), bent, group_size=2)
+    chooser = FactorChooser(pool, group_size=2, max_completion_length=LONGEST, total=total)
+    for _ in range(3):
+        done = run.run_round()
+        chooser.observe(done, [*done.groups, *pool])
+    assert max(sent) <= MAX_GROUPS * 2 * FIELDS + 10
+    work = chooser.workload()
+    assert len(work.lengths) <= MAX_GROUPS
+    assert work.seconds_per_step(600) == pytest.approx(bent(600), rel=0.1)
+    assert work.seconds_per_step(1200) == pytest.approx(bent(1200), rel=0.1)

@@ -1,0 +1,215 @@
+"""The step-time curve: learned from the requests of rounds, of a made-up server and of the driver."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.curve_engine import CurveEngine
+from tests.scripted_engine import simulate
+from tests.simulated_rounds import LONGEST, PROMPT, Curve, SimulatedRounds, bent, flat, lognormal, saturated
+from trl_april.pool import Pool
+from trl_april.rollout import RolloutDriver
+from trl_april.round import Round, Span
+from trl_april.step_time import StepTimeCurve, StepTimes
+
+
+def span(ended: float, tokens: int, **options: object) -> Span:
+    """A request from the round's opening on that ended by itself, but for what is said otherwise."""
+    values = {"group_id": 0, "index": 0, "began": 0.0, "first": 1.0, "head": 1, "prompt": 10, "held": 0}
+    return Span(**{**values, "ended": ended, "tokens": tokens, "finished": True, **options})
+
+
+def learned(
+    curve: Curve, *, sigma: float = 1.0, factor: float = 2.0, rounds: int = 4, prefill: float = 0.0
+) -> StepTimes:
+    run = SimulatedRounds(Pool(8, over_provisioning=factor, max_staleness=5), lognormal(sigma), curve, prefill=prefill)
+    times = StepTimes()
+    for _ in range(rounds):
+        times.observe(run.run_round().spans)
+    return times
+
+
+# The curve
+
+
+def test_a_curve_is_straight_between_its_points_and_goes_on_beyond_them():
+    curve = StepTimeCurve.through([(4.0, 1.0), (8.0, 2.0), (16.0, 3.0)])
+    assert [curve(count) for count in (4, 6, 8, 12, 16)] == [1.0, 1.5, 2.0, 2.5, 3.0]
+    assert curve(32) == 3.0 + 16 / 8
+    assert curve(2) == 0.5
+
+
+def test_a_curve_never_says_that_more_in_flight_are_slower_altogether():
+    curve = StepTimeCurve.through([(4.0, 0.1), (8.0, 2.0)])
+    for count in range(8, 200):
+        assert (count + 1) / curve(count + 1) >= count / curve(count) - 1e-9
+    assert all(curve(count) > 0 for count in range(1, 9))
+
+
+def test_one_point_is_a_flat_curve():
+    curve = StepTimeCurve.through([(8.0, 2.0)])
+    assert curve(1) == curve(8) == curve(100) == 2.0
+
+
+def test_nothing_is_known_before_the_first_round():
+    times = StepTimes()
+    times.observe([])
+    assert not times.is_known
+    assert times.seconds_per_prefilled_token == 0.0
+    with pytest.raises(ValueError, match="No round"):
+        _ = times.curve
+
+
+# By hand
+
+
+def test_two_that_end_one_after_the_other_measure_a_step():
+    """Three requests: until 11 s all (10 steps after the first token), until 16 s two (10 more), until 18 s one."""
+    times = StepTimes()
+    times.observe([span(11.0, 11), span(16.0, 21), span(18.0, 31)])
+    assert times.curve(3) == pytest.approx(1.0)
+    assert times.curve(2) == pytest.approx(0.5)
+    assert times.curve(1) == pytest.approx(0.2)
+
+
+def test_a_bin_that_is_faster_than_the_one_below_is_one_with_it():
+    """Noise: the step of four seems faster than that of two."""
+    times = StepTimes()
+    times.observe([span(5.0, 11), span(5.0, 11), span(15.0, 21), span(15.0, 21)])
+    assert times.curve(2) == times.curve(4) == pytest.approx((4.0 + 10.0) / 20)
+
+
+def test_what_was_cut_counts_as_in_flight_and_measures_nothing():
+    times = StepTimes()
+    times.observe([span(11.0, 11), span(50.0, 12, finished=False)])
+    assert times.curve(2) == pytest.approx(1.0)
+    assert times.curve(1) == pytest.approx(1.0), "or the 39 s to the end of the cut request were counted"
+
+
+def test_what_came_later_in_the_round_is_not_on_the_same_clock():
+    """A replacement of a rejected group: it ends at 16 s with 5 tokens."""
+    times = StepTimes()
+    late = span(16.0, 5, began=10.0, first=11.5)
+    times.observe([span(11.0, 11), span(21.0, 21), late])
+    assert times.curve(1) == pytest.approx(1.0, rel=0.05)
+    assert times.curve(2) == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_came_later_is_not_taken_for_a_long_prefill():
+    """The first tokens of the wave come at 6 s, and those of a replacement, sent at 7 s, at 8 s."""
+    times = StepTimes()
+    wave = [span(16.0, 11, first=6.0, prompt=25), span(26.0, 21, first=6.0, prompt=25)]
+    times.observe([*wave, span(30.0, 18, began=7.0, first=8.0, prompt=25)])
+    assert times.curve(3) == pytest.approx(1.0, rel=0.05)
+    assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 50, rel=0.05)
+
+
+def test_requests_for_which_the_server_has_no_place_slow_all_down_alike():
+    """Four places: the other four requests wait. In flight are eight, and a token of each takes twice as long."""
+    times = StepTimes()
+    wave = [span(11.0, 11) for _ in range(4)]
+    queued = [span(21.0, 11, first=12.0) for _ in range(4)]
+    times.observe([*wave, *queued])
+    assert times.curve(8) == pytest.approx(2.0)
+
+
+def test_a_part_of_the_requests_stands_for_all():
+    whole, part = StepTimes(), StepTimes()
+    whole.observe([one for one in (span(11.0, 11), span(21.0, 31)) for _ in range(4)])
+    part.observe([span(11.0, 11), span(21.0, 31)], stands_for=4)
+    assert [part.curve(count) for count in (4, 8)] == pytest.approx([whole.curve(4), whole.curve(8)])
+    assert part.curve(8) > part.curve(4)
+
+
+def test_what_was_long_ago_counts_less():
+    times = StepTimes()
+    for seconds in [10.0] * 5 + [20.0] * 30:
+        times.observe([span(1.0 + seconds, 11)])
+    assert times.curve(1) == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_prefill_is_what_comes_before_the_first_token():
+    times = StepTimes()
+    waiting = {"first": 6.0, "prompt": 25}
+    times.observe([span(16.0, 11, **waiting), span(16.0, 11, **waiting, held=20)])
+    assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 50)
+    times = StepTimes()
+    times.observe([span(16.0, 11, **waiting), span(16.0, 11, **waiting, held=20)], reuses_kv=True)
+    assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 25)
+
+
+# From rounds
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("curve", [flat, bent, saturated])
+def test_the_curve_of_the_server_is_found(curve, factor):
+    """These are straight, so that what was seen says everything about what was not."""
+    found = learned(curve, factor=factor).curve
+    for count in (1, 2, 8, 20, 64, 128, 192):
+        assert found(count) == pytest.approx(curve(count), rel=0.02)
+
+
+def test_above_what_was_seen_a_bend_is_found_by_going_there():
+    def knee(count: int) -> float:
+        return 0.01 * max(1.0, count / 64)
+
+    assert learned(knee).curve(192) == pytest.approx(0.01), "64 were in flight"
+    assert learned(knee, factor=6.0).curve(192) == pytest.approx(0.03, rel=0.05)
+
+
+def test_equal_lengths_show_one_point():
+    found = learned(bent, sigma=0.0).curve
+    assert found(64) == pytest.approx(bent(64))
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1.0])
+def test_the_prefill_is_found(sigma):
+    times = learned(bent, sigma=sigma, prefill=1e-4)
+    assert times.seconds_per_prefilled_token == pytest.approx(1e-4, rel=0.05)
+    assert times.curve(64) == pytest.approx(bent(64), rel=0.02)
+
+
+def test_noise_in_the_arrivals_cancels():
+    rng = random.Random(0)
+    run = SimulatedRounds(Pool(8, over_provisioning=2.0), lognormal(1.0), bent)
+    times = StepTimes()
+    for _ in range(6):
+        spans = run.run_round().spans
+        times.observe([replace(one, ended=one.ended + rng.expovariate(1 / 0.002)) for one in spans])
+    for count in (16, 32, 64):
+        assert times.curve(count) == pytest.approx(bent(count), rel=0.15)
+
+
+def test_the_requests_of_the_driver_say_the_same():
+    """What `Round.spans` holds, from the real driver: every request, and the server's curve in it."""
+    engine = CurveEngine(lognormal(1.0), bent, prefill=1e-4)
+    pool = Pool(8, over_provisioning=2.0)
+    driver = RolloutDriver(pool, engine, run_id="run")
+
+    async def run() -> list[Round]:
+        done, next_id = [], 0
+        for version in range(4):
+            pool.begin_round(version)
+            for _ in range(pool.room):
+                pool.admit(next_id, {}, PROMPT, num_generations=4, max_completion_length=LONGEST)
+                next_id += 1
+            done.append(await driver.run_round())
+        return done
+
+    times = StepTimes()
+    for one in simulate(run()):
+        assert len(one.spans) == one.requests
+        assert sum(request.tokens for request in one.spans) == one.generated_tokens
+        assert sum(not request.finished for request in one.spans) == one.aborted_requests
+        assert all(request.prompt == len(PROMPT) + request.held for request in one.spans)
+        assert all(0 <= request.began <= request.first <= request.ended <= one.seconds for request in one.spans)
+        assert one.over_provisioning == 2.0
+        times.observe(one.spans)
+    assert any(request.held for request in one.spans)
+    for count in (8, 20, 64):
+        assert times.curve(count) == pytest.approx(bent(count), rel=0.03)
+    assert times.seconds_per_prefilled_token == pytest.approx(1e-4, rel=0.1)
