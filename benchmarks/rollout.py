@@ -251,6 +251,11 @@ class Contestant:
             self.dynamic.close()
 
 
+def bound(text: str) -> int | None:
+    """A staleness bound from the command line."""
+    return None if text == "none" else int(text)
+
+
 def grid(options: argparse.Namespace) -> list[tuple[str, float]]:
     """The contestants. Synchronous is the same in all modes and runs once, as the first."""
     found = [("abort", 1.0)] if 1.0 in options.factors else []
@@ -358,7 +363,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=4, help="measured rounds before another contestant has its turn")
     parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
     parser.add_argument("--median", type=int, default=150, help="median length in tokens")
-    parser.add_argument("--max-staleness", type=int, default=5, help="bound in policy versions (one per round)")
+    parser.add_argument(
+        "--max-staleness", type=bound, default=5, help="bound in policy versions (one per round), or none"
+    )
     parser.add_argument("--useless", type=float, default=0.0, help="share of groups that dynamic sampling rejects")
     parser.add_argument("--stream-interval", type=int, default=64, help="tokens per streamed chunk")
     parser.add_argument("--seed", type=int, default=0)

@@ -74,6 +74,13 @@ def launched(server, tiny_model_dir, tmp_path_factory):
             "name": "unlucky", "kind": "train_through_an_outage",
             "options": {**ONE_EPOCH, "max_completion_length": 400, "generation_kwargs": {"ignore_eos": True}},
         },
+        {
+            "name": "overlap", "kind": "train",
+            "options": {
+                **PLAIN, "overlap_generation": True, "resume_kv": "reuse", "over_provisioning": "auto",
+                "max_completion_length": 300,
+            },
+        },
         *(
             {
                 "name": f"{name}-{when}", "kind": "train_until_a_signal", "when": when, "signal": int(number),
@@ -177,6 +184,29 @@ class TestAnotherNumberOfProcesses:
         assert len(everything) == len(set(everything)) == 5 * 12
         assert all(number % 3 == 0 for _, number, _ in everything)
         assert after[0]["left"] == 0
+
+
+class TestOverlap:
+    """With the factor that both processes choose by themselves."""
+
+    def test_every_row_is_trained_once_per_epoch(self, launched):
+        results = launched.two.results("overlap", 2)
+        everything = trained(results)
+        samples = Counter((number, index) for _, number, index in everything)
+        assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+        assert len(set(everything)) == len(everything)
+        assert [result["left"] for result in results] == [0, 0]
+
+    def test_requests_ran_while_both_trained(self, launched):
+        log = [entry for entry in launched.two.result("overlap", 0)["log"] if "april/overlap_tokens" in entry]
+        assert sum(entry["april/overlap_tokens"] for entry in log) > 0
+
+    def test_what_finished_meanwhile_is_known_to_both(self, launched):
+        """Otherwise they would not have had the same room, and not read the same rows."""
+        first, second = launched.two.results("overlap", 2)
+        assert {len(first["rounds"]), len(second["rounds"])} == {12}
+        factors = [entry["april/over_provisioning"] for entry in first["log"] if "april/over_provisioning" in entry]
+        assert len(factors) == 12 and factors[0] == 2.0
 
 
 class TestOutage:
