@@ -36,6 +36,7 @@ from itertools import count
 from pathlib import Path
 
 import requests
+from calibration import Calibrator
 
 from trl_april.admission import NewGroup
 from trl_april.dynamic_sampling import DynamicSampling
@@ -371,11 +372,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-url", help="a server that runs already (default: start one)")
     parser.add_argument("--json", type=Path, help="also write every measurement here")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure the server's speed before each turn, for the simulator"
+    )
     options = parser.parse_args()
 
     if options.useless and "discard" in options.modes:
         parser.error("--useless: what is discarded has no verdicts, so leave out --modes discard")
     measurements: list[Measurement] = []
+    calibrations: dict[str, dict[str, object]] = {}
     with server(options.base_url) as base_url:
         model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
         warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0, "train_seconds": 0.0})
@@ -383,6 +388,10 @@ def main() -> None:
         asyncio.run(measure(warm, base_url, model, 0.0, [("abort", 1.0)], -1))
         for sigma in options.sigma:
             for turn in range(options.turns):
+                if options.calibrate:
+                    calibrator = Calibrator(base_url, model, prompt_tokens=PROMPT_LENGTH)
+                    found = asyncio.run(calibrator.measure([1, 2, 4, 8, 16, 32, 64, 128]))
+                    calibrations[f"{sigma:g}/{turn}"] = found.described()
                 for done in asyncio.run(measure(options, base_url, model, sigma, grid(options), turn)):
                     measurements.append(done)
                     print(
@@ -405,7 +414,15 @@ def main() -> None:
         ]
         settings = {name: value for name, value in vars(options).items() if name not in ("json", "base_url")}
         options.json.write_text(
-            json.dumps({"machine": platform.processor(), "settings": settings, "measurements": rows}, indent=2)
+            json.dumps(
+                {
+                    "machine": platform.processor(),
+                    "settings": settings,
+                    "calibrations": calibrations,
+                    "measurements": rows,
+                },
+                indent=2,
+            )
         )
 
 
