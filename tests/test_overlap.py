@@ -146,6 +146,40 @@ class TestBetweenTheRounds:
         done = simulate(run())
         assert ids(done.groups) == [1] and (done.generated_tokens, done.requests) == (3, 1)
 
+    def test_the_last_request_ends_between_the_opening_of_a_round_and_its_start(self):
+        """What was admitted to the round is not asked for yet, so there is something left that can close it."""
+        pool = make_pool(2, outstanding=3)
+        admit(pool, 0, 1, 2)
+        engine = ScriptedEngine({(2, 0): natural(6)}, default=natural(3))
+        driver = overlapping(pool, engine)
+
+        async def run():
+            await driver.run_round()
+            pool.begin_round(0)
+            admit(pool, 3)
+            driver.open_round()
+            await asyncio.sleep(5.0)
+            assert driver.in_flight == 0
+            return await driver.run_round()
+
+        assert ids(simulate_and_close(driver, run()).groups) == [2, 3]
+
+    def test_nothing_that_could_close_the_round_is_still_seen_at_once(self):
+        pool = make_pool(2, outstanding=3)
+        admit(pool, 0, 1, 2)
+        engine = ScriptedEngine({(2, 0): natural(6)}, default=natural(3))
+        driver = overlapping(pool, engine)
+
+        async def run():
+            await driver.run_round()
+            pool.begin_round(0)
+            driver.open_round()
+            await asyncio.sleep(5.0)
+            with pytest.raises(PoolError, match="1 of 2 groups are finished"):
+                await driver.run_round()
+
+        simulate_and_close(driver, run())
+
     def test_a_round_that_raises_leaves_nothing_running(self):
         pool = make_pool(1)
         admit(pool, 0, 1)

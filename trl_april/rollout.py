@@ -92,6 +92,7 @@ class RolloutDriver:
         self._quota = quota
         self._overlap = overlap
         self._is_open = False  # whether the round waits for its quota, or is about to
+        self._has_asked = False  # whether what was admitted to it has been asked for
         self._is_taken = False  # whether its batch has been taken
         self._closes_at_once = False  # whether what was finished before is enough
         self._before: dict[str, int] = {}  # counters when the round began
@@ -126,7 +127,7 @@ class RolloutDriver:
             self._flight.open()
         else:
             self._closing.set()  # what ran on has failed since the last round closed
-        self._is_open = True
+        self._is_open, self._has_asked = True, False
         self._closes_at_once = self._may_close()
         if self._quota is not None and not self._closes_at_once:
             self._quota.begin_round()
@@ -244,7 +245,8 @@ class RolloutDriver:
     def task_ended(self) -> None:
         """See [`~trl_april.in_flight.Watcher`]."""
         self._sample_ended.set()
-        if not self._watching and not len(self._flight):
+        # With overlap, the last request of before can end between the opening of a round and its start.
+        if self._has_asked and not self._watching and not len(self._flight):
             self._closing.set()  # nothing is left that could close it
 
     def failed(self, error: BaseException) -> None:
@@ -276,6 +278,7 @@ class RolloutDriver:
         if self._flight.running:
             self.in_flight_changed()
         self._flight.dispatch()
+        self._has_asked = True
         watching = [self._watched(self._judge()), self._watched(self._watch_quota())]
         runs_on = False
         try:
