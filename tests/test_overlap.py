@@ -180,6 +180,18 @@ class TestBetweenTheRounds:
 
         simulate_and_close(driver, run())
 
+    def test_what_a_checkpoint_holds_was_not_generated_between_two_rounds(self):
+        """`overlap_tokens` of the first round after a resume is not all that the run has generated so far."""
+        before = make_pool(1)
+        admit(before, 0, 1)
+        simulate(make_driver(before, ScriptedEngine(default=natural(3))).run_round())
+        pool = Pool(1, over_provisioning=2.0, max_staleness=None)
+        pool.load_state_dict(before.state_dict())
+        pool.begin_round(0)
+        admit(pool, 2)
+        driver = overlapping(pool, ScriptedEngine(default=natural(3)))
+        assert simulate_and_close(driver, driver.run_round()).overlap_tokens == 0
+
     def test_a_round_that_raises_leaves_nothing_running(self):
         pool = make_pool(1)
         admit(pool, 0, 1)
