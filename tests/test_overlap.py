@@ -352,6 +352,32 @@ class TestErrorsMeanwhile:
 
         assert ids(simulate(run()).groups) == [1]
 
+    @pytest.mark.parametrize("cuts", [True, False])
+    def test_a_server_that_was_restarted_while_nothing_ran_gets_nothing_ahead(self, cuts):
+        """No stream could break: it would sample from its initial weights, under the version of the others."""
+        pool = make_pool(1)
+        admit(pool, 0)
+        engine = ScriptedEngine(default=natural(3))
+        driver = overlapping(pool, engine)
+
+        async def run():
+            await driver.run_round()
+            engine.held = 7
+            admit(pool, 1)
+            await driver.go_on()
+            await asyncio.sleep(5.0)
+            assert len(engine.requests) == 1
+            if cuts:
+                await driver.cut()
+            pool.begin_round(int(cuts))
+            if not cuts:
+                with pytest.raises(ServerError, match="is away, or no longer has the weights"):
+                    await driver.run_round()
+            engine.held = None  # the sync
+            return await driver.run_round()
+
+        assert ids(simulate_and_close(driver, run()).groups) == [1]
+
     def test_what_makes_no_sense_is_an_error_of_the_cut(self):
         pool = make_pool(1)
         admit(pool, 0, 1)

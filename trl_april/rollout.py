@@ -196,10 +196,18 @@ class RolloutDriver:
         return self.round
 
     async def go_on(self) -> None:
-        """With `overlap`: ask for what has been admitted since the batch was taken, beside what runs."""
+        """With `overlap`: ask for what has been admitted since the batch was taken, beside what runs.
+
+        A server that has gone away is an error of the next round, or none if there is a sync before it.
+        """
         if self._overlap and self._error is None:
             self._flight.open()
-            self._flight.dispatch()
+            try:
+                # Since it was last seen to have the weights, a round has gone by. With nothing running any more, no
+                # stream would have broken by its being started anew.
+                await self._flight.dispatch_more()
+            except ServerError as error:
+                self.failed(error)
 
     async def cut(self) -> None:
         """Abort what runs between two rounds, and wait until every token of it is in the pool.
