@@ -6,6 +6,7 @@ Rules are those of DESIGN.md, "Rules that hold always".
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -15,7 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.scripted_engine import Attempt, Break, Raw, ScriptedEngine, Silence, Tokens, natural, prompt_ids, simulate
+from tests.scripted_engine import (
+    Attempt,
+    Break,
+    Raw,
+    ScriptedEngine,
+    Silence,
+    Tokens,
+    logprobs,
+    natural,
+    prompt_ids,
+    simulate,
+    token_ids,
+)
 from tests.test_rollout import admit, assert_at_rest, ids, make_driver, make_pool
 from trl_april.background import BackgroundLoop
 from trl_april.engine import Chunk
@@ -560,6 +573,36 @@ def test_several_processes_agree_on_what_finished_meanwhile(seed: int):
 
     asyncio.run(run())
     assert len(trained) == len(set(trained)) == rounds * quota
+
+
+def test_what_finishes_as_a_round_opens_that_waits_for_nothing_is_no_news(caplog):
+    """After a resume with more than a batch finished, nothing has been counted yet that could be told of."""
+    pool = Pool(1, over_provisioning=3.0, max_staleness=None)
+    pool.begin_round(0)
+    admit(pool, 0, 1, 2)
+    for sample in (pool_group.samples[0] for pool_group in list(pool)[:2]):
+        pool.start(sample)
+        pool.record(sample, token_ids((sample.group_id, 0), 0, 1), logprobs(0, 1))
+        pool.finish(sample, "stop")
+    engine = ScriptedEngine(default=natural(3))
+    driver = overlapping(pool, engine, quota=SharedQuota(HashStore(), pool.roster))
+
+    async def run():
+        unraised = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unraised.append(context))
+        batches = [ids((await driver.run_round()).groups)]
+        await driver.go_on()
+        await asyncio.sleep(1.5)
+        pool.begin_round(0)
+        driver.open_round()
+        await asyncio.sleep(5.0)
+        batches.append(ids((await driver.run_round()).groups))
+        gc.collect()
+        await asyncio.sleep(0.0)
+        assert unraised == []
+        return batches
+
+    assert simulate_and_close(driver, run()) == [[0], [1]]
 
 
 # Beside it

@@ -249,8 +249,9 @@ class RolloutDriver:
             return
         self._sample_ended.set()
         if self._quota is not None:
-            # What is finished here closes the round only once all processes can know of it.
-            if group.state is GroupState.FINISHED:
+            # What is finished here closes the round only once all processes can know of it. One that waits for
+            # nothing does not count.
+            if group.state is GroupState.FINISHED and not self._closes_at_once:
                 self._quota.notify()
         elif self.pool.quota_met:
             self._closing.set()
