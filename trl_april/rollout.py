@@ -275,7 +275,7 @@ class RolloutDriver:
     def _new_round(self, version: int) -> None:
         self._is_taken = False
         self._flight.begin_round()
-        self.round = Round(version, started=_now(), over_provisioning=self.pool.over_provisioning)
+        self.round = Round(version, started=_now(), over_provisioning=self.pool.over_provisioning, waited=False)
         self.round.overlap_tokens = self.pool.tokens_generated - self._counted_before["tokens_generated"]
         resumed = {group.group_id for group, _ in self.pool.ready() if group.state is GroupState.PARKED}
         self.round.resumed_groups = len(resumed)
@@ -291,6 +291,7 @@ class RolloutDriver:
         clock = asyncio.get_running_loop().time
         if self._flight.running:
             self.in_flight_changed()
+        self.round.waited = True
         self._flight.dispatch()
         self._has_asked = True
         watching = [self._watched(self._judge()), self._watched(self._watch_quota())]
