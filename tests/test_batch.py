@@ -247,3 +247,11 @@ def test_a_batch_that_surplus_filled_has_no_rates():
     assert metrics["carried_fraction"] == 1.0
     assert metrics["trained_tokens"] == 13
     assert metrics["staleness_max"] == 3
+
+
+def test_a_round_that_waited_for_nothing_has_no_rates_though_requests_run_on():
+    """With overlap its batch may have been finished meanwhile; its duration is that of a few function calls."""
+    done, pool = round_of_a_small_pool()
+    filled = replace(done, seconds=1e-4, waited=False)
+    metrics = round_metrics(filled, pool, sync_seconds=0.0, max_staleness=5)
+    assert metrics["trained_tokens_per_second"] == metrics["generated_tokens_per_second"] == 0.0

@@ -303,6 +303,26 @@ class TestErrors:
             run(arena)
 
 
+class TestLoweredTarget:
+    """More are outstanding than the target: `over_provisioning="auto"` has lowered it, or a checkpoint held them."""
+
+    def arena(self) -> Arena:
+        lengths = {group: 2 + group for group in range(6)}
+        return Arena(lambda group: USELESS if group in (1, 2, 3) else USEFUL, factor=4.0, lengths=lengths)
+
+    def test_rejected_groups_are_replaced_only_below_the_target(self):
+        arena = self.arena()
+
+        async def main() -> None:
+            assert ids((await arena.round()).groups) == [0]
+            arena.pool.over_provisioning = 1.0
+            assert len(arena.pool) == 3
+            assert ids((await arena.round(1)).groups) == [4]
+            assert arena.replaced == [1] and arena.dynamic.replaced == 1
+
+        simulate(main())
+
+
 class TestHopelessRounds:
     def test_it_is_filled_with_the_oldest_rejected_groups_and_says_so(self, caplog):
         arena = Arena(lambda group: USELESS, quota=2, max_rejected=6)

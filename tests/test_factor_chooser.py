@@ -330,3 +330,21 @@ def test_of_many_groups_a_part_is_looked_at():
     assert len(work.lengths) <= MAX_GROUPS
     assert work.seconds_per_step(600) == pytest.approx(bent(600), rel=0.1)
     assert work.seconds_per_step(1200) == pytest.approx(bent(1200), rel=0.1)
+
+
+def test_tokens_that_came_while_the_trainer_trained_belong_to_the_time_that_it_took():
+    """With overlap, what is predicted is held against all that was generated in all of the time."""
+
+    def predicted(overlap: bool) -> float:
+        auto = Auto(lognormal(1.0), flat)
+        auto.chooser._overlaps = True
+        for _ in range(3):
+            one = auto.run.run_round()
+            if overlap:  # the same, with half of it in the time between the rounds
+                one.overlap_tokens = one.generated_tokens // 2
+                one.generated_tokens -= one.overlap_tokens
+            auto.chooser.observe(one, [*one.groups, *auto.pool], train_seconds=1.0)
+        tokens, seconds = auto.chooser._measured
+        return tokens / seconds
+
+    assert predicted(True) == predicted(False)

@@ -6,6 +6,7 @@ Rules are those of DESIGN.md, "Rules that hold always".
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -15,7 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.scripted_engine import Attempt, Break, Raw, ScriptedEngine, Silence, Tokens, natural, prompt_ids, simulate
+from tests.scripted_engine import (
+    Attempt,
+    Break,
+    Raw,
+    ScriptedEngine,
+    Silence,
+    Tokens,
+    logprobs,
+    natural,
+    prompt_ids,
+    simulate,
+    token_ids,
+)
 from tests.test_rollout import admit, assert_at_rest, ids, make_driver, make_pool
 from trl_april.background import BackgroundLoop
 from trl_april.engine import Chunk
@@ -145,6 +158,52 @@ class TestBetweenTheRounds:
 
         done = simulate(run())
         assert ids(done.groups) == [1] and (done.generated_tokens, done.requests) == (3, 1)
+
+    def test_the_last_request_ends_between_the_opening_of_a_round_and_its_start(self):
+        """What was admitted to the round is not asked for yet, so there is something left that can close it."""
+        pool = make_pool(2, outstanding=3)
+        admit(pool, 0, 1, 2)
+        engine = ScriptedEngine({(2, 0): natural(6)}, default=natural(3))
+        driver = overlapping(pool, engine)
+
+        async def run():
+            await driver.run_round()
+            pool.begin_round(0)
+            admit(pool, 3)
+            driver.open_round()
+            await asyncio.sleep(5.0)
+            assert driver.in_flight == 0
+            return await driver.run_round()
+
+        assert ids(simulate_and_close(driver, run()).groups) == [2, 3]
+
+    def test_nothing_that_could_close_the_round_is_still_seen_at_once(self):
+        pool = make_pool(2, outstanding=3)
+        admit(pool, 0, 1, 2)
+        engine = ScriptedEngine({(2, 0): natural(6)}, default=natural(3))
+        driver = overlapping(pool, engine)
+
+        async def run():
+            await driver.run_round()
+            pool.begin_round(0)
+            driver.open_round()
+            await asyncio.sleep(5.0)
+            with pytest.raises(PoolError, match="1 of 2 groups are finished"):
+                await driver.run_round()
+
+        simulate_and_close(driver, run())
+
+    def test_what_a_checkpoint_holds_was_not_generated_between_two_rounds(self):
+        """`overlap_tokens` of the first round after a resume is not all that the run has generated so far."""
+        before = make_pool(1)
+        admit(before, 0, 1)
+        simulate(make_driver(before, ScriptedEngine(default=natural(3))).run_round())
+        pool = Pool(1, over_provisioning=2.0, max_staleness=None)
+        pool.load_state_dict(before.state_dict())
+        pool.begin_round(0)
+        admit(pool, 2)
+        driver = overlapping(pool, ScriptedEngine(default=natural(3)))
+        assert simulate_and_close(driver, driver.run_round()).overlap_tokens == 0
 
     def test_a_round_that_raises_leaves_nothing_running(self):
         pool = make_pool(1)
@@ -305,6 +364,32 @@ class TestErrorsMeanwhile:
             return await driver.run_round()
 
         assert ids(simulate(run()).groups) == [1]
+
+    @pytest.mark.parametrize("cuts", [True, False])
+    def test_a_server_that_was_restarted_while_nothing_ran_gets_nothing_ahead(self, cuts):
+        """No stream could break: it would sample from its initial weights, under the version of the others."""
+        pool = make_pool(1)
+        admit(pool, 0)
+        engine = ScriptedEngine(default=natural(3))
+        driver = overlapping(pool, engine)
+
+        async def run():
+            await driver.run_round()
+            engine.held = 7
+            admit(pool, 1)
+            await driver.go_on()
+            await asyncio.sleep(5.0)
+            assert len(engine.requests) == 1
+            if cuts:
+                await driver.cut()
+            pool.begin_round(int(cuts))
+            if not cuts:
+                with pytest.raises(ServerError, match="is away, or no longer has the weights"):
+                    await driver.run_round()
+            engine.held = None  # the sync
+            return await driver.run_round()
+
+        assert ids(simulate_and_close(driver, run()).groups) == [1]
 
     def test_what_makes_no_sense_is_an_error_of_the_cut(self):
         pool = make_pool(1)
@@ -488,6 +573,36 @@ def test_several_processes_agree_on_what_finished_meanwhile(seed: int):
 
     asyncio.run(run())
     assert len(trained) == len(set(trained)) == rounds * quota
+
+
+def test_what_finishes_as_a_round_opens_that_waits_for_nothing_is_no_news(caplog):
+    """After a resume with more than a batch finished, nothing has been counted yet that could be told of."""
+    pool = Pool(1, over_provisioning=3.0, max_staleness=None)
+    pool.begin_round(0)
+    admit(pool, 0, 1, 2)
+    for sample in (pool_group.samples[0] for pool_group in list(pool)[:2]):
+        pool.start(sample)
+        pool.record(sample, token_ids((sample.group_id, 0), 0, 1), logprobs(0, 1))
+        pool.finish(sample, "stop")
+    engine = ScriptedEngine(default=natural(3))
+    driver = overlapping(pool, engine, quota=SharedQuota(HashStore(), pool.roster))
+
+    async def run():
+        unraised = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unraised.append(context))
+        batches = [ids((await driver.run_round()).groups)]
+        await driver.go_on()
+        await asyncio.sleep(1.5)
+        pool.begin_round(0)
+        driver.open_round()
+        await asyncio.sleep(5.0)
+        batches.append(ids((await driver.run_round()).groups))
+        gc.collect()
+        await asyncio.sleep(0.0)
+        assert unraised == []
+        return batches
+
+    assert simulate_and_close(driver, run()) == [[0], [1]]
 
 
 # Beside it

@@ -573,7 +573,9 @@ def next_group(group_id: int, rank: int, processes: int) -> NewGroup | GroupElse
 class JudgedRun(RandomRun):
     """The same under dynamic sampling. Every process hands out the rows by a counter of its own."""
 
-    def __init__(self, rng: random.Random, count: int, quota: int, engines: list[Any], **options: Any) -> None:
+    def __init__(
+        self, rng: random.Random, count: int, quota: int, engines: list[Any], *, overlap: bool = False, **options: Any
+    ) -> None:
         super().__init__(rng, count, quota, engines, dynamic_sampling=True, **options)
         self.next_ids = [0] * count
         useless = {group_id for group_id in range(5000) if rng.random() < 0.3}
@@ -593,7 +595,7 @@ class JudgedRun(RandomRun):
             self.quotas[rank] = SharedQuota(self.store, pool.roster, 1000)
             self.drivers[rank] = RolloutDriver(
                 pool, engines[rank], run_id="run", sweep_interval=0.005, idle_timeout=5.0, retries=0,
-                dynamic_sampling=dynamic, quota=self.quotas[rank],
+                dynamic_sampling=dynamic, quota=self.quotas[rank], overlap=overlap,
             )  # fmt: skip
 
     def rows(self, rank: int, count: int) -> list[NewGroup | GroupElsewhere]:
@@ -616,7 +618,7 @@ class JudgedRun(RandomRun):
         replaced = max(dynamic.replaced for dynamic in self.dynamics)
         for rank, (pool, dynamic, quota) in enumerate(zip(self.pools, self.dynamics, self.quotas, strict=True)):
             quota.learn_rest()
-            while (missing := min(replaced, pool.num_rejected) - dynamic.replaced) > 0:
+            while (missing := min(replaced - dynamic.replaced, dynamic.missing(pool))) > 0:
                 dynamic.replaced += missing
                 for group in self.rows(rank, missing):
                     group.admit_to(pool)
@@ -648,5 +650,73 @@ def test_rounds_under_dynamic_sampling_with_random_suspensions(most_parked: int 
     assert all(
         sample.state is not SampleState.RUNNING for pool in run.pools for group in pool for sample in group.samples
     )
+    for dynamic in run.dynamics:
+        dynamic.close()
+
+
+class OverlappingRun(JudgedRun):
+    """Requests go on between the rounds, new ones are asked for ahead, and the target goes up and down."""
+
+    def assert_at_rest(self) -> None:
+        """Between the rounds nothing is."""
+
+    def begin(self, version: int) -> None:
+        for pool in self.pools:
+            pool.begin_round(version)
+        finished = sorted(group_id for pool in self.pools for group_id in pool.finished_here)
+        for pool in self.pools:
+            pool.learn(finished)
+        (room,) = {pool.room for pool in self.pools}
+        for rank, pool in enumerate(self.pools):
+            for group in self.rows(rank, room):
+                group.admit_to(pool)
+        for driver in self.drivers:
+            driver.open_round()
+
+    async def ahead(self, factor: float) -> None:
+        for pool in self.pools:
+            pool.over_provisioning = factor
+        (room,) = {pool.room_ahead for pool in self.pools}
+        for rank, (pool, driver) in enumerate(zip(self.pools, self.drivers, strict=True)):
+            for group in self.rows(rank, room):
+                group.admit_to(pool)
+            await driver.go_on()
+
+    async def cut(self) -> None:
+        for driver in self.drivers:
+            await driver.cut()
+        super().assert_at_rest()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_overlapping_rounds_under_dynamic_sampling_with_random_targets_and_suspensions(seed: int):
+    rng = random.Random(f"overlapping {seed}")
+    engines = [unreliable_engine(rng, pace) for pace in (0.0005, 0.001, 0.002)]
+    run = OverlappingRun(rng, 3, 4, engines, max_staleness=3, overlap=True)
+    trained: list[int] = []
+
+    async def rounds() -> None:
+        version = 0
+        for _ in range(40):
+            run.begin(version)
+            await asyncio.sleep(rng.choice([0, 0, 0.004]))
+            await run.round()
+            for driver in run.drivers:
+                done = driver.take()
+                trained.extend(group.group_id for group in done.groups)
+                ages = [version - part.version for g in done.groups for s in g.samples for part in s.segments]
+                assert max(ages, default=0) <= 3
+            await run.ahead(rng.choice([1.0, 1.5, 2.0, 4.0]))
+            await asyncio.sleep(rng.choice([0, 0.002, 0.02]))
+            if rng.random() < 0.7:
+                await run.cut()
+                version += 1
+        await run.cut()
+
+    asyncio.run(rounds())
+    assert len(set(trained)) == len(trained) == 160
+    rejected = sum(pool.groups_rejected for pool in run.pools)
+    assert run.next_ids[0] == len(trained) + rejected + sum(len(pool) for pool in run.pools)
+    assert run.suspended > 3
     for dynamic in run.dynamics:
         dynamic.close()

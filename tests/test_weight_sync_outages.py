@@ -9,6 +9,7 @@ import pytest
 import requests
 import torch
 from aiohttp import web
+from trl.generation.vllm_client import VLLMClient
 
 from tests.fake_vllm import FakeVLLM
 from tests.test_weight_sync import Trainer
@@ -117,6 +118,35 @@ def test_the_sync_of_a_server_that_is_well_checks_nothing_again(trainer, fake, g
         "v1/completions",
     ]  # fmt: skip
     assert fake.weight_version == "2"
+
+
+def test_evaluation_finds_no_blocks_of_other_weights_of_the_same_version(trainer, generation, monkeypatch):
+    """Versions begin anew with every call of `train`, and with `resume_kv="reuse"` no cache is reset."""
+    salts = []
+    monkeypatch.setattr(VLLMClient, "generate", lambda self, generation_kwargs: salts.append(generation_kwargs))
+    for evaluations in (1, 2):
+        for _ in range(evaluations):
+            generation.vllm_client.generate()
+        trainer.change(0.1)
+        trainer.step = 1
+        generation.sync_weights()
+    generation.vllm_client.generate(generation_kwargs={"cache_salt": "mine"})
+    first, second, third, mine = [salt["cache_salt"] for salt in salts]
+    assert first != second == third and mine == "mine"
+
+
+def test_a_cache_that_is_kept_is_reset_where_others_have_changed_the_weights(trainer, fake):
+    """What they left under our salts was not computed with the weights of any version of ours."""
+    generation = trainer.connect(fake, server_timeout=10.0, keeps_cache=True)
+    fake.canary_ids = generation._canary.token_ids
+    for _ in range(2):
+        trainer.change(0.1)
+        generation.sync_weights()
+    assert "reset_prefix_cache" not in paths(fake)
+    fake.weight_version = "somebody else's"
+    generation.sync_weights()
+    assert paths(fake).count("reset_prefix_cache") == 1
+    assert paths(fake).index("reset_prefix_cache") < len(paths(fake)) - 1 - paths(fake)[::-1].index("collective_rpc")
 
 
 def test_a_server_that_is_gone_before_the_sync_gets_nothing(trainer, fake, generation):

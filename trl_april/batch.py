@@ -138,8 +138,9 @@ def round_metrics(
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, most([float(value) for value in maxima.values()]), strict=True))
     tokens, seconds = sums["trained_tokens"], maxima["round_seconds"]
-    # A batch that surplus filled takes no time; a rate over nothing is reported as zero.
-    per_second = 1 / seconds if sums["requests"] and seconds else 0.0
+    # A batch that surplus filled takes no time, though with overlap requests may be in flight; a rate over nothing is
+    # reported as zero.
+    per_second = 1 / seconds if done.waited and sums["requests"] and seconds else 0.0
     return {
         "over_provisioning": done.over_provisioning,
         **maxima,

@@ -107,6 +107,13 @@ class DynamicSampling:
         """Whether the round can be closed, by its quota or because it is given up."""
         return pool.roster.may_close(filled_with=pool.num_rejected if self._given_up(pool) else 0)
 
+    def missing(self, pool: Pool) -> int:
+        """Groups that are to be replaced: those that were rejected and not replaced yet, up to the pool's target.
+
+        Where the target was lowered, or a checkpoint held more groups than it, others are there in their place.
+        """
+        return min(pool.num_rejected - self.replaced, pool.target - len(pool.roster))
+
     async def replace(self, pool: Pool) -> bool:
         """Admit others in the place of those that were rejected, if that is worth it.
 
@@ -116,7 +123,7 @@ class DynamicSampling:
         Returns:
             `bool`: Whether groups were admitted.
         """
-        missing = pool.num_rejected - self.replaced
+        missing = self.missing(pool)
         if missing <= 0 or self._given_up(pool):
             return False
         self.replaced += missing

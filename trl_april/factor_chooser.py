@@ -147,7 +147,13 @@ class FactorChooser:
         group_ids = [k for k in sorted({*roster.delivered, *roster.ids}) if k % self._stride == 0]
         times = [done.seconds, train_seconds, sync_seconds] if self._is_first else [0.0] * 3
         sums = self._total(
-            [*times, float(done.outages), float(done.generated_tokens), *self._fields(group_ids, done, groups)]
+            [
+                *times,
+                float(done.outages),
+                # Those that came beside the training belong to the idle time, which counts with overlap.
+                float(done.generated_tokens + done.overlap_tokens),
+                *self._fields(group_ids, done, groups),
+            ]
         )
         seconds, train_seconds, sync_seconds, outages, generated_tokens, *fields = sums
         spans = self._note(group_ids, fields)

@@ -98,6 +98,8 @@ class Round:
             Time until it was back, as a part of `seconds`.
         in_flight (`list[tuple[float, int]]`):
             `(seconds since started, requests in flight)` at every change.
+        waited (`bool`):
+            Whether it had to wait for its quota, and was not closed at once by what had been finished before.
         over_provisioning (`float`):
             Groups that were to be outstanding, as a factor of the quota.
         spans (`list[Span]`):
@@ -123,6 +125,7 @@ class Round:
     outages: int = 0
     outage_seconds: float = 0.0
     in_flight: list[tuple[float, int]] = field(default_factory=list)
+    waited: bool = True
     over_provisioning: float = 0.0
     spans: list[Span] = field(default_factory=list)
 

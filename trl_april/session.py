@@ -263,7 +263,7 @@ class RolloutSession:
             # When the round closed, some processes had admitted replacements that others had not heard of yet, and
             # perhaps rejected those, too.
             replaced = int(self._processes.most([self._dynamic.replaced])[0])
-            while (missing := min(replaced, self.pool.num_rejected) - self._dynamic.replaced) > 0:
+            while (missing := min(replaced - self._dynamic.replaced, self._dynamic.missing(self.pool))) > 0:
                 self._dynamic.replaced += missing
                 for group in self._replace(missing):
                     group.admit_to(self.pool)

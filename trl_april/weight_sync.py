@@ -61,14 +61,18 @@ class _Client(VLLMClient):
     def __init__(self, *args: Any, api_key: str | None, keeps_cache: bool, **kwargs: Any) -> None:
         self._api_key = api_key
         self._keeps_cache = keeps_cache
-        self._salt = secrets.token_hex(6)
-        self.weight_version = ""
+        self.weights_have_changed()
         super().__init__(*args, **kwargs)
 
     def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         # Evaluation must not find blocks of older weights, even if the cache was not reset.
-        salted = {"cache_salt": f"{self._salt}-{self.weight_version}", **(generation_kwargs or {})}
+        salted = {"cache_salt": self._salt, **(generation_kwargs or {})}
         return super().generate(*args, generation_kwargs=salted, **kwargs)
+
+    def weights_have_changed(self) -> None:
+        """What was cached so far is not to be found any more."""
+        # By chance and not by the policy version, which begins anew with every call of `train`.
+        self._salt = secrets.token_hex(6)
 
     def reset_prefix_cache(self) -> None:
         if not self._keeps_cache:
@@ -236,7 +240,8 @@ class ServerGeneration(VLLMGeneration):
         if self.accelerator.is_main_process and self._gone is None:
             self._unless_gone(lambda: self._stamp_and_verify(version, expected))
         self._tell_if_gone()  # none may ask for tokens before the server has the weights
-        self._stamp = self.vllm_client.weight_version = str(version)
+        self._stamp = str(version)
+        self.vllm_client.weights_have_changed()
         self.sync_seconds = time.perf_counter() - began
 
     def is_alive(self) -> bool:
@@ -271,6 +276,8 @@ class ServerGeneration(VLLMGeneration):
         )
         self._stamp = ""  # what no server reports: if the sync fails, the next one looks again
         self.facts = self._check_server()
+        if self._keeps_cache:
+            self._reset_prefix_cache()  # blocks of other weights may be in it, under the salt of this version
         if self.weight_sync == "nccl":
             self.vllm_client.init_communicator(device=self.accelerator.device)
 
