@@ -1,6 +1,6 @@
 """What a process of `tests/launch.py` runs: trainings by name, one after the other, with what happened as JSON.
 
-accelerate launch ... tests/worker.py SPEC.json, where SPEC has `model`, `url`, `folder` and `runs`; each run has a
+accelerate launch ... tests/launched.py SPEC.json, where SPEC has `model`, `url`, `folder` and `runs`; each run has a
 `name` and a `kind`, which is a function of this file, and its options. Each process writes FOLDER/NAME-RANK.json.
 """
 
