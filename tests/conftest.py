@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.fork_worker import Forker
 from trl_april.server import LocalServer
 
 
@@ -40,6 +41,14 @@ def server(tiny_model_dir: str) -> Iterator[LocalServer]:
         tiny_model_dir, vllm_args=["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """Starts processes of trainings that need not import anything any more."""
+    forker = Forker()
+    yield forker
+    forker.stop()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Trains, is killed without a word, and trains on, again and again: a process that forks one child per attempt.
 
-The libraries are imported once, before the first fork, so that an attempt takes seconds. What a child has trained is
-in a journal, line by line. `python -m tests.kill_worker SPEC`, where the file SPEC holds JSON.
+The libraries are imported before the first fork, so that an attempt takes seconds. What a child has trained is in a
+journal, line by line. A program of `tests/fork_worker.py`, whose argument is a file with JSON.
 """
 
 from __future__ import annotations
@@ -87,7 +87,3 @@ def main() -> None:
         else:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Starts `tests/worker.py` in several processes, as a user would: with `accelerate launch`."""
+"""Starts `tests/launched.py` in several processes, as a user would: with `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def launch(
         *("--config_file", str(CONFIGS / config), "--num_processes", str(num_processes)),
         *("--main_process_port", str(_free_port())),
         *arguments,
-        *("-m", "tests.worker", str(spec)),
+        *("-m", "tests.launched", str(spec)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with subprocess.Popen(

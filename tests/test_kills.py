@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,10 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 KILLS = 20
 STEPS = 40
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def journals(server, tiny_model_dir, tmp_path_factory) -> list[list[dict[str, Any]]]:
+def journals(forker, server, tiny_model_dir, tmp_path_factory) -> list[list[dict[str, Any]]]:
     """What every attempt has written down."""
     folder = tmp_path_factory.mktemp("kills")
     spec = {
@@ -41,13 +37,12 @@ def journals(server, tiny_model_dir, tmp_path_factory) -> list[list[dict[str, An
         },
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "tests.kill_worker", str(folder / "spec.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     before = set(Path("/dev/shm").glob("trl_april_weights_*"))
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380)
+    process = forker.start("kill_worker", folder / "spec.json", {"TOKENIZERS_PARALLELISM": "false"})
+    output = process.communicate(timeout=380)
     for left in set(Path("/dev/shm").glob("trl_april_weights_*")) - before:
         shutil.rmtree(left)  # of a process that was killed in the middle of a sync
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert process.returncode == 0, output[-6000:]
     return [read(path) for path in sorted(folder.glob("journal-*.jsonl"))]
 
 

@@ -8,13 +8,22 @@ import socket
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
 
+from tests.proxy import Proxy
 from tests.test_resume import assert_continued, saved_groups
-from tests.test_trainer import DATASET, RecordingTrainer, distinct_characters, make_config, make_trainer
+from tests.test_trainer import (
+    DATASET,
+    RecordingTrainer,
+    distinct_characters,
+    make_config,
+    make_trainer,
+    wait_until_idle,
+)
 from trl_april.errors import ServerError
 from trl_april.server import LocalServer
 
@@ -23,6 +32,7 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.
 
 # So many in one run are asked of us; the others are for those who want to be sure.
 KILLS = int(os.environ.get("TRL_APRIL_KILLS", "2"))
+LENGTH = 400  # tokens of every completion: a round of them lasts long enough to be interrupted
 FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
 
 
@@ -118,7 +128,7 @@ def test_a_server_that_is_killed_again_and_again(mortal, tiny_model_dir, tmp_pat
         mortal,
         tmp_path,
         max_steps=2 * KILLS + 2,
-        max_completion_length=800,
+        max_completion_length=LENGTH,
         over_provisioning=1.5,
         stream_interval=interval,
         generation_kwargs={"ignore_eos": True},
@@ -132,7 +142,7 @@ def test_a_server_that_is_killed_again_and_again(mortal, tiny_model_dir, tmp_pat
     assert len(trainer.pool) == 0
     rows = Counter(group.row["number"] for group in trainer.trained_groups)
     assert set(rows.values()) == {1} and len(rows) == 4 * trainer.state.global_step
-    assert all(len(sample) == 800 for group in trainer.trained_groups for sample in group.samples)
+    assert all(len(sample) == LENGTH for group in trainer.trained_groups for sample in group.samples)
     for tokens, in_flight in trainer.lost:
         assert tokens <= in_flight * interval
     log = trainer.state.log_history
@@ -159,10 +169,13 @@ def check_logprobs(trainer: RecordingTrainer) -> None:
                 assert difference < 1e-4, (group.group_id, sample.index, version)
 
 
-def test_a_server_that_stays_away_ends_training_with_a_checkpoint(mortal, tiny_model_dir, tmp_path):
-    options = {"max_completion_length": 800, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
+def test_a_server_that_stays_away_ends_training_with_a_checkpoint(server, tiny_model_dir, tmp_path):
+    """Out of reach, and without its weights when it is back: the test above says what a server does that is killed."""
+    proxy = Proxy(server.base_url)
+    reached = SimpleNamespace(base_url=proxy.url)
+    options = {"max_completion_length": LENGTH, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
     trainer = make_trainer(
-        mortal,
+        reached,
         tiny_model_dir,
         tmp_path,
         save_strategy="steps",
@@ -172,16 +185,16 @@ def test_a_server_that_stays_away_ends_training_with_a_checkpoint(mortal, tiny_m
     )
     run_round = trainer._run_round
 
-    def kill_in_round():
+    def break_off_in_round():
         wait_for_tokens(trainer)
-        mortal.kill()
+        proxy.break_off()
 
-    def run_round_and_kill():
+    def run_round_and_break_off():
         if trainer.state.global_step == 2:
-            threading.Thread(target=kill_in_round).start()
+            threading.Thread(target=break_off_in_round).start()
         return run_round()
 
-    trainer._run_round = run_round_and_kill
+    trainer._run_round = run_round_and_break_off
     with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=3"):
         trainer.train()
     trained = trainer.trained_groups
@@ -189,8 +202,10 @@ def test_a_server_that_stays_away_ends_training_with_a_checkpoint(mortal, tiny_m
     partial = sum(group.num_tokens for group in groups.values())
     assert partial > 0 and len(groups) == 6
 
-    mortal.revive()
-    resumed = make_trainer(mortal, tiny_model_dir, tmp_path, **options)
+    assert wait_until_idle(server) == 0
+    requests.post(f"{server.base_url}/update_weight_version", json={"new_version": "default"}, timeout=10)
+    proxy.come_back()
+    resumed = make_trainer(reached, tiny_model_dir, tmp_path, **options)
     resumed.train(resume_from_checkpoint=True)
     assert_continued(groups, resumed.trained_groups)
     assert set(Counter(group.row["number"] for group in trained + resumed.trained_groups).values()) == {1}

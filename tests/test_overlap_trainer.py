@@ -144,7 +144,7 @@ class TestOverlap:
 
         trainer = make_trainer(
             server, tiny_model_dir, tmp_path, overlap_generation=True, over_provisioning=2.0,
-            max_completion_length=2000, generation_kwargs={"ignore_eos": True}, callbacks=[Fails()],
+            max_completion_length=600, generation_kwargs={"ignore_eos": True}, callbacks=[Fails()],
         )  # fmt: skip
         with pytest.raises(RuntimeError, match="out of memory"):
             trainer.train()
@@ -161,7 +161,7 @@ class TestOverlap:
 
         trainer = make_trainer(
             server, tiny_model_dir, tmp_path, overlap_generation=True, save_on_signal=True, callbacks=[Stops()],
-            max_completion_length=800, generation_kwargs={"ignore_eos": True},
+            max_completion_length=400, generation_kwargs={"ignore_eos": True},
         )  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
             trainer.train()

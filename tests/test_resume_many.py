@@ -72,7 +72,7 @@ def launched(server, tiny_model_dir, tmp_path_factory):
         },
         {
             "name": "unlucky", "kind": "train_through_an_outage",
-            "options": {**ONE_EPOCH, "max_completion_length": 400, "generation_kwargs": {"ignore_eos": True}},
+            "options": {**ONE_EPOCH, "max_completion_length": 300, "generation_kwargs": {"ignore_eos": True}},
         },
         {
             "name": "overlap", "kind": "train",
@@ -86,7 +86,7 @@ def launched(server, tiny_model_dir, tmp_path_factory):
                 "name": f"{name}-{when}", "kind": "train_until_a_signal", "when": when, "signal": int(number),
                 "rows": 48,
                 "options": {
-                    **SAVED, "max_completion_length": 400, "save_steps": 100, "save_on_signal": True,
+                    **SAVED, "max_completion_length": 200, "save_steps": 100, "save_on_signal": True,
                     "generation_kwargs": {"ignore_eos": True},
                 },
             }

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.fork_worker import Forked, Forker
 from tests.test_resume import saved_groups
 from tests.test_trainer import wait_until_idle
 from trl_april.checkpoint import is_complete
@@ -21,7 +18,7 @@ from trl_april.checkpoint import is_complete
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 
-def start(server, model_dir: str, folder: Path, *, freeze: bool = False, **options) -> subprocess.Popen[str]:
+def start(forker: Forker, server, model_dir: str, folder: Path, *, freeze: bool = False, **options) -> Forked:
     """A training whose second round runs now, and for a long time."""
     run = {"name": "told", "kind": "train_until_told", "freeze": freeze}
     run["options"] = {
@@ -31,25 +28,18 @@ def start(server, model_dir: str, folder: Path, *, freeze: bool = False, **optio
     }  # fmt: skip
     spec = folder / "spec.json"
     spec.write_text(json.dumps({"model": model_dir, "url": server.base_url, "folder": str(folder), "runs": [run]}))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.worker", str(spec)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = forker.start("worker", spec, {"ACCELERATE_USE_CPU": "true"})
     while not (folder / "running").exists():
-        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert process.poll() is None, process.output()[-4000:]
         time.sleep(0.05)
     return process
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-def test_a_checkpoint_is_written_in_the_middle_of_a_round(server, tiny_model_dir, tmp_path, number, code):
-    process = start(server, tiny_model_dir, tmp_path, save_on_signal=True)
+def test_a_checkpoint_is_written_in_the_middle_of_a_round(forker, server, tiny_model_dir, tmp_path, number, code):
+    process = start(forker, server, tiny_model_dir, tmp_path, save_on_signal=True)
     process.send_signal(number)
-    output = process.communicate()[0]
+    output = process.communicate()
     assert process.returncode == code, output[-4000:]
     checkpoint = tmp_path / "told-out" / "checkpoint-1"
     assert is_complete(checkpoint) and f"Training can be resumed from {checkpoint}" in output
@@ -59,9 +49,9 @@ def test_a_checkpoint_is_written_in_the_middle_of_a_round(server, tiny_model_dir
     assert wait_until_idle(server) == 0
 
 
-def test_without_the_option_nothing_is_written(server, tiny_model_dir, tmp_path):
+def test_without_the_option_nothing_is_written(forker, server, tiny_model_dir, tmp_path):
     """SIGTERM is what it always was; Ctrl-C without it is in `tests/test_trainer.py`."""
-    process = start(server, tiny_model_dir, tmp_path)
+    process = start(forker, server, tiny_model_dir, tmp_path)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == -signal.SIGTERM
@@ -70,14 +60,14 @@ def test_without_the_option_nothing_is_written(server, tiny_model_dir, tmp_path)
 
 
 @pytest.mark.parametrize("save_on_signal", [False, True])
-def test_the_second_one_leaves_at_once(server, tiny_model_dir, tmp_path, save_on_signal):
+def test_the_second_one_leaves_at_once(forker, server, tiny_model_dir, tmp_path, save_on_signal):
     """The server is out of reach, so that what it has generated is waited for in vain."""
-    process = start(server, tiny_model_dir, tmp_path, freeze=True, save_on_signal=save_on_signal)
+    process = start(forker, server, tiny_model_dir, tmp_path, freeze=True, save_on_signal=save_on_signal)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    output = process.communicate()[0]
+    output = process.communicate()
     assert process.returncode == -signal.SIGINT, output[-4000:]
     assert "have not ended in 5 s" not in output  # it did not wait
     assert not list(tmp_path.glob("told-out/checkpoint-*"))

@@ -1,6 +1,6 @@
 """What a process of `tests/launch.py` runs: trainings by name, one after the other, with what happened as JSON.
 
-accelerate launch ... tests/worker.py SPEC.json, where SPEC has `model`, `url`, `folder` and `runs`; each run has a
+accelerate launch ... tests/launched.py SPEC.json, where SPEC has `model`, `url`, `folder` and `runs`; each run has a
 `name` and a `kind`, which is a function of this file, and its options. Each process writes FOLDER/NAME-RANK.json.
 """
 
@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trl_april.server
 import trl_april.session
+from tests.proxy import Proxy
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.batch import rollout_output
 from trl_april.vllm_engine import VLLMEngine
@@ -402,58 +402,6 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
-
-
-class Proxy:
-    """Forwards connections to a server, until it breaks them all off and takes no more."""
-
-    def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = [self._listener]
-        self._frozen = threading.Event()
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client = self._listener.accept()[0]
-                server = socket.create_connection(self._target)
-            except OSError:
-                return
-            self._sockets += [client, server]
-            for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                while self._frozen.is_set():
-                    time.sleep(0.05)
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-    def freeze(self) -> None:
-        """Let nothing through any more, and close nothing."""
-        self._frozen.set()
-
-    def come_back(self) -> None:
-        """Take connections again."""
-        self._listener = socket.create_server(("127.0.0.1", int(self.url.rsplit(":", 1)[1])))
-        self._sockets = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def break_off(self) -> None:
-        for connection in self._sockets:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-            connection.close()
 
 
 KINDS = {
