@@ -414,3 +414,43 @@ def test_a_sample_that_ran_is_parked_or_has_used_up_its_budget():
     ]  # fmt: skip
     assert group.samples[2].finish_reason is FinishReason.LENGTH
     assert not any(sample.segment_open for sample in group.samples)
+
+
+def test_a_batch_in_training_is_delivered_again_where_the_version_has_not_changed():
+    """Several rounds per step, at the highest factor that the bound allows: the first of them ages nothing."""
+    options = {"over_provisioning": 2.0, "max_staleness": 1}
+
+    def admit(pool: Pool, *group_ids: int) -> None:
+        for group_id in group_ids:
+            pool.admit(group_id, {}, [1], num_generations=1, max_completion_length=9)
+
+    def finish(pool: Pool, group_id: int) -> None:
+        (sample,) = next(group for group in pool if group.group_id == group_id).samples
+        if sample.finish_reason is None:
+            pool.start(sample)
+            pool.record(sample, [7], [-1.0])
+            pool.finish(sample, FinishReason.STOP)
+
+    pool = Pool(1, **options)
+    pool.begin_round(0)
+    admit(pool, 0, 1)
+    finish(pool, 0)
+    batch = pool.take()
+    pool.begin_round(0)
+    admit(pool, 2)
+    state = pool.state_dict(batch)
+
+    resumed = Pool(1, **options)
+    restore(resumed, [state], version=0)
+    delivered = []
+    for version in (0, 0, 1):
+        resumed.begin_round(version)
+        for group_id in range(3):
+            if any(group.group_id == group_id for group in resumed):
+                finish(resumed, group_id)
+        delivered += [group.group_id for group in resumed.take()]
+        assert all(version - s.version <= 1 for group in resumed for sample in group.samples for s in sample.segments)
+    assert delivered == [0, 1, 2]
+
+    with pytest.raises(PoolError, match="cannot all be trained"):
+        restore(Pool(1, **options), [state], version=1)

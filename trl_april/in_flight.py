@@ -70,6 +70,8 @@ class InFlight:
             Requests that were cut short, so far.
         dispatched (`dict[int, Sample]`):
             Samples in flight in this round, by their identity.
+        is_being_cut_off (`bool`):
+            Whether [`~InFlight.cut_off`] is at work.
         holds_back (`bool`):
             Whether samples wait that have been asked for, because the pool is full.
     """
@@ -102,6 +104,7 @@ class InFlight:
         self._ending = asyncio.Event()  # nothing is asked for any more
         self._is_trimmed = False  # whether only what the round needs is running
         self.holds_back = False
+        self.is_being_cut_off = False
         self.dispatched: dict[int, Sample] = {}
         self._spans: list[Span] = []  # requests that were sent in this round and have ended
         self._begun: dict[str, _Request] = {}  # and those that run
@@ -181,6 +184,7 @@ class InFlight:
     async def cut_off(self) -> None:
         """Leave nothing running, whatever happened before; a no-op after a complete cut. Raises nothing."""
         self._ending.set()
+        self.is_being_cut_off = True
         try:
             if self.running:
                 # What the server has generated can still be fetched, unless it is gone; then streams end at once.
@@ -197,6 +201,7 @@ class InFlight:
             for task in tasks:
                 task.cancel()  # closes the connection, at which the server aborts the request by itself
             await asyncio.gather(*tasks, return_exceptions=True)
+            self.is_being_cut_off = False
 
     # One sample
 

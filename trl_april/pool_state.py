@@ -103,11 +103,13 @@ def restore(
             group.score = None
 
     in_training = {group_id for state in states for group_id in state["in_training"]}
-    if not _fits(pool, groups, version):
+    # In the middle of a step, a batch in training is delivered by a round that there was already: nothing gets older.
+    again = len(in_training) if version == states[0]["version"] else 0
+    if not _fits(pool, groups, version, again):
         # A batch that was in training when the state was saved is the one thing that its pool had let go of. It is
         # generated anew where waiting for another round would make it, or what it delays, too old.
         groups, last_id = _started_over(groups, in_training, version, last_id)
-    if not _fits(pool, groups, version):
+    if not _fits(pool, groups, version, again):
         raise PoolError(
             f"The {len(groups)} groups of the pool state cannot all be trained within a staleness of "
             f"{pool.roster.bound} versions at {pool.quota} groups per round. Resume with the max_staleness that they "
@@ -190,8 +192,8 @@ def _check_together(states: Sequence[dict[str, Any]], version: int | None) -> No
         raise PoolError(f"The pool states count {admitted} groups, but the last one admitted was {last_id}.")
 
 
-def _fits(pool: Pool, groups: dict[int, Group], version: int | None) -> bool:
-    """Whether the groups can still be trained in time."""
+def _fits(pool: Pool, groups: dict[int, Group], version: int | None, again: int) -> bool:
+    """Whether the groups can still be trained in time, `again` of them by rounds that age nothing."""
     roster = Roster(
         pool.quota,
         over_provisioning=1.0,
@@ -201,7 +203,7 @@ def _fits(pool: Pool, groups: dict[int, Group], version: int | None) -> bool:
     )
     roster.bound = pool.roster.bound
     roster.restore({group_id: group.born for group_id, group in groups.items()}, (), version=version, last_id=-1)
-    return version is None or roster.fits()
+    return version is None or roster.fits(also=again)
 
 
 def _started_over(

@@ -231,8 +231,12 @@ class RolloutDriver:
             raise error
 
     async def close(self) -> None:
-        """End what runs, within seconds and whatever the server does. What has arrived stays in the pool."""
-        await self._flight.cut_off()
+        """End what runs, within seconds and whatever the server does. What has arrived stays in the pool.
+
+        Where it is being ended already, as after a second Ctrl-C, nothing more is waited for.
+        """
+        if not self._flight.is_being_cut_off:
+            await self._flight.cut_off()
 
     # What becomes of the requests
 

@@ -273,9 +273,14 @@ class Roster:
         _, *due = self.requirements()
         return all(self.num_finished(born) >= count for born, count in due)
 
-    def fits(self) -> bool:
-        """Whether every group can still be trained in time, if the next round delivers the oldest."""
-        return all(count <= self.quota for _, count in self.requirements())
+    def fits(self, also: int = 0) -> bool:
+        """Whether every group can still be trained in time, if the next round delivers the oldest.
+
+        Args:
+            also (`int`, *optional*, defaults to `0`):
+                Groups that further rounds of this version will deliver.
+        """
+        return all(count <= self.quota + also for _, count in self.requirements())
 
     def deliver(self) -> list[int]:
         """Remove the batch, the oldest finished groups, from the roster, and return their ids.

@@ -124,6 +124,7 @@ class RolloutSession:
         self._loop = BackgroundLoop("trl-april-rollouts")
         self._ended: float | None = None  # when the last round did
         self._between = 0.0  # seconds from there to the present round
+        self._sync_seconds = 0.0  # the part of them in which the weights were synced
         self._chooser = None
         if isinstance(options.over_provisioning, str):
             self._chooser = FactorChooser(
@@ -137,7 +138,7 @@ class RolloutSession:
             )
             self.pool.over_provisioning = self._chooser.factor
 
-    def run_round(self, version: int, *, silent: bool) -> Round:
+    def run_round(self, version: int, *, silent: bool, sync_seconds: float = 0.0) -> Round:
         """Fill the pool, and run until the quota is met.
 
         Args:
@@ -145,11 +146,14 @@ class RolloutSession:
                 Policy version that the server has the weights of.
             silent (`bool`):
                 Whether to show no progress bar.
+            sync_seconds (`float`, *optional*, defaults to `0.0`):
+                Duration of the weight sync before it.
 
         Raises:
             As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion. A
             `ServerError` comes after the server was waited for, and in all processes.
         """
+        self._sync_seconds = sync_seconds
         self._between = 0.0 if self._ended is None else time.monotonic() - self._ended
         with self._loop.paused():
             self._open_round(version)
@@ -206,8 +210,8 @@ class RolloutSession:
         self._chooser.observe(
             done,
             [*done.groups, *self.pool],
-            train_seconds=max(0.0, self._between - self._trainer.vllm_generation.sync_seconds),
-            sync_seconds=self._trainer.vllm_generation.sync_seconds,
+            train_seconds=max(0.0, self._between - self._sync_seconds),
+            sync_seconds=self._sync_seconds,
         )
         change = self._chooser.choose()
         if change is not None:
