@@ -103,8 +103,11 @@ class Calibrator:
         return time.perf_counter() - began
 
     async def _step(self, number: int) -> float:
-        requests = [self._new(self._prompt_tokens, 128) for _ in range(number)]
-        return seconds_per_step(await self._run(requests))
+        found = []
+        for _ in range(REPEATS):
+            requests = [self._new(self._prompt_tokens, 192) for _ in range(number)]
+            found.append(seconds_per_step(await self._run(requests)))
+        return statistics.median(found)
 
     async def _prefill(self) -> float:
         """What the longer of two prompts takes more, by token."""
