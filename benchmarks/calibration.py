@@ -1,6 +1,7 @@
 """How fast a server is, as far as the simulator wants to know: measured in seconds, on the server that is benchmarked.
 
-A shared machine's speed drifts. So this is repeated beside what it is compared with, and never taken from another run.
+A shared machine's speed drifts by tens of percent within minutes. So this is measured in small pieces between the
+blocks of what it is compared with, and every piece as often as the others; what counts are the means.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import random
 import statistics
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from trl_april.doctor.generation import Completion, complete
 from trl_april.doctor.speed import seconds_per_step
@@ -23,6 +26,8 @@ from trl_april.vllm_engine import VLLMEngine
 
 SILENCE = 60.0
 REPEATS = 3
+SHORT, LONG = 128, 2048  # tokens of two prompts
+MANY = 64  # requests at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Calibration:
 
 
 class Calibrator:
-    """Measures a server that nobody else uses.
+    """Measures a server piece by piece, while nobody else uses it.
 
     Args:
         base_url (`str`):
@@ -64,26 +69,46 @@ class Calibrator:
             Name of its model.
         prompt_tokens (`int`):
             Tokens of the prompts of the benchmark.
+        sequences (`Sequence[int]`):
+            Numbers of sequences whose steps are measured.
     """
 
-    def __init__(self, base_url: str, model: str, *, prompt_tokens: int) -> None:
+    def __init__(self, base_url: str, model: str, *, prompt_tokens: int, sequences: Sequence[int]) -> None:
         sampling = sampling_options(
             temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
             stop_token_ids=(), generation_kwargs={"ignore_eos": True},
         )  # fmt: skip
         self._engine = VLLMEngine(base_url, model, sampling, stream_interval=16)
         self._prompt_tokens = prompt_tokens
+        self._sequences = list(sequences)
+        self._pieces: dict[str, list[float]] = {name: [] for name in self._all()}
 
-    async def measure(self, sequences: list[int]) -> Calibration:
-        """Measure steps with these numbers of sequences, and the rest."""
-        try:
-            prefill = await self._prefill()
-            request = await self._request(prefill)
-            steps = [(number, await self._step(number)) for number in sequences]
-            abort = await self._abort(sequences[-1])
-        finally:
-            await self._engine.close()
-        return Calibration(steps, prefill, request, abort)
+    async def next(self) -> None:
+        """Measure the piece that was measured least often, which takes about a second."""
+        name = min(self._pieces, key=lambda name: len(self._pieces[name]))
+        self._pieces[name].append(await self._all()[name]())
+
+    async def finish(self) -> Calibration:
+        """What was measured, each piece at least once."""
+        while not all(self._pieces.values()):
+            await self.next()
+        await self._engine.close()
+        mean = {name: statistics.fmean(values) for name, values in self._pieces.items()}
+        prefill = max(0.0, (mean["long prompt"] - mean["short prompt"]) / (LONG - SHORT))
+        request = (mean["many requests"] - mean["one request"]) / (MANY - 1) - prefill * self._prompt_tokens
+        return Calibration(
+            [(number, mean[str(number)]) for number in self._sequences], prefill, max(0.0, request), mean["abort"]
+        )
+
+    def _all(self) -> dict[str, Callable[[], Awaitable[float]]]:
+        return {
+            **{str(number): partial(self._step, number) for number in self._sequences},
+            "short prompt": partial(self._prompts, 1, SHORT),
+            "long prompt": partial(self._prompts, 1, LONG),
+            "one request": partial(self._prompts, 1, self._prompt_tokens),
+            "many requests": partial(self._prompts, MANY, self._prompt_tokens),
+            "abort": partial(self._abort, self._sequences[-1]),
+        }
 
     def _new(self, prompt_tokens: int, max_tokens: int) -> GenerationRequest:
         name = f"calibration-{uuid.uuid4().hex}"
@@ -97,36 +122,19 @@ class Calibrator:
         )
         return completions
 
-    async def _seconds(self, requests: list[GenerationRequest]) -> float:
-        began = time.perf_counter()
-        await self._run(requests)
-        return time.perf_counter() - began
-
     async def _step(self, number: int) -> float:
+        """Seconds of a decode step with so many sequences."""
+        return seconds_per_step(await self._run([self._new(self._prompt_tokens, 128) for _ in range(number)]))
+
+    async def _prompts(self, number: int, tokens: int) -> float:
+        """Seconds until so many prompts, sent together, have all had one token."""
         found = []
         for _ in range(REPEATS):
-            requests = [self._new(self._prompt_tokens, 192) for _ in range(number)]
-            found.append(seconds_per_step(await self._run(requests)))
+            requests = [self._new(tokens, 1) for _ in range(number)]
+            began = time.perf_counter()
+            await self._run(requests)
+            found.append(time.perf_counter() - began)
         return statistics.median(found)
-
-    async def _prefill(self) -> float:
-        """What the longer of two prompts takes more, by token."""
-        few, many = 128, 2048
-        short = statistics.median([await self._seconds([self._new(few, 1)]) for _ in range(REPEATS)])
-        long = statistics.median([await self._seconds([self._new(many, 1)]) for _ in range(REPEATS)])
-        return max(0.0, (long - short) / (many - few))
-
-    async def _request(self, prefill_seconds: float) -> float:
-        """What many requests at once take more than one, by request."""
-        many = 64
-        one = statistics.median([await self._seconds([self._new(self._prompt_tokens, 1)]) for _ in range(REPEATS)])
-        all_ = statistics.median(
-            [
-                await self._seconds([self._new(self._prompt_tokens, 1) for _ in range(many)])
-                for _ in range(REPEATS)
-            ]
-        )  # fmt: skip
-        return max(0.0, (all_ - one) / (many - 1) - prefill_seconds * self._prompt_tokens)
 
     async def _abort(self, number: int) -> float:
         """The way of an abort, with so many requests."""

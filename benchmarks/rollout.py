@@ -267,7 +267,7 @@ def grid(options: argparse.Namespace) -> list[tuple[str, float]]:
 
 async def measure(
     options: argparse.Namespace, base_url: str, model: str, sigma: float, contestants: Sequence[tuple[str, float]],
-    turn: int,
+    turn: int, calibrator: Calibrator | None = None,
 ) -> list[Measurement]:  # fmt: skip
     """Let the contestants take turns block by block, and measure all but the first rounds of each.
 
@@ -281,10 +281,26 @@ async def measure(
         for block in range(-(-options.rounds // options.block)):
             for runner in runners if block % 2 == 0 else reversed(runners):
                 await runner.run_block(options.block + 1, 1)
+                if calibrator is not None:
+                    await calibrator.next()
     finally:
         for runner in runners:
             await runner.close()
     return [runner.measurement for runner in runners]
+
+
+async def take_turn(
+    options: argparse.Namespace, base_url: str, model: str, sigma: float, turn: int,
+    calibrations: dict[str, dict[str, object]],
+) -> list[Measurement]:  # fmt: skip
+    """A turn of all contestants, and the server's speed meanwhile, if that is asked for."""
+    calibrator = None
+    if options.calibrate:
+        calibrator = Calibrator(base_url, model, prompt_tokens=PROMPT_LENGTH, sequences=[1, 4, 16, 32, 64, 128])
+    measurements = await measure(options, base_url, model, sigma, grid(options), turn, calibrator)
+    if calibrator is not None:
+        calibrations[f"{sigma:g}/{turn}"] = (await calibrator.finish()).described()
+    return measurements
 
 
 def ratios(measurements: list[Measurement], first: list[Measurement], rate: str) -> str:
@@ -324,6 +340,30 @@ def table(measurements: list[Measurement]) -> str:
                 f"| {max(m.staleness_max for m in cell)} |"
             )
     return "\n".join(lines)
+
+
+def plot(measurements: list[Measurement], path: Path) -> None:
+    """Trained tokens per second over the factor, a panel for each sigma and a line for each mode."""
+    from matplotlib.figure import Figure
+
+    sigmas = list(dict.fromkeys(m.sigma for m in measurements))
+    figure = Figure(figsize=(3.6 * len(sigmas), 3.6), layout="constrained")
+    for axes, sigma in zip(figure.subplots(1, len(sigmas), squeeze=False)[0], sigmas, strict=True):
+        mine = [m for m in measurements if m.sigma == sigma]
+        synchronous = [m.trained_per_second for m in mine if m.factor == 1.0]
+        for mode in dict.fromkeys(m.mode for m in mine if m.factor > 1.0):
+            rates: dict[float, list[float]] = {1.0: synchronous} if synchronous and mode != "uninterrupted" else {}
+            for m in mine:
+                if m.mode == mode and m.factor > 1.0:
+                    rates.setdefault(m.factor, []).append(m.trained_per_second)
+            axes.plot(
+                sorted(rates), [statistics.median(rates[factor]) for factor in sorted(rates)],
+                "--" if mode in ("discard", "uninterrupted") else "-", marker="o", markersize=3, label=mode,
+            )  # fmt: skip
+        axes.set(title=f"sigma {sigma:g}", xlabel="over_provisioning", ylim=(0, None))
+    figure.axes[0].set_ylabel("trained tokens/s")
+    figure.axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
 
 
 @contextmanager
@@ -372,8 +412,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-url", help="a server that runs already (default: start one)")
     parser.add_argument("--json", type=Path, help="also write every measurement here")
+    parser.add_argument("--plot", type=Path, help="also draw the medians here")
     parser.add_argument(
-        "--calibrate", action="store_true", help="measure the server's speed before each turn, for the simulator"
+        "--calibrate", action="store_true", help="measure the server's speed between the blocks, for the simulator"
     )
     options = parser.parse_args()
 
@@ -388,11 +429,7 @@ def main() -> None:
         asyncio.run(measure(warm, base_url, model, 0.0, [("abort", 1.0)], -1))
         for sigma in options.sigma:
             for turn in range(options.turns):
-                if options.calibrate:
-                    calibrator = Calibrator(base_url, model, prompt_tokens=PROMPT_LENGTH)
-                    found = asyncio.run(calibrator.measure([1, 2, 4, 8, 16, 32, 64, 128]))
-                    calibrations[f"{sigma:g}/{turn}"] = found.described()
-                for done in asyncio.run(measure(options, base_url, model, sigma, grid(options), turn)):
+                for done in asyncio.run(take_turn(options, base_url, model, sigma, turn, calibrations)):
                     measurements.append(done)
                     print(
                         f"sigma {sigma:g} turn {turn} {done.mode} {done.factor:g}: {done.trained_per_second:,.0f} "
@@ -401,6 +438,8 @@ def main() -> None:
                     )
     print()
     print(table(measurements))
+    if options.plot:
+        plot(measurements, options.plot)
     if options.json:
         rows = [
             {
@@ -412,7 +451,7 @@ def main() -> None:
             }
             for m in measurements
         ]
-        settings = {name: value for name, value in vars(options).items() if name not in ("json", "base_url")}
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "base_url")}
         options.json.write_text(
             json.dumps(
                 {

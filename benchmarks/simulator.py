@@ -3,9 +3,9 @@
     python benchmarks/rollout.py --calibrate --modes abort reuse overlap both discard uninterrupted --json rollout.json
     python benchmarks/simulator.py rollout.json --json simulator.json --plot simulator.png
 
-Each turn of each cell is simulated with the lengths of that turn and with the server's speed as it was measured at the
-beginning of that turn. Compared are generated tokens per second for the limit, which trains whenever a group is ready,
-and trained tokens per second for all others.
+Each turn of each cell is simulated with the lengths of that turn and with the server's speed as it was measured
+between the blocks of that turn. Compared are generated tokens per second for the limit, which trains whenever a group
+is ready, and trained tokens per second for all others.
 """
 
 from __future__ import annotations

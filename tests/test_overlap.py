@@ -205,6 +205,31 @@ class TestBetweenTheRounds:
         driver = overlapping(pool, ScriptedEngine(default=natural(3)))
         assert simulate_and_close(driver, driver.run_round()).overlap_tokens == 0
 
+    def test_requests_are_noted_only_where_all_of_them_are(self):
+        """What ran before would be missing in flight, and the server would seem slower than it is."""
+        pool = make_pool(1)
+        admit(pool, 0, 1)
+        engine = ScriptedEngine({(0, 0): natural(3), (1, 0): natural(9)}, default=natural(4))
+        driver = overlapping(pool, engine)
+
+        async def run():
+            first = await driver.run_round()
+            pool.begin_round(0)
+            admit(pool, 2)
+            second = await driver.run_round()
+            await driver.cut()
+            pool.begin_round(1)
+            admit(pool, 3)
+            return first, second, await driver.run_round()
+
+        first, second, third = simulate(run())
+        assert [(span.group_id, span.began, span.ended, span.finished) for span in first.spans] == [
+            (0, 0.0, 3.0, True),
+            (1, 0.0, 3.0, False),
+        ]
+        assert second.spans == [] and second.requests == 2
+        assert {span.group_id for span in third.spans} == {1, 3}
+
     def test_a_round_that_raises_leaves_nothing_running(self):
         pool = make_pool(1)
         admit(pool, 0, 1)

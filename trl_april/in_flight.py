@@ -108,6 +108,7 @@ class InFlight:
         self.dispatched: dict[int, Sample] = {}
         self._spans: list[Span] = []  # requests that were sent in this round and have ended
         self._begun: dict[str, _Request] = {}  # and those that run
+        self._opened_idle = True  # whether nothing ran when the round was opened
 
     @property
     def is_ending(self) -> bool:
@@ -120,6 +121,7 @@ class InFlight:
 
     def begin_round(self) -> None:
         """Count what is in flight anew. What runs goes on."""
+        self._opened_idle = not self.running
         self._spans, self._begun = [], {}
         self.dispatched = {
             id(sample): sample for group in self._pool for sample in group.samples if id(sample) in self._asked
@@ -162,10 +164,14 @@ class InFlight:
     def spans(self, since: float) -> list[Span]:
         """The requests that were sent in this round, as they are by now, in seconds since the time `since`.
 
+        None if others ran when it was opened: what is learned of the server's speed needs all that were in flight.
+
         Args:
             since (`float`):
                 On the event loop's clock.
         """
+        if not self._opened_idle:
+            return []
         return [span.after(since) for span in (*self._spans, *(begun.span() for begun in self._begun.values()))]
 
     def stop_asking(self) -> None:

@@ -103,7 +103,8 @@ class Round:
         over_provisioning (`float`):
             Groups that were to be outstanding, as a factor of the quota.
         spans (`list[Span]`):
-            Every request that was sent in this round, in the order in which they ended; last those that run on.
+            Every request that was sent in this round, in the order in which they ended; last those that run on. Empty
+            if requests ran when it was opened.
     """
 
     version: int
