@@ -98,13 +98,30 @@ def test_overhead_training_and_sync():
 
 
 def test_requests_that_go_on_during_training_come_so_much_further():
-    """9 and 2: closed at 2, then 3 steps of training. 4 are left, and the next closes at 2."""
+    """9 and 2: closed at 2, then 3 steps of training, in which another 2, admitted ahead, is done."""
     work = Workload(1, [[2], [9]], second_per_step, train_seconds=3.0, sync_seconds=1.0, overlaps=True)
-    rounds = in_order(work, 2.0, [[9], [2], [2], [2], [2]])
-    first, second, third = (rounds.run_round() for _ in range(3))
-    assert first == (2 + 4, 4 + 3, 2)
-    assert second == (2 + 4, 4 + 2, 2)  # the long one ends during training
-    assert third == (4, 0, 9)  # and fills the next round
+    rounds = in_order(work, 2.0, [[9], [2], [2], [2], [2], [2]])
+    first, second, third, fourth = (rounds.run_round() for _ in range(4))
+    assert first == (2 + 4, 4 + 3 + 2, 2)
+    assert second == (4, 3 + 2, 2)
+    assert third == (4, 1 + 2, 2)  # the long one ends during training
+    assert fourth[0] == 4 and fourth[2] == 9
+
+
+def test_what_is_admitted_ahead_is_prefilled_in_the_time_of_training():
+    work = Workload(
+        1, [[9]], second_per_step, seconds_per_prefilled_token=0.1, prompt_tokens=10, train_seconds=3.0, overlaps=True
+    )
+    rounds = in_order(work, 1.0, [[9], [9]])
+    assert rounds.run_round() == (9 + 1 + 3, 9 + 2, 9)
+
+
+def test_no_more_is_admitted_ahead_than_can_wait_a_round_longer():
+    """A bound of one round: a second batch would have to be trained in the round after the next."""
+    work = Workload(1, [[9]], second_per_step, train_seconds=3.0, overlaps=True, rounds_to_wait=1)
+    rounds = in_order(work, 2.0, [[9], [9], [9]])
+    assert rounds.run_round() == (9 + 3, 18, 9)  # the other one is finished, too, and nothing more may be admitted
+    assert rounds.outstanding == 1
 
 
 def test_a_workload_without_lengths_is_refused():

@@ -136,17 +136,33 @@ class ModelledRounds:
             generated = self._generate(until)
         delivered = self._deliver()
         if self._work.overlaps:
-            generated += self._generate(self._tokens_within(self._work.train_seconds))
+            generated += self._generate(self._tokens_within(self._work.train_seconds - self._admit_ahead()))
         return ModelledRound(seconds + self._work.train_seconds + self._work.sync_seconds, generated, delivered)
 
     # Admission
 
     def _admit(self) -> None:
-        room = self._target - self.outstanding
+        self._add(self._target - self.outstanding)
+
+    def _admit_ahead(self) -> float:
+        """What is generated while the batch is trained, as [`~trl_april.roster.Roster.room_ahead`] has it.
+
+        Returns:
+            `float`: Seconds of its prefill.
+        """
+        most = float(self._target)
+        if self._work.rounds_to_wait is not None:
+            most = min(most, float(self._work.quota * self._work.rounds_to_wait))
+        added = self._add(most - self.outstanding)
+        prompts = sum(group.weight * len(group.lengths) for group in added)
+        return self._work.seconds_per_prefilled_token * self._work.prompt_tokens * prompts
+
+    def _add(self, room: float) -> list[_Group]:
         if room < 1e-6:
-            return
-        for lengths, weight in self._cohort(room):
-            self._groups.append(_Group(self._round, lengths, max(lengths), weight))
+            return []
+        added = [_Group(self._round, lengths, max(lengths), weight) for lengths, weight in self._cohort(room)]
+        self._groups += added
+        return added
 
     def _cohort(self, count: float) -> list[tuple[Sequence[int], float]]:
         """`count` groups: each by itself, or by length in parts that stand for several."""
