@@ -199,11 +199,21 @@ def test_the_client_sets_its_session_up_before_it_checks_the_server():
     assert parameters(VLLMClient.check_server) == ["total_timeout", "retry_interval"]
 
 
+def test_the_client_takes_a_cache_salt_and_resets_the_cache_by_a_method():
+    """What TRL does not know of the sampling options goes into the request as it is."""
+    assert "generation_kwargs" in parameters(VLLMClient.generate)
+    source = inspect.getsource(VLLMClient.generate)
+    assert "sampling_params.update(generation_kwargs or {})" in source and "**sampling_params" in source
+    assert parameters(VLLMClient.reset_prefix_cache) == []
+    assert "self.vllm_client.reset_prefix_cache()" in inspect.getsource(VLLMGeneration.sync_weights)
+
+
 def test_config_adds_fields_and_removes_none():
     stock, ours = GRPOConfig.__dataclass_fields__, APRILGRPOConfig.__dataclass_fields__
     assert set(ours) - set(stock) == {
         "over_provisioning", "max_staleness", "staleness_policy", "weight_sync", "weight_sync_dir", "stream_interval",
         "dynamic_sampling", "max_rejected_groups_per_round", "save_on_signal", "max_parked_tokens",
+        "overlap_generation", "resume_kv",
     }  # fmt: skip
     changed = {name for name in stock if ours[name].default != stock[name].default}
     assert changed == {"use_vllm", "vllm_mode", "vllm_importance_sampling_mode"}
