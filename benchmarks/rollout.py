@@ -29,11 +29,12 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import requests
 from calibration import Calibrator
@@ -50,7 +51,11 @@ from trl_april.types import Score
 from trl_april.vllm_engine import VLLMEngine
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 SHORTEST, LONGEST = 8, 3500
+CONTEXT = 4096  # of the server's model
 PROMPT_LENGTH = 16
 
 
@@ -367,24 +372,33 @@ def plot(measurements: list[Measurement], path: Path) -> None:
 
 
 @contextmanager
-def server(base_url: str | None, vllm_args: Sequence[str] = ()):
+def serve(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int) -> Iterator[str]:
+    """Base URL of a server of our own with this model, and with a context of so many tokens."""
+    from trl_april.demo.model import save
+
+    with tempfile.TemporaryDirectory(prefix="trl_april_bench_") as folder:
+        save(model, tokenizer, Path(folder))
+        vllm_args = ["--dtype", "float32", "--max-model-len", str(context), "--enforce-eager"]
+        with LocalServer(folder, vllm_args=vllm_args) as running:
+            yield running.base_url
+
+
+@contextmanager
+def server(base_url: str | None) -> Iterator[str]:
     """Base URL of the server to measure: the one given, or one of our own with a small random model."""
     if base_url is not None:
         yield base_url.rstrip("/")
         return
     import torch
 
-    from trl_april.demo.model import build_model, build_tokenizer, save
+    from trl_april.demo.model import build_model, build_tokenizer
 
-    with tempfile.TemporaryDirectory(prefix="trl_april_bench_") as folder:
-        torch.manual_seed(0)
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer)
-        model.config.max_position_embeddings = 4096
-        save(model, tokenizer, Path(folder))
-        vllm_args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", *vllm_args]
-        with LocalServer(folder, vllm_args=vllm_args) as running:
-            yield running.base_url
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    model.config.max_position_embeddings = CONTEXT
+    with serve(model, tokenizer, CONTEXT) as url:
+        yield url
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ import argparse
 import asyncio
 import random
 import statistics
-import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,13 +38,13 @@ from typing import Any
 
 import requests
 from report import markdown, new_figure, read_json, require_matplotlib, write_json
+from rollout import serve
 
 from trl_april.admission import NewGroup
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.sampling import sampling_options
-from trl_april.server import LocalServer
 from trl_april.staleness import check_bound
 from trl_april.vllm_engine import VLLMEngine
 
@@ -299,22 +298,18 @@ def server(base_url: str | None, context: int) -> Iterator[str]:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from trl_april.demo.model import build_model, build_tokenizer, save
+    from trl_april.demo.model import build_model, build_tokenizer
 
-    with tempfile.TemporaryDirectory(prefix="trl_april_tail_") as folder:
-        torch.manual_seed(0)
-        tokenizer = build_tokenizer()
-        values = build_model(tokenizer).config.to_dict()
-        del values["layer_types"]
-        values |= {
-            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
-            "max_position_embeddings": context,
-        }  # fmt: skip
-        save(Qwen3ForCausalLM(Qwen3Config(**values)), tokenizer, Path(folder))
-        # A token takes 256 bytes in the KV cache, so the one GiB that LocalServer sets holds 200 long completions.
-        vllm_args = ["--dtype", "float32", "--max-model-len", str(context), "--enforce-eager"]
-        with LocalServer(folder, vllm_args=vllm_args, quiet=True) as running:
-            yield running.base_url
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    values = build_model(tokenizer).config.to_dict()
+    del values["layer_types"]
+    values |= {
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": context,
+    }  # fmt: skip
+    # A token takes 256 bytes in the KV cache, so the one GiB that LocalServer sets holds 200 long completions.
+    with serve(Qwen3ForCausalLM(Qwen3Config(**values)), tokenizer, context) as url:
+        yield url
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """`over_provisioning="auto"`: which factor the next round runs with.
 
 Every round says how long completions are ([`~trl_april.length_history.LengthHistory`]) and how fast the server is by
-what it has in flight ([`~trl_april.step_time.StepTimes`]). With both, [`~trl_april.throughput_model`] predicts what
+what it has in flight ([`~trl_april.server_speed.StepTimes`]). With both, [`~trl_april.throughput_model`] predicts what
 each factor that the staleness bound allows would come to. No factor is tried out for the sake of knowing: the model
 says what it would bring.
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from .length_history import LengthHistory, SampleLength
 from .pool import Pool
 from .round import Round, Span
-from .step_time import KEPT_PER_ROUND, StepTimes
+from .server_speed import KEPT_PER_ROUND, StepTimes
 from .throughput_model import Workload, predicted_throughput
 from .types import Group
 

@@ -1,7 +1,8 @@
 """The rollouts of one training run: rows, pool, engine, driver, and the event loop that rounds run in.
 
-The invariant owned here: as many rows are handed out as training needs, whatever is rejected on the way, and nothing
-of a run outlives [`RolloutSession.close`] but its pool.
+The invariant owned here: as many rows are handed out as training needs, whatever is rejected on the way; the training
+thread touches the pool only while the loop stands still, since requests may run beside the training; and nothing of a
+run outlives [`RolloutSession.close`] but its pool.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.simulated_rounds import LONGEST, PROMPT, Curve, SimulatedRounds, bent
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.round import Round, Span
-from trl_april.step_time import StepTimeCurve, StepTimes
+from trl_april.server_speed import StepTimeCurve, StepTimes
 
 
 def span(ended: float, tokens: int, **options: object) -> Span:
