@@ -27,4 +27,5 @@ class ServerlessTrainer(APRILGRPOTrainer):
         self._last_loaded_step = self.state.global_step
 
     def _run_round(self) -> Round:
+        self._last_loaded_step = self.state.global_step  # as after the sync before a round
         return Round(self.version, groups=list(self.groups))

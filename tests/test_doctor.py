@@ -319,7 +319,7 @@ def test_the_exit_code_of_a_failure_is_1(monkeypatch, capsys):
         (["--base-url", "127.0.0.1:8000"], "must begin with http://"),
         (["--timeout", "0"], "--timeout is 0.0"),
         (["--max-sequences", "0"], "--max-sequences is 0"),
-        (["--json", "/no/such/folder/report.json"], "Create it first"),
+        (["--json", "/no/such/folder/report.json"], "which cannot be written: No such file or directory"),
     ],
 )
 def test_options_that_make_no_sense_are_an_error(arguments, words, capsys):

@@ -13,9 +13,10 @@ from tests.launch import launch
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 NUMS_PROCESSES = (1, 2, 4)
+TABLE = {"log_completions": True, "num_completions_to_print": 0}
 RUNS = [
     # 24 rows in batches of 4 groups of 4 samples, two epochs.
-    {"name": "plain", "kind": "train", "options": {"num_train_epochs": 2, "max_steps": -1}},
+    {"name": "plain", "kind": "train", "options": {"num_train_epochs": 2, "max_steps": -1, **TABLE}},
     # 3 groups of 4 samples, which do not divide into 2 or 4 processes, each batch trained twice.
     {"name": "straddling", "kind": "train", "batch": 12, "options": {"num_train_epochs": 1, "num_iterations": 2}},
     # Each batch in 4 parts and 2 optimiser steps.
@@ -44,7 +45,7 @@ RUNS = [
         "batch": 12,
         "every": 3,
         "rows": 90,
-        "options": {"max_steps": 6, "dynamic_sampling": True, "max_completion_length": 24},
+        "options": {"max_steps": 6, "dynamic_sampling": True, "max_completion_length": 24, **TABLE},
     },
     # No row teaches anything.
     {
@@ -142,6 +143,20 @@ def test_partial_samples_are_resumed_in_every_process(launched):
     for count in NUMS_PROCESSES:
         for result in launched[count].results("plain", count):
             assert sum(result["carried_here"]) > 0
+
+
+@pytest.mark.parametrize("count", NUMS_PROCESSES)
+def test_the_table_of_completions_has_those_of_all_processes_in_their_order(launched, count):
+    for name in ("plain", "dynamic"):
+        results = launched[count].results(name, count)
+        for step, shown in enumerate(results[0]["completions"]):
+            groups = [group for result in results for group in result["rounds"][step]]
+            versions = [",".join(map(str, of_sample)) for group in groups for of_sample in group["versions"]]
+            resumed = [times for group in groups for times in group["resumed"]]
+            assert shown == [list(row) for row in zip(versions, resumed, strict=True)]
+        assert len(results[0]["completions"]) == len(results[0]["rounds"])
+        if name == "plain":
+            assert any(times for shown in results[0]["completions"] for _, times in shown)
 
 
 class TestLosses:

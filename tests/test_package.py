@@ -1,5 +1,6 @@
 """The package as a whole: what importing it loads, what it exports, and what its files promise."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -28,7 +29,10 @@ def fresh_interpreter(program: str) -> str:
     return result.stdout.strip()
 
 
-HEAVY = ("torch", "trl", "transformers", "datasets", "accelerate", "vllm", "aiohttp", "requests", "numpy")
+HEAVY = (
+    *("torch", "trl", "transformers", "datasets", "accelerate", "vllm", "aiohttp", "requests", "numpy", "pandas"),
+    *("matplotlib", "tensorboard"),
+)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,21 @@ HEAVY = ("torch", "trl", "transformers", "datasets", "accelerate", "vllm", "aioh
 def test_light_modules_stay_light(modules):
     program = f"import {modules}, sys; print([name for name in {HEAVY} if name in sys.modules])"
     assert fresh_interpreter(program) == "[]"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "serve --help", "doctor --help", "demo --help"])
+def test_questions_to_the_command_line_are_answered_without_heavy_modules(arguments):
+    program = (
+        "import sys\n"
+        "from trl_april.cli import main\n"
+        "try:\n"
+        f"    main({arguments.split()})\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    *answer, loaded = fresh_interpreter(program).splitlines()
+    assert answer and loaded == "[]"
 
 
 def test_the_pure_core_knows_neither_event_loops_nor_clocks():
@@ -69,6 +88,33 @@ def test_light_names_load_light_modules():
 def test_every_exported_name_is_there(name):
     assert getattr(trl_april, name) is not None
     assert name in dir(trl_april)
+
+
+def test_all_names_can_be_imported_at_once():
+    names: dict = {}
+    exec("from trl_april import *", names)
+    assert names.keys() - {"__builtins__"} == set(trl_april.__all__)
+    assert names["APRILGRPOTrainer"] is trl_april.APRILGRPOTrainer
+
+
+def test_tab_completion_finds_names_that_are_not_loaded_yet():
+    program = (
+        "import rlcompleter, sys, trl_april;"
+        "completer = rlcompleter.Completer({'trl_april': trl_april});"
+        "found = [completer.complete('trl_april.Lo', 0), completer.complete('trl_april.Lo', 1)];"
+        "print(found, 'torch' in sys.modules)"
+    )
+    assert fresh_interpreter(program) == "['trl_april.LocalServer(', None] False"
+
+
+def test_type_checkers_know_the_names_and_no_others():
+    """What is lazy at run time is imported for them; a `__getattr__` that they saw would let every name pass."""
+    source = ast.parse(Path(trl_april.__file__).read_text())
+    for_checkers = next(node for node in source.body if isinstance(node, ast.If) and not node.orelse)
+    assert ast.unparse(for_checkers.test) == "TYPE_CHECKING"
+    imported = {alias.name for node in for_checkers.body for alias in node.names}
+    assert imported | {"__version__"} == set(trl_april.__all__)
+    assert not [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
 
 
 def test_an_unknown_name_is_an_attribute_error():

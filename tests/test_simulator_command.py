@@ -79,7 +79,7 @@ def test_lengths_and_step_times_from_files(tmp_path, capsys):
         (["--log", "x", "--histogram", "y"], "Lengths are given twice"),
         (["--log", "no-such-file"], "no-such-file cannot be read"),
         (["--factors", "0.5"], "over_provisioning is 0.5"),
-        (["--json", "no/such/folder/file"], "Make it first"),
+        (["--json", "no/such/folder/file"], "which cannot be written: No such file or directory"),
         (["--sigma", "-1"], "spread of -1.0"),
     ],
 )

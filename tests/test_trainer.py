@@ -10,10 +10,12 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pytest
 import requests
 import torch
 from datasets import Dataset, IterableDataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from trl_april.config import APRILGRPOConfig
+from trl_april.dashboards import tensorboard_layout
 from trl_april.errors import ConfigError, ServerError
 from trl_april.request import RequestMaker
 from trl_april.server import LocalServer
@@ -294,7 +297,7 @@ class TestDropIn:
             reward=[distinct_characters, numbers_arrive],
             reward_weights=[1.0, 0.5],
             callbacks=[Steps()],
-            eval_dataset=DATASET.select(range(4)),
+            eval_dataset=DATASET.select(range(2)),
             eval_strategy="steps",
             eval_steps=2,
             per_device_eval_batch_size=8,
@@ -303,6 +306,7 @@ class TestDropIn:
             max_steps=4,
             max_completion_length=30,
             log_completions=True,
+            report_to=["tensorboard"],
             beta=0.1,
         )
         trainer.train()
@@ -313,7 +317,34 @@ class TestDropIn:
         assert len(training) == 4 and len(evaluations) == 2
         assert all(entry["my_metric"] == 3.0 and "kl" in entry for entry in training)
         assert not any(key.startswith("eval_april") for entry in evaluations for key in entry)
-        assert len(list((tmp_path / "completions").glob("*.parquet"))) >= 4
+        self.look_at_the_completions(tmp_path / "completions", trainer.rounds)
+        self.look_at_tensorboard(tmp_path / "runs")
+
+    def look_at_the_completions(self, folder, rounds):
+        """Steps 1 and 3 show the training batch. At 2 and 4 an evaluation of half as many completions came last."""
+        files = sorted(folder.glob("*.parquet"))
+        tables = [pandas.read_parquet(file) for file in files]
+        assert len(tables) == 4
+        for table, done in zip(tables, rounds, strict=True):
+            samples = [sample for group in done.groups for sample in group.samples]
+            versions = [",".join(map(str, sorted(set(sample.versions)))) for sample in samples]
+            resumed = [len(sample.segments) - 1 for sample in samples]
+            if done.version % 2:
+                versions, resumed = versions[8:] + [""] * 8, resumed[8:] + [0] * 8
+            assert list(table["april_versions"]) == versions
+            assert list(table["april_resumed"]) == resumed
+            assert table.dtypes.equals(tables[0].dtypes)
+
+    def look_at_tensorboard(self, folder):
+        (run,) = folder.iterdir()
+        events = EventAccumulator(str(run))
+        events.Reload()
+        patterns = [p for charts in tensorboard_layout().values() for _, chart in charts.values() for p in chart]
+        ours = [name for name in events.Tags()["scalars"] if name.startswith("train/april/")]
+        assert "train/april/trained_tokens_per_second" in ours
+        for name in ours:
+            assert sum(bool(re.match(pattern, name)) for pattern in patterns) == 1, name
+        assert "custom_scalars__config__" in events.Tags()["tensors"]
 
     def test_conversational_prompts(self, server, tiny_model_dir, tmp_path):
         dataset = Dataset.from_list(
@@ -436,6 +467,15 @@ class TestDynamicSampling:
         expected = [group.row["number"] for group in trainer.trained_groups for _ in group.samples]
         assert list(trainer._logs["extra"]["row"])[-16:] == expected[-16:]
         assert any("calls" in entry for entry in trainer.state.log_history)
+
+    def test_the_table_of_completions_has_the_versions_of_the_trained_samples(self, dynamic_run):
+        trainer, _ = dynamic_run
+        files = sorted(Path(trainer.args.output_dir).glob("completions/*.parquet"))
+        table = pandas.concat(map(pandas.read_parquet, files))
+        samples = [sample for group in trainer.trained_groups for sample in group.samples]
+        assert list(table["april_resumed"]) == [len(sample.segments) - 1 for sample in samples]
+        assert list(table["april_versions"]) == [",".join(map(str, sorted(set(s.versions)))) for s in samples]
+        assert table["april_resumed"].max() > 0
 
     def test_rewards_are_those_of_stock_for_the_same_completions(self, dynamic_run):
         trainer, _ = dynamic_run

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pandas
 import requests
 import torch
 import torch.distributed as dist
@@ -118,6 +119,7 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
                     "samples": [sample.index for sample in group.samples],
                     "tokens": [sample.token_ids.tolist() for sample in group.samples],
                     "versions": [sorted(set(sample.versions)) for sample in group.samples],
+                    "resumed": [len(sample.segments) - 1 for sample in group.samples],
                 }
                 for group in done.groups
             ]
@@ -126,9 +128,17 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
         "carried_here": [done.carried_tokens for done in trainer.rounds],
         "generated_here": [done.generated_tokens for done in trainer.rounds],
         "log": trainer.state.log_history,
+        "completions": completions_of(trainer),
         "left": len(trainer.pool),
         "taken": trainer.pool.groups_taken,
     }
+
+
+def completions_of(trainer: RecordingTrainer) -> list[list[tuple[str, int]]]:
+    """Versions and number of resumptions in TRL's table of completions, step by step."""
+    files = sorted(Path(trainer.args.output_dir).glob("completions/*.parquet")) if RANK == 0 else []
+    tables = [pandas.read_parquet(file) for file in files]
+    return [list(zip(t["april_versions"], t["april_resumed"].tolist(), strict=True)) for t in tables]
 
 
 # Kinds of runs

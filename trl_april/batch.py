@@ -61,6 +61,32 @@ def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) ->
     return output
 
 
+def completion_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """What TRL's table of completions (`log_completions`) shows of partial rollouts.
+
+    Returns:
+        `dict` with one list entry per sample, in the order of [`rollout_output`]:
+
+        - `april_versions` (`list[str]`): the policy versions that sampled it, oldest first, such as `"3,4,6"`.
+        - `april_resumed` (`list[int]`): how often it was resumed, that is how many requests beyond the first it has
+          tokens of.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        # Text also where there is one version only: the files of all steps can then be read as one table.
+        "april_versions": [",".join(str(v) for v in sorted({s.version for s in x.segments})) for x in samples],
+        "april_resumed": [len(sample.segments) - 1 for sample in samples],
+    }
+
+
+def evaluation_columns(count: int) -> dict[str, list[Any]]:
+    """The same columns for `count` completions of an evaluation, which come from elsewhere: no version, not resumed.
+
+    TRL keeps the newest entries of every column by itself, so one that evaluations leave out would not stay aligned.
+    """
+    return {"april_versions": [""] * count, "april_resumed": [0] * count}
+
+
 def staleness(sample: Sample, version: int) -> list[int]:
     """Age of every token in policy versions when trained under `version`, shape `(length,)`."""
     return [version - sampled_under for sampled_under in sample.versions]

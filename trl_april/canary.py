@@ -120,7 +120,8 @@ def server_logprobs(
     response = session.post(f"{base_url}/v1/completions", json=body, timeout=timeout)
     if response.status_code != 200:
         raise WeightSyncError(
-            f"The vLLM server answered {response.status_code} to the check of its weights: {response.text[:300]}"
+            f"The vLLM server answered {response.status_code} to the check of its weights: {response.text[:300]}. "
+            "Look at its log, and check that it is a version of vLLM that TRL supports."
         )
     positions = response.json()["choices"][0]["prompt_logprobs"]
     return [entry[str(token_id)]["logprob"] for token_id, entry in zip(token_ids[1:], positions[1:], strict=True)]

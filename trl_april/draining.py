@@ -64,7 +64,10 @@ async def drain(
             if progress() != before:
                 before, silent_since = progress(), clock()
             elif clock() - silent_since > patience:
-                raise ServerError(f"{len(running())} aborted requests have not ended in {patience:.0f} s.")
+                raise ServerError(
+                    f"{len(running())} aborted requests have not ended in {patience:.0f} s. The server may hang: look "
+                    "at its log, or start it again."
+                )
     finally:
         if abort is not None:
             abort.cancel()

@@ -101,7 +101,7 @@ class EventStream:
         if isinstance(event, dict) and event.get("error") is not None:
             raise ServerError(
                 f"The vLLM server failed in the middle of request {self._request.request_id}: "
-                f"{str(event['error'])[:500]}."
+                f"{str(event['error'])[:500]}. Its log says more."
             )
         try:
             if event["choices"] == []:
@@ -127,7 +127,8 @@ class EventStream:
         if echoed is not None and echoed != self._request.token_ids:
             raise EngineError(
                 f"The server generated for other token ids than those of request {self._request.request_id}: it "
-                f"received {len(echoed)} of {len(self._request.token_ids)}."
+                f"received {len(echoed)} of {len(self._request.token_ids)}. If a proxy stands before it, let it pass "
+                "requests on as they are."
             )
 
     def _check(self, chunk: Chunk) -> None:

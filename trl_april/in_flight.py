@@ -197,7 +197,12 @@ class InFlight:
                 async with asyncio.timeout(CUT_OFF_SECONDS):
                     await self.cut()
         except TimeoutError:
-            logger.warning("%d requests have not ended in %.0f s.", len(self.running), CUT_OFF_SECONDS)
+            logger.warning(
+                "%d requests have not ended in %.0f s. Their connections are closed; what has not arrived by now is "
+                "not kept.",
+                len(self.running),
+                CUT_OFF_SECONDS,
+            )
         except Exception as error:
             self._watcher.failed(error)
         finally:

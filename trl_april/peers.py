@@ -151,7 +151,11 @@ class Peers:
             while time.monotonic() < deadline and self._store.add(self._key("heard"), 0) < self._count - 1:
                 time.sleep(LOOK / 5)
         except Exception:  # the store may be what has failed; the error itself is more important
-            logger.warning("The other processes could not be told of the error of process %d.", self._rank)
+            logger.warning(
+                "The other processes could not be told of the error of process %d. End those that do not end by "
+                "themselves.",
+                self._rank,
+            )
 
     def _publish(self, report: dict[str, Any]) -> dict[str, Any]:
         """Leave a report in the store, unless there is one; returns the one that is there."""

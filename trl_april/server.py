@@ -6,6 +6,7 @@ The server is vLLM's own and runs in processes of its own: this module imports n
 from __future__ import annotations
 
 import atexit
+import errno
 import http.client
 import ipaddress
 import logging
@@ -26,7 +27,7 @@ from typing import BinaryIO
 
 from .errors import ConfigError, ServerError
 from .process_session import end_session, start_watchdog
-from .server_command import server_command, server_environment
+from .server_command import check_model, server_command, server_environment
 
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,13 @@ DEFAULT_PORT = 8000  # vLLM's own, and TRL's `vllm_server_port`
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL; vLLM needs about one
 HEALTH_POLL = 0.25  # seconds between two looks at the server's health
 ERROR_TAIL = 30  # lines of the log in an error
+
+# What to do where an address cannot be bound to.
+REMEDIES = {
+    errno.EADDRINUSE: "Stop what runs there, or choose another port; LocalServer finds a free one with port=None.",
+    errno.EADDRNOTAVAIL: "Give an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them.",
+    errno.EACCES: "Choose a port above 1023; the others are the system's.",
+}
 
 # The last line of a traceback, behind vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
 FIRST_ERROR = re.compile(
@@ -64,10 +72,8 @@ def _bind(host: str, port: int) -> int:
         try:
             probe.bind(address)
         except OSError as error:
-            raise ConfigError(
-                f"The server cannot bind to {host}, port {port}: {error.strerror}. Stop what runs there, choose "
-                "another port, or pass port=None for a free one."
-            ) from error
+            remedy = REMEDIES.get(error.errno or 0, "Choose another address or port.")
+            raise ConfigError(f"The server cannot bind to {host}, port {port}: {error.strerror}. {remedy}") from error
         return int(probe.getsockname()[1])
 
 
@@ -196,10 +202,12 @@ class LocalServer:
         """Starts the server and waits until it is healthy. Does nothing if it runs already.
 
         Raises:
+            ConfigError: If there is no model in the folder.
             ServerError: If it ends while starting, or is not healthy in time. The message holds the tail of its log.
         """
         if self._process is not None:
             return self
+        check_model(self.model, self.vllm_args)
         # Again, because time has passed: what else listened there would answer in the server's place.
         self.port = _bind(self.host, self.port or 0)
         _warn_if_exposed(self.host)
@@ -313,7 +321,9 @@ def _end(process: subprocess.Popen[bytes], watchdog: subprocess.Popen[bytes] | N
         survivors = end_session(process.pid, GRACE)
         if survivors:
             logger.warning(
-                "These processes of the vLLM server could not be ended: %s.", ", ".join(str(p.pid) for p in survivors)
+                "These processes of the vLLM server could not be ended: %s. They keep their memory and ports: end "
+                "them by hand, or restart the machine if that does not help.",
+                ", ".join(str(p.pid) for p in survivors),
             )
     finally:
         process.poll()  # takes the exit code, so that no zombie stays
@@ -366,9 +376,10 @@ def serve(model: str, *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, vll
         `int`: Exit code of the server, as a shell would report it.
 
     Raises:
-        ConfigError: If the address or a flag cannot be used, or vLLM is not installed.
+        ConfigError: If the address, the model or a flag cannot be used, or vLLM is not installed.
     """
     check_address(host, port)
+    check_model(model, vllm_args)
     command, environment = server_command(model, host, port, vllm_args), server_environment(None, vllm_args)
     _warn_if_exposed(host)
     return run_in_foreground(command, environment)

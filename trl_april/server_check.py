@@ -174,5 +174,8 @@ def _json(response: requests.Response) -> Any:
             "started with."
         )
     if response.status_code != 200:
-        raise ServerError(f"The vLLM server answered {response.status_code} to {response.url}: {response.text[:200]}")
+        raise ServerError(
+            f"The vLLM server answered {response.status_code} to {response.url}: {response.text[:200]}. Look at its "
+            "log, and check that it is a version of vLLM that TRL supports."
+        )
     return response.json()

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from .errors import ConfigError
 
@@ -79,6 +80,29 @@ def vllm_platform() -> str:
     if "cpu" in build or sys.platform == "darwin" or os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return "cpu"
     return "other" if "xpu" in build or "tpu" in build else "gpu"
+
+
+def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
+    """Raises [`ConfigError`] for a folder without a model; of a model id only vLLM knows whether there is one.
+
+    vLLM would say so, too, after half a minute and in a traceback of some hundred lines.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        # Of transformers, or of Mistral.
+        if "--hf-config-path" in map(flag_name, vllm_args) or any(
+            (path / name).is_file() for name in ("config.json", "params.json")
+        ):
+            return
+        raise ConfigError(
+            f"The model is the folder {model!r}, which has no config.json in it. Give the folder that the model was "
+            "saved to, or a model id such as Qwen/Qwen3-0.6B."
+        )
+    if not path.exists() and (path.is_absolute() or model.startswith(".")):
+        raise ConfigError(
+            f"The model is {model!r}, but there is no such folder or file. Give the folder that the model was saved "
+            "to, or a model id such as Qwen/Qwen3-0.6B."
+        )
 
 
 def server_command(

@@ -55,7 +55,10 @@ class StopRequest:
         """Handle the signals while it lasts; in a thread that is not the main one, nothing can be done."""
         self.signal = 0
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("save_on_signal has no effect: signals are handled by the main thread, which this is not.")
+            logger.warning(
+                "save_on_signal has no effect: signals are handled by the main thread, which this is not. Call "
+                "train() from the main thread."
+            )
             yield
             return
         before = {

@@ -31,10 +31,11 @@ from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
 from .applies import check_arguments, check_reward_models, why_stock
-from .batch import batch_rows, rollout_output, round_metrics
+from .batch import batch_rows, completion_columns, evaluation_columns, rollout_output, round_metrics
 from .checkpoint import FOLDER
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
+from .dashboards import order_dashboards
 from .errors import CheckpointError, PoolError, ServerError
 from .loss import known_to_trl
 from .padding import COLUMNS, PerToken, without_padding
@@ -183,6 +184,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             with self._processes.watched():
                 self._attach_server()
             self.add_callback(_StepEnd(self))
+            order_dashboards(self)
         else:
             ignored = (
                 " dynamic_sampling needs APRIL and has no effect." if AprilOptions.of(args).dynamic_sampling else ""
@@ -250,8 +252,12 @@ class APRILGRPOTrainer(GRPOTrainer):
             if self.april_enabled and self.state.global_step == self._last_loaded_step:
                 if not self.vllm_generation.holds_weights():
                     self._last_loaded_step = -1  # TRL then syncs
+            if self.april_enabled and self.log_completions:
+                self._pending_extra_logs.update(evaluation_columns(len(inputs)))
             return super()._generate_and_score_completions(inputs)
         done = self._run_round()
+        if self.log_completions:
+            self._pending_extra_logs.update(completion_columns(done.groups))
         self.groups_in_training = done.groups
         self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=self._oldest_trained(done))
         try:
@@ -353,8 +359,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             )
         except PoolError as error:
             raise CheckpointError(
-                f"The partial samples in {self._checkpoints.resumed_from} cannot be resumed. {error} Or remove its "
-                f"folder `{FOLDER}` to go on without them."
+                f"The partial samples in {self._checkpoints.resumed_from} cannot be resumed. {error} Resume from "
+                f"another checkpoint, or remove the folder `{FOLDER}` from this one to go on without them."
             ) from error
         self.pool = self._session.pool
         self.vllm_generation.before_sync = self._session.cut

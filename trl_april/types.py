@@ -121,7 +121,8 @@ class Sample:
         if not all(map(isfinite, new_logprobs)):
             raise EngineError(
                 f"The engine sent a log-probability that is not finite for sample {self.index} of group "
-                f"{self.group_id}. The correction needs the one that each token was sampled with."
+                f"{self.group_id}. The correction needs the one that each token was sampled with. Look at the loss so "
+                "far: weights that have diverged do this."
             )
         if max(new_logprobs) > LOGPROB_ROUNDING:
             raise EngineError(

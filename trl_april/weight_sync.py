@@ -309,7 +309,10 @@ class ServerGeneration(VLLMGeneration):
         self._post("update_weight_version", {"new_version": str(version)})
         reported = self._get("weight_info")["weight_version"]
         if reported != str(version):
-            raise WeightSyncError(f"The server reports weight version {reported!r} after the sync of {version}.")
+            raise WeightSyncError(
+                f"The server reports weight version {reported!r} after the sync of {version}: somebody else may be "
+                "sending it weights, too. Give every training run a server of its own."
+            )
         found = server_logprobs(
             self.session,
             self.base_url,

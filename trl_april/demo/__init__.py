@@ -5,6 +5,9 @@ Nothing is downloaded, and all figures that it prints are measured.
 
 import os
 
+from ..output_paths import make_folder
+from .options import parse
+
 
 def main(argv: list[str]) -> int:
     """
@@ -17,8 +20,10 @@ def main(argv: list[str]) -> int:
     Returns:
         `int`: Exit code.
     """
+    options = parse(argv)
+    make_folder("--output-dir", options.output_dir)
     # Before the first import of a Hugging Face library, which reads it there and then.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from .run import run
 
-    return run(argv)
+    return run(options)

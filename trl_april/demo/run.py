@@ -21,31 +21,6 @@ from .training import Recording, train
 from .warm_start import warm_start
 
 
-DESCRIPTION = """\
-Train a small model with and without APRIL on this machine, and compare.
-
-Everything is made here: a model of 0.1 million parameters, its tokenizer, and a task that a rule can check (counting
-down to zero, from numbers with a long tail). After a short supervised warm start, the model is trained with GRPO twice
-from the same weights, for the same number of optimiser steps, against the same vLLM server: synchronously, and with
-twice as many prompt groups in flight as a step needs.
-"""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The options of the demo."""
-    parser = argparse.ArgumentParser(
-        prog="trl-april demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output-dir", type=Path, default=Path("demo_output"), help="where the results go (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, help=f"optimiser steps of each training (default: {STANDARD.steps})")
-    parser.add_argument("--seed", type=int, default=0, help="seed of model, prompts and training (default: 0)")
-    parser.add_argument("--keep-server-log", action="store_true", help="keep the log of the vLLM server")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, only to see that it runs")
-    return parser
-
-
 class Clock:
     """Prints lines with the time since the start of the demo in front."""
 
@@ -180,13 +155,10 @@ def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log
     return recordings
 
 
-def run(argv: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Runs the demo with the given options. Returns the exit code."""
-    options = build_parser().parse_args(argv)
     settings = QUICK if options.quick else STANDARD
     if options.steps is not None:
-        if options.steps < 1:
-            raise ConfigError(f"--steps is {options.steps}, but there must be at least 1 step.")
         settings = settings.with_steps(options.steps)
     run_demo(settings, output_dir=options.output_dir, seed=options.seed, keep_server_log=options.keep_server_log)
     return 0

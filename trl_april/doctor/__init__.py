@@ -15,6 +15,8 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError
+from ..output_paths import check_file
+from ..server_command import check_model
 from .examination import Examination
 from .finding import Finding, Mark
 
@@ -65,8 +67,10 @@ class DoctorOptions:
         for name in ("max_completion_length", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but it must be at least 1.")
-        if self.json_file is not None and not Path(self.json_file).absolute().parent.is_dir():
-            raise ConfigError(f"--json is {self.json_file!r}, whose folder does not exist. Create it first.")
+        if self.json_file is not None:
+            check_file("--json", self.json_file)
+        if self.model is not None:
+            check_model(self.model)
 
 
 def run(options: DoctorOptions) -> int:

@@ -169,7 +169,10 @@ async def _abort(server: Server) -> Finding:
                 async with asyncio.timeout(silence):
                     await engine.abort([request.request_id])
             except TimeoutError:
-                raise ServerError(f"The vLLM server did not answer /abort_requests within {silence:g} s.") from None
+                raise ServerError(
+                    f"The vLLM server did not answer /abort_requests within {silence:g} s. It hangs, or has too much "
+                    "to do: see its log, restart it, or give it longer with --timeout."
+                ) from None
             await asyncio.wait({task}, timeout=silence)
             seconds = time.perf_counter() - began
             if not task.done():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 
 from ..errors import ConfigError
+from ..output_paths import check_file
 from . import table
 from .grid import Grid, as_json, simulate_grid
 from .options import build_parser, scenario_of
@@ -33,8 +33,9 @@ def run(argv: list[str]) -> int:
             f"--plot {options.plot} needs matplotlib, which is not installed. Install it with "
             "`pip install 'trl-april[plots]'`, or leave --plot out."
         )
-    for path in (options.json, options.plot):
-        _check_folder(path)
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None:
+            check_file(option, path)
     grid = simulate_grid(scenario, [Mode(name) for name in options.modes], options.factors, simulated=_print)
     print(table.explanation(grid))
     recommendation = recommend(
@@ -61,8 +62,3 @@ def _print(grid: Grid, result: Result) -> None:
     if result is grid.synchronous:
         print(table.HEAD)
     print(table.line(grid, result), flush=True)
-
-
-def _check_folder(path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.absolute().parent}. Make it first.")
