@@ -88,7 +88,9 @@ def test_in_a_notebook_all_rounds_share_one_output_which_is_empty_in_the_end(poo
     bar = NotebookBar()
     with RoundProgress(pool, Driver(), disable=False, notebook=bar) as progress:
         progress.update()
-        assert re.search(r"<progress value='0' max='2'.*0/2 groups, 3 in flight, 0 tok/s", *notebook.outputs, re.DOTALL)
+        assert re.search(
+            r"<progress value='0' max='2'.*0/2 groups, 3 in flight, 0 tok/s", *notebook.outputs, re.DOTALL
+        )
         sample = next(iter(pool)).samples[0]
         pool.record(sample, [5] * 4, [-1.0] * 4)
         pool.finish(sample, FinishReason.STOP)

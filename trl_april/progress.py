@@ -16,8 +16,8 @@ from .rollout import RolloutDriver
 class NotebookBar:
     """As much of tqdm's bar as a round needs, drawn as transformers draws the trainer's bar in a notebook.
 
-    tqdm's own is a widget there: it needs ipywidgets, and every round would leave a dead one behind. All rounds of this
-    one share one output, which keeps its last state between them, so that what stands below does not jump.
+    tqdm's own is a widget there: it needs ipywidgets, and every round would leave a dead one behind. All rounds share
+    one output of this, which keeps its last state between them, so that what stands below does not jump.
     """
 
     disable = False

@@ -223,9 +223,7 @@ class RolloutSession:
     def _generate(self, *, silent: bool) -> bool:
         """Run the round on; whether it may be closed, or else an outage is over."""
         interrupted: ServerError | RoundSuspended | None = None
-        with RoundProgress(
-            self.pool, self.driver, self.quota, disable=silent, notebook=self._notebook
-        ) as progress:
+        with RoundProgress(self.pool, self.driver, self.quota, disable=silent, notebook=self._notebook) as progress:
 
             def poll() -> None:
                 self._processes.check()

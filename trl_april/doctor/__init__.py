@@ -63,11 +63,9 @@ class DoctorOptions:
                 f"--base-url is {self.base_url!r}, but it must begin with http:// or https://, such as "
                 "http://127.0.0.1:8000."
             )
-        for name in ("timeout", "decode_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}, but it must be a positive number of seconds."
-                )
+        for name, seconds in (("--timeout", self.timeout), ("--decode-seconds", self.decode_seconds)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds}, but it must be a positive number of seconds.")
         for name in ("max_completion_length", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but it must be at least 1.")

@@ -208,9 +208,7 @@ def group_correlation(groups: Sequence[Sequence[int]]) -> float:
         length: NormalDist().inv_cdf((bisect_left(ordered, length) + bisect_right(ordered, length)) / 2 / len(ordered))
         for length in set(ordered)
     }
-    products = [
-        score[one] * score[other] for group in groups for one, other in itertools.combinations(group, 2)
-    ]
+    products = [score[one] * score[other] for group in groups for one, other in itertools.combinations(group, 2)]
     variance = sum(score[length] ** 2 for length in ordered)
     if not products or not variance:
         return 0.0
