@@ -71,7 +71,7 @@ def round_of_a_small_pool() -> tuple[Round, Pool]:
         requests=7,
         resumed_groups=2,
         aborted_requests=2,
-        launched_tokens=5 + 5 + 2 + 3 + 2 + 1 + 1,
+        launched_lengths=[5, 5, 2, 3, 2, 1, 1],
         in_flight=[(0.0, 7), (1.0, 3), (3.0, 0)],
         over_provisioning=1.5,
     )

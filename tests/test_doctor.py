@@ -318,6 +318,7 @@ def test_the_exit_code_of_a_failure_is_1(monkeypatch, capsys):
     [
         (["--base-url", "127.0.0.1:8000"], "must begin with http://"),
         (["--timeout", "0"], "--timeout is 0.0"),
+        (["--decode-seconds", "-1"], "--decode-seconds is -1.0"),
         (["--max-sequences", "0"], "--max-sequences is 0"),
         (["--json", "/no/such/folder/report.json"], "which cannot be written: No such file or directory"),
     ],
@@ -716,7 +717,10 @@ IDLE = 'vllm:num_requests_running{{engine="0"}} {}\nvllm:num_requests_waiting{{e
         ((404, "Not Found"), WARN, "does not say"),
     ],
 )
-def test_nothing_is_loaded_onto_a_server_in_use(fake, answer, mark, words):
+def test_nothing_is_loaded_onto_a_server_in_use(fake, answer, mark, words, monkeypatch):
+    from trl_april.doctor import server as there
+
+    monkeypatch.setattr(there, "SETTLING_SECONDS", 0.1)
     fake.answers["/metrics"] = answer
     findings = examine(fake)
     assert findings["other requests"].mark is mark
@@ -724,6 +728,25 @@ def test_nothing_is_loaded_onto_a_server_in_use(fake, answer, mark, words):
     assert findings["abort"].mark is OK
     for name in ("decode speed", "prefill speed", "weight sync"):
         assert (findings[name].mark is SKIP) == (mark is SKIP)
+
+
+def test_a_request_that_has_just_ended_is_not_taken_for_one_of_others(fake):
+    """The server's figures lag behind; on a busy machine by more than the next check takes to begin."""
+    from trl_april.doctor.server import check_idle
+    from trl_april.doctor.session import TimedSession
+
+    class Lagging(TimedSession):
+        asked = 0
+
+        def get(self, url: str, **kwargs: Any) -> Any:
+            self.asked += 1
+            fake.answers["/metrics"] = (200, IDLE.format("1.0" if self.asked < 3 else "0.0", "0.0"))
+            return super().get(url, **kwargs)
+
+    server = server_of(fake)
+    server.session = Lagging(5.0)
+    assert check_idle(server).mark is OK
+    assert server.session.asked == 3
 
 
 @pytest.mark.parametrize(("seconds", "mark"), [(0.001, OK), (0.2, WARN)])
@@ -805,6 +828,16 @@ def test_no_more_sequences_than_the_server_takes_at_once(fake):
     server = server_of(fake)
     server.described["scheduler_config"] = {"max_num_seqs": 2}
     assert [point["sequences"] for point in check_decode(server, 64, 60).data["decode"]] == [1, 2]
+
+
+@pytest.mark.parametrize(("each", "tokens"), [(0.5, 50), (0.001, 32), (60.0, 256)])
+def test_a_measurement_takes_as_long_as_it_should_within_limits(fake, each, tokens):
+    from trl_april.doctor.speed import check_decode
+
+    server = server_of(fake)
+    server.seconds_per_token = 0.01
+    check_decode(server, 1, 60, each)
+    assert {request.body["max_tokens"] for request in fake.received_at("/v1/completions")} == {tokens}
 
 
 # Weight sync

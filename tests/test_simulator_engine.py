@@ -65,6 +65,17 @@ def test_a_group_goes_to_the_server_with_the_least_to_do_and_stays_together(jobs
     assert servers == [0, 0, 1, 1, 0, 0]
 
 
+def test_it_runs_inside_of_an_event_loop_as_in_the_cells_of_a_notebook():
+    async def main():
+        await asyncio.sleep(10.0)
+        return asyncio.get_running_loop().time()
+
+    async def cell():
+        return simulate(main())
+
+    assert asyncio.run(cell()) == 10.0
+
+
 def test_siblings_share_the_whole_blocks_of_the_prompt(monkeypatch):
     """40 tokens are two blocks of 16 and 8 more, which every sample computes by itself."""
     prefills = watch_prefills(monkeypatch)

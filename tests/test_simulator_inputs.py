@@ -8,7 +8,16 @@ import statistics
 import pytest
 
 from trl_april.errors import ConfigError
-from trl_april.simulator.lengths import LOGGED, Histogram, Lognormal, Quantiles, draw, read_histogram, read_log
+from trl_april.simulator.lengths import (
+    LOGGED,
+    Histogram,
+    Lognormal,
+    Quantiles,
+    draw,
+    group_correlation,
+    read_histogram,
+    read_log,
+)
 from trl_april.simulator.scenario import UNITS, Scenario
 from trl_april.simulator.step_time import EXAMPLE, StepTime, parse_step_time, read_step_time
 
@@ -177,6 +186,25 @@ def test_a_histogram_gives_its_shares(tmp_path):
     assert drawn.count(7) / 2000 == pytest.approx(0.25, abs=0.03)
     assert lengths.at(-99.0) == 7
     assert lengths.at(99.0) == 100
+
+
+def test_a_histogram_of_completions():
+    assert Histogram.of([30, 10, 30]) == Histogram((10, 30), (1, 2))
+    with pytest.raises(ConfigError, match="counts no completion"):
+        Histogram.of([])
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize("longest", [100_000, 300])  # 300: a third is cut there, and equally long
+def test_the_correlation_in_a_group_is_found_again(correlation, longest):
+    lengths = Lognormal(200, 1.0, 1, longest)
+    groups = [[draw(lengths, group, i, seed=0, correlation=correlation) for i in range(6)] for group in range(400)]
+    assert group_correlation(groups) == pytest.approx(correlation, abs=0.08)
+
+
+@pytest.mark.parametrize("groups", [[], [[5], [7]], [[5, 5], [5, 5]]])
+def test_without_two_lengths_to_compare_there_is_no_correlation(groups):
+    assert group_correlation(groups) == 0.0
 
 
 def test_a_length_that_nobody_has_is_not_drawn():

@@ -26,6 +26,7 @@ from transformers import (
 from trl_april.config import APRILGRPOConfig
 from trl_april.dashboards import tensorboard_layout
 from trl_april.errors import ConfigError, ServerError
+from trl_april.report import read_run
 from trl_april.request import RequestMaker
 from trl_april.server import LocalServer
 from trl_april.trainer import APRILGRPOTrainer
@@ -140,6 +141,29 @@ class TestConservation:
         # Otherwise the other tests would prove nothing.
         assert sum(done.carried_tokens for done in long_run.rounds) > 0
         assert sum(done.aborted_requests for done in long_run.rounds) > 0
+
+
+class TestRunLog:
+    def test_the_folder_tells_what_happened(self, long_run):
+        """The log of rounds in `output_dir`, which is written without any option."""
+        run = read_run(long_run.args.output_dir)
+        assert run.has_log and run.notes == []
+        assert run.options["quota"] == 4 and run.options["over_provisioning"] == 5.0
+        assert [one.version for one in run.rounds] == [done.version for done in long_run.rounds]
+        assert [step.step for step in run.steps] == list(range(1, 11))
+        for read, done in zip(run.rounds, long_run.rounds, strict=True):
+            assert sum(read.ages.values()) == sum(group.num_tokens for group in done.groups)
+            assert read.metrics["generated_tokens"] == done.generated_tokens
+            assert sum(read.launched_lengths.values()) <= done.requests
+            assert read.generation[1] - read.generation[0] == pytest.approx(done.seconds, abs=1e-4)
+        logged = [entry["reward"] for entry in long_run.state.log_history if "loss" in entry]
+        assert [one.reward for one in run.rounds] == pytest.approx(logged)
+        # Sync, round, scoring and the trainer's step come one after the other.
+        spans = [span for one in run.rounds for span in (one.sync, one.generation, one.scoring)]
+        spans = sorted([*spans, *(span for step in run.steps for span in step.training)])
+        assert all(begin >= end - 1e-4 for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        sizes = [one.metrics["correction/age_0/effective_sample_size"] for one in run.rounds[:1]]
+        assert sizes == pytest.approx([1.0], abs=1e-3)
 
 
 class TestLogProbabilities:

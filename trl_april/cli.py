@@ -100,6 +100,13 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="sequences at once up to which decoding is measured (default: %(default)s)",
     )
     doctor.add_argument(
+        "--decode-seconds",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="how long each of these measurements should take (default: %(default)s)",
+    )
+    doctor.add_argument(
         "--timeout",
         type=float,
         default=30.0,

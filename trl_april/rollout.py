@@ -103,6 +103,7 @@ class RolloutDriver:
             "tokens_generated": pool.tokens_generated,
         }
         self._held_before: dict[int, int] = {}  # tokens of each group when the round began
+        self._between: list[tuple[float, int]] = []  # time and requests in flight, since the last round closed
         self._watching = 0  # tasks that could close the round
         self._closing = asyncio.Event()
         self._sample_ended = asyncio.Event()
@@ -242,10 +243,12 @@ class RolloutDriver:
 
     def in_flight_changed(self) -> None:
         """See [`~trl_april.in_flight.Watcher`]."""
+        now = asyncio.get_running_loop().time()
         if self._is_open:
             assert self.round is not None
-            elapsed = asyncio.get_running_loop().time() - self.round.started
-            self.round.in_flight.append((elapsed, len(self._flight.running)))
+            self.round.in_flight.append((now - self.round.started, len(self._flight.running)))
+        elif self._overlap:
+            self._between.append((now, len(self._flight.running)))
 
     def sample_ended(self, group: Group) -> None:
         """See [`~trl_april.in_flight.Watcher`]."""
@@ -280,6 +283,8 @@ class RolloutDriver:
         self._is_taken = False
         self._flight.begin_round()
         self.round = Round(version, started=_now(), over_provisioning=self.pool.over_provisioning, waited=False)
+        self.round.overlap_in_flight = [(time - self.round.started, count) for time, count in self._between]
+        self._between = []
         self.round.overlap_tokens = self.pool.tokens_generated - self._counted_before["tokens_generated"]
         resumed = {group.group_id for group, _ in self.pool.ready() if group.state is GroupState.PARKED}
         self.round.resumed_groups = len(resumed)
@@ -336,7 +341,7 @@ class RolloutDriver:
         self._counted_before = {**now, "tokens_generated": self.pool.tokens_generated}
         self.round.spans = self._flight.spans(self.round.started)
         self.round.requests = len(self._flight.dispatched)
-        self.round.launched_tokens = sum(len(sample) for sample in self._flight.dispatched.values())
+        self.round.launched_lengths = [len(sample) for sample in self._flight.dispatched.values()]
         self.round.seconds = _now() - self.round.started
         self.round.generated_tokens = self.pool.tokens_generated - self._before["tokens_generated"]
 

@@ -81,8 +81,8 @@ class Round:
             Groups that were continued from an earlier round.
         aborted_requests (`int`):
             Requests that were cut short, since the last round closed.
-        launched_tokens (`int`):
-            Length so far, summed over the dispatched samples, at the end of the round.
+        launched_lengths (`list[int]`):
+            Length so far of each dispatched sample, at the end of the round.
         rejected_groups (`int`):
             Groups rejected under dynamic sampling, because their rewards were all equal.
         rejected_tokens (`int`):
@@ -98,6 +98,9 @@ class Round:
             Time until it was back, as a part of `seconds`.
         in_flight (`list[tuple[float, int]]`):
             `(seconds since started, requests in flight)` at every change.
+        overlap_in_flight (`list[tuple[float, int]]`):
+            The same between the last round and this one, so that the seconds are negative. Empty unless requests run
+            beside the training.
         waited (`bool`):
             Whether it had to wait for its quota, and was not closed at once by what had been finished before.
         over_provisioning (`float`):
@@ -118,7 +121,7 @@ class Round:
     requests: int = 0
     resumed_groups: int = 0
     aborted_requests: int = 0
-    launched_tokens: int = 0
+    launched_lengths: list[int] = field(default_factory=list)
     rejected_groups: int = 0
     rejected_tokens: int = 0
     filled_groups: int = 0
@@ -126,9 +129,15 @@ class Round:
     outages: int = 0
     outage_seconds: float = 0.0
     in_flight: list[tuple[float, int]] = field(default_factory=list)
+    overlap_in_flight: list[tuple[float, int]] = field(default_factory=list)
     waited: bool = True
     over_provisioning: float = 0.0
     spans: list[Span] = field(default_factory=list)
+
+    @property
+    def launched_tokens(self) -> int:
+        """Length so far, summed over the dispatched samples."""
+        return sum(self.launched_lengths)
 
     @property
     def in_flight_mean(self) -> float:

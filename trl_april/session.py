@@ -29,7 +29,7 @@ from .factor_chooser import START, FactorChooser, factors
 from .pool import Pool
 from .pool_state import restore
 from .processes import Processes
-from .progress import RoundProgress
+from .progress import NotebookBar, RoundProgress
 from .quota import SharedQuota
 from .recovery import Recovery
 from .rollout import RolloutDriver
@@ -123,6 +123,7 @@ class RolloutSession:
         )
         self._overlap = options.overlap_generation
         self._loop = BackgroundLoop("trl-april-rollouts")
+        self._notebook = NotebookBar.if_here()
         self._ended: float | None = None  # when the last round did
         self._between = 0.0  # seconds from there to the present round
         self._sync_seconds = 0.0  # the part of them in which the weights were synced
@@ -222,7 +223,7 @@ class RolloutSession:
     def _generate(self, *, silent: bool) -> bool:
         """Run the round on; whether it may be closed, or else an outage is over."""
         interrupted: ServerError | RoundSuspended | None = None
-        with RoundProgress(self.pool, self.driver, self.quota, disable=silent) as progress:
+        with RoundProgress(self.pool, self.driver, self.quota, disable=silent, notebook=self._notebook) as progress:
 
             def poll() -> None:
                 self._processes.check()
@@ -303,7 +304,9 @@ class RolloutSession:
         return int(self._processes.total([drawn])[0])
 
     def close(self) -> None:
-        """Close connections, threads and loop."""
+        """Close connections, threads and loop, and take the bar away."""
+        if self._notebook is not None:
+            self._notebook.remove()
         if self._dynamic is not None:
             self._dynamic.close()
         self._loop.run(self.driver.close())

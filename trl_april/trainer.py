@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ from .pool import Pool
 from .processes import processes_of
 from .recovery import Recovery
 from .round import Round
+from .run_log import RunLog, run_options
 from .session import RolloutSession
 from .stop import Stopped, StopRequest, leave
 from .trainer_checkpoints import TrainerCheckpoints
@@ -153,6 +155,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._session: RolloutSession | None = None
         self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
         self.round_history: deque[Round] = deque(maxlen=ROUNDS_KEPT)
+        self._run_log = RunLog()  # nowhere yet
         self.trained_micro_steps = 0  # calls of `training_step` whose gradients are in the weights
         if self.april_enabled:
             self._options = AprilOptions.of(args)
@@ -183,7 +186,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 check_reward_models(self, self._processes)
             with self._processes.watched():
                 self._attach_server()
-            self.add_callback(_StepEnd(self))
+            self.add_callback(_Steps(self))
             order_dashboards(self)
         else:
             ignored = (
@@ -235,6 +238,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 self.vllm_generation.before_sync = None
                 self._session.close()
                 self._session = None  # the pool stays, to be looked at
+                self._run_log.close()
 
     def _listening_to_signals(self) -> Any:
         self._stop = StopRequest(self._processes.check)
@@ -261,10 +265,13 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.groups_in_training = done.groups
         self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=self._oldest_trained(done))
         try:
-            batch = super()._generate_and_score_completions(batch_rows(done.groups))
+            with self._run_log.timing("scoring"):
+                batch = super()._generate_and_score_completions(batch_rows(done.groups))
         finally:
             self.rollout_func = self.groups_in_training = None
         self._log_correction(batch, done)
+        logged = self._metrics["train"].items()
+        self._run_log.write_round(done, {name: values[-1] for name, values in logged if name.startswith("reward")})
         return batch
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -311,7 +318,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._open_session()
         assert self._session is not None
         try:
-            sync_seconds = self._sync_weights(self._session.recovery)
+            with self._run_log.timing("sync"):
+                sync_seconds = self._sync_weights(self._session.recovery)
             silent = self.args.disable_tqdm or not self.is_world_process_zero()
             with profiling_context(self, "vLLM.generate"):
                 done = self._session.run_round(self.state.global_step, silent=silent, sync_seconds=sync_seconds)
@@ -331,8 +339,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             total=self._processes.total,
             most=self._processes.most,
         )
-        for name, value in metrics.items():
-            self._metrics["train"][f"april/{name}"].append(value)
+        self._log_metrics(metrics)
         self.round_history.append(replace(done, groups=[], spans=[]))
         return done
 
@@ -364,10 +371,22 @@ class APRILGRPOTrainer(GRPOTrainer):
             ) from error
         self.pool = self._session.pool
         self.vllm_generation.before_sync = self._session.cut
+        self._run_log = RunLog(
+            Path(self.args.output_dir) if self.is_world_process_zero() else None,
+            run_options(self.args, self._options, self._session.pool),
+            resumed_at_step=self.state.global_step if self._checkpoints.resumed_from else None,
+            total=self._processes.total,
+            processes=self._processes.count,
+        )
+
+    def step_has_begun(self) -> None:
+        """Note the time."""
+        self._run_log.step_began()
 
     def step_has_ended(self, control: TrainerControl) -> None:
         """Note how much of what was generated is in the weights, and end training if a signal has asked for it."""
         self.trained_micro_steps = self._step
+        self._run_log.step_ended(self.state.global_step)
         if self._options.save_on_signal:
             (number,) = self._processes.most([float(self._stop.signal)])
             if number:
@@ -382,13 +401,17 @@ class APRILGRPOTrainer(GRPOTrainer):
             return None
         return done.version - self._options.max_staleness
 
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][f"april/{name}"].append(value)
+        self._run_log.note(metrics)
+
     def _log_correction(self, batch: dict[str, Any], done: Round) -> None:
         """What the importance-sampling correction made of the batch, by age and by length."""
         if "importance_sampling_ratio" not in batch:
             return
         metrics, masked_out = correction_metrics(batch, done.groups, done.version, processes=self._processes)
-        for name, value in metrics.items():
-            self._metrics["train"][f"april/{name}"].append(value)
+        self._log_metrics(metrics)
         if masked_out > 0.5 and not self._warned_of_mask:
             self._warned_of_mask = True
             logger.warning(
@@ -432,11 +455,14 @@ class APRILGRPOTrainer(GRPOTrainer):
         )
 
 
-class _StepEnd(TrainerCallback):
-    """What there is to do when an optimiser step has ended."""
+class _Steps(TrainerCallback):
+    """What there is to do when an optimiser step begins or has ended."""
 
     def __init__(self, trainer: APRILGRPOTrainer) -> None:
         self._trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.step_has_begun()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_has_ended(control)

@@ -5,25 +5,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..report.plots import COLORS, draw_reward_curve, fill_in_flight, shade_between, step_curve
 from .training import Recording
 
 
-COLORS = ("#c8691c", "#1f6fb4")  # told apart with any colour vision
-IDLE_COLOR = "#ececec"
 STEPS_SHOWN = 6  # of the synchronous run; the other gets the same time
-SMOOTHED_OVER = 5
-
-
-def _window(recording: Recording, begin: float, end: float) -> tuple[list[float], list[int]]:
-    """The in-flight curve between two points in time, counted from the first."""
-    times, counts = [0.0], [0]
-    for time, count in recording.in_flight:
-        if time <= begin:
-            counts[0] = count
-        elif time < end:
-            times.append(time - begin)
-            counts.append(count)
-    return [*times, end - begin], [*counts, counts[-1]]
 
 
 def _begin_of_window(recording: Recording) -> float:
@@ -33,16 +19,11 @@ def _begin_of_window(recording: Recording) -> float:
 
 def _draw_in_flight(axes: Axes, recording: Recording, color: str, width: float) -> None:
     begin = _begin_of_window(recording)
-    times, counts = _window(recording, begin, begin + width)
-    axes.fill_between(times, counts, step="post", color=color, alpha=0.35, linewidth=0)
-    axes.step(times, counts, where="post", color=color, linewidth=1.2)
+    fill_in_flight(axes, *step_curve(recording.in_flight, begin, begin + width), color)
     # What is not a round is the optimiser's time.
-    for (_, end), (start, _) in zip(recording.rounds, recording.rounds[1:], strict=False):
-        axes.axvspan(end - begin, start - begin, color=IDLE_COLOR, zorder=0, linewidth=0)
+    shade_between(axes, [(start - begin, end - begin) for start, end in recording.rounds])
     done = sum(begin < time <= begin + width for time, _ in recording.rewards)
     axes.set_title(f"{recording.name}: {done} optimiser steps in {width:.0f} s", loc="left", fontsize=11, color=color)
-    axes.set_ylabel("requests in flight")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _note(axes: Axes, text: str, time: float, count: float, text_time: float, top: float) -> None:
@@ -71,24 +52,15 @@ def _explain(axes: Axes, recording: Recording, width: float, top: float, *, sync
         text, time = "enough groups are done: the others\nare cut, kept, and resumed next", end
     # At the cut the curve falls at once; the arrow points at where it falls from.
     shortly_before = time if synchronous else max(0.0, time - 0.01 * width)
-    count = [n for t, n in zip(*_window(recording, begin, begin + width), strict=True) if t <= shortly_before][-1]
+    count = [
+        n for t, n in zip(*step_curve(recording.in_flight, begin, begin + width), strict=True) if t <= shortly_before
+    ][-1]
     _note(axes, text, time, count, min(max(time, 0.22 * width), 0.78 * width), top)
-
-
-def _smoothed(values: list[float]) -> list[float]:
-    """Mean over the last few values at every point."""
-    return [
-        sum(window) / len(window)
-        for window in (values[max(0, i + 1 - SMOOTHED_OVER) : i + 1] for i in range(len(values)))
-    ]
 
 
 def _draw_rewards(axes: Axes, recordings: tuple[Recording, Recording]) -> None:
     for recording, color in zip(recordings, COLORS, strict=True):
-        times = [time for time, _ in recording.rewards]
-        rewards = [reward for _, reward in recording.rewards]
-        axes.plot(times, rewards, color=color, linewidth=0.7, alpha=0.35)
-        axes.plot(times, _smoothed(rewards), color=color, linewidth=2, label=f"{recording.name}, training batches")
+        draw_reward_curve(axes, recording.rewards, color, f"{recording.name}, training batches")
         axes.plot(
             [0, recording.seconds],
             [recording.reward_before, recording.reward_after],
@@ -103,12 +75,8 @@ def _draw_rewards(axes: Axes, recordings: tuple[Recording, Recording]) -> None:
         )
         axes.axvline(recording.seconds, color=color, linewidth=0.8, linestyle=":")
     axes.set_title(f"reward over wall-clock, {recordings[0].steps} optimiser steps each", loc="left", fontsize=11)
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("reward")
-    axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
     axes.legend(loc="lower right", fontsize=9, framealpha=0.9)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw(synchronous: Recording, april: Recording, path: Path) -> None:

@@ -41,6 +41,8 @@ class DoctorOptions:
             As in [`APRILGRPOConfig`]: where weights travel through files. Shared memory if it is left out.
         max_sequences (`int`, *optional*, defaults to `64`):
             Sequences at once up to which decoding is measured.
+        decode_seconds (`float`, *optional*, defaults to `1.0`):
+            Seconds that each of these measurements should take. Less is quicker and less exact.
         timeout (`float`, *optional*, defaults to `30.0`):
             Seconds of silence after which an answer is given up.
         sync (`bool`, *optional*, defaults to `False`):
@@ -53,6 +55,7 @@ class DoctorOptions:
     max_completion_length: int = 256
     weight_sync_dir: str | None = None
     max_sequences: int = 64
+    decode_seconds: float = 1.0
     timeout: float = 30.0
     sync: bool = False
 
@@ -62,8 +65,9 @@ class DoctorOptions:
                 f"--base-url is {self.base_url!r}, but it must begin with http:// or https://, such as "
                 "http://127.0.0.1:8000."
             )
-        if not self.timeout > 0:
-            raise ConfigError(f"--timeout is {self.timeout}, but it must be a positive number of seconds.")
+        for name, seconds in (("--timeout", self.timeout), ("--decode-seconds", self.decode_seconds)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds}, but it must be a positive number of seconds.")
         for name in ("max_completion_length", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but it must be at least 1.")
@@ -171,6 +175,7 @@ def examine_server(examination: Examination, options: DoctorOptions, base_url: s
         speed.check_decode,
         options.max_sequences,
         speed.CURVE_SECONDS,
+        options.decode_seconds,
         after=alone,
         seconds=speed.CURVE_SECONDS,
     )

@@ -41,6 +41,7 @@ ENDPOINTS = (
 )
 ROUND_TRIPS = 20
 SLOW_ROUND_TRIP = 0.05  # seconds: what some decode steps take
+SETTLING_SECONDS = 2.0  # in which the server stops counting a request that has ended, such as ours of the check before
 IN_USE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
@@ -260,8 +261,11 @@ def check_room(server: Server, max_completion_length: int) -> Finding:
 
 def check_idle(server: Server) -> Finding:
     """Whether others use the server now. Then nothing is done that would slow them down."""
-    response = server.session.get(f"{server.base_url}/metrics")
-    numbers = [float(number) for number in IN_USE.findall(response.text)] if response.status_code == 200 else []
+    deadline = time.monotonic() + SETTLING_SECONDS
+    numbers = _in_use(server)
+    while sum(numbers) > 0 and time.monotonic() < deadline:
+        time.sleep(SETTLING_SECONDS / 10)
+        numbers = _in_use(server)
     if not numbers:
         return Finding(
             Mark.WARN,
@@ -273,6 +277,12 @@ def check_idle(server: Server) -> Finding:
             Mark.SKIP, f"others have {sum(numbers):.0f} requests on the server; run this again when they are done"
         )
     return Finding(Mark.OK, "none")
+
+
+def _in_use(server: Server) -> list[float]:
+    """Requests that run and that wait, as far as the server says."""
+    response = server.session.get(f"{server.base_url}/metrics")
+    return [float(number) for number in IN_USE.findall(response.text)] if response.status_code == 200 else []
 
 
 def check_round_trip(server: Server) -> Finding:

@@ -18,7 +18,7 @@ from .server import Server
 
 
 REPEATS = 3  # of every measurement, of which the median is taken
-DECODE_SECONDS = 1.0  # that one measurement for the decode curve should take, where the server is slow
+DECODE_SECONDS = 1.0  # that one measurement for the decode curve should take, as far as the limits below allow
 CURVE_SECONDS = 120.0  # that all of them may take together
 MIN_TOKENS, MAX_TOKENS = 32, 256  # of a completion in the curve
 CHUNKS = 16  # in which it is streamed
@@ -73,7 +73,7 @@ def sequence_numbers(limit: int) -> list[int]:
     return numbers if numbers[-1] == limit else [*numbers, limit]
 
 
-def check_decode(server: Server, max_sequences: int, seconds: float) -> Finding:
+def check_decode(server: Server, max_sequences: int, seconds: float, each: float = DECODE_SECONDS) -> Finding:
     """
     Measure the decode curve.
 
@@ -84,6 +84,8 @@ def check_decode(server: Server, max_sequences: int, seconds: float) -> Finding:
             Sequences at once up to which to measure. No more than the server decodes at once: others would wait.
         seconds (`float`):
             How long all of it may take. What was measured until then is the curve.
+        each (`float`, *optional*, defaults to `1.0`):
+            How long one measurement should take, in seconds.
     """
     limit = min(max_sequences, server.max_sequences or max_sequences)
     points: list[DecodePoint] = []
@@ -92,9 +94,10 @@ def check_decode(server: Server, max_sequences: int, seconds: float) -> Finding:
     async def run() -> None:
         async with asyncio.timeout(seconds):
             for number in sequence_numbers(limit):
-                points.append(await decode_point(server, number))
+                points.append(await decode_point(server, number, each))
             # One number is enough: what a token of context adds to a step is the same beside many sequences.
-            in_context.append(await decode_point(server, points[len(points) // 2].sequences, in_context=True))
+            middle = points[len(points) // 2].sequences
+            in_context.append(await decode_point(server, middle, each, in_context=True))
 
     late = ""
     try:
@@ -129,9 +132,11 @@ def judge_curve(points: list[DecodePoint], late: str = "") -> Finding:
     return Finding(Mark.OK, found, data=data)
 
 
-async def decode_point(server: Server, sequences: int, *, in_context: bool = False) -> DecodePoint:
+async def decode_point(
+    server: Server, sequences: int, each: float = DECODE_SECONDS, *, in_context: bool = False
+) -> DecodePoint:
     """Decode that many sequences at once, some times; behind short prompts, or behind long ones."""
-    affordable = int(DECODE_SECONDS / max(server.seconds_per_token, 1e-6))
+    affordable = int(each / max(server.seconds_per_token, 1e-6))
     tokens = min(max(MIN_TOKENS, min(MAX_TOKENS, affordable)), server.context - PROMPT_TOKENS)
     prompt = min(IN_CONTEXT_TOKENS, server.context - tokens) if in_context else PROMPT_TOKENS
     # The median: a machine that does something else for an instant does not move it.

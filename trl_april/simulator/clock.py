@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 
@@ -45,8 +46,19 @@ class SimulatedClockLoop(asyncio.SelectorEventLoop):
 def simulate(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end on a simulated clock that starts at 0.
 
+    Where a loop runs already, as it does around the cells of a notebook, this takes a thread, and waits for it.
+
     Raises:
         NothingWillHappen: If `main` would wait for ever.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(main)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_run, main).result()
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=SimulatedClockLoop) as runner:
         return runner.run(main)

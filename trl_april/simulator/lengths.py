@@ -7,14 +7,17 @@ configuration is simulated with the same completions. Standard library only.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Protocol
 
 from ..errors import ConfigError
@@ -114,6 +117,12 @@ class Histogram:
             raise ConfigError("The histogram counts no completion; at least one count must be above 0.")
         object.__setattr__(self, "_below", tuple(accumulate(self.counts)))  # frozen, but not before it is whole
 
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> Histogram:
+        """The histogram of these completions."""
+        counts = Counter(lengths)
+        return cls(tuple(sorted(counts)), tuple(counts[length] for length in sorted(counts)))
+
     @property
     def longest(self) -> int:
         return max(length for length, count in zip(self.lengths, self.counts, strict=True) if count)
@@ -180,6 +189,30 @@ def draw(lengths: Lengths, group_id: int, index: int, *, seed: int, correlation:
         common = random.Random(f"{seed}/{group_id}").normalvariate(0.0, 1.0)
         score = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * score
     return lengths.at(score)
+
+
+def group_correlation(groups: Sequence[Sequence[int]]) -> float:
+    """Estimates the correlation of the lengths in a group, as [`draw`] takes it.
+
+    Args:
+        groups (`Sequence[Sequence[int]]`):
+            Lengths of the completions of each prompt.
+
+    Returns:
+        `float`: From 0, if the prompt says nothing of the length, to 1, if all samples of a prompt are equally long.
+            0 if no prompt has two samples, or all are equally long.
+    """
+    ordered = sorted(length for group in groups for length in group)
+    # Of equal lengths, the middle of their ranks: their scores are one score.
+    score = {
+        length: NormalDist().inv_cdf((bisect_left(ordered, length) + bisect_right(ordered, length)) / 2 / len(ordered))
+        for length in set(ordered)
+    }
+    products = [score[one] * score[other] for group in groups for one, other in itertools.combinations(group, 2)]
+    variance = sum(score[length] ** 2 for length in ordered)
+    if not products or not variance:
+        return 0.0
+    return min(1.0, max(0.0, (sum(products) / len(products)) / (variance / len(ordered))))
 
 
 def read_histogram(path: Path) -> Histogram:

@@ -39,7 +39,7 @@ def _finish(axes: Axes, label: str) -> None:
 
 def draw(grid: Grid, recommendation: Recommendation, path: Path) -> None:
     """
-    Draws the picture.
+    Draws the picture into a file.
 
     Args:
         grid ([`Grid`]):
@@ -48,6 +48,22 @@ def draw(grid: Grid, recommendation: Recommendation, path: Path) -> None:
             What to mark in it.
         path (`Path`):
             File to write; its suffix decides on the format.
+    """
+    picture(grid, recommendation).savefig(path)
+
+
+def picture(grid: Grid, recommendation: Recommendation) -> Figure:
+    """
+    Draws the picture.
+
+    Args:
+        grid ([`Grid`]):
+            What was simulated.
+        recommendation ([`Recommendation`]):
+            What to mark in it.
+
+    Returns:
+        `matplotlib.figure.Figure`: Gain and staleness by factor, which a notebook shows as it is.
     """
     # A Figure of its own, not pyplot's: no global state and no display, whoever calls.
     figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=120)
@@ -75,4 +91,4 @@ def draw(grid: Grid, recommendation: Recommendation, path: Path) -> None:
         gain.legend(loc="lower right", fontsize=9, framealpha=0.9)
     for axes in (gain, staleness):
         axes.set_xlabel("over-provisioning factor")
-    figure.savefig(path)
+    return figure

@@ -30,6 +30,11 @@ def _staleness(result: Result) -> str:
     return f"{result.staleness_mean:.2f}, {result.staleness_max}, {shares}"
 
 
+def text(grid: Grid) -> str:
+    """All configurations, and what the columns are."""
+    return "\n".join([HEAD, *(line(grid, result) for result in grid.results), explanation(grid)])
+
+
 def explanation(grid: Grid) -> str:
     """What the columns are, and what is missing."""
     lines = [
