@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import fields, replace
 from functools import partial
+from typing import Self
 
 import pytest
 import trl
@@ -17,13 +18,16 @@ import trl_april
 from tests import docs_commands
 from tests.docs_pages import ROOT, Block, page_names, read_page
 from tests.docs_snippets import NEEDS_A_SERVER, Checker, names_in, source_of
+from tests.serverless import ServerlessTrainer
 from tests.test_batch import round_of_a_small_pool
 from tests.test_correction import batch, group, sample
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.batch import round_metrics
 from trl_april.config import AprilOptions
 from trl_april.correction import AGES, correction_metrics
+from trl_april.round import Round
 from trl_april.simulator.command import run as simulate
+from trl_april.types import FinishReason, Group, SampleState
 
 
 PAGES = page_names()
@@ -126,28 +130,41 @@ def test_yaml_is_a_recipe(block):
     APRILGRPOConfig("out", **CPU, **yaml.safe_load(block.text))
 
 
-@pytest.mark.server
-def test_the_script_of_the_readme_trains(server, tiny_model_dir, tmp_path, monkeypatch, one_thread):
-    """The very block, on the server that runs already and a model that is there, for one step."""
+class Trainer(ServerlessTrainer):
+    """Whose completions are there already."""
+
+    def _run_round(self) -> Round:
+        self._last_loaded_step = self.state.global_step
+        group = Group.fresh(0, {"prompt": "1+1="}, [5, 6], self.args.generation_batch_size, 8, 0)
+        for made in group.samples:
+            made.append([7 + made.index, 8], [-1.0, -2.0], 0)
+            made.state, made.finish_reason = SampleState.FINISHED, FinishReason.STOP
+        return Round(0, groups=[group])
+
+
+class RunningServer:
+    """Nobody asks it for anything but its address."""
+
+    base_url = "http://127.0.0.1:1"
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_the_script_of_the_readme_trains(tiny_model_dir, tmp_path, monkeypatch, one_thread):
+    """The very block, for one step; tests/test_scripts.py has the same on a server."""
     (block,) = [block for block in read_page("README.md").blocks if block.language == "python"]
-
-    class RunningServer:
-        def __init__(self, model):
-            assert model == tiny_model_dir
-
-        def __enter__(self):
-            return server
-
-        def __exit__(self, *error):
-            pass
-
-    def short_config(output_dir, **options):
-        return APRILGRPOConfig(
-            str(tmp_path / output_dir), max_steps=1, max_completion_length=12, save_strategy="no", **CPU, **options
-        )
-
+    given = {**CPU, "max_steps": 1, "save_strategy": "no"}
     monkeypatch.setattr(trl_april, "LocalServer", RunningServer)
-    monkeypatch.setattr(trl_april, "APRILGRPOConfig", short_config)
+    monkeypatch.setattr(trl_april, "APRILGRPOTrainer", Trainer)
+    monkeypatch.setattr(trl_april, "APRILGRPOConfig", partial(APRILGRPOConfig, **given))
+    monkeypatch.chdir(tmp_path)
     names = {
         "dataset": Dataset.from_list([{"prompt": f"{number}+1="} for number in range(4)]),
         "my_reward": lambda completions, **columns: [float(len(set(text))) for text in completions],
@@ -155,7 +172,7 @@ def test_the_script_of_the_readme_trains(server, tiny_model_dir, tmp_path, monke
     exec(compile(block.text.replace("path/or/model-id", tiny_model_dir), name_of(block), "exec"), names)
     trainer = names["trainer"]
     assert trainer.april_enabled and trainer.state.global_step == 1
-    assert trainer.state.log_history[-1]["train_loss"] is not None
+    assert trainer.args.vllm_server_base_url == RunningServer.base_url
 
 
 # Links and names
