@@ -28,6 +28,8 @@ SILENCE = 60.0
 REPEATS = 3
 SHORT, LONG = 128, 2048  # tokens of two prompts
 MANY = 64  # requests at once
+IN_CONTEXT = 16  # sequences whose steps are measured behind long prompts, too
+STEPS = 128  # that are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +45,23 @@ class Calibration:
             Seconds that a request adds before its first token: client and server, without its prefill.
         abort_seconds (`float`):
             Seconds from an abort until the last stream has ended.
+        context_seconds (`float`):
+            Seconds that a token of context adds to a step.
+        context (`float`):
+            Tokens of context that each sequence had in `steps`.
     """
 
     steps: list[tuple[int, float]]
     prefill_seconds: float
     request_seconds: float
     abort_seconds: float
+    context_seconds: float
+    context: float
 
     @property
     def step_time(self) -> StepTime:
-        return StepTime(tuple((int(number), seconds) for number, seconds in self.steps), self.prefill_seconds)
+        points = ((int(number), seconds, self.context) for number, seconds in self.steps)
+        return StepTime.measured(points, self.prefill_seconds, self.context_seconds)
 
     def described(self) -> dict[str, object]:
         """Plain data."""
@@ -70,7 +79,7 @@ class Calibrator:
         prompt_tokens (`int`):
             Tokens of the prompts of the benchmark.
         sequences (`Sequence[int]`):
-            Numbers of sequences whose steps are measured.
+            Numbers of sequences whose steps are measured; 16 is one of them.
     """
 
     def __init__(self, base_url: str, model: str, *, prompt_tokens: int, sequences: Sequence[int]) -> None:
@@ -96,13 +105,16 @@ class Calibrator:
         mean = {name: statistics.fmean(values) for name, values in self._pieces.items()}
         prefill = max(0.0, (mean["long prompt"] - mean["short prompt"]) / (LONG - SHORT))
         request = (mean["many requests"] - mean["one request"]) / (MANY - 1) - prefill * self._prompt_tokens
+        context = (mean["in context"] - mean[str(IN_CONTEXT)]) / (IN_CONTEXT * (LONG - self._prompt_tokens))
         return Calibration(
-            [(number, mean[str(number)]) for number in self._sequences], prefill, max(0.0, request), mean["abort"]
-        )
+            [(number, mean[str(number)]) for number in self._sequences], prefill, max(0.0, request), mean["abort"],
+            max(0.0, context), self._prompt_tokens + STEPS / 2,
+        )  # fmt: skip
 
     def _all(self) -> dict[str, Callable[[], Awaitable[float]]]:
         return {
-            **{str(number): partial(self._step, number) for number in self._sequences},
+            **{str(number): partial(self._step, number, self._prompt_tokens) for number in self._sequences},
+            "in context": partial(self._step, IN_CONTEXT, LONG),
             "short prompt": partial(self._prompts, 1, SHORT),
             "long prompt": partial(self._prompts, 1, LONG),
             "one request": partial(self._prompts, 1, self._prompt_tokens),
@@ -122,9 +134,9 @@ class Calibrator:
         )
         return completions
 
-    async def _step(self, number: int) -> float:
-        """Seconds of a decode step with so many sequences."""
-        return seconds_per_step(await self._run([self._new(self._prompt_tokens, 128) for _ in range(number)]))
+    async def _step(self, number: int, prompt_tokens: int) -> float:
+        """Seconds of a decode step with so many sequences, behind prompts of so many tokens."""
+        return seconds_per_step(await self._run([self._new(prompt_tokens, STEPS) for _ in range(number)]))
 
     async def _prompts(self, number: int, tokens: int) -> float:
         """Seconds until so many prompts, sent together, have all had one token."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -122,14 +123,17 @@ class Recorder:
             By the age of tokens in policy versions: their number, the sum of their importance weights, and the sum of
             the squares. The weight of a token is its probability under the policy that is trained by the one that it
             was recorded with.
-        snapshots (`dict[int, dict]`):
-            Weights of the model by the number of steps done.
+        snapshots (`dict[int, tuple[float, dict]]`):
+            By the number of steps done, the seconds since the start and the weights of the model.
+        started (`float`):
+            When training began.
     """
 
     every: int
     lengths: list[tuple[int, float]] = field(default_factory=list)
     weights: dict[int, list[float]] = field(default_factory=dict)
-    snapshots: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    snapshots: dict[int, tuple[float, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    started: float = 0.0
 
     def add_batch(self, batch: dict[str, Any], groups: list[Group], version: int) -> None:
         """Take note of a batch that TRL made of these groups, in their order."""
@@ -149,7 +153,8 @@ class Recorder:
     def copy_weights(self, model: torch.nn.Module, step: int, *, is_last: bool) -> None:
         """Keep the weights, if it is time to."""
         if step % self.every == 0 or is_last:
-            self.snapshots[step] = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+            weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+            self.snapshots[step] = (time.monotonic() - self.started, weights)
 
 
 class RecordingTrainer(APRILGRPOTrainer):
@@ -176,6 +181,9 @@ class RecordingTrainer(APRILGRPOTrainer):
 class _Copies(transformers.TrainerCallback):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._recorder.started = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **kwargs: Any) -> None:
         self._recorder.copy_weights(model, state.global_step, is_last=state.global_step == state.max_steps)
@@ -233,9 +241,8 @@ class Bench:
         recorder = Recorder(self.sizes.every)
         recording, model = self.train(recipe, seed, mode, self.sizes.steps, recorder)
         curve = [(0, 0.0, before.reward)]
-        for step, weights in recorder.snapshots.items():
+        for step, (seconds, weights) in recorder.snapshots.items():
             model.load_state_dict(weights)
-            seconds, _ = recording.rewards[step - 1]
             curve.append((step, seconds, self.evaluate(model, self.sizes.held_out).reward))
         after = self.evaluate(model, self.sizes.held_out_last)
         return Run(

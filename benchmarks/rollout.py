@@ -4,12 +4,15 @@
     python benchmarks/rollout.py --modes abort reuse overlap both discard uninterrupted --train-seconds 0.3
     python benchmarks/rollout.py --sigma 1.0 --factors 1.0 2.0 --json result.json
     python benchmarks/rollout.py --useless 0.4          # 40 % of the groups rejected and replaced: dynamic sampling
+    python benchmarks/rollout.py --modes abort priority --max-sequences 16    # a server with a queue
     python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a server that runs already
 
 Modes: `abort` and `reuse` are what `resume_kv` says, `overlap` and `both` are these two with `overlap_generation`.
+`priority` is `abort`, and every request tells the server that older groups come first.
 `discard` over-provisions and throws away what is not finished. `uninterrupted` never cuts a request and never waits
 for the trainer: the limit of what any mode can reach with so many requests in flight. Factor 1.0 is synchronous in
-every mode and runs once.
+every mode and runs once. Factor `auto` is chosen as in training, in the modes that training has, and has had ten
+rounds to choose before it counts.
 
 Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, as if it had a device of its own.
 Completion lengths are forced: lognormal around `--median`, the same for every contestant. Each contestant has a pool
@@ -31,6 +34,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -42,6 +46,7 @@ from calibration import Calibrator
 from trl_april.admission import NewGroup
 from trl_april.dynamic_sampling import DynamicSampling
 from trl_april.engine import Chunk, GenerationRequest
+from trl_april.factor_chooser import FactorChooser
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.round import Round
@@ -57,6 +62,28 @@ if TYPE_CHECKING:
 SHORTEST, LONGEST = 8, 3500
 CONTEXT = 4096  # of the server's model
 PROMPT_LENGTH = 16
+AUTO = "auto"
+ROUNDS_TO_CHOOSE = 10
+
+
+def sample_of(request: GenerationRequest) -> tuple[int, int]:
+    """The group and the index of a request."""
+    _, group_id, index, _ = request.request_id.split("-")
+    return int(group_id), int(index)
+
+
+class PrioritisedEngine(VLLMEngine):
+    """A vLLM engine that asks for the oldest groups first, of a server with `--scheduling-policy priority`.
+
+    In training requests have no priority: they are sent oldest first, and a server that takes them as they come does
+    the same without being asked. docs/benchmarks.md has what was measured.
+    """
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        self._open_session()  # before it is copied, so that there is one
+        prioritised = copy(self)
+        prioritised._body = {**self._body, "priority": sample_of(request)[0]}
+        return VLLMEngine.generate(prioritised, request)
 
 
 class ForcedLengths:
@@ -72,9 +99,8 @@ class ForcedLengths:
         return round(min(LONGEST, max(SHORTEST, self._median * drawn)))
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        _, group_id, index, _ = request.request_id.split("-")
-        length = self.length(int(group_id), int(index))
-        return self._engine.generate(replace(request, max_tokens=length - request.generated))
+        group_id, index = sample_of(request)
+        return self._engine.generate(replace(request, max_tokens=self.length(group_id, index) - request.generated))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._engine.abort(request_ids)
@@ -87,17 +113,19 @@ class ForcedLengths:
 
 
 def forced_engine(
-    base_url: str, model: str, stream_interval: int, sigma: float, median: int, seed: int
-) -> ForcedLengths:
+    base_url: str, model: str, stream_interval: int, sigma: float, median: int, seed: int,
+    make: type[VLLMEngine] = VLLMEngine,
+) -> ForcedLengths:  # fmt: skip
     """An engine for samples of forced lengths, which do not end by themselves."""
     sampling = sampling_options(
         temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
         stop_token_ids=(), generation_kwargs={"ignore_eos": True},
     )  # fmt: skip
-    return ForcedLengths(VLLMEngine(base_url, model, sampling, stream_interval=stream_interval), sigma, median, seed)
+    return ForcedLengths(make(base_url, model, sampling, stream_interval=stream_interval), sigma, median, seed)
 
 
-MODES = ("abort", "reuse", "overlap", "both", "discard", "uninterrupted")
+MODES = ("abort", "reuse", "overlap", "both", "discard", "uninterrupted", "priority")
+NOT_OF_TRAINING = ("discard", "uninterrupted")
 
 
 @dataclass(slots=True)
@@ -106,7 +134,7 @@ class Measurement:
 
     sigma: float
     mode: str
-    factor: float
+    factor: float | str
     turn: int
     seconds: float = 0.0  # rounds and the pauses between them
     rounds: int = 0
@@ -120,6 +148,11 @@ class Measurement:
     staleness_tokens: int = 0  # age of every trained token, summed up
     request_seconds: float = 0.0
     round_seconds: float = 0.0
+    factors: float = 0.0  # summed up over the rounds
+
+    @property
+    def factor_mean(self) -> float:
+        return self.factors / self.rounds
 
     @property
     def trained_per_second(self) -> float:
@@ -151,16 +184,18 @@ class Contestant:
     """One mode and factor: a pool of its own, and rounds on a server that it shares with the others."""
 
     def __init__(
-        self, options: argparse.Namespace, base_url: str, model: str, sigma: float, mode: str, factor: float, turn: int
-    ) -> None:
+        self, options: argparse.Namespace, base_url: str, model: str, sigma: float, mode: str, factor: float | str,
+        turn: int,
+    ) -> None:  # fmt: skip
         # Another seed per turn, the same for all contestants of a turn.
         self.engine = forced_engine(
-            base_url, model, options.stream_interval, sigma, options.median, options.seed + turn
-        )
+            base_url, model, options.stream_interval, sigma, options.median, options.seed + turn,
+            PrioritisedEngine if mode == "priority" else VLLMEngine,
+        )  # fmt: skip
         self._discards, self._uninterrupted = mode == "discard", mode == "uninterrupted"
         self._overlaps = mode in ("overlap", "both", "uninterrupted")
         self.pool = Pool(
-            options.quota, over_provisioning=factor,
+            options.quota, over_provisioning=1.0 if isinstance(factor, str) else factor,
             # What is never cut is never synced either, so nothing grows old.
             max_staleness=None if self._uninterrupted else options.max_staleness,
             dynamic_sampling=options.useless > 0,
@@ -177,6 +212,13 @@ class Contestant:
             self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic,
             overlap=self._overlaps, resume_kv="reuse" if mode in ("reuse", "both") else "recompute",
         )  # fmt: skip
+        self._chooser = None
+        if factor == AUTO:
+            self._chooser = FactorChooser(
+                self.pool, group_size=options.group_size, max_completion_length=LONGEST,
+                reuses_kv=mode in ("reuse", "both"), overlaps=self._overlaps,
+            )  # fmt: skip
+            self.pool.over_provisioning = self._chooser.factor
         self.measurement = Measurement(sigma, mode, factor, turn)
         self._train_seconds = 0.0 if self._uninterrupted else options.train_seconds
         self._group_size = options.group_size
@@ -184,6 +226,7 @@ class Contestant:
         self._prompts, self._verdicts = random.Random(options.seed), options.seed + turn
         self._rows = count()
         self._version = 0
+        self._warmup = max(options.warmup, ROUNDS_TO_CHOOSE if factor == AUTO else 0)
 
     def _rewards(self, group_id: int) -> list[list[float]]:
         """Equal for the useless share of the groups, which are the same for every contestant."""
@@ -198,6 +241,10 @@ class Contestant:
             )
             for _ in range(wanted)
         ]  # fmt: skip
+
+    async def warm_up(self) -> None:
+        """Fill the pool, and choose the factor if there is one to choose."""
+        await self.run_block(self._warmup, self._warmup)
 
     async def run_block(self, rounds: int, warmup: int) -> None:
         """Run so many rounds and then leave the server to the others; the first `warmup` do not count."""
@@ -216,6 +263,10 @@ class Contestant:
         for group in self._next(self.pool.room):
             group.admit_to(self.pool)
         done = await self.driver.run_round()
+        if self._chooser is not None:
+            self._chooser.observe(done, [*done.groups, *self.pool], train_seconds=self._train_seconds)
+            if self._chooser.choose() is not None:
+                self.pool.over_provisioning = self._chooser.factor
         if self._discards:
             self._discard()
         if self._overlaps:
@@ -237,6 +288,7 @@ class Contestant:
             return
         total = self.measurement
         total.rounds += 1
+        total.factors += done.over_provisioning
         total.seconds += seconds
         total.generated_tokens += done.generated_tokens + done.overlap_tokens
         total.groups += len(done.groups)
@@ -262,16 +314,24 @@ def bound(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
-def grid(options: argparse.Namespace) -> list[tuple[str, float]]:
+def factor(text: str) -> float | str:
+    """An over-provisioning factor from the command line."""
+    return text if text == AUTO else float(text)
+
+
+def grid(options: argparse.Namespace) -> list[tuple[str, float | str]]:
     """The contestants. Synchronous is the same in all modes and runs once, as the first."""
-    found = [("abort", 1.0)] if 1.0 in options.factors else []
-    for mode in options.modes:
-        found += [(mode, factor) for factor in options.factors if factor > 1.0]
-    return found
+    return [("abort", 1.0)] * (1.0 in options.factors) + [
+        (mode, factor)
+        for mode in options.modes
+        for factor in options.factors
+        if factor != 1.0 and not (factor == AUTO and mode in NOT_OF_TRAINING)
+    ]
 
 
 async def measure(
-    options: argparse.Namespace, base_url: str, model: str, sigma: float, contestants: Sequence[tuple[str, float]],
+    options: argparse.Namespace, base_url: str, model: str, sigma: float,
+    contestants: Sequence[tuple[str, float | str]],
     turn: int, calibrator: Calibrator | None = None,
 ) -> list[Measurement]:  # fmt: skip
     """Let the contestants take turns block by block, and measure all but the first rounds of each.
@@ -282,7 +342,7 @@ async def measure(
     runners = [Contestant(options, base_url, model, sigma, mode, factor, turn) for mode, factor in contestants]
     try:
         for runner in runners:
-            await runner.run_block(options.warmup, options.warmup)
+            await runner.warm_up()
         for block in range(-(-options.rounds // options.block)):
             for runner in runners if block % 2 == 0 else reversed(runners):
                 await runner.run_block(options.block + 1, 1)
@@ -308,6 +368,13 @@ async def take_turn(
     return measurements
 
 
+def named(factor: float | str, cell: Sequence[Measurement]) -> str:
+    """The factor, and for one that was chosen what it came to."""
+    if isinstance(factor, float):
+        return f"{factor:g}"
+    return f"{factor} ({statistics.median(m.factor_mean for m in cell):.2g})"
+
+
 def ratios(measurements: list[Measurement], first: list[Measurement], rate: str) -> str:
     """Median, and in brackets the range, of each turn's ratio to the first factor."""
     values = [getattr(one, rate) / getattr(other, rate) for one, other in zip(measurements, first, strict=True)]
@@ -322,7 +389,7 @@ def table(measurements: list[Measurement]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for sigma in dict.fromkeys(m.sigma for m in measurements):
-        cells: dict[tuple[str, float], list[Measurement]] = {}
+        cells: dict[tuple[str, float | str], list[Measurement]] = {}
         for measurement in measurements:
             if measurement.sigma == sigma:
                 cells.setdefault((measurement.mode, measurement.factor), []).append(measurement)
@@ -331,7 +398,7 @@ def table(measurements: list[Measurement]) -> str:
             rejected = sum(m.rejected_groups for m in cell)
             limit = cells.get(("uninterrupted", factor))
             lines.append(
-                f"| {sigma:g} | {mode if factor > 1 else 'synchronous'} | {factor:g} "
+                f"| {sigma:g} | {'synchronous' if factor == 1.0 else mode} | {named(factor, cell)} "
                 f"| {statistics.median(m.trained_per_second for m in cell):,.0f} "
                 f"| {ratios(cell, first, 'trained_per_second')} "
                 f"| {ratios(cell, limit, 'trained_per_second') if limit else ''} "
@@ -356,35 +423,42 @@ def plot(measurements: list[Measurement], path: Path) -> None:
     for axes, sigma in zip(figure.subplots(1, len(sigmas), squeeze=False)[0], sigmas, strict=True):
         mine = [m for m in measurements if m.sigma == sigma]
         synchronous = [m.trained_per_second for m in mine if m.factor == 1.0]
-        for mode in dict.fromkeys(m.mode for m in mine if m.factor > 1.0):
+        for mode in dict.fromkeys(m.mode for m in mine if m.factor != 1.0):
             rates: dict[float, list[float]] = {1.0: synchronous} if synchronous and mode != "uninterrupted" else {}
             for m in mine:
-                if m.mode == mode and m.factor > 1.0:
+                if m.mode == mode and isinstance(m.factor, float) and m.factor > 1.0:
                     rates.setdefault(m.factor, []).append(m.trained_per_second)
-            axes.plot(
+            (line,) = axes.plot(
                 sorted(rates), [statistics.median(rates[factor]) for factor in sorted(rates)],
-                "--" if mode in ("discard", "uninterrupted") else "-", marker="o", markersize=3, label=mode,
+                "--" if mode in NOT_OF_TRAINING else "-", marker="o", markersize=3, label=mode,
             )  # fmt: skip
-        axes.set(title=f"sigma {sigma:g}", xlabel="over_provisioning", ylim=(0, None))
+            chosen = [m for m in mine if m.mode == mode and m.factor == AUTO]
+            axes.plot(
+                [m.factor_mean for m in chosen], [m.trained_per_second for m in chosen],
+                "*", color=line.get_color(), markersize=8,
+            )  # fmt: skip
+        axes.set(title=f"sigma {sigma:g}", xlabel="over_provisioning (stars: auto)", ylim=(0, None))
     figure.axes[0].set_ylabel("trained tokens/s")
     figure.axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
 
 @contextmanager
-def serve(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int) -> Iterator[str]:
+def serve(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int, more_args: Sequence[str] = ()
+) -> Iterator[str]:
     """Base URL of a server of our own with this model, and with a context of so many tokens."""
     from trl_april.demo.model import save
 
     with tempfile.TemporaryDirectory(prefix="trl_april_bench_") as folder:
         save(model, tokenizer, Path(folder))
-        vllm_args = ["--dtype", "float32", "--max-model-len", str(context), "--enforce-eager"]
+        vllm_args = ["--dtype", "float32", "--max-model-len", str(context), "--enforce-eager", *more_args]
         with LocalServer(folder, vllm_args=vllm_args) as running:
             yield running.base_url
 
 
 @contextmanager
-def server(base_url: str | None) -> Iterator[str]:
+def server(base_url: str | None, more_args: Sequence[str] = ()) -> Iterator[str]:
     """Base URL of the server to measure: the one given, or one of our own with a small random model."""
     if base_url is not None:
         yield base_url.rstrip("/")
@@ -397,7 +471,7 @@ def server(base_url: str | None) -> Iterator[str]:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     model.config.max_position_embeddings = CONTEXT
-    with serve(model, tokenizer, CONTEXT) as url:
+    with serve(model, tokenizer, CONTEXT, more_args) as url:
         yield url
 
 
@@ -406,7 +480,9 @@ def main() -> None:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="spread of log lengths")
-    parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0], help="over_provisioning")
+    parser.add_argument(
+        "--factors", type=factor, nargs="+", default=[1.0, 1.5, 2.0, 3.0], help="over_provisioning, or auto"
+    )
     parser.add_argument(
         "--turns", type=int, default=3, help="measurements of every factor, with other lengths in each"
     )
@@ -424,6 +500,7 @@ def main() -> None:
     parser.add_argument("--useless", type=float, default=0.0, help="share of groups that dynamic sampling rejects")
     parser.add_argument("--stream-interval", type=int, default=64, help="tokens per streamed chunk")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-sequences", type=int, help="requests at once of our own server")
     parser.add_argument("--base-url", help="a server that runs already (default: start one)")
     parser.add_argument("--json", type=Path, help="also write every measurement here")
     parser.add_argument("--plot", type=Path, help="also draw the medians here")
@@ -436,7 +513,10 @@ def main() -> None:
         parser.error("--useless: what is discarded has no verdicts, so leave out --modes discard")
     measurements: list[Measurement] = []
     calibrations: dict[str, dict[str, object]] = {}
-    with server(options.base_url) as base_url:
+    server_args = [] if options.max_sequences is None else ["--max-num-seqs", str(options.max_sequences)]
+    if "priority" in options.modes:
+        server_args += ["--scheduling-policy", "priority"]
+    with server(options.base_url, server_args) as base_url:
         model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
         warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0, "train_seconds": 0.0})
         # The server compiles at its first requests.
@@ -446,7 +526,7 @@ def main() -> None:
                 for done in asyncio.run(take_turn(options, base_url, model, sigma, turn, calibrations)):
                     measurements.append(done)
                     print(
-                        f"sigma {sigma:g} turn {turn} {done.mode} {done.factor:g}: {done.trained_per_second:,.0f} "
+                        f"sigma {sigma:g} turn {turn} {done.mode} {done.factor}: {done.trained_per_second:,.0f} "
                         f"trained tok/s, {done.generated_per_second:,.0f} generated tok/s in {done.seconds:.1f} s",
                         flush=True,
                     )
@@ -462,6 +542,7 @@ def main() -> None:
                 "trained_tokens_per_second": m.trained_per_second,
                 "generated_tokens_per_second": m.generated_per_second,
                 "staleness_mean": m.staleness_mean,
+                "factor_mean": m.factor_mean,
             }
             for m in measurements
         ]

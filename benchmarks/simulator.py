@@ -18,7 +18,7 @@ from typing import Any
 
 from calibration import Calibration
 from report import write_json
-from rollout import LONGEST, PROMPT_LENGTH, SHORTEST
+from rollout import AUTO, LONGEST, PROMPT_LENGTH, SHORTEST
 
 from trl_april.simulator.lengths import Lognormal
 from trl_april.simulator.run import Mode, run
@@ -30,7 +30,9 @@ KV_BLOCK = 128  # of vLLM on a CPU
 
 def simulated(measurement: dict[str, Any], settings: dict[str, Any], calibration: Calibration) -> float:
     """Tokens per second of a cell in one turn, as the simulator has it."""
-    mode = Mode(measurement["mode"]) if measurement["factor"] > 1 else Mode.SYNCHRONOUS
+    mode = Mode.SYNCHRONOUS if measurement["factor"] == 1 else Mode(measurement["mode"])
+    # One that was chosen is simulated as what it came to.
+    factor = measurement["factor_mean"] if measurement["factor"] == AUTO else measurement["factor"]
     scenario = Scenario(
         calibration.step_time,
         Lognormal(settings["median"], measurement["sigma"], shortest=SHORTEST, longest=LONGEST),
@@ -47,13 +49,13 @@ def simulated(measurement: dict[str, Any], settings: dict[str, Any], calibration
         seed=settings["seed"] + measurement["turn"],
         quantum=1,
     )
-    result = run(scenario, mode, measurement["factor"])
+    result = run(scenario, mode, factor)
     return result.generated_per_second if mode is Mode.UNINTERRUPTED else result.trained_per_second
 
 
 def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Measured and simulated tokens per second of every cell, medians over the turns."""
-    cells: dict[tuple[float, str, float], list[tuple[float, float]]] = {}
+    cells: dict[tuple[float, str, float | str], list[tuple[float, float]]] = {}
     for one in report["measurements"]:
         calibration = Calibration(**report["calibrations"][f"{one['sigma']:g}/{one['turn']}"])
         name = "generated_tokens_per_second" if one["mode"] == "uninterrupted" else "trained_tokens_per_second"
@@ -63,7 +65,7 @@ def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "sigma": sigma,
-            "mode": mode if factor > 1 else "synchronous",
+            "mode": "synchronous" if factor == 1 else mode,
             "factor": factor,
             "measured": statistics.median(measured for measured, _ in turns),
             "simulated": statistics.median(found for _, found in turns),
@@ -77,7 +79,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     """Every cell, and how many are within 15 %."""
     lines = ["| sigma | mode | factor | measured tok/s | simulated tok/s | ratio |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {c['sigma']:g} | {c['mode']} | {c['factor']:g} | {c['measured']:,.0f} | {c['simulated']:,.0f} "
+        f"| {c['sigma']:g} | {c['mode']} | {c['factor']} | {c['measured']:,.0f} | {c['simulated']:,.0f} "
         f"| {c['ratio']:.2f} |"
         for c in cells
     ]

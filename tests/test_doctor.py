@@ -402,6 +402,9 @@ def tiny_logprobs(folder: str) -> Any:
 
 
 def test_a_server_that_is_well(fake, tiny_model_dir, tmp_path, one_thread):
+    from trl_april.doctor.generation import PROMPT_TOKENS
+    from trl_april.doctor.speed import IN_CONTEXT_TOKENS
+
     fake.prompt_logprobs = tiny_logprobs(tiny_model_dir)
     findings = examine(fake, weight_sync_dir=str(tmp_path))
     assert not set(bad(findings)) - {"decode speed", "round trip"}  # speeds are those of a busy machine
@@ -414,6 +417,9 @@ def test_a_server_that_is_well(fake, tiny_model_dir, tmp_path, one_thread):
     data = {key: value for finding in findings.values() for key, value in finding.data.items()}
     assert [point["sequences"] for point in data["decode"]] == [1, 2]
     assert all(point["seconds_per_step"] > 0 and point["tokens_per_second"] > 0 for point in data["decode"])
+    (in_context,) = data["decode_in_context"]
+    assert in_context["sequences"] == 2
+    assert in_context["context"] == data["decode"][1]["context"] + IN_CONTEXT_TOKENS - PROMPT_TOKENS
     assert [point["tokens"] for point in data["prefill"]] == [128, 512, 2048]
     assert all(point["seconds"] > 0 for point in data["prefill"])
     assert data["round_trip_seconds"] > 0
@@ -766,7 +772,7 @@ def test_a_server_that_gains_nothing_by_more_sequences():
     from trl_april.doctor.speed import DecodePoint, judge_curve
 
     def curve(*seconds: float) -> list[DecodePoint]:
-        return [DecodePoint(2**power, step, 2**power / step) for power, step in enumerate(seconds)]
+        return [DecodePoint(2**power, step, 2**power / step, 8.0) for power, step in enumerate(seconds)]
 
     flat, steep = judge_curve(curve(1, 1, 1, 2)), judge_curve(curve(1, 2, 4, 8))
     assert (flat.mark, steep.mark) == (OK, WARN)
@@ -919,6 +925,7 @@ def test_the_real_server(server, tiny_model_dir, tmp_path, capsys, one_thread, p
     assert marks.pop("round trip") in ("ok", "warn")
     assert set(marks.values()) == {"ok"}, capsys.readouterr().out
     assert [point["sequences"] for point in found["decode"]] == [1, 2, 4]
+    assert [point["sequences"] for point in found["decode_in_context"]] == [2]
     assert [point["tokens"] for point in found["prefill"]] == [128, 512, 2048]
     assert found["server"]["max_model_len"] == 4096
     if trained:

@@ -84,6 +84,32 @@ def test_bad_step_times_are_refused(text, words):
         parse_step_time(text)
 
 
+def test_the_context_of_a_measured_step_is_taken_off_it(tmp_path):
+    """16 sequences: 2000 tokens of context more take 3.2 ms more, which is 1e-7 s for each of 32,000."""
+    path = tmp_path / "server.json"
+    decode = [
+        {"sequences": 1, "seconds_per_step": 0.002, "context": 100},
+        {"sequences": 16, "seconds_per_step": 0.004, "context": 100},
+    ]
+    in_context = [{"sequences": 16, "seconds_per_step": 0.0072, "context": 2100}]
+    path.write_text(json.dumps({"decode": decode, "decode_in_context": in_context}))
+    found = read_step_time(path)
+    assert found.context_seconds == pytest.approx(1e-7)
+    assert found.decode(1) == pytest.approx(0.002 - 1e-7 * 100)
+    assert found.decode(16) == pytest.approx(0.004 - 1e-7 * 1600)
+    assert read_step_time(path, context_seconds=0.0).decode(16) == 0.004
+    # Noise may make it faster, or so slow that no step would be left: neither is believed.
+    path.write_text(json.dumps({"decode": decode, "decode_in_context": [{**in_context[0], "seconds_per_step": 1e-3}]}))
+    assert read_step_time(path).context_seconds == 0.0
+    assert read_step_time(path, context_seconds=1.0).decode(16) == 0.002
+
+
+def test_the_peak_of_a_server_depends_on_the_context():
+    step_time = StepTime(((1, 1.0), (4, 1.0)), context_seconds=0.01)
+    assert step_time.peak(4) == 4.0
+    assert step_time.peak(4, 100) == pytest.approx(4 / (1 + 4))
+
+
 def test_bad_prefill_and_no_points_are_refused():
     with pytest.raises(ConfigError, match="-1 s"):
         parse_step_time("1:0.1", -1)

@@ -20,11 +20,11 @@ class Arena:
         self.server = SimulatedServer(step_time, max_sequences=max_sequences, max_batched_tokens=max_batched_tokens)
         self.ended = {}
 
-    def job(self, name, tokens, *, prefill=1, arrival=0.0):
+    def job(self, name, tokens, *, prefill=1, arrival=0.0, context=0):
         def finish(job):
             self.ended[name] = asyncio.get_running_loop().time()
 
-        job = Job(tokens, prefill, arrival, finish)
+        job = Job(tokens, prefill, arrival, finish, context)
         self.server.submit(job)
         return job
 
@@ -86,6 +86,58 @@ def test_prefill_holds_up_everybody_for_its_time():
 
     assert run(arena, main) == {"b": 5.0, "a": 6.0}
     assert arena.server.busy_seconds == pytest.approx(6.0)
+
+
+GROWING = StepTime(((1, 1.0),), context_seconds=0.1)
+
+
+def test_a_step_takes_longer_the_more_context_there_is():
+    """a comes with 5 tokens, b with none: 1.5, 1.7 together, then a alone with 7 and 8 tokens: 1.7, 1.8."""
+    arena = Arena(GROWING)
+
+    async def main():
+        arena.job("a", 4, context=5)
+        arena.job("b", 2)
+
+    assert run(arena, main) == {"b": 1.5 + 1.7, "a": 1.5 + 1.7 + 1.7 + 1.8}
+    assert arena.server.busy_seconds == pytest.approx(6.7)
+
+
+@pytest.mark.parametrize(("at", "tokens"), [(0.99, 0), (1.01, 1), (2.09, 1), (2.11, 2), (4.59, 3), (4.61, 4)])
+def test_a_cut_job_has_the_tokens_of_its_growing_steps(at, tokens):
+    """Alone: steps that end at 1.0, 2.1, 3.3 and 4.6."""
+    arena = Arena(GROWING)
+
+    async def main():
+        job = arena.job("a", 10)
+        await asyncio.sleep(at)
+        assert arena.server.cut(job) == tokens
+
+    assert run(arena, main) == {}
+
+
+def test_the_context_of_a_cut_job_goes_with_it():
+    """Steps of 1.0 + 2.0 and 1.0 + 2.2 with a's 20 tokens, then b alone with its own two: 1.2."""
+    arena = Arena(GROWING)
+
+    async def main():
+        job = arena.job("a", 9, context=20)
+        arena.job("b", 3)
+        await asyncio.sleep(4.0)
+        assert arena.server.cut(job) == 1
+
+    assert run(arena, main) == {"b": 3.0 + 3.2 + 1.2}
+
+
+def test_who_comes_within_growing_steps_waits_for_the_end_of_one():
+    """a: 1.0, 1.1, 1.2; b comes at 2.2 and is there from 3.3 on: 1.0 + 0.3, then a alone with 4."""
+    arena = Arena(GROWING)
+
+    async def main():
+        arena.job("a", 5)
+        arena.job("b", 1, arrival=2.2)
+
+    assert run(arena, main) == {"b": 3.3 + 1.3, "a": 3.3 + 1.3 + 1.4}
 
 
 def test_long_prefill_is_cut_into_steps():

@@ -1,4 +1,5 @@
-"""How fast the server is: seconds per decode step by the number of sequences, and seconds of prefill by prompt length.
+"""How fast the server is: seconds per decode step by the number of sequences and by their context, and of prefill by
+prompt length.
 
 A step that costs nearly the same for one sequence as for many is what over-provisioning lives on.
 """
@@ -22,16 +23,18 @@ CURVE_SECONDS = 120.0  # that all of them may take together
 MIN_TOKENS, MAX_TOKENS = 32, 256  # of a completion in the curve
 CHUNKS = 16  # in which it is streamed
 PREFILL_TOKENS = (128, 512, 2048, 8192)
+IN_CONTEXT_TOKENS = 2048  # of the prompts that show what context costs
 WORTH_IT = 2.0  # gain of tokens/s below which more sequences at once are hardly worth it
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """One point of the decode curve."""
+    """One point of the decode curve. `context` is what each sequence had meanwhile, in tokens, as a mean."""
 
     sequences: int
     seconds_per_step: float
     tokens_per_second: float
+    context: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,14 @@ def check_decode(server: Server, max_sequences: int, seconds: float) -> Finding:
     """
     limit = min(max_sequences, server.max_sequences or max_sequences)
     points: list[DecodePoint] = []
+    in_context: list[DecodePoint] = []
 
     async def run() -> None:
         async with asyncio.timeout(seconds):
             for number in sequence_numbers(limit):
                 points.append(await decode_point(server, number))
+            # One number is enough: what a token of context adds to a step is the same beside many sequences.
+            in_context.append(await decode_point(server, points[len(points) // 2].sequences, in_context=True))
 
     late = ""
     try:
@@ -97,7 +103,9 @@ def check_decode(server: Server, max_sequences: int, seconds: float) -> Finding:
         late = f", and no more within {seconds:g} s"
     if not points:
         raise ServerError(f"One sequence was not decoded within {seconds:g} s. See the server's log.")
-    return judge_curve(points, late)
+    finding = judge_curve(points, late)
+    finding.data["decode_in_context"] = [asdict(point) for point in in_context]
+    return finding
 
 
 def judge_curve(points: list[DecodePoint], late: str = "") -> Finding:
@@ -121,22 +129,23 @@ def judge_curve(points: list[DecodePoint], late: str = "") -> Finding:
     return Finding(Mark.OK, found, data=data)
 
 
-async def decode_point(server: Server, sequences: int) -> DecodePoint:
-    """Decode that many sequences at once, some times."""
+async def decode_point(server: Server, sequences: int, *, in_context: bool = False) -> DecodePoint:
+    """Decode that many sequences at once, some times; behind short prompts, or behind long ones."""
     affordable = int(DECODE_SECONDS / max(server.seconds_per_token, 1e-6))
     tokens = min(max(MIN_TOKENS, min(MAX_TOKENS, affordable)), server.context - PROMPT_TOKENS)
+    prompt = min(IN_CONTEXT_TOKENS, server.context - tokens) if in_context else PROMPT_TOKENS
     # The median: a machine that does something else for an instant does not move it.
-    seconds = statistics.median([await _decode(server, sequences, tokens) for _ in range(REPEATS)])
-    return DecodePoint(sequences, seconds, sequences / seconds)
+    seconds = statistics.median([await _decode(server, sequences, prompt, tokens) for _ in range(REPEATS)])
+    return DecodePoint(sequences, seconds, sequences / seconds, prompt + tokens / 2)
 
 
-async def _decode(server: Server, sequences: int, tokens: int) -> float:
+async def _decode(server: Server, sequences: int, prompt: int, tokens: int) -> float:
     completions = [Completion() for _ in range(sequences)]
     async with engine_for(server, stream_interval=max(1, tokens // CHUNKS)) as engine:
         # At the first failure the others are cancelled with the event loop, which ends their requests.
         await asyncio.gather(
             *(
-                complete(engine, new_request(server, PROMPT_TOKENS, tokens), completion, server.session.seconds)
+                complete(engine, new_request(server, prompt, tokens), completion, server.session.seconds)
                 for completion in completions
             )
         )

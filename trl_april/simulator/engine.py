@@ -146,7 +146,7 @@ class SimulatedEngine:
         block = self.scenario.kv_block
         # Whole blocks only, and never the last token: it is what the first logits come from.
         prefill = context - min(cached // block, (context - 1) // block) * block
-        job = Job(length - before, prefill, self._arrival(key[0]), finish)
+        job = Job(length - before, prefill, self._arrival(key[0]), finish, context)
         server.submit(job)
         return _Stream(job, server, tokens)
 

@@ -116,6 +116,10 @@ def build_parser() -> argparse.ArgumentParser:
     servers.add_argument(
         "--prefill-seconds", type=float, metavar="S", help="seconds per token of prefill (default: doctor's, or 2e-5)"
     )
+    servers.add_argument(
+        "--context-seconds", type=float, metavar="S",
+        help="seconds per step and token of context, summed over all sequences (default: doctor's, or 0)",
+    )  # fmt: skip
     _add(servers, SERVERS)
     _add(parser.add_argument_group("the trainer"), TRAINER)
 
@@ -177,6 +181,6 @@ def _step_time(options: argparse.Namespace) -> StepTime:
             f"Step times are given twice, by --doctor {options.doctor} and by --steps {options.steps}; leave one out."
         )
     if options.doctor is not None:
-        return read_step_time(options.doctor, options.prefill_seconds)
+        return read_step_time(options.doctor, options.prefill_seconds, options.context_seconds)
     seconds = 2e-5 if options.prefill_seconds is None else options.prefill_seconds
-    return parse_step_time(options.steps or EXAMPLE, seconds)
+    return parse_step_time(options.steps or EXAMPLE, seconds, options.context_seconds or 0.0)

@@ -181,6 +181,7 @@ class _Simulation:
         self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
         self._next_id = self._first_round * self.pool.target
         self._carried = 0
+        self._context = 0.0  # tokens before it, summed over all trained tokens
         self._measures = False
         self._before: tuple[float, int, float] = (0.0, 0, 0.0)  # time, tokens and busy seconds
         self._finished: asyncio.Queue[int] = asyncio.Queue()  # groups that no pool has
@@ -337,7 +338,9 @@ class _Simulation:
         for group_id in group_ids:
             if self._measures:
                 self.result.groups += 1
-                self.result.trained_tokens += sum(self.engine.lengths(group_id))
+                lengths = self.engine.lengths(group_id)
+                self.result.trained_tokens += sum(lengths)
+                self._context += sum(length * (self.scenario.prompt_tokens + length / 2) for length in lengths)
             self.engine.forget(group_id)
 
     def _begin_measurement_at(self, round_number: int) -> None:
@@ -356,8 +359,10 @@ class _Simulation:
         result.generated_tokens = self.engine.tokens - tokens
         server_seconds = result.seconds * scenario.servers
         result.idle = max(0.0, 1 - (self.engine.busy_seconds - busy_seconds) / server_seconds)
+        # The context that a token is generated in, as a mean over all of them.
+        context = self._context / result.trained_tokens if result.trained_tokens else 0.0
         result.bubble = 1 - result.generated_tokens / (
-            server_seconds * scenario.step_time.peak(scenario.max_sequences)
+            server_seconds * scenario.step_time.peak(scenario.max_sequences, context)
         )
         in_units = sum(result.ages.values())
         result.carried = self._carried / in_units if in_units else 0.0

@@ -34,12 +34,15 @@ class Job:
             When it reaches the server.
         finish (`Callable[[Job], None]`):
             Called when all tokens are there.
+        context (`int`, *optional*, defaults to `0`):
+            Tokens that it comes with, whether they have to be prefilled or not.
     """
 
     tokens: int
     prefill: int
     arrival: float
     finish: Callable[[Job], None]
+    context: int = 0
     joined: int | None = None  # steps that the server had done when its first token was begun
     is_cut: bool = False
 
@@ -47,9 +50,9 @@ class Job:
 class SimulatedServer:
     """A server with continuous batching and chunked prefill, first come, first served.
 
-    A step takes [`StepTime.decode`] of the sequences that get a token in it, and the prefill that it contains on top.
-    A sequence whose prefill is complete gets its first token in that step. Keys and values are taken to fit into
-    memory: `max_sequences` is the only limit.
+    A step takes [`StepTime.decode`] of the sequences that get a token in it, and on top of it what their context adds
+    (which is what they have at its beginning) and the prefill that it contains. A sequence whose prefill is complete
+    gets its first token in that step. Keys and values are taken to fit into memory: `max_sequences` is the only limit.
 
     Args:
         step_time ([`StepTime`]):
@@ -73,6 +76,7 @@ class SimulatedServer:
         self.tokens = 0
         self.busy_seconds = 0.0
         self._prefill_seconds = step_time.prefill_seconds
+        self._context_seconds = step_time.context_seconds
         # A step that only prefills takes the time of one sequence at least.
         self._decode_seconds = [step_time.decode(max(1, number)) for number in range(max_sequences + 1)]
         self._max_sequences = max_sequences
@@ -82,10 +86,12 @@ class SimulatedServer:
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
         self._ends: list[tuple[int, int, Job]] = []  # by the step that ends them
-        self._done = 0  # steps before the present run of equal steps
+        self._context = 0  # of all that run, at the beginning of the present run of steps
+        self._done = 0  # steps before that run, in which the same sequences get a token each
         self._began = 0.0  # when that run began
         self._planned = 0  # its steps; 0 when there is nothing to do
-        self._seconds = 0.0  # of each
+        self._seconds = 0.0  # of the first of them
+        self._growth = 0.0  # seconds by which each takes longer than the one before
         self._timer: asyncio.TimerHandle | None = None
 
     def submit(self, job: Job) -> None:
@@ -96,7 +102,7 @@ class SimulatedServer:
             if self._timer is None or job.arrival < self._timer.when():
                 self._wake_at(job.arrival)
         else:
-            self._end_run_after(math.ceil((job.arrival - self._began) / self._seconds - ROUNDING))
+            self._end_run_after(math.ceil(self._steps_until(job.arrival) - ROUNDING))
 
     def cut(self, job: Job) -> int:
         """End a job now.
@@ -110,19 +116,30 @@ class SimulatedServer:
             return 0
         assert job.joined is not None
         now = asyncio.get_running_loop().time()
-        elapsed = min(self._planned, math.floor((now - self._began) / self._seconds + ROUNDING))
+        steps = self._steps_until(now)
+        elapsed = min(self._planned, math.floor(steps + ROUNDING))
         self._running.remove(job)
-        tokens = self._done + elapsed - job.joined
+        self._context -= job.context + self._done - job.joined
         self.tokens += elapsed
-        self._end_run_after(math.ceil((now - self._began) / self._seconds - ROUNDING))
-        return tokens
+        self._end_run_after(math.ceil(steps - ROUNDING))
+        return self._done + elapsed - job.joined
+
+    def _duration(self, steps: int) -> float:
+        """Seconds of the first steps of the present run."""
+        return steps * (self._seconds + self._growth * (steps - 1) / 2)
+
+    def _steps_until(self, when: float) -> float:
+        """The inverse: how many steps of the present run fit in before `when`."""
+        elapsed = max(0.0, when - self._began)
+        first = self._seconds - self._growth / 2
+        return 2 * elapsed / (first + math.sqrt(first * first + 2 * self._growth * elapsed))
 
     def _end_run_after(self, steps: int) -> None:
         """End the present run of steps early, but not within a step."""
         steps = max(1, steps)
         if steps < self._planned:
             self._planned = steps
-            self._wake_at(self._began + steps * self._seconds)
+            self._wake_at(self._began + self._duration(steps))
 
     def _wake_at(self, when: float) -> None:
         if self._timer is not None:
@@ -135,12 +152,14 @@ class SimulatedServer:
         now = self._timer.when()  # not the loop's time, which is late by its rounding
         self._timer = None
         self._done += self._planned
+        self._context += self._planned * len(self._running)
         self.tokens += self._planned * len(self._running)
-        self.busy_seconds += self._planned * self._seconds
+        self.busy_seconds += self._duration(self._planned)
         while self._ends and self._ends[0][0] <= self._done:
             _, _, job = heapq.heappop(self._ends)
             if not job.is_cut:
                 self._running.remove(job)
+                self._context -= job.context + job.tokens
                 self.load -= 1
                 job.finish(job)
         self._plan(now)
@@ -151,23 +170,24 @@ class SimulatedServer:
         while self._coming and self._coming[0][0] <= now + ROUNDING:
             self._waiting.append(heapq.heappop(self._coming)[2])
         prefilled = self._admit()
+        # What is prefilled only in part gets no token yet, and does not count.
+        self._seconds = self._decode_seconds[len(self._running)] + self._context_seconds * self._context
+        self._growth = self._context_seconds * len(self._running)
         if prefilled:
-            # What is prefilled only in part gets no token yet, and does not count.
-            self._seconds = self._decode_seconds[len(self._running)] + self._prefill_seconds * prefilled
+            self._seconds += self._prefill_seconds * prefilled
             self._planned = 1
         elif self._running:
-            self._seconds = self._decode_seconds[len(self._running)]
             while self._ends[0][2].is_cut:
                 heapq.heappop(self._ends)
             self._planned = self._ends[0][0] - self._done
             if self._coming:
-                until_next = math.ceil((self._coming[0][0] - now) / self._seconds - ROUNDING)
+                until_next = math.ceil(self._steps_until(self._coming[0][0]) - ROUNDING)
                 self._planned = min(self._planned, max(1, until_next))
         elif self._coming:
             self._wake_at(self._coming[0][0])
             return
         if self._planned:
-            self._wake_at(now + self._planned * self._seconds)
+            self._wake_at(now + self._duration(self._planned))
 
     def _admit(self) -> int:
         """Let jobs run, as far as there are places and tokens left in the step; returns the tokens prefilled."""
@@ -184,6 +204,7 @@ class SimulatedServer:
                 break  # the rest in the next step
             self._waiting.popleft()
             job.joined = self._done
+            self._context += job.context
             self._running.add(job)
             heapq.heappush(self._ends, (self._done + job.tokens, next(self._order), job))
         return budget - left
