@@ -28,7 +28,7 @@ PLACEHOLDER = "..."  # stands for further arguments
 # Of the trainer, where there is no GPU.
 ON_A_CPU = ["--use_cpu", "true", "--bf16", "false"]
 # Named in the text, without their arguments.
-NAMES_OF_COMMANDS = {"trl-april serve", "accelerate launch"}
+NAMES_OF_COMMANDS = {"trl-april serve", "trl-april report", "accelerate launch"}
 # Programs whose arguments are not parsed here, and why.
 UNPARSED = {
     "ruff": "make lint runs it with these arguments",
