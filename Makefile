@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint docs bench clean
 
 help:  ## Say what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 10
@@ -22,6 +22,10 @@ lint: $(STAMP)  ## Check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## Write docs/api.md and docs/april.svg anew
+	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/picture.py
 
 bench: $(STAMP)  ## Measure rollout throughput against a real server
 	$(BIN)/python benchmarks/rollout.py $(ARGS)

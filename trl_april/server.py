@@ -128,6 +128,8 @@ class LocalServer:
     Example:
 
     ```python
+    >>> from trl_april import APRILGRPOConfig, LocalServer
+
     >>> with LocalServer("Qwen/Qwen3-0.6B", vllm_args=["--max-model-len", "4096"]) as server:
     ...     args = APRILGRPOConfig("out", vllm_server_base_url=server.base_url)
     ```

@@ -83,8 +83,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
             Configuration. With a stock config, APRIL's own options have their defaults.
-        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
-        optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes:
+            As for [`~trl.GRPOTrainer`].
+        callbacks, optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
             As for [`~trl.GRPOTrainer`].
 
     Attributes:

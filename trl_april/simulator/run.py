@@ -65,8 +65,10 @@ class Result:
     """What a configuration took, in the rounds that are measured.
 
     Args:
-        mode (`Mode`), factor (`float`):
-            The configuration.
+        mode (`Mode`):
+            What became of the groups that a batch did not wait for.
+        factor (`float`):
+            Over-provisioning.
         seconds (`float`):
             Simulated time, training and weight sync included.
         rollout_seconds (`float`):

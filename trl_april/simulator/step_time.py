@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ConfigError
 
 
-# A small model on two CPU cores: README.md says how it was measured. Flat, then rising, as on a GPU.
+# A model of 0.1 million parameters on two CPU cores. Flat, then rising, as on a GPU.
 EXAMPLE = "1:0.0025,8:0.0032,16:0.0033,32:0.0039,64:0.0058,128:0.0099"
 
 
