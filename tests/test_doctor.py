@@ -699,6 +699,29 @@ def test_an_abort_that_is_taken_and_ignored(fake, monkeypatch):
     assert "went on to its end" in finding.found and "'length'" in finding.found
 
 
+def test_an_abort_that_has_no_answer(fake, monkeypatch):
+    from trl_april.doctor import generation
+    from trl_april.vllm_engine import VLLMEngine
+
+    async def hang(engine, request_ids):
+        await asyncio.sleep(60)
+
+    fake.script = deaf_for_ever
+    server = server_of(fake)
+    server.session.seconds = 0.2
+    monkeypatch.setattr(VLLMEngine, "abort", hang)
+    with pytest.raises(ServerError, match="did not answer /abort_requests within 0.2 s. It hangs.*--timeout"):
+        generation.check_abort(server)
+
+
+def test_completions_too_short_to_be_timed(fake):
+    from trl_april.doctor import speed
+
+    fake.script = at_once
+    with pytest.raises(ServerError, match="of 4 tokens came in one piece each.*larger --max-model-len"):
+        asyncio.run(speed._decode(server_of(fake), 1, 4))
+
+
 def test_an_abort_that_is_refused(fake):
     fake.answers["/abort_requests"] = (500, "engine dead")
     findings = examine(fake)

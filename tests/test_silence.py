@@ -105,6 +105,7 @@ def test_an_abort_that_does_not_work_does_not_end_the_round(how: str, caplog: py
     assert done.broken_streams == 2
     assert engine.aborting == 0
     assert ("The abort was not answered." if how == "hangs" else "The abort was not taken.") in caplog.text
+    assert "1 streams have been silent for 20 s. Ending them." in caplog.text
 
 
 def test_an_abort_that_is_refused_is_an_error():

@@ -153,7 +153,7 @@ def test_in_a_thread_there_is_a_warning_and_nothing_else(caplog: pytest.LogCaptu
         thread.start()
         thread.join()
     assert seen == [before, 0]
-    assert "save_on_signal has no effect" in caplog.text
+    assert "save_on_signal has no effect" in caplog.text and "Call train() from the main thread." in caplog.text
 
 
 def test_the_end_says_by_which_signal():

@@ -6,15 +6,12 @@ The server is vLLM's own and runs in processes of its own: this module imports n
 from __future__ import annotations
 
 import atexit
-import errno
 import http.client
-import ipaddress
 import logging
 import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +24,7 @@ from typing import BinaryIO
 
 from .errors import ConfigError, ServerError
 from .process_session import end_session, start_watchdog
+from .server_address import bind, check_address, contact, warn_if_exposed
 from .server_command import check_model, server_command, server_environment
 
 
@@ -38,61 +36,10 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL; vLLM needs about one
 HEALTH_POLL = 0.25  # seconds between two looks at the server's health
 ERROR_TAIL = 30  # lines of the log in an error
 
-# What to do where an address cannot be bound to.
-REMEDIES = {
-    errno.EADDRINUSE: "Stop what runs there, or choose another port; LocalServer finds a free one with port=None.",
-    errno.EADDRNOTAVAIL: "Give an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them.",
-    errno.EACCES: "Choose a port above 1023; the others are the system's.",
-}
-
 # The last line of a traceback, behind vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
 FIRST_ERROR = re.compile(
     r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE
 )
-
-
-def check_address(host: str, port: int | None) -> None:
-    """Raises [`ConfigError`] unless `host` can be bound to on this machine and `port` is free there (or `None`)."""
-    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535):
-        raise ConfigError(f"port is {port!r}, but it must be a whole number from 1 to 65535, or None for a free one.")
-    if not isinstance(host, str) or not re.fullmatch(r"[A-Za-z0-9.:_-]+", host) or host.startswith("-"):
-        raise ConfigError(f"host is {host!r}, but it must be a host name or an IP address, such as '127.0.0.1'.")
-    _bind(host, port or 0)
-
-
-def _bind(host: str, port: int) -> int:
-    """Binds to the address for an instant and returns the port, a free one for 0."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"host is {host!r}, but that name does not resolve ({error}). Try '127.0.0.1'.") from error
-    with socket.socket(family, kind, protocol) as probe:
-        # As the server will do: a connection of an earlier server that is still closing does not block the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            remedy = REMEDIES.get(error.errno or 0, "Choose another address or port.")
-            raise ConfigError(f"The server cannot bind to {host}, port {port}: {error.strerror}. {remedy}") from error
-        return int(probe.getsockname()[1])
-
-
-def _warn_if_exposed(host: str) -> None:
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
-        logger.warning(
-            "The server binds to %s. Its development endpoints run commands for everybody who reaches them, whatever "
-            "API key is set: keep it behind a firewall.",
-            host,
-        )
-
-
-def _contact(host: str) -> str:
-    """Returns the host under which a server that binds to `host` is reached from this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 class LocalServer:
@@ -179,7 +126,7 @@ class LocalServer:
         """URL of the server, for `vllm_server_base_url`. Known from the start on if `port` was left out."""
         if self.port is None:
             raise ServerError("The server has no address before its start. Call start(), or use it in a with block.")
-        host = _contact(self.host)
+        host = contact(self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     @property
@@ -211,8 +158,8 @@ class LocalServer:
             return self
         check_model(self.model, self.vllm_args)
         # Again, because time has passed: what else listened there would answer in the server's place.
-        self.port = _bind(self.host, self.port or 0)
-        _warn_if_exposed(self.host)
+        self.port = bind(self.host, self.port or 0)
+        warn_if_exposed(self.host)
         command, environment = self.command(self.port), self.environment()
         with self._open_log() as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
@@ -248,7 +195,7 @@ class LocalServer:
     def is_healthy(self) -> bool:
         """Returns whether the server answers that it is ready to generate."""
         # Not urllib or requests: a proxy from the environment has no business here.
-        connection = http.client.HTTPConnection(_contact(self.host), self.port, timeout=5)
+        connection = http.client.HTTPConnection(contact(self.host), self.port, timeout=5)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -383,7 +330,7 @@ def serve(model: str, *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, vll
     check_address(host, port)
     check_model(model, vllm_args)
     command, environment = server_command(model, host, port, vllm_args), server_environment(None, vllm_args)
-    _warn_if_exposed(host)
+    warn_if_exposed(host)
     return run_in_foreground(command, environment)
 
 

@@ -1,0 +1,158 @@
+"""What a user is told where no other test looks at the words: each message is provoked, and says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.distributed import distributed_c10d
+
+from tests.serverless import ServerlessTrainer
+from trl_april import applies, server
+from trl_april.config import APRILGRPOConfig, AprilOptions
+from trl_april.demo.run import run_demo
+from trl_april.demo.settings import QUICK
+from trl_april.errors import CheckpointError, ConfigError, PoolError, ServerError, WeightSyncError
+from trl_april.peers import _abort_process_group
+from trl_april.server_address import warn_if_exposed
+from trl_april.simulator.step_time import read_step_time
+from trl_april.weight_sync import ServerGeneration
+
+
+ROWS = Dataset.from_list([{"prompt": "1+1="}] * 8)
+
+
+def config(**options) -> APRILGRPOConfig:
+    options = {"per_device_train_batch_size": 8, "num_generations": 4, **options}
+    return APRILGRPOConfig("out", use_cpu=True, bf16=False, report_to=[], **options)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_rejected_groups_per_round": 1}, "max_rejected_groups_per_round is 1, .* may need 2 .*at least 2"),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate"},
+            "vllm_importance_sampling_mode is 'sequence_truncate', but loss_type='vespo' needs 'token_truncate'",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options, words):
+    args = config(**options)
+    with pytest.raises(ConfigError, match=words):
+        applies.check_arguments(args, AprilOptions.of(args), ROWS)
+
+
+def test_a_mode_that_leaves_out_what_april_keeps(caplog):
+    args = config(vllm_importance_sampling_mode="sequence_mask")
+    applies.check_arguments(args, AprilOptions.of(args), ROWS)
+    assert "'sequence_mask', which leaves out samples" in caplog.text and "'token_truncate' is" in caplog.text
+
+
+def test_a_reward_model_in_shards():
+    trainer = SimpleNamespace(is_fsdp_enabled=True, is_deepspeed_enabled=False, reward_funcs=[torch.nn.Linear(1, 1)])
+    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*dynamic_sampling=False"):
+        applies.check_reward_models(trainer, SimpleNamespace(count=2))
+    applies.check_reward_models(trainer, SimpleNamespace(count=1))
+
+
+# Checkpoints
+
+
+def test_partial_samples_that_cannot_be_resumed(tiny_model_dir, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PoolError("The pool states hold a group twice.")
+
+    monkeypatch.setattr("trl_april.trainer.RolloutSession", refuse)
+    args = APRILGRPOConfig(
+        str(tmp_path), per_device_train_batch_size=8, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True
+    )
+    trainer = ServerlessTrainer(tiny_model_dir, lambda completions, **kwargs: [0.0], args, ROWS)
+    trainer._checkpoints = SimpleNamespace(take_rollouts=lambda: None, resumed_from="out/checkpoint-3")
+    trainer._stop = None
+    with pytest.raises(
+        CheckpointError,
+        match="partial samples in out/checkpoint-3 cannot be resumed. The pool states hold a group twice. Resume from "
+        "another checkpoint, or remove the folder `april` from this one",
+    ):
+        trainer._open_session()
+
+
+# The server
+
+
+def test_a_server_that_was_not_started():
+    local = server.LocalServer("m")
+    for ask in ("base_url", "pid", "log_path"):
+        with pytest.raises(ServerError, match="Call start.., or use it in a with block"):
+            getattr(local, ask)
+    with pytest.raises(ServerError, match="The server does not run. Call start"):
+        local.wait_until_healthy()
+
+
+def test_processes_of_a_server_that_nothing_ends(monkeypatch, caplog):
+    monkeypatch.setattr(server, "end_session", lambda session, grace: [SimpleNamespace(pid=4711)])
+    server._end(SimpleNamespace(pid=1, poll=lambda: 0), None)
+    assert "could not be ended: 4711. They keep their memory and ports: end them by hand" in caplog.text
+
+
+@pytest.mark.parametrize(("host", "exposed"), [("0.0.0.0", 1), ("somewhere", 1), ("127.0.0.1", 0), ("localhost", 0)])
+def test_a_server_that_others_reach(host, exposed, caplog):
+    warn_if_exposed(host)
+    assert caplog.text.count(f"binds to {host}. Its development endpoints run commands for everybody") == exposed
+
+
+class Synced(ServerGeneration):
+    """A server that answers what the test says, and nothing else of it."""
+
+    weight_sync, base_url, _keeps_cache = "filesystem", "http://there", False
+
+    def __init__(self, **answers) -> None:
+        self._answers = answers
+
+    def _post(self, path, body=None):
+        return self._answers.get(path, {})
+
+    def _get(self, path):
+        return self._answers[path]
+
+
+def test_a_server_that_somebody_else_syncs_too():
+    generation = Synced(weight_info={"weight_version": "12"})
+    with pytest.raises(WeightSyncError, match="weight version '12' after the sync of 3.*a server of its own"):
+        generation._stamp_and_verify(3, [])
+
+
+def test_a_prefix_cache_that_is_not_reset(monkeypatch, caplog):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    Synced(reset_prefix_cache={"success": False})._reset_prefix_cache()
+    assert "http://there could not reset its prefix cache" in caplog.text and "Nothing of this" in caplog.text
+
+
+def test_collective_calls_that_cannot_be_ended(monkeypatch, caplog):
+    def refuse():
+        raise RuntimeError("not with gloo")
+
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", refuse)
+    _abort_process_group()
+    assert "The process group could not be aborted: not with gloo" in caplog.text
+
+
+# The demo, the simulator
+
+
+def test_the_demo_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="matplotlib, which is not installed.*pip install"):
+        run_demo(QUICK, output_dir=tmp_path, seed=0, keep_server_log=False)
+
+
+def test_a_report_of_the_doctor_that_is_not_there():
+    with pytest.raises(ConfigError, match="nowhere.json cannot be read .No such file.*the file that doctor wrote"):
+        read_step_time(Path("nowhere.json"))
