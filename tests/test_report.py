@@ -20,7 +20,8 @@ from tests.simulated_rounds import lognormal
 from tests.written_run import WrittenRun
 from trl_april import cli
 from trl_april.report import Run, RunRound, Step, advice, read_run
-from trl_april.report.layout import shortened
+from trl_april.report.figures import pictures
+from trl_april.report.layout import NARROW, shortened
 from trl_april.report.page import names_of, render
 from trl_april.report.plots import step_curve, window_of
 from trl_april.report.prediction import Prediction, predict
@@ -302,6 +303,19 @@ class TestPlots:
 
 
 class TestPage:
+    def test_every_figure_can_do_without_data(self):
+        """A run of which every batch was filled by what had been finished before, say."""
+        one = RunRound(
+            0, (0.0, 0.0), (0.0, 0.0), (0.0, 1.0), ages={0: 1}, trained_lengths={0: 1}, rewards={"reward": 1}
+        )
+        one.metrics = {"correction/age_0/effective_sample_size": 0.0}
+        bare = RunRound(0, (0.0, 0.0), (0.0, 0.0), (0.0, 2.0))
+        runs = [Run(Path("x"), [one]), Run(Path("y"), [bare])]
+        found = pictures(runs, ["x", "y"])
+        assert len(found) == 8
+        for picture in found:
+            assert picture.draw(NARROW).axes
+
     def test_a_long_name_is_shortened_in_figures(self):
         assert shortened("out") == "out"
         assert shortened("$x_1$") == r"\$x_1\$"

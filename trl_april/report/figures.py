@@ -248,7 +248,8 @@ def _draw_in_flight(runs: Sequence[Run], labels: Sequence[str], shape: Shape) ->
         if axes is not all_axes[-1]:
             axes.set_xlabel("")
     # Shared, and so once for all of them.
-    all_axes[0].set_ylim(0, 1.05 * max(count for run in runs for _, count in run.in_flight) or 1.0)
+    most = max((count for run in runs for _, count in run.in_flight), default=0.0)
+    all_axes[0].set_ylim(0, 1.05 * most or 1.0)
     return figure
 
 
@@ -359,6 +360,8 @@ def _draw_sample_sizes(runs: Sequence[Run], labels: Sequence[str], shape: Shape)
                     numbers, values, color=color, marker=marker, markersize=4, markevery=every, linewidth=1.3
                 )
                 found.setdefault(age, line)
+        if not any(_size_name(age) in one.metrics for one in run.rounds for age in AGE_NAMES):
+            say_unknown(axes)
         axes.set_ylabel("sample size")
         finish(axes, shape, rounds=_most_rounds(runs))
         axes.set_ylim(0, 1.05)

@@ -19,7 +19,7 @@ from .run import Run
 from .summary import Summary, sum_counts
 
 
-GROUPS = 256  # that are looked at
+GROUPS, SAMPLES = 256, 16_384  # that are looked at, at most
 # Of factors that come that close to the best, the lowest is named: every step up makes the batch older.
 AS_GOOD_AS_BEST = 0.1
 
@@ -70,7 +70,7 @@ def _groups(run: Run) -> list[list[int]]:
     if type(size) is not int or size < 1:
         return []
     bins = sum_counts(one.trained_lengths for one in run.rounds)
-    total, wanted = sum(bins.values()), size * min(GROUPS, sum(bins.values()) // size)
+    total, wanted = sum(bins.values()), size * min(GROUPS, SAMPLES // size, sum(bins.values()) // size)
     # As many as are wanted, evenly spread over all.
     lengths: list[int] = []
     counted = 0

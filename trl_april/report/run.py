@@ -319,7 +319,7 @@ def _count(value: Any) -> int:
 
 
 def _counts(value: Mapping[str, Any], bins: int) -> dict[int, int]:
-    counts = {int(number): _count(count) for number, count in value.items()}
+    counts = {int(number): count for number, count in value.items() if _count(count)}
     if not counts.keys() <= set(range(bins)):
         raise ValueError(f"{sorted(counts)} are not all bins")
     return counts
