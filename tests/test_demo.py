@@ -102,6 +102,7 @@ def test_quick_demo_from_start_to_end(tmp_path, capsys, one_thread):
     for row in ("generated tokens per second", "trained tokens carried over", "reward on held-out prompts, after"):
         assert row in shown
     assert (tmp_path / "april.png").exists()
+    assert "synchronous and APRIL" in (tmp_path / "report.html").read_text()
     synchronous, april = json.loads((tmp_path / "recordings.json").read_text())
     assert synchronous["staleness_max"] == 0 and synchronous["carried_tokens"] == 0
     assert april["generated_tokens"] == april["trained_tokens"]  # the pool is empty at the end

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import random
 import shutil
 from pathlib import Path
 
@@ -14,6 +16,10 @@ from tests.test_package import fresh_interpreter
 from tests.written_run import WrittenRun
 from trl_april.errors import ConfigError
 from trl_april.report import read_run
+from trl_april.report.advice import advice
+from trl_april.report.prediction import predict
+from trl_april.report.summary import summarise
+from trl_april.report.table import rows
 from trl_april.round import Round
 from trl_april.run_log import AGES, BINS, FILE, POINTS, RunLog, bin_edges, thinned
 
@@ -265,6 +271,52 @@ class TestReading:
         with (tmp_path / FILE).open("a") as file:
             file.write(line + "\n")
         assert len(read_run(tmp_path).rounds) == 1
+
+    def test_whatever_a_file_holds_it_is_read_or_refused_in_a_sentence(self, tmp_path):
+        """Values of the wrong kind and size in every place, and what is made of them."""
+        WrittenRun(tmp_path).go(3)
+        lines = lines_of(tmp_path)
+        rng = random.Random(0)
+        odd = [
+            None,
+            True,
+            -1,
+            0,
+            1e308,
+            -0.5,
+            10**400,
+            1 << 61,
+            "1",
+            "",
+            [],
+            {},
+            [[1, 2]],
+            [[0.0, 0.0]],
+            {"0": 0},
+            {"3": 7},
+        ]
+        shown = 0
+        for _ in range(150):
+            changed = copy.deepcopy(lines)
+            place = rng.choice(changed)
+            while True:
+                key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+                if not isinstance(place[key], (dict, list)) or not place[key] or rng.random() < 0.3:
+                    break
+                place = place[key]
+            place[key] = rng.choice(odd)
+            (tmp_path / FILE).write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+            try:
+                run = read_run(tmp_path)
+            except ConfigError:
+                continue
+            summary = summarise(run)
+            assert rows([summary]) and advice(summary)
+            # It takes a moment, and looks at few of the values.
+            if lines[0]["options"] != run.options or changed[5] != lines[5]:
+                predict(run, summary)
+            shown += 1
+        assert shown > 100
 
     def test_it_can_be_moved(self, tmp_path):
         WrittenRun(tmp_path / "a").go(1)

@@ -88,6 +88,8 @@ class WrittenRun:
         done.started = self.now
         done.in_flight = in_flight(done)
         done.launched_lengths = [span.held + span.tokens for span in done.spans]
+        samples = [sample for group in done.groups for sample in group.samples]
+        done.carried_tokens = sum(s.length for one in samples for s in one.segments if s.version < done.version)
         done.abort_seconds = min(done.seconds, 0.01)
         self.now += done.seconds
         metrics = round_metrics(done, self.pool, sync_seconds=self.sync_seconds, max_staleness=self.max_staleness)

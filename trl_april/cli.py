@@ -1,4 +1,4 @@
-"""The command line: `trl-april serve`, `trl-april doctor`, `trl-april simulate` and `trl-april demo`.
+"""The command line: `trl-april serve`, `doctor`, `simulate`, `report` and `demo`.
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -31,7 +31,7 @@ not measured. Its API key is taken from VLLM_API_KEY. The exit code is 1 if some
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands. What it does not know belongs to vLLM, the demo or the simulator."""
+    """Returns the parser of all commands. What it does not know belongs to vLLM, or to a command with its own."""
     parser = argparse.ArgumentParser(
         prog="trl-april",
         description="APRIL for TRL: GRPO training that does not wait for its longest completion.",
@@ -55,10 +55,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_doctor(commands)
 
-    # These two have parsers of their own, and their own help.
+    # These have parsers of their own, and their own help.
     commands.add_parser(
         "simulate",
         help="simulate rollouts, to learn whether APRIL pays for your lengths and with which settings",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    commands.add_parser(
+        "report",
+        help="write a page about a training run, or two runs side by side, and what to change",
         add_help=False,
         allow_abbrev=False,
     )
@@ -151,6 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .simulator import main as run_simulator
 
             return run_simulator(rest)
+
+        if options.command == "report":
+            from .report import main as run_report
+
+            return run_report(rest)
 
         if options.command == "demo":
             from .demo import main as run_demo

@@ -139,6 +139,8 @@ class RunLog:
                 "launched_lengths": _counted(counts[BINS : 2 * BINS]),
                 "ages": _counted(counts[2 * BINS :]),
                 "step_times": self._step_times.curve.points if self._step_times.is_known else [],
+                "seconds_per_prefilled_token": self._step_times.seconds_per_prefilled_token,
+                "prompt_tokens": sum(s.prompt - s.held for s in done.spans) / len(done.spans) if done.spans else 0.0,
                 "rewards": dict(rewards),
                 "metrics": {name: value for name, value in self._metrics.items() if "/length_q" not in name},
             }

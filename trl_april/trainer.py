@@ -75,6 +75,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
     `environment_factory`, `rollout_func` or images. Otherwise the trainer runs stock GRPO and says so once.
 
+    What each round took and came to is written into `april_rounds.jsonl` in `output_dir`; `trl-april report` shows it.
+
     Under `accelerate launch` each process generates its share of the groups, all fill one quota, and an error of one
     process is raised in all of them.
 

@@ -75,6 +75,8 @@ def _draw_rewards(axes: Axes, recordings: tuple[Recording, Recording]) -> None:
         )
         axes.axvline(recording.seconds, color=color, linewidth=0.8, linestyle=":")
     axes.set_title(f"reward over wall-clock, {recordings[0].steps} optimiser steps each", loc="left", fontsize=11)
+    axes.set_xlabel("seconds of training")
+    axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
     axes.legend(loc="lower right", fontsize=9, framealpha=0.9)
 

@@ -12,6 +12,7 @@ import transformers
 
 from .. import LocalServer
 from ..errors import ConfigError
+from ..report import read_run
 from . import task
 from .evaluate import Evaluation, evaluate, percentile
 from .model import MAX_LENGTH, build_model, build_tokenizer, save
@@ -139,7 +140,7 @@ def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log
                 model_dir=model_dir,
                 dataset=task.training_dataset(steps * settings.groups, seed + 1),
                 base_url=server.base_url,
-                output_dir=output_dir / "trainer",
+                output_dir=output_dir / (name or "rehearsal"),
                 on_step=lambda step, seconds, reward: (
                     clock.say(f"    step {step}: {seconds:.1f} s, reward of the batch {reward:.3f}")
                     if steps >= settings.report_every and step % settings.report_every == 0
@@ -172,11 +173,15 @@ def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log
     recordings = (synchronous, april)
     (output_dir / "recordings.json").write_text(json.dumps([recording.to_dict() for recording in recordings]))
     picture = output_dir / "april.png"
-    from .plot import draw  # here, because matplotlib is an extra
+    from ..report.page import render  # here, because matplotlib is an extra
+    from .plot import draw
 
     draw(*recordings, picture)
+    report = output_dir / "report.html"
+    report.write_text(render([read_run(output_dir / recording.name) for recording in recordings]), encoding="utf-8")
     print(f"\n{comparison(*recordings)}\n")
     clock.say(f"picture: {picture.resolve()}")
+    clock.say(f"what happened in both runs: {report.resolve()}")
     return recordings
 
 

@@ -47,15 +47,19 @@ def window_of(runs: Sequence[Run], rounds: int = ROUNDS_SHOWN) -> tuple[list[flo
     Returns:
         `tuple[list[float], float]`: Where it begins in each run, and its width, in seconds.
     """
+    first = first_shown(runs, rounds)
     begins, widths = [], []
     for run in runs:
         spans = [one.generation for one in run.rounds if one.generation is not None]
-        # The first rounds fill the pool. A short run has nothing else.
-        first = min(3, max(0, len(spans) - rounds))
         last = min(first + rounds, len(spans))
         begins.append(0.0 if not first else spans[first][0])
         widths.append((spans[last][0] if last < len(spans) else run.seconds) - begins[-1])
     return begins, max(widths)
+
+
+def first_shown(runs: Sequence[Run], rounds: int) -> int:
+    """Where a picture of so many rounds begins, counted from 0: the first ones fill the pool, if there are others."""
+    return min(3, *(max(0, len(run.rounds) - rounds) for run in runs))
 
 
 def step_curve(points: Sequence[tuple[float, float]], begin: float, end: float) -> tuple[list[float], list[float]]:
@@ -90,17 +94,26 @@ def draw_in_flight(
         run ([`Run`]):
             With times.
         begin, end (`float`, *optional*):
-            What to show, in seconds since training began. By default all of it.
+            What to show, in seconds since training began. By default all of it. A run may end before.
         color (`str`, *optional*):
             Of the curve.
     """
     end = run.seconds if end is None else end
-    fill_in_flight(axes, *step_curve(run.in_flight, begin, end), color)
+    divisor, unit = time_unit(end - begin)
+    times, counts = step_curve(run.in_flight, begin, min(end, run.seconds))
+    fill_in_flight(axes, [time / divisor for time in times], counts, color)
     spans = [one.generation for one in run.rounds if one.generation is not None]
-    shade_between(axes, [(start - begin, stop - begin) for start, stop in spans])
-    axes.set_xlim(0, max(end - begin, 1e-9))
+    shade_between(axes, [((start - begin) / divisor, (stop - begin) / divisor) for start, stop in spans])
+    axes.set_xlim(0, max(end - begin, 1e-9) / divisor)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds" if begin else "seconds of training")
+    axes.set_xlabel(unit if begin else f"{unit} of training")
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit that a stretch of time is read in: how many seconds it has, and its name."""
+    if seconds < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
 
 
 def shade_between(axes: Axes, rounds: Sequence[tuple[float, float]]) -> None:
@@ -115,14 +128,12 @@ def smoothed(values: Sequence[float], over: int = SMOOTHED_OVER) -> list[float]:
 
 
 def draw_reward_curve(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
-    """The mean reward of every batch, and its mean over the last five, over seconds of training."""
+    """The mean reward of every batch, and its mean over the last five, over time."""
     times, rewards = [time for time, _ in points], [reward for _, reward in points]
     axes.plot(times, rewards, color=color, linewidth=0.7, alpha=0.35)
     marker = "o" if len(points) == 1 else None  # a line of one point is not seen
     axes.plot(times, smoothed(rewards), color=color, linewidth=2, marker=marker, label=label)
-    axes.set_xlabel("seconds of training")
     axes.set_ylabel("reward")
-    axes.set_xlim(left=0)
     plain(axes)
 
 
@@ -138,9 +149,12 @@ def draw_rewards(axes: Axes, runs: Sequence[Run], labels: Sequence[str] = ()) ->
         labels (`Sequence[str]`, *optional*):
             What they are called. By default there is no legend.
     """
-    shown = labels or [""] * len(runs)
-    for run, color, label in zip(runs, COLORS if len(runs) > 1 else COLORS[1:], shown, strict=False):
-        draw_reward_curve(axes, run.rewards, color, label)
+    divisor, unit = time_unit(max(run.seconds for run in runs))
+    colors = COLORS if len(runs) > 1 else COLORS[1:]
+    for run, color, label in zip(runs, colors, labels or [""] * len(runs), strict=False):
+        draw_reward_curve(axes, [(time / divisor, reward) for time, reward in run.rewards], color, label)
+    axes.set_xlabel(f"{unit} of training")
+    axes.set_xlim(left=0)
     if labels:
         axes.legend(loc="lower right", fontsize=9, framealpha=0.9)
 

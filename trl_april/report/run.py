@@ -42,6 +42,10 @@ class RunRound:
             Tokens of the batch by staleness, in policy versions.
         step_times (`list[tuple[float, float]]`):
             What is known by then of the server's speed: requests in flight, and seconds per decode step.
+        seconds_per_prefilled_token (`float`):
+            The same of what a prompt, or a partial sample that is resumed, adds to the beginning of a round.
+        prompt_tokens (`float`):
+            Mean length of the prompts.
         rewards (`dict[str, float]`):
             As TRL logs them: `reward`, `reward_std`, `rewards/NAME/mean`.
         metrics (`dict[str, float]`):
@@ -58,6 +62,8 @@ class RunRound:
     launched_lengths: dict[int, int] = field(default_factory=dict)
     ages: dict[int, int] = field(default_factory=dict)
     step_times: list[tuple[float, float]] = field(default_factory=list)
+    seconds_per_prefilled_token: float = 0.0
+    prompt_tokens: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -243,6 +249,8 @@ class _Reader:
             launched_lengths=_counts(entry["launched_lengths"], BINS),
             ages=_counts(entry["ages"], AGES),
             step_times=[(_number(count), _number(seconds)) for count, seconds in entry["step_times"]],
+            seconds_per_prefilled_token=_number(entry["seconds_per_prefilled_token"]),
+            prompt_tokens=_number(entry["prompt_tokens"]),
             rewards=_numbers(entry["rewards"]),
             metrics=_numbers(entry["metrics"]),
         )
@@ -311,7 +319,7 @@ def _count(value: Any) -> int:
 
 
 def _counts(value: Mapping[str, Any], bins: int) -> dict[int, int]:
-    counts = {int(number): _count(count) for number, count in value.items()}
+    counts = {int(number): count for number, count in value.items() if _count(count)}
     if not counts.keys() <= set(range(bins)):
         raise ValueError(f"{sorted(counts)} are not all bins")
     return counts
