@@ -1,4 +1,4 @@
-"""The scripts and notebooks, run as a user runs them."""
+"""The scripts, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 
 pytestmark = pytest.mark.server
@@ -40,18 +38,3 @@ def test_quickstart_script(server, tiny_model_dir, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "april/round_seconds" in done.stdout
     assert (output / "model.safetensors").exists()
-
-
-def test_quickstart_notebook(server, tmp_path):
-    """From start to end, in a kernel, whose cells run inside an event loop."""
-    path = ROOT / "notebooks" / "quickstart.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "stored without outputs"
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **os.environ}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
-    client.execute(env=environment)
-    printed = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output
-    )
-    assert "tokens carried over" in printed
-    assert "the pool holds 0 groups" in printed

@@ -81,11 +81,14 @@ def picture(grid: Grid, recommendation: Recommendation) -> Figure:
     gain.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     chosen = recommendation.result
     gain.plot([chosen.factor], [recommendation.gain], "o", markersize=14, fillstyle="none", color="#2a9d3a")
+    # The curves come from the lower left and rise less and less.
+    is_first = chosen.factor == min(result.factor for result in grid.results)
     gain.annotate(
-        "recommended", (chosen.factor, recommendation.gain), (0, -20), textcoords="offset points",
-        ha="center", fontsize=9, color="#2a9d3a",
+        "recommended", (chosen.factor, recommendation.gain), (12, -14) if is_first else (-12, 8),
+        textcoords="offset points", ha="left" if is_first else "right", fontsize=9, color="#2a9d3a",
     )  # fmt: skip
     _finish(gain, "trained tokens per second, synchronous = 1")
+    gain.set_ylim(top=1.1 * max(grid.gain(result) for result in grid.results))
     _finish(staleness, "staleness in versions: mean (solid), max (dashed)")
     if gain.get_legend_handles_labels()[0]:
         gain.legend(loc="lower right", fontsize=9, framealpha=0.9)
