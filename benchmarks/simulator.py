@@ -5,8 +5,8 @@
 
 Each turn of each cell is simulated with the lengths of that turn and with the server's speed as it was measured
 between the blocks of that turn. Compared are generated tokens per second: within as few rounds as are measured, more
-or less can be trained, since the pool may hold more or less afterwards. Where what is not finished is thrown away, they
-are trained tokens.
+or less can be trained, since the pool may hold more or less afterwards. Where what is not finished is thrown away,
+they are trained tokens.
 """
 
 from __future__ import annotations
