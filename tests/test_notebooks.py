@@ -81,6 +81,7 @@ def test_quickstart(tmp_path):
     assert "tokens carried over" in done.printed
     assert "the pool holds 0 groups" in done.printed
     assert len(done.pictures) == 1
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
     bars = [html for html in done.shown if "Rollout" in html]
     assert re.search(r"<progress value='4' max='4'.*4/4 groups, \d+ in flight, [\d,]+ tok/s", bars[-1], re.DOTALL)
     assert not any("Rollout" in str(output.get("data")) for output in done.outputs)  # gone in the end
