@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
+import pytest
+
 from tests.docs_pages import ROOT
 
 
@@ -79,9 +81,10 @@ def _check_trl_april(arguments: list[str]) -> None:
     from trl_april.server_command import server_command
 
     if arguments[0] == "demo":
-        from trl_april.demo.run import build_parser as build_demo
+        from trl_april.demo import main
 
-        build_demo().parse_args(arguments[1:])
+        with pytest.raises(Parsed), _ends_when_parsed():
+            main(arguments[1:])
         return
     if arguments[0] == "simulate":
         from trl_april.simulator.options import build_parser as build_simulator
@@ -107,12 +110,8 @@ def _check_python(arguments: list[str]) -> None:
     assert path.is_file(), f"there is no {arguments[0]}"
     if path.parent.name == "scripts":
         arguments = [*arguments, *ON_A_CPU]
-    with _ends_when_parsed(), patch.object(sys, "argv", [str(path), *arguments[1:]]):
-        try:
-            load(path).main()
-        except Parsed:
-            return
-    raise AssertionError(f"{arguments[0]} has not parsed its arguments")
+    with pytest.raises(Parsed), _ends_when_parsed(), patch.object(sys, "argv", [str(path), *arguments[1:]]):
+        load(path).main()
 
 
 def load(path: Path) -> ModuleType:
