@@ -96,7 +96,6 @@ def bad(tmp_path):
         ("serve m --host 192.0.2.1", "bind to 192.0.2.1, port 8000: .*Give an address of this machine"),
         ("serve m --host a/b", "host is 'a/b', but it must be a host name"),
         ("doctor --base-url localhost", "--base-url is 'localhost', but it must begin with http://"),
-        ("doctor --model {folder}/nothing", "The model is '{folder}/nothing', but there is no such folder"),
         ("doctor --timeout 0", "--timeout is 0.0, but it must be a positive"),
         (
             "doctor --json {folder}/none/x",

@@ -6,12 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from datasets import Dataset
 from torch.distributed import distributed_c10d
 
 from tests.serverless import ServerlessTrainer
+from tests.tiny import build_model
 from trl_april import applies, server
+from trl_april.admission import Admission
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.demo.run import run_demo
 from trl_april.demo.settings import QUICK
@@ -19,6 +22,7 @@ from trl_april.errors import CheckpointError, ConfigError, PoolError, ServerErro
 from trl_april.peers import _abort_process_group
 from trl_april.server_address import warn_if_exposed
 from trl_april.simulator.step_time import read_step_time
+from trl_april.types import Group
 from trl_april.weight_sync import ServerGeneration
 
 
@@ -63,6 +67,31 @@ def test_a_reward_model_in_shards():
 
 
 # Checkpoints
+
+
+@pytest.mark.parametrize(
+    ("samples", "token_id", "longest", "words"),
+    [
+        (2, 5, 20, "Group 7 of the checkpoint has 2 samples, and num_generations is 4. Resume with"),
+        (4, 50, 20, "Group 7 of the checkpoint holds token id 50, and the model has a vocabulary of 50. Resume with"),
+        (
+            4,
+            5,
+            29,
+            "has a prompt of 2 tokens and completions of up to 29, and the server's context is 30",
+        ),
+    ],
+)
+def test_partial_samples_that_do_not_fit_this_training(samples, token_id, longest, words):
+    trainer = SimpleNamespace(
+        num_generations=4,
+        model=build_model(),
+        vllm_generation=SimpleNamespace(facts=SimpleNamespace(max_model_len=30)),
+    )
+    trainer.model.config.vocab_size = 50
+    group = Group.fresh(7, {"prompt": "1+"}, [1, token_id], samples, longest, born=0)
+    with pytest.raises(CheckpointError, match=f"{words}.*or remove the folder"):
+        Admission(trainer, None, None).resume([group], [])
 
 
 def test_partial_samples_that_cannot_be_resumed(tiny_model_dir, tmp_path, monkeypatch):
@@ -127,6 +156,26 @@ def test_a_server_that_somebody_else_syncs_too():
     generation = Synced(weight_info={"weight_version": "12"})
     with pytest.raises(WeightSyncError, match="weight version '12' after the sync of 3.*a server of its own"):
         generation._stamp_and_verify(3, [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (requests.ConnectionError("refused"), ServerError, "failed at /weight_info in the weight sync: refused"),
+        (SimpleNamespace(status_code=500, text="dead"), WeightSyncError, "answered 500 to /weight_info .*sync: dead"),
+    ],
+)
+def test_a_server_that_fails_in_the_weight_sync(answer, error, words):
+    class Session:
+        def request(self, *args, **kwargs):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    generation = Synced()
+    generation.session, generation.server_timeout = Session(), 1.0
+    with pytest.raises(error, match=f"{words}.*Its log says more.*set weight_sync_dir"):
+        ServerGeneration._get(generation, "weight_info")
 
 
 def test_a_prefix_cache_that_is_not_reset(monkeypatch, caplog):

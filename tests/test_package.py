@@ -114,7 +114,9 @@ def test_type_checkers_know_the_names_and_no_others():
     assert ast.unparse(for_checkers.test) == "TYPE_CHECKING"
     imported = {alias.name for node in for_checkers.body for alias in node.names}
     assert imported | {"__version__"} == set(trl_april.__all__)
-    assert not [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
+    hidden = next(node for node in source.body if ast.unparse(node).startswith("if not TYPE_CHECKING:"))
+    assert [node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)] == ["__dir__", "__getattr__"]
+    assert [node.name for node in hidden.body] == ["__getattr__"]
 
 
 def test_an_unknown_name_is_an_attribute_error():

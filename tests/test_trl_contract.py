@@ -120,6 +120,14 @@ def test_log_probabilities_come_from_one_method():
     assert 'completion_mask, padding_value=0, padding_side="right"' in SCORE
 
 
+def test_the_table_of_completions_takes_further_columns():
+    """One value per completion of this process, gathered in the order of the prompts, in evaluation as well."""
+    assert SCORE.index('self._logs["prompt"].extend(gather_object(prompts))') < SCORE.index("_pending_extra_logs")
+    assert "values = self._pending_extra_logs.get(column, [None] * len(prompts))" in SCORE
+    assert 'self._logs["extra"][column].extend(gather_object(values))' in SCORE
+    assert '**self._logs["extra"]' in inspect.getsource(GRPOTrainer.log)
+
+
 def test_tokens_can_leave_the_loss():
     assert 'extra_fields.pop("env_mask", None)' in GENERATE
     assert "completion_mask * tool_mask" in SCORE

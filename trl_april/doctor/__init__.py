@@ -16,7 +16,6 @@ from typing import Any
 from .. import __version__
 from ..errors import ConfigError
 from ..output_paths import check_file
-from ..server_command import check_model
 from .examination import Examination
 from .finding import Finding, Mark
 
@@ -73,8 +72,6 @@ class DoctorOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but it must be at least 1.")
         if self.json_file is not None:
             check_file("--json", self.json_file)
-        if self.model is not None:
-            check_model(self.model)
 
 
 def run(options: DoctorOptions) -> int:
