@@ -95,6 +95,11 @@ def _check_trl_april(arguments: list[str]) -> None:
         if options.doctor is None and options.log is None and options.histogram is None:
             scenario_of(options)
         return
+    if arguments[0] == "report":
+        from trl_april.report.command import build_parser as build_report
+
+        build_report().parse_args(arguments[1:])
+        return
     options, rest = build_parser().parse_known_args(arguments)
     if options.command == "serve":
         server_command(options.model, options.host, options.port, rest, platform="cpu")
@@ -193,7 +198,7 @@ def _check_sbatch(arguments: list[str]) -> None:
 def _check_make(arguments: list[str]) -> None:
     """What `make` would run is checked in its turn."""
     # As if everything was installed: what installs it is no concern here.
-    command = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", *arguments]
+    command = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", "-o", "chromium", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for words in commands(done.stdout):
