@@ -4,8 +4,9 @@
     python benchmarks/simulator.py rollout.json --json simulator.json --plot simulator.png
 
 Each turn of each cell is simulated with the lengths of that turn and with the server's speed as it was measured
-between the blocks of that turn. Compared are generated tokens per second for the limit, which trains whenever a group
-is ready, and trained tokens per second for all others.
+between the blocks of that turn. Compared are generated tokens per second: within as few rounds as are measured, more
+or less can be trained, since the pool may hold more or less afterwards. Where what is not finished is thrown away,
+they are trained tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def simulated(measurement: dict[str, Any], settings: dict[str, Any], calibration
         quantum=1,
     )
     result = run(scenario, mode, factor)
-    return result.generated_per_second if mode is Mode.UNINTERRUPTED else result.trained_per_second
+    return result.trained_per_second if mode is Mode.DISCARD else result.generated_per_second
 
 
 def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
     cells: dict[tuple[float, str, float | str], list[tuple[float, float]]] = {}
     for one in report["measurements"]:
         calibration = Calibration(**report["calibrations"][f"{one['sigma']:g}/{one['turn']}"])
-        name = "generated_tokens_per_second" if one["mode"] == "uninterrupted" else "trained_tokens_per_second"
+        name = "trained_tokens_per_second" if one["mode"] == "discard" else "generated_tokens_per_second"
         cells.setdefault((one["sigma"], one["mode"], one["factor"]), []).append(
             (one[name], simulated(one, report["settings"], calibration))
         )

@@ -52,7 +52,7 @@ def test_only_marked_methods_of_trl_are_overridden():
     }
     assert overridden == {
         "__init__", "train", "evaluation_loop", "_generate_and_score_completions", "_calculate_rewards",
-        "_save_checkpoint",
+        "_save_checkpoint", "_get_per_token_logps_and_entropies",
     }  # fmt: skip
 
 
@@ -107,6 +107,17 @@ def test_rewards_can_be_computed_by_a_copy_of_the_trainer():
     assert set(re.findall(r"self\.(\w+)(?:\.\w+)? ?(?:\+?=|\[)[^=]", GENERATE)) == {
         "state", "_metrics", "_env_tools", "_last_loaded_step",
     }  # fmt: skip
+
+
+def test_log_probabilities_come_from_one_method():
+    """Which looks at the completions' columns alone; what stands behind the last token is masked in the loss."""
+    method = GRPOTrainer._get_per_token_logps_and_entropies
+    assert parameters(method)[:5] == ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+    source = inspect.getsource(method)
+    assert "labels[:, :-logits_to_keep] = -100" in source and "[:, -logits_to_keep:]" in source
+    assert SCORE.count("self._get_per_token_logps_and_entropies(") == 3
+    assert "self._get_per_token_logps_and_entropies(" in inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'completion_mask, padding_value=0, padding_side="right"' in SCORE
 
 
 def test_tokens_can_leave_the_loss():

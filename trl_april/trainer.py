@@ -37,6 +37,7 @@ from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
 from .errors import CheckpointError, PoolError, ServerError
 from .loss import known_to_trl
+from .padding import COLUMNS, PerToken, without_padding
 from .pool import Pool
 from .processes import processes_of
 from .recovery import Recovery
@@ -189,7 +190,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             )
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
 
-    # Overrides of TRL. There are five; all hand over to `super()`.
+    # Overrides of TRL. There are six; all hand over to `super()`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
@@ -277,6 +278,25 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self.groups_in_training is None or self._session is None or not self._options.dynamic_sampling:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._session.scorer.hand_over(self.groups_in_training)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> PerToken:
+        # TRL pads every micro-batch to the longest completion of the whole batch, which with a long tail is most of
+        # what it computes. Nothing but text comes here while APRIL is on.
+        score = super()._get_per_token_logps_and_entropies
+        if not self.april_enabled:
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        return without_padding(
+            score, model, input_ids, attention_mask, logits_to_keep, batch_size,
+            multiple=self.pad_to_multiple_of or COLUMNS, **kwargs,
+        )  # fmt: skip
 
     # The round
 

@@ -52,6 +52,7 @@ def evaluate(
     count: int,
     max_completion_length: int,
     seed: int,
+    batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
     """Samples one answer to each of `count` held-out prompts, at the temperature that the training samples at."""
     numbers = sorted(task.held_out_numbers(count))
@@ -62,8 +63,8 @@ def evaluate(
         torch.manual_seed(seed)
         # Answers of one batch are about equally long. In one batch of all, the few long ones would drag the finished
         # ones along.
-        for start in range(0, count, BATCH_SIZE):
-            chunk = numbers[start : start + BATCH_SIZE]
+        for start in range(0, count, batch_size):
+            chunk = numbers[start : start + batch_size]
             batch = tokenizer([task.prompt(number) for number in chunk], return_tensors="pt", padding=True)
             output = model.generate(
                 input_ids=batch["input_ids"],
