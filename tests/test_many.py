@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tests.launch import launch
+from trl_april.report import read_run
 
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
@@ -123,6 +124,12 @@ class TestRows:
             for step in range(len(results[0]["rounds"]))
         ]
         assert [entry["april/trained_tokens"] for entry in lines] == tokens
+        # And so does what the main process has left on the disk, in a file of its own.
+        rounds = read_run(launched[count].folder / f"{name}-out").rounds
+        assert [sum(one.ages.values()) for one in rounds] == tokens
+        assert [sum(one.trained_lengths.values()) for one in rounds] == [
+            len(trained(results, k)) for k in range(len(tokens))
+        ]
         generated = sum(sum(result["generated_here"]) for result in results)
         assert sum(entry["april/generated_tokens"] for entry in lines) == generated == sum(tokens)
         carried = [sum(result["carried_here"][step] for result in results) for step in range(len(tokens))]

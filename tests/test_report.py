@@ -93,7 +93,7 @@ class TestSummary:
             for number in range(2)
         ]
         steps = [Step(1, [(5.0, 6.0)]), Step(2, [(11.0, 12.0)])]
-        summary = summarise(Run(Path("x"), rounds, steps, {"max_staleness": 5}))
+        summary = summarise(Run(Path("x"), rounds, steps, {"max_staleness": 5, "max_completion_length": 3}))
         assert summary.seconds == 12.0 and summary.rounds == summary.steps == 2
         assert summary.shares == pytest.approx(
             {"sync": 1 / 12, "generation": 6 / 12, "abort": 2 / 12, "scoring": 1 / 12, "training": 2 / 12, "other": 0}
@@ -104,7 +104,7 @@ class TestSummary:
         assert summary.generated_tokens == 30 and summary.trained_tokens == 21
         assert summary.trained_per_second == pytest.approx(21 / 12)
         assert summary.at_bound == pytest.approx(0.4) and summary.staleness_mean == pytest.approx(2.0)
-        assert summary.lengths == {0.5: 4.0, 0.9: 4.0, 0.99: 4.0}
+        assert summary.lengths == {0.5: 3.0, 0.9: 3.0, 0.99: 3.0}  # the bin of 4, and no longer than can be
         assert (summary.reward_first, summary.reward_last) == (0.1, 1.1)
 
     def test_what_the_trainers_log_does_not_tell_is_unknown(self, folders):
@@ -246,6 +246,7 @@ class TestAdvice:
         run = read_run(folders["synchronous"])
         before = summarise(run)
         prediction = predict(run, before)
+        assert prediction.gain > 1.3
         WrittenRun(tmp_path, prediction.factor).go(60)
         after = summarise(read_run(tmp_path))
         assert after.trained_per_second / before.trained_per_second == pytest.approx(prediction.gain, rel=0.15)

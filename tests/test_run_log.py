@@ -176,8 +176,11 @@ class TestResuming:
         run = read_run(tmp_path)
         assert [one.version for one in run.rounds] == [0, 1]
         assert "1 of the lines" in run.notes[0]
-        WrittenRun(tmp_path, resumed_at=2).go(2)
-        assert [one.version for one in read_run(tmp_path).rounds] == [0, 1, 2, 3]
+        WrittenRun(tmp_path, resumed_at=2, quota=9).go(2)
+        run = read_run(tmp_path)
+        assert [one.version for one in run.rounds] == [0, 1, 2, 3]
+        assert run.options["quota"] == 9  # the line that came next was not lost with it
+        assert run.rounds[2].sync[0] >= run.rounds[1].scoring[1]
 
     def test_a_checkpoint_is_the_run_up_to_there(self, tmp_path):
         WrittenRun(tmp_path).go(6)

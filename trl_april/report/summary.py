@@ -5,6 +5,7 @@ The invariant owned here: a figure that the run does not tell is `None`, never 0
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ def summarise(run: Run) -> Summary:
             (one.metrics["staleness_max"] for one in rounds if "staleness_max" in one.metrics), default=None
         ),
         at_bound=_at_bound(ages, run.options.get("max_staleness")),
-        lengths=_lengths(rounds),
+        lengths=_lengths(rounds, run.options.get("max_completion_length")),
         sample_sizes={
             name: value
             for name in AGE_NAMES
@@ -228,10 +229,11 @@ def _at_bound(ages: dict[int, int], bound: object) -> float | None:
     return sum(count for age, count in ages.items() if age >= bound) / sum(ages.values())
 
 
-def _lengths(rounds: Sequence[RunRound]) -> dict[float, float]:
+def _lengths(rounds: Sequence[RunRound], longest: object) -> dict[float, float]:
     bins = sum_counts(one.trained_lengths for one in rounds)
     if bins:
-        return {share: quantile(bins, share) for share in (0.5, 0.9, 0.99)}
+        most = float(longest) if isinstance(longest, int) else math.inf  # a bin can reach beyond it
+        return {share: min(most, quantile(bins, share)) for share in (0.5, 0.9, 0.99)}
     means = {share: _mean(rounds, f"length_p{round(100 * share)}") for share in (0.5, 0.9, 0.99)}
     return {share: value for share, value in means.items() if value is not None}
 
