@@ -91,7 +91,7 @@ def test_quickstart(tmp_path):
 def test_long_tail(tmp_path):
     done = execute("long_tail.ipynb", tmp_path)
     assert len(done.pictures) == 2  # the lengths, the gains
-    assert re.search(r"512 completions, \d+% of them cut at the limit", done.printed)
+    assert re.search(r"256 completions, \d+% of them cut at the limit", done.printed)
     waits = re.search(r"A batch waits for \d+ tokens, ([\d.]+) times its median", done.printed)
     assert float(waits[1]) > 2
     assert re.search(r"^ok +decode speed ", done.printed, re.MULTILINE)
