@@ -719,7 +719,7 @@ def test_completions_too_short_to_be_timed(fake):
 
     fake.script = at_once
     with pytest.raises(ServerError, match="of 4 tokens came in one piece each.*larger --max-model-len"):
-        asyncio.run(speed._decode(server_of(fake), 1, 4))
+        asyncio.run(speed._decode(server_of(fake), 1, 8, 4))
 
 
 def test_an_abort_that_is_refused(fake):
@@ -824,7 +824,9 @@ def test_a_server_that_gains_nothing_by_more_sequences():
     assert (flat.mark, steep.mark) == (OK, WARN)
     assert "over-provisioning" in steep.found and "cores of its own" in steep.remedy
     assert judge_curve(curve(1, 2)).mark is OK  # too few to say
-    assert flat.data["decode"][3] == {"sequences": 8, "seconds_per_step": 2, "tokens_per_second": 4}
+    assert flat.data["decode"][3] == {
+        "sequences": 8, "seconds_per_step": 2, "tokens_per_second": 4, "context": 8.0,
+    }  # fmt: skip
     assert judge_curve(curve(1)).found.startswith("seconds per step by sequences: 1: 1e+03 ms; at most")
 
 
