@@ -15,6 +15,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `pytest -n 2 --dist loadgroup`, one worker has the real server, and others each module as a whole."""
+    for item in items:
+        name = "server" if item.get_closest_marker("server") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder with the tiny Qwen3 of `tests/tiny.py`, tied embeddings."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import socket
 import time
 
@@ -12,6 +11,7 @@ import requests
 
 from tests.launch import Launch, launch
 from tests.test_trainer import wait_until_idle
+from tests.weight_folders import left_of, weight_folders
 
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -21,13 +21,13 @@ def fail(how: str, server, model_dir: str, folder, **options) -> Launch:
     """A training in two processes of which the second fails in its third step. It is long enough to be in the way."""
     run = {"name": "failing", "kind": "train_and_fail", "how": how, "batch": 16, "rows": 200}
     run["options"] = {"max_steps": 30, "max_completion_length": 1500, **options}
-    shared_memory = set(glob.glob("/dev/shm/trl_april*"))
+    before = weight_folders()
     done = launch(2, [run], folder, model=model_dir, url=server.base_url, timeout=150)
     assert done.code != 0
     assert (folder / "failing-when").exists(), done.output[-6000:]
     # Nothing is left: requests, files, the server of process 0, any process.
     assert wait_until_idle(server) == 0
-    assert set(glob.glob("/dev/shm/trl_april*")) == shared_memory
+    assert not left_of(weight_folders() - before)
     host, port = (folder / "failing-owned").read_text().removeprefix("http://").split(":")
     assert not _listens(host, int(port))
     spec = str(folder / "spec.json")

@@ -23,6 +23,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from tests.weight_folders import left_of, weight_folders
 from trl_april.config import APRILGRPOConfig
 from trl_april.dashboards import tensorboard_layout
 from trl_april.errors import ConfigError, ServerError
@@ -425,11 +426,11 @@ class TestDropIn:
         assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in second_start)
 
     def test_nothing_of_ours_outlives_training(self, server, tiny_model_dir, tmp_path):
-        before = set(Path("/dev/shm").glob("trl_april_weights_*"))  # somebody else's
+        before = weight_folders()  # somebody else's
         trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=1, max_completion_length=8)
         trainer.train()
         assert not [thread for thread in threading.enumerate() if thread.name == "trl-april-rollouts"]
-        assert set(Path("/dev/shm").glob("trl_april_weights_*")) <= before
+        assert not left_of(weight_folders() - before)
 
 
 class CountingReward:
