@@ -16,7 +16,7 @@ demo: $(STAMP)  ## Train a small model with and without APRIL, and compare (ARGS
 	$(BIN)/trl-april demo $(ARGS)
 
 test: $(STAMP) chromium  ## Run the tests, those on a real vLLM server included (ARGS="-m 'not server'" without)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 # Without it those tests are skipped, or fail where CI=true is set. Nothing else is installed into the system.
 chromium:  ## Install the browser that the tests look at reports with, where there is none

@@ -1,12 +1,8 @@
 """Fixtures that every test may use. Nothing is built or started before a test asks for it."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,29 +13,6 @@ from trl_april.server import LocalServer
 # Before any Hugging Face library is imported: no test may depend on a network, or report to one.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n 2`, one worker has the modules that share the real server, and others one after the other.
-
-    By module, because the process that schedules knows of the tests only their names.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class OneServer(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            return "server" if _uses_the_server(config.rootpath / module) else module
-
-    return OneServer(config, log)
-
-
-@cache
-def _uses_the_server(path: Path) -> bool:
-    """Whether tests in this file take the fixture `server`; some marked so start one of their own."""
-    text = path.read_text()
-    return "mark.server" in text and re.search(r"def .*[(, ]server[,):]", text) is not None
 
 
 @pytest.fixture(scope="session")

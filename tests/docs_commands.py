@@ -199,7 +199,9 @@ def _check_make(arguments: list[str]) -> None:
     """What `make` would run is checked in its turn."""
     # As if everything was installed: what installs it is no concern here.
     command = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", "-o", "chromium", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    # Nor what this very run of make was called with.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "ARGS")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for words in commands(done.stdout):
         check([words[0].removeprefix(".venv/bin/"), *words[1:]])
