@@ -3,6 +3,8 @@
 TRL pads all completions of a generation batch to the longest of them, and so all micro-batches of it. Where lengths
 have a long tail, most of what is then computed is padding. Here each micro-batch keeps the columns up to its own
 longest completion; what is left out is masked in everything that TRL does with the results.
+
+The invariant owned here: every token has the log-probability and the gradient that it has in the whole width.
 """
 
 from __future__ import annotations
