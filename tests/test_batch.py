@@ -73,6 +73,7 @@ def round_of_a_small_pool() -> tuple[Round, Pool]:
         aborted_requests=2,
         launched_lengths=[5, 5, 2, 3, 2, 1, 1],
         in_flight=[(0.0, 7), (1.0, 3), (3.0, 0)],
+        overlap_in_flight=[(-6.0, 2), (-4.5, 0), (-2.0, 1), (-1.5, 0)],
         over_provisioning=1.5,
     )
     return done, pool
@@ -151,12 +152,13 @@ def test_the_figures_of_a_round_by_hand():
             "over_provisioning": 1.5,
             "round_seconds": 4.0,
             "abort_seconds": 0.5,
+            "overlap_seconds": 2.0,
             "sync_seconds": 0.25,
             "generated_tokens": 15,
             "overlap_tokens": 6,
             "trained_tokens": 5 + 1 + 5 + 2,
-            "generated_tokens_per_second": 15 / 4,
-            "trained_tokens_per_second": 13 / 4,
+            "generated_tokens_per_second": (15 + 6) / (4 + 2),
+            "trained_tokens_per_second": 13 / (4 + 2),
             "in_flight_mean": (7 * 1 + 3 * 2 + 0 * 1) / 4,
             "groups_resumed": 2,
             "aborted_requests": 2,
@@ -231,7 +233,8 @@ def test_tokens_over_the_bound_are_counted_above_it_only(bound, fraction):
 def test_a_round_without_duration_has_no_rates():
     """A simulated clock may stand still."""
     done, pool = round_of_a_small_pool()
-    metrics = round_metrics(replace(done, seconds=0.0, in_flight=[]), pool, sync_seconds=0.0, max_staleness=5)
+    still = replace(done, seconds=0.0, in_flight=[], overlap_in_flight=[])
+    metrics = round_metrics(still, pool, sync_seconds=0.0, max_staleness=5)
     assert metrics["trained_tokens_per_second"] == metrics["generated_tokens_per_second"] == 0.0
     assert metrics["generated_tokens"] == 15
 
@@ -249,9 +252,16 @@ def test_a_batch_that_surplus_filled_has_no_rates():
     assert metrics["staleness_max"] == 3
 
 
-def test_a_round_that_waited_for_nothing_has_no_rates_though_requests_run_on():
+def test_a_round_that_waited_for_nothing_has_the_rates_of_the_time_before_it():
     """With overlap its batch may have been finished meanwhile; its duration is that of a few function calls."""
     done, pool = round_of_a_small_pool()
     filled = replace(done, seconds=1e-4, waited=False)
+    metrics = round_metrics(filled, pool, sync_seconds=0.0, max_staleness=5)
+    assert metrics["trained_tokens_per_second"] == 13 / 2 and metrics["generated_tokens_per_second"] == (15 + 6) / 2
+
+
+def test_a_round_that_waited_for_nothing_has_no_rates_though_requests_run_on():
+    done, pool = round_of_a_small_pool()
+    filled = replace(done, seconds=1e-4, waited=False, overlap_in_flight=[])
     metrics = round_metrics(filled, pool, sync_seconds=0.0, max_staleness=5)
     assert metrics["trained_tokens_per_second"] == metrics["generated_tokens_per_second"] == 0.0

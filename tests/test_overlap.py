@@ -66,7 +66,8 @@ class TestBetweenTheRounds:
         assert ids(second.groups) == [1]
         assert (first.generated_tokens, second.generated_tokens, second.overlap_tokens) == (6, 0, 5)
         assert second.seconds == 0.0 and second.requests == 0 and second.carried_tokens == 8
-        assert (first.overlap_in_flight, second.overlap_in_flight) == ([], [(-5.0, 0)])  # it ended 5 s before
+        assert (first.overlap_in_flight, second.overlap_in_flight) == ([], [(-10.0, 1), (-5.0, 0)])
+        assert (first.overlap_seconds, second.overlap_seconds) == (0.0, 5.0)  # it ended 5 s before
         assert len(engine.requests) == 2 and engine.aborts == []
         assert_at_rest(pool, engine)
 

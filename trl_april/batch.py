@@ -153,6 +153,7 @@ def round_metrics(
     maxima = {
         "round_seconds": done.seconds,
         "abort_seconds": done.abort_seconds,
+        "overlap_seconds": done.overlap_seconds,
         "sync_seconds": sync_seconds,
         "outage_seconds": done.outage_seconds,
         "staleness_max": max(age for age, _ in ages),
@@ -164,14 +165,16 @@ def round_metrics(
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, most([float(value) for value in maxima.values()]), strict=True))
     tokens, seconds = sums["trained_tokens"], maxima["round_seconds"]
-    # A batch that surplus filled takes no time, though with overlap requests may be in flight; a rate over nothing is
-    # reported as zero.
-    per_second = 1 / seconds if done.waited and sums["requests"] and seconds else 0.0
+    # Rates are over the time in which completions were generated. A batch that surplus filled takes none of it; a rate
+    # over nothing is reported as zero.
+    beside = maxima["overlap_seconds"]
+    generating = beside + (seconds if done.waited and (sums["requests"] or beside) else 0.0)
+    per_second = 1 / generating if generating else 0.0
     return {
         "over_provisioning": done.over_provisioning,
         **maxima,
         **{name: sums[name] for name in counted},
-        "generated_tokens_per_second": sums["generated_tokens"] * per_second,
+        "generated_tokens_per_second": (sums["generated_tokens"] + sums["overlap_tokens"]) * per_second,
         "trained_tokens_per_second": tokens * per_second,
         "in_flight_mean": sums["in_flight_seconds"] / seconds if seconds else 0.0,
         "carried_fraction": sums["carried_tokens"] / tokens,

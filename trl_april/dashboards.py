@@ -39,7 +39,7 @@ CHARTS: dict[str, dict[str, list[str]]] = {
     "Throughput": {
         "Tokens per second": ["generated_tokens_per_second", "trained_tokens_per_second"],
         "Tokens per round": ["generated_tokens", "trained_tokens", "overlap_tokens"],
-        "Seconds": ["round_seconds", "sync_seconds", "abort_seconds", "outage_seconds"],
+        "Seconds": ["round_seconds", "overlap_seconds", "sync_seconds", "abort_seconds", "outage_seconds"],
     },
     "In flight": {
         "Requests in flight, and aborted": ["in_flight_mean", "aborted_requests"],

@@ -169,6 +169,8 @@ class RolloutDriver:
         finally:
             self._is_open = False
             self._count()
+            if self._overlap:
+                self.in_flight_changed()  # what runs on, from the moment the round closed
         assert self.round is not None
         return self.round
 

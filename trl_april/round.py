@@ -140,6 +140,12 @@ class Round:
         return sum(self.launched_lengths)
 
     @property
+    def overlap_seconds(self) -> float:
+        """Time between the last round and this one in which requests were in flight."""
+        ends = [*(time for time, _ in self.overlap_in_flight[1:]), 0.0]
+        return sum(end - start for (start, count), end in zip(self.overlap_in_flight, ends, strict=False) if count)
+
+    @property
     def in_flight_mean(self) -> float:
         """Time-weighted mean of the requests in flight."""
         if not self.in_flight or not self.seconds:
