@@ -12,9 +12,9 @@ comes first alternates. The YAML files are taken as they are but for the sizes t
 overridden is printed. The results are written after every run, and a benchmark that was stopped goes on where it was.
 
 Rewards are those on held-out prompts, by the task's own rule, whatever the recipe adds to it. The weights are copied
-every few steps and evaluated when the training is over, so the evaluation takes no time from either and lends none to
-requests that run on while the trainer trains. The rewards of the training batches would not do: APRIL delivers short
-completions first, and on this task they earn more.
+every few steps and evaluated after the training, by the server that it had, so the evaluation takes no time from
+either and lends none to requests that run on while the trainer trains. The rewards of the training batches would not
+do: APRIL delivers short completions first, and on this task they earn more.
 
 It does not rank the recipes: the learning rate is 300 times that of the papers (and falls to 0), and a clip range as
 narrow as GSPO's was made for theirs.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.demo import task
-from trl_april.demo.evaluate import Evaluation, evaluate
+from trl_april.demo.evaluate import Evaluation
 from trl_april.demo.model import MAX_LENGTH, build_model, build_tokenizer, save
 from trl_april.demo.settings import QUICK, STANDARD
 from trl_april.demo.training import Recording, train
@@ -55,7 +56,6 @@ NAMES = ("grpo", "dapo", "gspo")
 MAX_COMPLETION_LENGTH = 1250
 # DAPO's 16 updates per round would make 40 steps little more than two rounds.
 MOST_UPDATES_PER_ROUND = 4
-EVALUATED_AT_ONCE = 256
 # The task's rule in the place of the quickstart's.
 REWARDS = {
     "contains_answer": task.countdown_reward,
@@ -130,6 +130,8 @@ class Recorder:
             By the number of steps done, the seconds since the start and the weights of the model.
         started (`float`):
             When training began.
+        trainer (`APRILGRPOTrainer`, *optional*):
+            Whose batches and weights they are.
     """
 
     every: int
@@ -137,6 +139,7 @@ class Recorder:
     weights: dict[int, list[float]] = field(default_factory=dict)
     snapshots: dict[int, tuple[float, dict[str, torch.Tensor]]] = field(default_factory=dict)
     started: float = 0.0
+    trainer: APRILGRPOTrainer | None = None
 
     def add_batch(self, batch: dict[str, Any], groups: list[Group], version: int) -> None:
         """Take note of a batch that TRL made of these groups, in their order."""
@@ -166,6 +169,7 @@ class RecordingTrainer(APRILGRPOTrainer):
     def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
+        recorder.trainer = self
         self._groups: list[Group] = []
         self.add_callback(_Copies(recorder))
 
@@ -235,24 +239,30 @@ class Bench:
             **options,
         )
 
-    def evaluate(self, model: Any, count: int) -> Evaluation:
-        """The same prompts and random numbers for all."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)  # the server has nothing to do
-        try:
-            return evaluate(model, self.tokenizer, count, MAX_COMPLETION_LENGTH, seed=0, batch_size=EVALUATED_AT_ONCE)
-        finally:
-            torch.set_num_threads(threads)
+    def evaluate(self, trainer: APRILGRPOTrainer, weights: dict[str, torch.Tensor], count: int) -> Evaluation:
+        """What these weights are worth on held-out prompts, the same for all; the server draws the answers."""
+        trainer.model.load_state_dict(weights)
+        trainer.vllm_generation.sync_weights()
+        numbers = task.held_out_numbers(count)
+        answers = trainer.vllm_generation.vllm_client.generate(
+            self.tokenizer([task.prompt(number) for number in numbers])["input_ids"], max_tokens=MAX_COMPLETION_LENGTH
+        )["completion_ids"]
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        rewards = task.countdown_reward(texts, numbers)
+        return Evaluation(
+            reward=statistics.fmean(rewards),
+            solved=statistics.fmean(reward == 1.0 for reward in rewards),
+            lengths=sorted(map(len, answers)),
+        )
 
     def run(self, recipe: str, seed: int, mode: str, before: Evaluation) -> Run:
         """One training and what it led to."""
         recorder = Recorder(self.sizes.every)
-        recording, model = self.train(recipe, seed, mode, self.sizes.steps, recorder)
+        recording, _ = self.train(recipe, seed, mode, self.sizes.steps, recorder)
         curve = [(0, 0.0, before.reward)]
         for step, (seconds, weights) in recorder.snapshots.items():
-            model.load_state_dict(weights)
-            curve.append((step, seconds, self.evaluate(model, self.sizes.held_out).reward))
-        after = self.evaluate(model, self.sizes.held_out_last)
+            curve.append((step, seconds, self.evaluate(recorder.trainer, weights, self.sizes.held_out).reward))
+        after = self.evaluate(recorder.trainer, weights, self.sizes.held_out_last)
         return Run(
             recipe=recipe,
             seed=seed,
@@ -311,9 +321,10 @@ def measure(sizes: Sizes, recipes: list[str], seeds: int, overrides: dict[str, A
             folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
         ) as server:
             bench = Bench(sizes, overrides, folder, server.base_url)
-            before = bench.evaluate(model, sizes.held_out)
             print("rehearsal: what is compiled at its first use must not count ...", flush=True)
-            bench.train(left[0][0], 0, APRIL, 1, Recorder(1))
+            rehearsal = Recorder(1)
+            bench.train(left[0][0], 0, APRIL, 1, rehearsal)
+            before = bench.evaluate(rehearsal.trainer, model.state_dict(), sizes.held_out_last)
             for recipe, seed, mode in left:
                 run = bench.run(recipe, seed, mode, before)
                 runs.append(run)

@@ -94,9 +94,9 @@ class Forker:
 
 
 def main() -> None:
-    from tests import kill_worker, worker
+    from tests import kill_worker, preloaded, worker
 
-    programs = {"worker": worker.main, "kill_worker": kill_worker.main}
+    programs = {"worker": worker.main, "kill_worker": kill_worker.main, "preloaded": preloaded.main}
     while line := sys.stdin.readline():
         job = json.loads(line)
         child = os.fork()

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,6 @@ def launch(
     config: str | Path = "cpu_ddp.yaml",
     timeout: float = 240,
     env: dict[str, str] | None = None,
-    arguments: Sequence[str] = (),
 ) -> Launch:
     """Run trainings, one after the other, in `num_processes` processes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +63,7 @@ def launch(
     command = [
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
         *("--config_file", str(CONFIGS / config), "--num_processes", str(num_processes)),
-        *("--main_process_port", str(_free_port())),
-        *arguments,
+        *("--main_process_port", str(free_port())),
         *("-m", "tests.launched", str(spec)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -88,6 +85,7 @@ def launch(
     return Launch(process.returncode, output, folder, end)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]

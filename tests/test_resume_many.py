@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch import Launch, launch
+from tests.launch import Launch
+from tests.preloaded import launch_preloaded
 from trl_april.checkpoint import is_complete, load_rollouts
 from trl_april.packing import PackedGroups, unpack
 
@@ -59,7 +60,7 @@ class Launched:
 
 
 @pytest.fixture(scope="module")
-def launched(server, tiny_model_dir, tmp_path_factory):
+def launched(server, forker, tiny_model_dir, tmp_path_factory):
     """Two processes train, then one goes on from their checkpoints, then two from that one's."""
     folder = tmp_path_factory.mktemp("resume-many")
     common = {"model": tiny_model_dir, "url": server.base_url}
@@ -94,7 +95,7 @@ def launched(server, tiny_model_dir, tmp_path_factory):
             for when in ("round", "training")
         ),
     ]  # fmt: skip
-    first = launch(2, runs, two, **common)
+    first = launch_preloaded(forker, 2, runs, two, **common)
     assert first.code == 0, first.output[-6000:]
     after_first = cut(two / "first-out", range(3, 7))
     runs = [
@@ -107,7 +108,7 @@ def launched(server, tiny_model_dir, tmp_path_factory):
             "resume": str(two / "dynamic-out" / "checkpoint-3"),
         },
     ]  # fmt: skip
-    second = launch(1, runs, one, **common)
+    second = launch_preloaded(forker, 1, runs, one, **common)
     assert second.code == 0, second.output[-6000:]
     after_second = cut(one / "second-out", range(after_first + 2, 11))
     runs = [
@@ -120,7 +121,7 @@ def launched(server, tiny_model_dir, tmp_path_factory):
             "resume": str(two / "term-round-out" / "checkpoint-2"),
         },
     ]  # fmt: skip
-    third = launch(2, runs, again, **common)
+    third = launch_preloaded(forker, 2, runs, again, **common)
     assert third.code == 0, third.output[-6000:]
     return Launched(first, second, third, (after_first, after_second))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
+from tests.preloaded import launch_preloaded
 
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
@@ -35,7 +35,7 @@ APRIL = {"name": "april", "kind": "train_sharded", "options": {"max_steps": 6, "
 
 
 @pytest.fixture(scope="module")
-def sharded(server, tiny_model_dir, tmp_path_factory):
+def sharded(server, forker, tiny_model_dir, tmp_path_factory):
     """Runs of every kind, by the names of their configurations; made when asked for."""
     folder = tmp_path_factory.mktemp("sharded")
     made = {}
@@ -47,10 +47,16 @@ def sharded(server, tiny_model_dir, tmp_path_factory):
             runs = [{**r, "fsdp": config == "fsdp2"} for r in kinds]
             # DeepSpeed builds an extension when it is first used, with the ninja that is installed beside Python.
             env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-            made[config] = launch(
-                2, runs, folder / config, model=tiny_model_dir, url=server.base_url, config=f"{config}.yaml", env=env,
-                arguments=["--mixed_precision", "no"],
-            )  # fmt: skip
+            made[config] = launch_preloaded(
+                forker,
+                2,
+                runs,
+                folder / config,
+                model=tiny_model_dir,
+                url=server.base_url,
+                config=f"{config}.yaml",
+                env=env,
+            )
         assert made[config].code == 0, made[config].output[-6000:]
         return made[config]
 

@@ -661,8 +661,8 @@ class TestMetrics:
             "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes", "fully_stale_samples",
             "rejected_groups", "rejected_tokens", "filled_groups", "correction/carried_tokens",
             "completions/launched_mean_length", "completions/trained_mean_length", "broken_streams",
-            "lost_tokens_bound", "outage_seconds", "overlap_tokens", "overlap_seconds", "length_p10", "length_p25", "length_p50",
-            "length_p75", "length_p90", "length_p99", "over_provisioning",
+            "lost_tokens_bound", "outage_seconds", "overlap_tokens", "overlap_seconds",
+            "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_p99", "over_provisioning",
         }  # fmt: skip
         for entry in training:
             logged = {key.removeprefix("april/") for key in entry if key.startswith("april/")}

@@ -1,4 +1,6 @@
-"""What a process of `tests/launch.py` runs: trainings by name, one after the other, with what happened as JSON.
+"""What a process of `tests/launch.py` or `tests/preloaded.py` runs: trainings by name, one after the other.
+
+What happened is written as JSON.
 
 accelerate launch ... tests/launched.py SPEC.json, where SPEC has `model`, `url`, `folder` and `runs`; each run has a
 `name` and a `kind`, which is a function of this file, and its options. Each process writes FOLDER/NAME-RANK.json.
@@ -37,7 +39,7 @@ from trl_april.batch import rollout_output
 from trl_april.vllm_engine import VLLMEngine
 
 
-RANK, NUM_PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK, NUM_PROCESSES = 0, 1  # `main` sets them: what is imported may be forked afterwards
 OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 48,
@@ -431,6 +433,8 @@ KINDS = {
 
 
 def main() -> None:
+    global RANK, NUM_PROCESSES
+    RANK, NUM_PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     spec = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     for run in spec["runs"]:
@@ -444,7 +448,3 @@ def main() -> None:
         path.write_text(json.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()  # at the end of the interpreter it is now and then too late for gloo's threads
-
-
-if __name__ == "__main__":
-    main()

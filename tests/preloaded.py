@@ -1,0 +1,104 @@
+"""Starts `tests/launched.py` in several processes that need not import anything: they are forks of one that has.
+
+What a process has to import before it can train takes ten seconds of a core. Where `accelerate launch` itself is not
+what is tested, that is most of a test's time. The environment is the one that accelerate makes of its configuration
+files; the store for the rendezvous is in the process that launches, as it is with torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command_parser,
+    prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env,
+)
+
+from tests.fork_worker import Forker
+from tests.launch import CONFIGS, Launch, free_port
+
+
+def launch_preloaded(
+    forker: Forker,
+    num_processes: int,
+    runs: list[dict[str, Any]],
+    folder: Path,
+    *,
+    model: str,
+    url: str,
+    config: str = "cpu_ddp.yaml",
+    timeout: float = 240,
+    env: dict[str, str] | None = None,
+) -> Launch:
+    """As [`tests.launch.launch`]: run trainings, one after the other, in `num_processes` processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = folder / "spec.json"
+    spec.write_text(
+        json.dumps({"model": model, "url": url, "folder": str(folder), "runs": runs, "processes": num_processes})
+    )
+    environment = {
+        **_environment_of_accelerate(num_processes, config),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **(env or {}),
+    }
+    launcher = forker.start("preloaded", spec, environment)
+    try:
+        output = launcher.communicate(timeout)
+    finally:
+        if launcher.returncode is None:
+            os.killpg(launcher.pid, signal.SIGKILL)  # with its forks
+    return Launch(launcher.returncode, output, folder, time.time())
+
+
+def _environment_of_accelerate(num_processes: int, config: str) -> dict[str, str]:
+    """What `accelerate launch` would add to the environment."""
+    options = ["--config_file", str(CONFIGS / config), "--num_processes", str(num_processes)]
+    arguments = launch_command_parser().parse_args([*options, "--mixed_precision", "no", "script"])
+    arguments, _, fields = _validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        environment = prepare_deepspeed_cmd_env(arguments)[1]
+    else:
+        environment = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in environment.items() if os.environ.get(name) != value}
+
+
+def main() -> None:
+    """The process that launches, a program of `tests/fork_worker.py`: ends with the exit code of the first to fail."""
+    from tests import launched
+
+    os.setpgid(0, 0)
+    children = []
+    for rank in range(json.loads(Path(sys.argv[1]).read_text())["processes"]):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            return launched.main()
+        children.append(child)
+    # After the forks, since it has threads; the others wait for it.
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, True, wait_for_workers=False)
+    code = 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            for other in children:  # as torchrun does
+                os.kill(other, signal.SIGTERM)
+    del store
+    sys.exit(code)
