@@ -16,6 +16,7 @@ from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import learning_comparison
 import overhead
@@ -240,6 +241,44 @@ class TestRecorder:
             recorder.copy_weights(model, step, is_last=step == 12)
         biases = {step: weights["bias"].item() for step, (_, weights) in recorder.snapshots.items()}
         assert biases == {5: 5, 10: 10, 12: 12}
+
+    def test_rewards_are_those_of_the_weights_that_were_kept(self, tmp_path):
+        """They are loaded before the server is given them, and it is asked for held-out prompts only after that."""
+        torch = pytest.importorskip("torch")
+        import learning
+
+        from trl_april.demo import task
+        from trl_april.demo.model import build_tokenizer
+
+        tokenizer = build_tokenizer()
+        model, order = torch.nn.Linear(1, 1), []
+
+        class Generation:
+            def sync_weights(self):
+                order.append(("sync", model.bias.item()))
+
+            @property
+            def vllm_client(self):
+                return self
+
+            def generate(self, prompts, max_tokens):
+                """Right for even numbers, an empty answer for the others."""
+                order.append(("generate", len(prompts), max_tokens))
+                numbers = [int(text) for text in tokenizer.batch_decode(prompts)]
+                assert all(task.is_held_out(number) for number in numbers)
+                answers = ["" if number % 2 else task.solution(number) for number in numbers]
+                self.right = [not number % 2 for number in numbers]
+                return {"completion_ids": tokenizer(answers)["input_ids"]}
+
+        trainer = SimpleNamespace(model=model, vllm_generation=Generation())
+        weights = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
+        bench = learning.Bench(learning.Sizes(), {}, tmp_path, "http://127.0.0.1:1")
+        found = bench.evaluate(trainer, weights, 20)
+        assert order == [("sync", 7.0), ("generate", 20, learning.MAX_COMPLETION_LENGTH)]
+        right = trainer.vllm_generation.right
+        assert 0 < sum(right) < 20
+        assert found.reward == found.solved == sum(right) / 20
+        assert found.lengths == sorted(found.lengths) and found.lengths[0] == 0
 
     def test_the_overrides_are_aprils_alone(self):
         import learning
