@@ -11,10 +11,11 @@ and their order; for each, synchronous GRPO (`over_provisioning=1.0`) and APRIL 
 comes first alternates. The YAML files are taken as they are but for the sizes that a laptop needs, and what is
 overridden is printed. The results are written after every run, and a benchmark that was stopped goes on where it was.
 
-Rewards are those on held-out prompts, by the task's own rule, whatever the recipe adds to it. The weights are copied
-every few steps and evaluated after the training, by the server that it had, so the evaluation takes no time from
-either and lends none to requests that run on while the trainer trains. The rewards of the training batches would not
-do: APRIL delivers short completions first, and on this task they earn more.
+Rewards are those on held-out prompts, by the task's own rule, whatever the recipe adds to it: their expectation, which
+the model's probabilities give without sampling. The weights are copied every few steps and evaluated when the training
+is over, so the evaluation takes no time from either and lends none to requests that run on while the trainer trains.
+The rewards of the training batches would not do: APRIL delivers short completions first, and on this task they earn
+more.
 
 It does not rank the recipes: the learning rate is 300 times that of the papers (and falls to 0), and a clip range as
 narrow as GSPO's was made for theirs.
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,15 +36,15 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from expected_reward import ExpectedReward, expected_reward
 from learning_comparison import APRIL, SYNCHRONOUS, Run, draw, tables
 from report import read_json, require_matplotlib, write_json
 from trl.rewards import get_soft_overlong_punishment
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.demo import task
-from trl_april.demo.evaluate import Evaluation
 from trl_april.demo.model import MAX_LENGTH, build_model, build_tokenizer, save
-from trl_april.demo.settings import QUICK, STANDARD
+from trl_april.demo.settings import STANDARD
 from trl_april.demo.training import Recording, train
 from trl_april.demo.warm_start import warm_start
 from trl_april.types import Group
@@ -56,6 +56,7 @@ NAMES = ("grpo", "dapo", "gspo")
 MAX_COMPLETION_LENGTH = 1250
 # DAPO's 16 updates per round would make 40 steps little more than two rounds.
 MOST_UPDATES_PER_ROUND = 4
+HELD_OUT = 2048  # quantiles of the lengths, each with a prompt that is not trained on
 # The task's rule in the place of the quickstart's.
 REWARDS = {
     "contains_answer": task.countdown_reward,
@@ -130,8 +131,6 @@ class Recorder:
             By the number of steps done, the seconds since the start and the weights of the model.
         started (`float`):
             When training began.
-        trainer (`APRILGRPOTrainer`, *optional*):
-            Whose batches and weights they are.
     """
 
     every: int
@@ -139,7 +138,6 @@ class Recorder:
     weights: dict[int, list[float]] = field(default_factory=dict)
     snapshots: dict[int, tuple[float, dict[str, torch.Tensor]]] = field(default_factory=dict)
     started: float = 0.0
-    trainer: APRILGRPOTrainer | None = None
 
     def add_batch(self, batch: dict[str, Any], groups: list[Group], version: int) -> None:
         """Take note of a batch that TRL made of these groups, in their order."""
@@ -169,7 +167,6 @@ class RecordingTrainer(APRILGRPOTrainer):
     def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
-        recorder.trainer = self
         self._groups: list[Group] = []
         self.add_callback(_Copies(recorder))
 
@@ -204,10 +201,7 @@ class Sizes:
     """How long it trains and how closely it looks."""
 
     steps: int = 40
-    every: int = 5
-    held_out: int = 512
-    # A reward varies by 0.4 from answer to answer. Of 2048 the mean is known to 0.01, which five seeds halve.
-    held_out_last: int = 2048
+    every: int = 2
     warm_start_steps: int = STANDARD.warm_start_steps
 
 
@@ -239,30 +233,25 @@ class Bench:
             **options,
         )
 
-    def evaluate(self, trainer: APRILGRPOTrainer, weights: dict[str, torch.Tensor], count: int) -> Evaluation:
-        """What these weights are worth on held-out prompts, the same for all; the server draws the answers."""
-        trainer.model.load_state_dict(weights)
-        trainer.vllm_generation.sync_weights()
-        numbers = task.held_out_numbers(count)
-        answers = trainer.vllm_generation.vllm_client.generate(
-            self.tokenizer([task.prompt(number) for number in numbers])["input_ids"], max_tokens=MAX_COMPLETION_LENGTH
-        )["completion_ids"]
-        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        rewards = task.countdown_reward(texts, numbers)
-        return Evaluation(
-            reward=statistics.fmean(rewards),
-            solved=statistics.fmean(reward == 1.0 for reward in rewards),
-            lengths=sorted(map(len, answers)),
-        )
+    def evaluate(self, model: Any) -> ExpectedReward:
+        """What a model is worth on held-out prompts, the same for all."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or 1)  # the server has nothing to do
+        try:
+            return expected_reward(model.eval(), self.tokenizer, task.held_out_numbers(HELD_OUT))
+        finally:
+            torch.set_num_threads(threads)
 
-    def run(self, recipe: str, seed: int, mode: str, before: Evaluation) -> Run:
+    def run(self, recipe: str, seed: int, mode: str, before: ExpectedReward) -> Run:
         """One training and what it led to."""
         recorder = Recorder(self.sizes.every)
-        recording, _ = self.train(recipe, seed, mode, self.sizes.steps, recorder)
+        recording, model = self.train(recipe, seed, mode, self.sizes.steps, recorder)
         curve = [(0, 0.0, before.reward)]
+        after = before
         for step, (seconds, weights) in recorder.snapshots.items():
-            curve.append((step, seconds, self.evaluate(recorder.trainer, weights, self.sizes.held_out).reward))
-        after = self.evaluate(recorder.trainer, weights, self.sizes.held_out_last)
+            model.load_state_dict(weights)
+            after = self.evaluate(model)
+            curve.append((step, seconds, after.reward))
         return Run(
             recipe=recipe,
             seed=seed,
@@ -321,10 +310,9 @@ def measure(sizes: Sizes, recipes: list[str], seeds: int, overrides: dict[str, A
             folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
         ) as server:
             bench = Bench(sizes, overrides, folder, server.base_url)
+            before = bench.evaluate(model)
             print("rehearsal: what is compiled at its first use must not count ...", flush=True)
-            rehearsal = Recorder(1)
-            bench.train(left[0][0], 0, APRIL, 1, rehearsal)
-            before = bench.evaluate(rehearsal.trainer, model.state_dict(), sizes.held_out_last)
+            bench.train(left[0][0], 0, APRIL, 1, Recorder(1))
             for recipe, seed, mode in left:
                 run = bench.run(recipe, seed, mode, before)
                 runs.append(run)
@@ -348,9 +336,6 @@ def main() -> None:
         "--every", type=int, default=Sizes().every, help="steps between two points of a curve on held-out prompts"
     )
     parser.add_argument(
-        "--held-out", type=int, default=Sizes().held_out_last, help="answers that the final reward is the mean of"
-    )
-    parser.add_argument(
         "--set", dest="overrides", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="option of APRILGRPOConfig for the APRIL runs, in the place of the recipe's; can be repeated",
     )  # fmt: skip
@@ -360,7 +345,7 @@ def main() -> None:
         "--plot-only", type=Path, metavar="FILE", help="table and picture of the results in this file, no training"
     )
     arguments = parser.parse_args()
-    for name in ("seeds", "steps", "every", "held_out"):
+    for name in ("seeds", "steps", "every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, but it must be at least 1")
     require_matplotlib()
@@ -370,10 +355,10 @@ def main() -> None:
         runs = [Run.from_dict(result) for result in read_json(path)[1]]
     else:
         path = arguments.output_dir / "learning.json"
-        sizes = Sizes(steps=arguments.steps, every=arguments.every, held_out_last=arguments.held_out)
+        sizes = Sizes(steps=arguments.steps, every=arguments.every)
         if arguments.quick:
             # With a shorter warm start every reward is 0, and dynamic sampling looks in vain for groups to train on.
-            sizes = Sizes(steps=4, every=2, held_out=QUICK.held_out, held_out_last=QUICK.held_out)
+            sizes = Sizes(steps=4, every=2)
         # Half of the cores: on the others the server decodes.
         torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
         transformers.logging.set_verbosity_error()

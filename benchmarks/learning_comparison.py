@@ -48,7 +48,7 @@ class Run:
         staleness_max (`int`):
             Age of the oldest one.
         reward_after (`float`):
-            Reward on held-out prompts at the end, on more of them than those of the curve.
+            Reward on held-out prompts at the end.
         solved_after (`float`):
             Share of these answered without a mistake.
         curve (`list[tuple[int, float, float]]`):
