@@ -166,6 +166,61 @@ class TestLearning:
         assert (tmp_path / "learning.png").exists()
 
 
+class TestExpectedReward:
+    class Model:
+        """Mostly right about number 3, with probabilities that depend on the place."""
+
+        def __init__(self, tokenizer):
+            torch = pytest.importorskip("torch")
+            self.right = tokenizer("003 002 001 000<eos>")["input_ids"]
+            generator = torch.Generator().manual_seed(0)
+            logits = torch.rand(len(self.right), len(tokenizer), generator=generator)
+            for place, token in enumerate(self.right[1:]):
+                logits[place, token] += 5.5
+                logits[place, tokenizer.eos_token_id] += 2.0
+            logits[:, [tokenizer.pad_token_id, tokenizer.unk_token_id]] = -math.inf  # they are no text
+            self.logits = logits
+
+        def __call__(self, input_ids, attention_mask):
+            assert input_ids.tolist() == [self.right] and attention_mask.all()
+            return SimpleNamespace(logits=self.logits[None])
+
+    def test_it_is_the_mean_of_sampled_answers(self):
+        torch = pytest.importorskip("torch")
+        from expected_reward import expected_reward
+
+        from trl_april.demo import task
+        from trl_april.demo.model import build_tokenizer
+
+        tokenizer = build_tokenizer()
+        model = self.Model(tokenizer)
+        found = expected_reward(model, tokenizer, [3, 3])
+        # What is sampled after the answer has left the right one does not matter.
+        count, generator = 100_000, torch.Generator().manual_seed(7)
+        begin = len(task.prompt(3))
+        drawn = [
+            torch.multinomial(row.softmax(dim=-1), count, True, generator=generator)
+            for row in model.logits[begin - 1 : -1]
+        ]
+        texts = map("".join, zip(*map(tokenizer.convert_ids_to_tokens, drawn), strict=True))
+        rewards = [task.score(3, text.split("<eos>")[0]) for text in texts]
+        assert 0.1 < found.solved < 0.9
+        assert found.reward == pytest.approx(sum(rewards) / count, abs=0.005)
+        assert found.solved == pytest.approx(sum(reward == 1.0 for reward in rewards) / count, abs=0.005)
+
+    def test_every_prompt_counts_as_often_as_it_occurs(self):
+        pytest.importorskip("torch")
+        from expected_reward import expected_reward
+
+        from trl_april.demo.model import build_model, build_tokenizer
+
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer).eval()
+        few, many = expected_reward(model, tokenizer, [2]), expected_reward(model, tokenizer, [40])
+        both = expected_reward(model, tokenizer, [2, 40, 40])
+        assert both.reward == pytest.approx((few.reward + 2 * many.reward) / 3)
+
+
 class TestRecorder:
     def test_weights_by_age_and_lengths_by_hand(self):
         """Two samples under version 3: tokens of ages 2, 0 and 0, and of age 0; the last one is not in the loss."""
@@ -241,44 +296,6 @@ class TestRecorder:
             recorder.copy_weights(model, step, is_last=step == 12)
         biases = {step: weights["bias"].item() for step, (_, weights) in recorder.snapshots.items()}
         assert biases == {5: 5, 10: 10, 12: 12}
-
-    def test_rewards_are_those_of_the_weights_that_were_kept(self, tmp_path):
-        """They are loaded before the server is given them, and it is asked for held-out prompts only after that."""
-        torch = pytest.importorskip("torch")
-        import learning
-
-        from trl_april.demo import task
-        from trl_april.demo.model import build_tokenizer
-
-        tokenizer = build_tokenizer()
-        model, order = torch.nn.Linear(1, 1), []
-
-        class Generation:
-            def sync_weights(self):
-                order.append(("sync", model.bias.item()))
-
-            @property
-            def vllm_client(self):
-                return self
-
-            def generate(self, prompts, max_tokens):
-                """Right for even numbers, an empty answer for the others."""
-                order.append(("generate", len(prompts), max_tokens))
-                numbers = [int(text) for text in tokenizer.batch_decode(prompts)]
-                assert all(task.is_held_out(number) for number in numbers)
-                answers = ["" if number % 2 else task.solution(number) for number in numbers]
-                self.right = [not number % 2 for number in numbers]
-                return {"completion_ids": tokenizer(answers)["input_ids"]}
-
-        trainer = SimpleNamespace(model=model, vllm_generation=Generation())
-        weights = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
-        bench = learning.Bench(learning.Sizes(), {}, tmp_path, "http://127.0.0.1:1")
-        found = bench.evaluate(trainer, weights, 20)
-        assert order == [("sync", 7.0), ("generate", 20, learning.MAX_COMPLETION_LENGTH)]
-        right = trainer.vllm_generation.right
-        assert 0 < sum(right) < 20
-        assert found.reward == found.solved == sum(right) / 20
-        assert found.lengths == sorted(found.lengths) and found.lengths[0] == 0
 
     def test_the_overrides_are_aprils_alone(self):
         import learning
