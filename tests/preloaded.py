@@ -67,9 +67,9 @@ def _environment_of_accelerate(num_processes: int, config: str) -> dict[str, str
     """What `accelerate launch` would add to the environment."""
     options = ["--config_file", str(CONFIGS / config), "--num_processes", str(num_processes)]
     arguments = launch_command_parser().parse_args([*options, "--mixed_precision", "no", "script"])
-    arguments, _, fields = _validate_launch_command(arguments)
+    arguments, defaults, _ = _validate_launch_command(arguments)
     if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        arguments.deepspeed_fields_from_accelerate_config = ",".join([*defaults.deepspeed_config, "mixed_precision"])
         environment = prepare_deepspeed_cmd_env(arguments)[1]
     else:
         environment = prepare_multi_gpu_env(arguments)
