@@ -3,6 +3,7 @@
     python benchmarks/learning.py                                          # GRPO, DAPO and GSPO, 5 seeds, 40 steps
     python benchmarks/learning.py --recipes grpo --seeds 3 --steps 20
     python benchmarks/learning.py --set overlap_generation=true --set over_provisioning=1.5     # of the APRIL runs
+    python benchmarks/learning.py --set-both lr_scheduler_type=constant --april-steps 60        # as long as the other
     python benchmarks/learning.py --quick                                  # a few steps, only to see that it runs
     python benchmarks/learning.py --plot-only benchmark_output/learning.json
 
@@ -95,10 +96,12 @@ def laptop_sizes(recipe: dict[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-def options_of(recipe: str, mode: str, overrides: dict[str, Any]) -> tuple[dict[str, Any], list[Callable]]:
-    """All options of a run, and its reward functions. The overrides are APRIL's alone."""
+def options_of(
+    recipe: str, mode: str, overrides: dict[str, Any], overrides_of_both: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[Callable]]:
+    """All options of a run, and its reward functions. The first overrides are APRIL's alone."""
     options, reward_funcs = load(recipe)
-    options |= laptop_sizes(options)
+    options |= laptop_sizes(options) | (overrides_of_both or {})
     return options | ({"over_provisioning": 1.0} if mode == SYNCHRONOUS else overrides), reward_funcs
 
 
@@ -201,6 +204,7 @@ class Sizes:
     """How long it trains and how closely it looks."""
 
     steps: int = 40
+    april_steps: int = 40
     every: int = 2
     warm_start_steps: int = STANDARD.warm_start_steps
 
@@ -208,16 +212,18 @@ class Sizes:
 class Bench:
     """The warm start and the server, and the runs on it."""
 
-    def __init__(self, sizes: Sizes, overrides: dict[str, Any], folder: Path, base_url: str) -> None:
+    def __init__(
+        self, sizes: Sizes, overrides: dict[str, Any], overrides_of_both: dict[str, Any], folder: Path, base_url: str
+    ) -> None:
         self.sizes = sizes
-        self.overrides = overrides
+        self.overrides, self.overrides_of_both = overrides, overrides_of_both
         self.model_dir = folder / "warm_start"
         self.base_url = base_url
         self.tokenizer = build_tokenizer()
 
     def train(self, recipe: str, seed: int, mode: str, steps: int, recorder: Recorder) -> tuple[Recording, Any]:
         """One training."""
-        options, reward_funcs = options_of(recipe, mode, self.overrides)
+        options, reward_funcs = options_of(recipe, mode, self.overrides, self.overrides_of_both)
         return train(
             mode,
             options.pop("over_provisioning"),
@@ -245,7 +251,8 @@ class Bench:
     def run(self, recipe: str, seed: int, mode: str, before: ExpectedReward) -> Run:
         """One training and what it led to."""
         recorder = Recorder(self.sizes.every)
-        recording, model = self.train(recipe, seed, mode, self.sizes.steps, recorder)
+        steps = self.sizes.steps if mode == SYNCHRONOUS else self.sizes.april_steps
+        recording, model = self.train(recipe, seed, mode, steps, recorder)
         curve = [(0, 0.0, before.reward)]
         after = before
         for step, (seconds, weights) in recorder.snapshots.items():
@@ -280,9 +287,16 @@ def schedule(recipes: list[str], seeds: int) -> list[tuple[str, int, str]]:
     ]
 
 
-def measure(sizes: Sizes, recipes: list[str], seeds: int, overrides: dict[str, Any], path: Path) -> list[Run]:
+def measure(
+    sizes: Sizes,
+    recipes: list[str],
+    seeds: int,
+    overrides: dict[str, Any],
+    overrides_of_both: dict[str, Any],
+    path: Path,
+) -> list[Run]:
     """All runs; those that `path` holds already are not repeated."""
-    settings = {"sizes": asdict(sizes), "overrides": overrides}
+    settings = {"sizes": asdict(sizes), "overrides": overrides, "overrides_of_both": overrides_of_both}
     runs: list[Run] = []
     if path.exists():
         earlier, results = read_json(path)
@@ -309,7 +323,7 @@ def measure(sizes: Sizes, recipes: list[str], seeds: int, overrides: dict[str, A
         with LocalServer(
             folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
         ) as server:
-            bench = Bench(sizes, overrides, folder, server.base_url)
+            bench = Bench(sizes, overrides, overrides_of_both, folder, server.base_url)
             before = bench.evaluate(model)
             print("rehearsal: what is compiled at its first use must not count ...", flush=True)
             bench.train(left[0][0], 0, APRIL, 1, Recorder(1))
@@ -332,6 +346,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=NAMES, default=list(NAMES), help="recipes to train")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds; each trains all recipes in both modes")
     parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimiser steps of each training")
+    parser.add_argument("--april-steps", type=int, help="the same of those of APRIL, if they are not to have as many")
     parser.add_argument(
         "--every", type=int, default=Sizes().every, help="steps between two points of a curve on held-out prompts"
     )
@@ -339,13 +354,19 @@ def main() -> None:
         "--set", dest="overrides", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="option of APRILGRPOConfig for the APRIL runs, in the place of the recipe's; can be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--set-both", dest="overrides_of_both", type=setting, action="append", default=[], metavar="NAME=VALUE",
+        help="the same for all runs; can be repeated",
+    )  # fmt: skip
     parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="where the results go")
     parser.add_argument("--quick", action="store_true", help="a few steps, only to see that it runs")
     parser.add_argument(
         "--plot-only", type=Path, metavar="FILE", help="table and picture of the results in this file, no training"
     )
     arguments = parser.parse_args()
-    for name in ("seeds", "steps", "every"):
+    if arguments.april_steps is None:
+        arguments.april_steps = arguments.steps
+    for name in ("seeds", "steps", "april_steps", "every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, but it must be at least 1")
     require_matplotlib()
@@ -355,10 +376,10 @@ def main() -> None:
         runs = [Run.from_dict(result) for result in read_json(path)[1]]
     else:
         path = arguments.output_dir / "learning.json"
-        sizes = Sizes(steps=arguments.steps, every=arguments.every)
+        sizes = Sizes(steps=arguments.steps, april_steps=arguments.april_steps, every=arguments.every)
         if arguments.quick:
             # With a shorter warm start every reward is 0, and dynamic sampling looks in vain for groups to train on.
-            sizes = Sizes(steps=4, every=2)
+            sizes = Sizes(steps=4, april_steps=4, every=2)
         # Half of the cores: on the others the server decodes.
         torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
         transformers.logging.set_verbosity_error()
@@ -368,7 +389,8 @@ def main() -> None:
             print(f"{name}, overridden (the recipe's value):")
             for option, value in laptop_sizes(recipe).items():
                 print(f"    {option}: {value} ({recipe.get(option, 'not set')})")
-        runs = measure(sizes, arguments.recipes, arguments.seeds, dict(arguments.overrides), path)
+        overrides, of_both = dict(arguments.overrides), dict(arguments.overrides_of_both)
+        runs = measure(sizes, arguments.recipes, arguments.seeds, overrides, of_both, path)
     print(f"\n{tables(runs)}")
     picture = path.with_suffix(".png")
     draw(runs, picture)

@@ -18,7 +18,7 @@ from report import markdown, new_figure
 
 SYNCHRONOUS, APRIL = "synchronous", "APRIL"
 COLORS = {SYNCHRONOUS: "#c8691c", APRIL: "#1f6fb4"}  # told apart with any colour vision
-SMOOTHED_OVER = 3  # points of a curve
+SMOOTHED_OVER = 5  # points of a curve
 MARGIN = 0.02  # what may be lost in reward
 POINTS_DRAWN = 60
 
@@ -115,7 +115,7 @@ class Comparison:
 
     Args:
         reward (`tuple[list[float], list[float]]`):
-            Final rewards, synchronous and APRIL.
+            Rewards after as many steps as the synchronous run has, synchronous and APRIL.
         faster (`list[float]`):
             Wall-clock of the synchronous run by that of APRIL, for as many steps.
         at_equal_time (`list[float]`):
@@ -142,7 +142,13 @@ class Comparison:
 def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     """What the tables say of the pairs of one recipe."""
     at_equal_time, reached, reached_itself = [], [], []
+    rewards: tuple[list[float], list[float]] = ([], [])
+    faster = []
     for synchronous, april in pairs:
+        steps = synchronous.steps[-1]
+        for run, values in zip((synchronous, april), rewards, strict=True):
+            values.append(at(run.steps, run.rewards, steps))
+        faster.append(synchronous.times[-1] / at(april.steps, april.times, steps))
         end = min(synchronous.times[-1], april.times[-1])
         at_equal_time.append(
             at(april.times, april.rewards, end) - at(synchronous.times, synchronous.rewards, end),
@@ -153,8 +159,8 @@ def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
             first_reached(synchronous.times, synchronous.rewards, target) / synchronous.times[-1],
         )
     return Comparison(
-        reward=([one.reward_after for one, _ in pairs], [other.reward_after for _, other in pairs]),
-        faster=[synchronous.seconds / april.seconds for synchronous, april in pairs],
+        reward=rewards,
+        faster=faster,
         at_equal_time=at_equal_time,
         reached=reached,
         reached_itself=reached_itself,
@@ -171,9 +177,9 @@ def pooled_weights(runs: Iterable[Run]) -> dict[int, tuple[float, float, float]]
     return dict(sorted(pooled.items()))
 
 
-def length_by_third(run: Run) -> list[float]:
-    """Mean trained length in the first, the second and the last third of the batches."""
-    lengths = [length for _, length in run.lengths]
+def length_by_third(run: Run, steps: float = math.inf) -> list[float]:
+    """Mean trained length in the first, the second and the last third of the batches of so many steps."""
+    lengths = [length for step, length in run.lengths if step < steps]
     cuts = [round(len(lengths) * third / 3) for third in range(4)]
     return [statistics.fmean(lengths[a:b]) if b > a else math.nan for a, b in zip(cuts, cuts[1:], strict=False)]
 
@@ -225,9 +231,10 @@ def lengths(runs: Sequence[Run]) -> str:
     rows = []
     for recipe in recipes_of(runs):
         pairs = pairs_of(runs, recipe)
+        steps = min(one.steps[-1] for one, _ in pairs)
         for mode, chosen in ((SYNCHRONOUS, [one for one, _ in pairs]), (APRIL, [other for _, other in pairs])):
-            thirds = zip(*map(length_by_third, chosen), strict=True)
-            every = [statistics.fmean(length for _, length in run.lengths) for run in chosen]
+            thirds = zip(*(length_by_third(run, steps) for run in chosen), strict=True)
+            every = [statistics.fmean(length for step, length in run.lengths if step < steps) for run in chosen]
             rows.append([recipe, mode, *(_with_interval(third, "{:.0f}") for third in (*thirds, every))])
     return markdown(("recipe", "mode", "first third of the steps", "second", "last", "all"), rows)
 

@@ -123,8 +123,20 @@ class TestLearning:
         assert found.reached == pytest.approx([0.5] * 5)
         assert found.reached_itself == pytest.approx([1.0] * 5)
         assert found.differences == [0.0] * 5
-        # Smoothed over three points, the synchronous curve is at 20 steps when the other is at 40.
-        assert found.at_equal_time[0] == pytest.approx(0.4 + 0.005 * 30 - (0.4 + 0.005 * 10))
+        # The synchronous curve is at 20 steps when the other is at 40; smoothed, they are at half of that.
+        assert found.at_equal_time[0] == pytest.approx(0.4 + 0.005 * 20 - (0.4 + 0.005 * 10))
+
+    def test_one_that_trains_on_is_compared_after_as_many_steps(self):
+        longer = [
+            replace(run, seconds=80.0, curve=[(step, float(step), 0.4 + 0.005 * step) for step in range(0, 81, 10)])
+            if run.mode == APRIL
+            else run
+            for run in self.runs
+        ]
+        found = compare(pairs_of(longer, "grpo"))
+        assert found.faster == pytest.approx([2.0] * 5)
+        assert found.differences == pytest.approx([-0.0001 * seed * 20 for seed in range(5)])
+        assert found.at_equal_time[0] == pytest.approx(0.005 * 40)
 
     def test_a_result_that_is_never_reached(self):
         worse = [
@@ -138,7 +150,10 @@ class TestLearning:
         assert tables(self.runs[:1]) == "No seed has both runs yet."
 
     def test_a_loss_of_more_than_the_margin_is_marked(self):
-        worse = [replace(run, reward_after=run.reward_after - 0.03 * (run.mode == APRIL)) for run in self.runs]
+        worse = [
+            replace(run, curve=[(step, time, reward - 0.03 * (run.mode == APRIL)) for step, time, reward in run.curve])
+            for run in self.runs
+        ]
         assert "not shown" in tables(worse) and "not shown" not in tables(self.runs)
 
     def test_weights_are_pooled_by_age(self):
@@ -148,6 +163,7 @@ class TestLearning:
     def test_lengths_by_third(self):
         run = replace(self.runs[0], lengths=[(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0), (4, 9.0), (5, 11.0)])
         assert length_by_third(run) == [2.0, 6.0, 10.0]
+        assert length_by_third(run, 3) == [1.0, 3.0, 5.0]
 
     def test_a_run_survives_json(self):
         assert Run.from_dict(json.loads(json.dumps(asdict(self.runs[1])))) == self.runs[1]
@@ -196,7 +212,7 @@ class TestExpectedReward:
         model = self.Model(tokenizer)
         found = expected_reward(model, tokenizer, [3, 3])
         # What is sampled after the answer has left the right one does not matter.
-        count, generator = 100_000, torch.Generator().manual_seed(7)
+        count, generator = 30_000, torch.Generator().manual_seed(7)
         begin = len(task.prompt(3))
         drawn = [
             torch.multinomial(row.softmax(dim=-1), count, True, generator=generator)
@@ -205,8 +221,8 @@ class TestExpectedReward:
         texts = map("".join, zip(*map(tokenizer.convert_ids_to_tokens, drawn), strict=True))
         rewards = [task.score(3, text.split("<eos>")[0]) for text in texts]
         assert 0.1 < found.solved < 0.9
-        assert found.reward == pytest.approx(sum(rewards) / count, abs=0.005)
-        assert found.solved == pytest.approx(sum(reward == 1.0 for reward in rewards) / count, abs=0.005)
+        assert found.reward == pytest.approx(sum(rewards) / count, abs=0.01)
+        assert found.solved == pytest.approx(sum(reward == 1.0 for reward in rewards) / count, abs=0.01)
 
     def test_every_prompt_counts_as_often_as_it_occurs(self):
         pytest.importorskip("torch")
