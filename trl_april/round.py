@@ -99,8 +99,8 @@ class Round:
         in_flight (`list[tuple[float, int]]`):
             `(seconds since started, requests in flight)` at every change.
         overlap_in_flight (`list[tuple[float, int]]`):
-            The same between the last round and this one, so that the seconds are negative. Empty unless requests run
-            beside the training.
+            The same between the last round and this one, from its close on, so that the seconds are negative. Empty
+            unless requests run beside the training.
         waited (`bool`):
             Whether it had to wait for its quota, and was not closed at once by what had been finished before.
         over_provisioning (`float`):
