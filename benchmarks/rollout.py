@@ -18,30 +18,29 @@ Nothing is trained: the trainer is a pause of `--train-seconds` between two roun
 Completion lengths are forced: lognormal around `--median`, the same for every contestant. Each contestant has a pool
 of its own, and they take turns on one server, block by block; what is compared are the measurements of one turn. The
 first rounds and the first of each block are left out, so a figure is that of the steady state; the pauses count.
-Generated and trained tokens are counted apart.
+Generated and trained tokens are counted apart. The share of the limit is one of generated tokens: what goes into a
+pool comes out of it, but within a few rounds it may deliver more or less than it gets.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import random
-import statistics
 import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import requests
 from calibration import Calibrator
+from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, draw, table
 
 from trl_april.admission import NewGroup
 from trl_april.dynamic_sampling import DynamicSampling
@@ -62,8 +61,8 @@ if TYPE_CHECKING:
 SHORTEST, LONGEST = 8, 3500
 CONTEXT = 4096  # of the server's model
 PROMPT_LENGTH = 16
-AUTO = "auto"
 ROUNDS_TO_CHOOSE = 10
+PIECES = 2  # of a calibration, after every block
 
 
 def sample_of(request: GenerationRequest) -> tuple[int, int]:
@@ -125,59 +124,6 @@ def forced_engine(
 
 
 MODES = ("abort", "reuse", "overlap", "both", "discard", "uninterrupted", "priority")
-NOT_OF_TRAINING = ("discard", "uninterrupted")
-
-
-@dataclass(slots=True)
-class Measurement:
-    """The steady state of one mode and factor in one turn."""
-
-    sigma: float
-    mode: str
-    factor: float | str
-    turn: int
-    seconds: float = 0.0  # rounds and the pauses between them
-    rounds: int = 0
-    trained_tokens: int = 0
-    generated_tokens: int = 0
-    carried_tokens: int = 0
-    discarded_tokens: int = 0
-    groups: int = 0
-    rejected_groups: int = 0
-    staleness_max: int = 0
-    staleness_tokens: int = 0  # age of every trained token, summed up
-    request_seconds: float = 0.0
-    round_seconds: float = 0.0
-    factors: float = 0.0  # summed up over the rounds
-
-    @property
-    def factor_mean(self) -> float:
-        return self.factors / self.rounds
-
-    @property
-    def trained_per_second(self) -> float:
-        return self.trained_tokens / self.seconds
-
-    @property
-    def generated_per_second(self) -> float:
-        return self.generated_tokens / self.seconds
-
-    @property
-    def carried_fraction(self) -> float:
-        return self.carried_tokens / self.trained_tokens
-
-    @property
-    def staleness_mean(self) -> float:
-        return self.staleness_tokens / self.trained_tokens
-
-    @property
-    def groups_per_second(self) -> float:
-        return self.groups / self.seconds
-
-    @property
-    def in_flight_mean(self) -> float:
-        """Requests in flight while a round waits for its quota."""
-        return self.request_seconds / self.round_seconds if self.round_seconds else 0.0
 
 
 class Contestant:
@@ -337,16 +283,23 @@ async def measure(
     """Let the contestants take turns block by block, and measure all but the first rounds of each.
 
     A shared machine's speed drifts within seconds by more than what is to be measured. What is compared was therefore
-    measured as close together as can be: a block of each, then the next of each, in alternating order.
+    measured as close together as can be: a block of each, then the next of each. Every second time they come in the
+    reverse order of the time before, and otherwise in one of chance: of many, those in the middle would always be
+    measured at the same time.
     """
     runners = [Contestant(options, base_url, model, sigma, mode, factor, turn) for mode, factor in contestants]
     try:
         for runner in runners:
             await runner.warm_up()
+        order = list(runners)
         for block in range(-(-options.rounds // options.block)):
-            for runner in runners if block % 2 == 0 else reversed(runners):
+            if block % 2 == 0:
+                random.Random(f"{options.seed}/{turn}/{block}").shuffle(order)
+            else:
+                order.reverse()
+            for runner in order:
                 await runner.run_block(options.block + 1, 1)
-                if calibrator is not None:
+                for _ in range(PIECES if calibrator is not None else 0):
                     await calibrator.next()
     finally:
         for runner in runners:
@@ -366,81 +319,6 @@ async def take_turn(
     if calibrator is not None:
         calibrations[f"{sigma:g}/{turn}"] = (await calibrator.finish()).described()
     return measurements
-
-
-def named(factor: float | str, cell: Sequence[Measurement]) -> str:
-    """The factor, and for one that was chosen what it came to."""
-    if isinstance(factor, float):
-        return f"{factor:g}"
-    return f"{factor} ({statistics.median(m.factor_mean for m in cell):.2g})"
-
-
-def ratios(measurements: list[Measurement], first: list[Measurement], rate: str) -> str:
-    """Median, and in brackets the range, of each turn's ratio to the first factor."""
-    values = [getattr(one, rate) / getattr(other, rate) for one, other in zip(measurements, first, strict=True)]
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def table(measurements: list[Measurement]) -> str:
-    """Medians over the turns, and the median of each turn's ratio to the first contestant."""
-    lines = [
-        "| sigma | mode | factor | trained tok/s | ratio (range) | share of the limit | generated tok/s "
-        "| trained groups/s | ratio (range) | in flight | carried | rejected | age mean | oldest |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for sigma in dict.fromkeys(m.sigma for m in measurements):
-        cells: dict[tuple[str, float | str], list[Measurement]] = {}
-        for measurement in measurements:
-            if measurement.sigma == sigma:
-                cells.setdefault((measurement.mode, measurement.factor), []).append(measurement)
-        first = next(iter(cells.values()))
-        for (mode, factor), cell in cells.items():
-            rejected = sum(m.rejected_groups for m in cell)
-            limit = cells.get(("uninterrupted", factor))
-            lines.append(
-                f"| {sigma:g} | {'synchronous' if factor == 1.0 else mode} | {named(factor, cell)} "
-                f"| {statistics.median(m.trained_per_second for m in cell):,.0f} "
-                f"| {ratios(cell, first, 'trained_per_second')} "
-                f"| {ratios(cell, limit, 'trained_per_second') if limit else ''} "
-                f"| {statistics.median(m.generated_per_second for m in cell):,.0f} "
-                f"| {statistics.median(m.groups_per_second for m in cell):.2f} "
-                f"| {ratios(cell, first, 'groups_per_second')} "
-                f"| {statistics.median(m.in_flight_mean for m in cell):.0f} "
-                f"| {statistics.median(m.carried_fraction for m in cell):.0%} "
-                f"| {rejected / (rejected + sum(m.groups for m in cell)):.0%} "
-                f"| {statistics.median(m.staleness_mean for m in cell):.2f} "
-                f"| {max(m.staleness_max for m in cell)} |"
-            )
-    return "\n".join(lines)
-
-
-def plot(measurements: list[Measurement], path: Path) -> None:
-    """Trained tokens per second over the factor, a panel for each sigma and a line for each mode."""
-    from matplotlib.figure import Figure
-
-    sigmas = list(dict.fromkeys(m.sigma for m in measurements))
-    figure = Figure(figsize=(3.6 * len(sigmas), 3.6), layout="constrained")
-    for axes, sigma in zip(figure.subplots(1, len(sigmas), squeeze=False)[0], sigmas, strict=True):
-        mine = [m for m in measurements if m.sigma == sigma]
-        synchronous = [m.trained_per_second for m in mine if m.factor == 1.0]
-        for mode in dict.fromkeys(m.mode for m in mine if m.factor != 1.0):
-            rates: dict[float, list[float]] = {1.0: synchronous} if synchronous and mode != "uninterrupted" else {}
-            for m in mine:
-                if m.mode == mode and isinstance(m.factor, float) and m.factor > 1.0:
-                    rates.setdefault(m.factor, []).append(m.trained_per_second)
-            (line,) = axes.plot(
-                sorted(rates), [statistics.median(rates[factor]) for factor in sorted(rates)],
-                "--" if mode in NOT_OF_TRAINING else "-", marker="o", markersize=3, label=mode,
-            )  # fmt: skip
-            chosen = [m for m in mine if m.mode == mode and m.factor == AUTO]
-            axes.plot(
-                [m.factor_mean for m in chosen], [m.trained_per_second for m in chosen],
-                "*", color=line.get_color(), markersize=8,
-            )  # fmt: skip
-        axes.set(title=f"sigma {sigma:g}", xlabel="over_provisioning (stars: auto)", ylim=(0, None))
-    figure.axes[0].set_ylabel("trained tokens/s")
-    figure.axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=150)
 
 
 @contextmanager
@@ -475,6 +353,29 @@ def server(base_url: str | None, more_args: Sequence[str] = ()) -> Iterator[str]
         yield url
 
 
+def run(options: argparse.Namespace, report: Report, left: Sequence[tuple[float, int]]) -> None:
+    """Measure what is left, and write after every turn: a grid takes hours."""
+    server_args = [] if options.max_sequences is None else ["--max-num-seqs", str(options.max_sequences)]
+    if "priority" in options.modes:
+        server_args += ["--scheduling-policy", "priority"]
+    with server(options.base_url, server_args) as base_url:
+        model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
+        warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0, "train_seconds": 0.0})
+        # The server compiles at its first requests.
+        asyncio.run(measure(warm, base_url, model, 0.0, [("abort", 1.0)], -1))
+        for sigma, turn in left:
+            measured = asyncio.run(take_turn(options, base_url, model, sigma, turn, report.calibrations))
+            report.measurements += measured
+            for done in measured:
+                print(
+                    f"sigma {sigma:g} turn {turn} {done.mode} {done.factor}: {done.trained_per_second:,.0f} "
+                    f"trained tok/s, {done.generated_per_second:,.0f} generated tok/s in {done.seconds:.1f} s",
+                    flush=True,
+                )
+            if options.json:
+                report.write(options.json)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -502,7 +403,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-sequences", type=int, help="requests at once of our own server")
     parser.add_argument("--base-url", help="a server that runs already (default: start one)")
-    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    parser.add_argument("--json", type=Path, help="also write every measurement here, and go on where this file ends")
     parser.add_argument("--plot", type=Path, help="also draw the medians here")
     parser.add_argument(
         "--calibrate", action="store_true", help="measure the server's speed between the blocks, for the simulator"
@@ -511,53 +412,16 @@ def main() -> None:
 
     if options.useless and "discard" in options.modes:
         parser.error("--useless: what is discarded has no verdicts, so leave out --modes discard")
-    measurements: list[Measurement] = []
-    calibrations: dict[str, dict[str, object]] = {}
-    server_args = [] if options.max_sequences is None else ["--max-num-seqs", str(options.max_sequences)]
-    if "priority" in options.modes:
-        server_args += ["--scheduling-policy", "priority"]
-    with server(options.base_url, server_args) as base_url:
-        model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
-        warm = argparse.Namespace(**{**vars(options), "rounds": 1, "warmup": 0, "train_seconds": 0.0})
-        # The server compiles at its first requests.
-        asyncio.run(measure(warm, base_url, model, 0.0, [("abort", 1.0)], -1))
-        for sigma in options.sigma:
-            for turn in range(options.turns):
-                for done in asyncio.run(take_turn(options, base_url, model, sigma, turn, calibrations)):
-                    measurements.append(done)
-                    print(
-                        f"sigma {sigma:g} turn {turn} {done.mode} {done.factor}: {done.trained_per_second:,.0f} "
-                        f"trained tok/s, {done.generated_per_second:,.0f} generated tok/s in {done.seconds:.1f} s",
-                        flush=True,
-                    )
+    report = Report.of(vars(options), options.json)
+    left = [(sigma, turn) for sigma in options.sigma for turn in range(options.turns) if not report.has(sigma, turn)]
+    if report.measurements:
+        print(f"{options.json} holds {len(report.measurements)} measurements already.")
+    if left:
+        run(options, report, left)
     print()
-    print(table(measurements))
+    print(table(report.measurements))
     if options.plot:
-        plot(measurements, options.plot)
-    if options.json:
-        rows = [
-            {
-                **asdict(m),
-                "trained_groups_per_second": m.groups_per_second,
-                "trained_tokens_per_second": m.trained_per_second,
-                "generated_tokens_per_second": m.generated_per_second,
-                "staleness_mean": m.staleness_mean,
-                "factor_mean": m.factor_mean,
-            }
-            for m in measurements
-        ]
-        settings = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "base_url")}
-        options.json.write_text(
-            json.dumps(
-                {
-                    "machine": platform.processor(),
-                    "settings": settings,
-                    "calibrations": calibrations,
-                    "measurements": rows,
-                },
-                indent=2,
-            )
-        )
+        draw(report.measurements, options.plot)
 
 
 if __name__ == "__main__":

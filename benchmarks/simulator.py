@@ -19,7 +19,8 @@ from typing import Any
 
 from calibration import Calibration
 from report import write_json
-from rollout import AUTO, LONGEST, PROMPT_LENGTH, SHORTEST
+from rollout import LONGEST, PROMPT_LENGTH, SHORTEST
+from rollout_report import AUTO
 
 from trl_april.simulator.lengths import Lognormal
 from trl_april.simulator.run import Mode, run

@@ -1,0 +1,90 @@
+"""What benchmarks/rollout.py has measured: shares and ratios by hand, and a benchmark that goes on where it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rollout_report import Measurement, Report, draw, table
+
+
+OPTIONS = {"quota": 8, "median": 100, "sigma": [1.0], "turns": 1, "json": None, "plot": None, "base_url": None}
+
+
+def measurement(mode: str, factor: float | str, turn: int = 0, *, trained: int, generated: int) -> Measurement:
+    return Measurement(
+        1.0, mode, factor, turn, seconds=2.0, rounds=8, trained_tokens=trained, generated_tokens=generated,
+        carried_tokens=trained // 4, groups=64, staleness_max=3, staleness_tokens=trained, request_seconds=20.0,
+        round_seconds=2.0, factors=8 * 3.0 if factor == "auto" else 8 * float(factor),
+    )  # fmt: skip
+
+
+def turns(count: int) -> list[Measurement]:
+    return [
+        one
+        for turn in range(count)
+        for one in (
+            measurement("abort", 1.0, turn, trained=1000, generated=1000),
+            measurement("both", 2.0, turn, trained=2500 + 100 * turn, generated=2700),
+            measurement("both", "auto", turn, trained=2800, generated=2900),
+            measurement("discard", 2.0, turn, trained=1500, generated=2900),
+            measurement("uninterrupted", 2.0, turn, trained=3300, generated=3000),
+        )
+    ]
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def test_a_table_by_hand():
+    synchronous, both, auto, discard, limit = cells(table(turns(3)))
+    assert synchronous[:5] == ["1", "synchronous", "1", "500", "1.00 (1.00 to 1.00)"]
+    assert both[:5] == ["1", "both", "2", "1,300", "2.60 (2.50 to 2.70)"]
+    # Of generated tokens, but of what is left where some are thrown away.
+    assert both[5] == "0.90 (0.90 to 0.90)"
+    assert discard[5] == "0.50 (0.50 to 0.50)"
+    assert limit[5] == "1.00 (1.00 to 1.00)"
+    assert auto[2] == "auto (3)" and auto[5] == "", "there is no limit with this factor"
+    assert both[9:11] == ["10", "25%"] and both[12:] == ["1.00", "3"]
+
+
+def test_it_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "new" / "rollout.json"
+    report = Report.of(OPTIONS, path)
+    assert report.measurements == [] and not report.has(1.0, 0)
+    report.measurements += turns(1)
+    report.calibrations["1/0"] = {"steps": [[1, 0.5]]}
+    report.write(path)
+    again = Report.of({**OPTIONS, "sigma": [1.0, 0.5], "turns": 3, "json": path}, path)
+    assert again.measurements == report.measurements and again.calibrations == report.calibrations
+    assert again.settings["turns"] == 3 and "json" not in again.settings
+    assert again.has(1.0, 0) and not again.has(1.0, 1) and not again.has(0.5, 0)
+    assert json.loads(path.read_text())["measurements"][1]["trained_tokens_per_second"] == 1250.0
+    assert [found.name for found in path.parent.iterdir()] == ["rollout.json"]
+
+
+def test_without_a_file_nothing_was_measured():
+    assert Report.of(OPTIONS, None).measurements == []
+
+
+def test_other_options_are_not_mixed(tmp_path):
+    path = tmp_path / "rollout.json"
+    Report.of(OPTIONS, path).write(path)
+    with pytest.raises(SystemExit, match="median: 100 there, 150 now"):
+        Report.of({**OPTIONS, "median": 150}, path)
+    assert Report.of(OPTIONS, path).measurements == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"measurements": [{"mode": "both"}], "settings": {}, "calibrations": {}}']
+)
+def test_other_files_are_refused(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(SystemExit, match="cannot be read as what this benchmark writes"):
+        Report.of(OPTIONS, tmp_path / "other.json")
+
+
+def test_the_picture(tmp_path):
+    draw(turns(2), tmp_path / "rollout.png")
+    assert (tmp_path / "rollout.png").stat().st_size > 10_000
