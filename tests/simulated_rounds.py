@@ -64,6 +64,8 @@ class SimulatedRounds:
             Seconds per token of what requests are sent with.
         overhead (`float`):
             Seconds that a round takes after the last of its tokens.
+        context (`float`):
+            Seconds that a token of context adds to a step.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class SimulatedRounds:
         group_size: int = 4,
         prefill: float = 0.0,
         overhead: float = 0.0,
+        context: float = 0.0,
     ) -> None:
         self.pool = pool
+        self.context = context
         self.lengths, self.curve = lengths, curve
         self.group_size, self.prefill, self.overhead = group_size, prefill, overhead
         self.version = self.next_id = 0
@@ -108,12 +112,16 @@ class SimulatedRounds:
             waiting.append((self.lengths(*key) - len(sample), key, sample))
             pool.start(sample)
         waiting.sort(key=lambda one: one[:2])
-        stall = self.prefill * sum(len(PROMPT) + count for count in held.values())
-        first = stall + self.curve(len(waiting))
+        before = sum(len(PROMPT) + count for count in held.values())  # context of those that run
+        stall = self.prefill * before
+        first = stall + self.curve(len(waiting)) + self.context * (before + 0.5 * len(waiting))
         seconds, clock = stall, 0
         for place, (left, key, sample) in enumerate(waiting):
-            seconds += (left - clock) * self.curve(len(waiting) - place)
+            running = len(waiting) - place
+            for done_by_now in range(clock, left):
+                seconds += self.curve(running) + self.context * (before + running * (done_by_now + 0.5))
             clock = left
+            before -= len(PROMPT) + held[key]
             pool.record(sample, [1] * left, [-1.0] * left)
             pool.finish(sample, FinishReason.STOP)
             done.spans.append(Span(*key, 0.0, first, 1, seconds, left, len(PROMPT) + held[key], held[key], True))

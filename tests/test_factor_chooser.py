@@ -90,6 +90,18 @@ def test_after_ten_rounds_no_factor_is_faster_by_more_than_a_twentieth(sigma, ro
     assert (reached > 1.1 * tried[2.0]) == (curve is flat)
 
 
+@pytest.mark.parametrize(("sigma", "context"), [(0.5, 1e-5), (1.5, 3e-6)])
+def test_context_that_makes_steps_longer_does_so_under_every_factor(sigma, context):
+    """The model leaves it out, though it is most of a step here: with 64 in flight some 10,000 tokens of it."""
+    costs = {**COSTS, "context": context}
+    lengths = lognormal(sigma)
+    auto = Auto(lengths, bent, **costs)
+    auto.rounds(10)
+    reached = throughput(auto.rounds(60))
+    tried = {factor: with_factor(factor, lengths, bent, rounds=60, **costs) for factor in factors(8, BOUND)}
+    assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
+
+
 def test_where_more_in_flight_gain_nothing_the_batch_is_as_fresh_as_can_be():
     auto = Auto(lognormal(1.0), saturated, prefill=1e-4)
     auto.rounds(20)

@@ -28,8 +28,8 @@ CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 # Rounds. Of the first, what is not finished says little of how long it will be; and a choice costs up to 0.1 s.
 EARLY_CHOICES = (3, 4, 6, 8, 10)
 CHOICE_EVERY = 5
-GAIN_TO_CHANGE = 0.02  # less is within what the model can tell
-AS_GOOD_AS_BEST = 0.005  # of factors that are, the lowest is the least stale
+AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
+GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 FIELDS = 7  # of a sample, in what the processes add up

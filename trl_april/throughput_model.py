@@ -10,6 +10,10 @@ tokens and no requests, only three facts about a round:
 - A step takes as long as the number of running samples says, so the seconds up to that point are a sum over the
   endings before it. Nothing is done per token.
 
+Attention makes steps longer the more context the running samples have. That is left out: a token is generated behind
+the same context under every factor, so in sum it takes the same time under all, and the curve, which was measured in
+training, has it in it.
+
 The invariant owned here: who closes a round, and what it delivers, follows the roster's rules; only durations are a
 model. Tokens are counted when they are generated: none is thrown away, so over many rounds as many are trained.
 Standard library only.
