@@ -27,12 +27,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, settings: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Write everything measured so far, in the place of what the file held before."""
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in the place of what it held before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(json.dumps({"machine": machine(), "settings": settings, "results": results}) + "\n")
+    unfinished.write_text(text)
     os.replace(unfinished, path)
+
+
+def write_json(path: Path, settings: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """Write everything measured so far, in the place of what the file held before."""
+    replace_text(path, json.dumps({"machine": machine(), "settings": settings, "results": results}) + "\n")
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -6,20 +6,19 @@ The JSON file is whole after every turn, and a benchmark that was stopped goes o
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from report import machine, markdown, new_figure
+from report import machine, markdown, new_figure, replace_text
 
 
 AUTO = "auto"
 NOT_OF_TRAINING = ("discard", "uninterrupted")
-# Of the command line: what may differ between a file and the command that goes on with it.
-NOT_COMPARED = ("json", "plot", "base_url", "sigma", "turns")
+# Of the command line: what says nothing of the measurements, and what a command that goes on may have more of.
+NOT_WRITTEN, NOT_COMPARED = ("json", "plot", "base_url"), ("sigma", "turns")
 
 
 @dataclass(slots=True)
@@ -104,7 +103,7 @@ class Report:
         Raises:
             SystemExit: If the file has measurements with other options.
         """
-        settings = {name: value for name, value in options.items() if name not in ("json", "plot", "base_url")}
+        settings = {name: value for name, value in options.items() if name not in NOT_WRITTEN}
         if path is None or not path.exists():
             return cls(settings)
         try:
@@ -148,10 +147,7 @@ class Report:
         content = {
             "machine": machine(), "settings": self.settings, "calibrations": self.calibrations, "measurements": rows
         }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.tmp")
-        unfinished.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(unfinished, path)
+        replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def named(factor: float | str, cell: Sequence[Measurement]) -> str:
