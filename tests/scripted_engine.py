@@ -158,6 +158,10 @@ class ScriptedEngine:
         self.abort_hangs = False
         self.held: int | None = None  # the only policy version that it has the weights of; by default any
         self.asked_for: list[int] = []  # versions that somebody asked about
+        self.ahead: dict[Key, int] = {}  # tokens of samples that are generated and come with the next chunk
+        self.unknown: set[Key] = set()  # samples of whose requests it does not say how far they are
+        self.generated_error: Exception | None = None
+        self._position: dict[str, int] = {}  # tokens that each request has streamed
         self.aborting = 0  # aborts that have not returned yet
 
     @property
@@ -178,12 +182,14 @@ class ScriptedEngine:
         attempt = self._next_attempt(key, request)
         live = self._live[request.request_id] = _Live(attempt.deaf_to)
         position = request.generated
+        self._position[request.request_id] = 0
         try:
             for step in attempt.steps:
                 if await live.wait(step.seconds):
                     break
                 match step:
                     case Tokens(count):
+                        self._position[request.request_id] += count
                         yield Chunk(token_ids(key, position, position + count), logprobs(position, position + count))
                         position += count
                     case End(reason):
@@ -217,6 +223,12 @@ class ScriptedEngine:
                 live.deaf_to -= 1
                 if live.deaf_to < 0:
                     live.aborted.set()
+
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        if self.generated_error is not None:
+            raise self.generated_error
+        known = [name for name in request_ids if name in self._live and key_of(name) not in self.unknown]
+        return {name: self._position[name] + self.ahead.get(key_of(name), 0) for name in known}
 
     async def holds(self, version: int) -> bool:
         self.asked_for.append(version)

@@ -180,7 +180,7 @@ def test_to_dict_round_trip():
         ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
         ({"max_rejected_groups_per_round": 0}, ["max_rejected_groups_per_round is 0", "at least the groups"]),
         ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, nccl, filesystem"]),
-        ({"resume_kv": "keep"}, ["resume_kv is 'keep'", "recompute, reuse"]),
+        ({"resume_kv": "kept"}, ["resume_kv is 'kept'", "recompute, reuse, keep"]),
         ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
         ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Leave it out"]),
     ],

@@ -260,9 +260,9 @@ def test_a_folder_for_weight_files_that_is_none(tmp_path, monkeypatch):
 
 
 def test_where_weight_files_go_and_how_large_they_are(tiny_model_dir):
-    from trl_april.weight_sync import _shared_memory
+    from trl_april.weight_files import shared_memory
 
-    assert environment.shared_memory() == _shared_memory()
+    assert environment.shared_memory() == shared_memory()
     assert environment.model_bytes(tiny_model_dir) > 100_000
     assert environment.model_bytes("org/name-on-the-hub") is None
     assert environment.model_bytes(None) is None

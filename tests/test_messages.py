@@ -155,7 +155,7 @@ class Synced(ServerGeneration):
 def test_a_server_that_somebody_else_syncs_too():
     generation = Synced(weight_info={"weight_version": "12"})
     with pytest.raises(WeightSyncError, match="weight version '12' after the sync of 3.*a server of its own"):
-        generation._stamp_and_verify(3, [])
+        generation._stamp_and_resume(3)
 
 
 @pytest.mark.parametrize(

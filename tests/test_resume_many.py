@@ -82,6 +82,13 @@ def launched(server, forker, tiny_model_dir, tmp_path_factory):
                 "max_completion_length": 300,
             },
         },
+        {
+            "name": "kept", "kind": "train",
+            "options": {
+                **PLAIN, "overlap_generation": True, "resume_kv": "keep", "over_provisioning": 3.0,
+                "max_completion_length": 300,
+            },
+        },
         *(
             {
                 "name": f"{name}-{when}", "kind": "train_until_a_signal", "when": when, "signal": int(number),
@@ -208,6 +215,23 @@ class TestOverlap:
         assert {len(first["rounds"]), len(second["rounds"])} == {12}
         factors = [entry["april/over_provisioning"] for entry in first["log"] if "april/over_provisioning" in entry]
         assert len(factors) == 12 and factors[0] == 2.0
+
+
+class TestKept:
+    """Requests of both live through the syncs that one of them makes."""
+
+    def test_every_row_is_trained_once_per_epoch(self, launched):
+        results = launched.two.results("kept", 2)
+        everything = trained(results)
+        samples = Counter((number, index) for _, number, index in everything)
+        assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+        assert [result["left"] for result in results] == [0, 0]
+
+    def test_nothing_was_cut_in_either(self, launched):
+        log = [entry for entry in launched.two.result("kept", 0)["log"] if "april/aborted_requests" in entry]
+        assert len(log) == 12 and sum(entry["april/aborted_requests"] for entry in log) == 0
+        for result in launched.two.results("kept", 2):
+            assert any(len(v) > 1 for groups in result["rounds"] for g in groups for v in g["versions"])
 
 
 class TestOutage:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from trl_april.errors import AprilError, ConfigError, ServerError
+from trl_april.generated_tokens import GeneratedTokens
 from trl_april.process_session import end_session, session_members, start_watchdog
 from trl_april.server import LocalServer, run_in_foreground
 from trl_april.server_command import flag_name, flag_value, server_command, server_environment
@@ -107,6 +108,7 @@ def test_command_on_a_cpu():
     }.items():
         assert flag_value(command, flag) == value
     assert "--disable-uvicorn-access-log" in command
+    assert command[command.index("--middleware") + 1] == f"{GeneratedTokens.__module__}.{GeneratedTokens.__name__}"
     assert "--weight-transfer-config" not in command  # there is no NCCL on a CPU
 
 

@@ -263,3 +263,48 @@ def test_the_place_of_a_cut_job_is_free_with_the_next_step():
         assert arena.server.cut(job) == 1
 
     assert run(arena, main) == {"b": 4.0}
+
+
+class TestPause:
+    def test_it_stands_still_behind_its_step_and_goes_on_where_it_was(self):
+        arena = Arena()
+
+        async def main():
+            job = arena.job("a", 10)
+            arena.job("late", 2, arrival=6.0)
+            await asyncio.sleep(3.5)
+            await arena.server.pause()
+            assert asyncio.get_running_loop().time() == pytest.approx(4.0)
+            await asyncio.sleep(6.0)
+            assert arena.server.generated(job) == 4
+            arena.server.resume()
+
+        assert run(arena, main) == {"a": 16.0, "late": 12.0}
+        assert arena.server.tokens == 12 and arena.server.busy_seconds == pytest.approx(10.0)
+
+    def test_what_comes_to_an_idle_one_waits(self):
+        arena = Arena()
+
+        async def main():
+            await arena.server.pause()
+            job = arena.job("a", 2, arrival=1.0)
+            await asyncio.sleep(5.0)
+            assert arena.server.generated(job) == 0
+            arena.server.resume()
+
+        assert run(arena, main) == {"a": 7.0}
+
+    def test_a_job_can_be_cut_meanwhile(self):
+        arena = Arena()
+
+        async def main():
+            job = arena.job("a", 10)
+            arena.job("b", 6)
+            await asyncio.sleep(3.5)
+            await arena.server.pause()
+            assert arena.server.cut(job) == 4
+            await asyncio.sleep(6.0)
+            arena.server.resume()
+
+        assert run(arena, main) == {"b": 12.0}
+        assert arena.server.tokens == 10

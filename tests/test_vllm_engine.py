@@ -14,6 +14,7 @@ import pytest
 from tests.fake_vllm import HANG_GUARD, FakeVLLM, Stream
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
+from trl_april.generated_tokens import PATH as GENERATED_PATH
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.round import Round
@@ -306,6 +307,48 @@ def test_a_refused_abort_is_an_error(status: int, error: type[Exception], senten
     with FakeVLLM() as server:
         server.answers["/abort_requests"] = (status, "no")
         guarded(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ((404, "no"), "does not say how far its requests are: .*404"),
+        ((409, "not paused"), "409 .*not paused"),
+        ((503, "later"), "503"),
+        ((200, "what?"), "makes no sense"),
+        ((200, "[]"), "makes no sense"),
+        ((200, '{"generated": {"cmpl-run-0-0-1-0": -1}}'), "-1 is not a number of tokens"),
+        ((200, '{"generated": {"cmpl-run-0-0-1-0": true}}'), "True is not a number of tokens"),
+        ((200, '{"generated": {"cmpl-run-0-0-1-0": 1.5}}'), "1.5 is not a number of tokens"),
+        ((200, '{"generated": {"somebody-elses": 5}}'), "makes no sense.*somebody-elses"),
+    ],
+)
+def test_a_server_that_does_not_say_how_far_its_requests_are(answer: tuple[int, str], sentence: str):
+    """One error for all of it, upon which requests are cut."""
+
+    async def main() -> None:
+        engine = make_engine(server)
+        with pytest.raises(ServerError, match=sentence):
+            await engine.generated(["run-0-0-1"])
+        await engine.close()
+
+    with FakeVLLM() as server:
+        server.answers[GENERATED_PATH] = answer
+        guarded(main())
+
+
+def test_how_far_requests_are_is_asked_by_the_servers_names():
+    async def main() -> dict[str, int]:
+        engine = make_engine(server)
+        found = await engine.generated(["run-0-0-1", "run-0-1-2"])
+        await engine.close()
+        return found
+
+    with FakeVLLM() as server:
+        server.answers[GENERATED_PATH] = (200, '{"generated": {"cmpl-run-0-1-2-0": 17}}')
+        assert guarded(main()) == {"run-0-1-2": 17}
+        (received,) = server.received_at(GENERATED_PATH)
+    assert received.method == "POST" and received.body == {"request_ids": ["cmpl-run-0-0-1-0", "cmpl-run-0-1-2-0"]}
 
 
 # Answers that are wrong

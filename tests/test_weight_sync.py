@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.distributed import DistributedBackend
 
 from tests.tiny import build_model
-from trl_april import weight_sync
+from trl_april import weight_files
 from trl_april.canary import server_logprobs, trainer_logprobs
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.processes import OneProcess
-from trl_april.weight_sync import ServerGeneration, _shards, _tied_names
+from trl_april.weight_files import shards, tied_names
+from trl_april.weight_sync import ServerGeneration
 
 
 class Trainer:
@@ -107,7 +108,7 @@ class TestFileSystem:
         assert list(tmp_path.iterdir()) == []
 
     def test_many_shards_are_one_model(self, server, trainer, monkeypatch):
-        monkeypatch.setattr("trl_april.weight_sync.SHARD_BYTES", 20_000)
+        monkeypatch.setattr("trl_april.weight_files.SHARD_BYTES", 20_000)
         generation = trainer.connect(server)
         trainer.change(0.3)
         generation.sync_weights()
@@ -188,13 +189,13 @@ class TestChoice:
 def test_a_shard_holds_no_more_than_asked_beside_its_first_parameter():
     sizes = [4, 4, 4, 20, 1, 1]
     params = [(f"p{place}", torch.zeros(size, dtype=torch.uint8)) for place, size in enumerate(sizes)]
-    shards = list(_shards(iter(params), 10))
-    assert [list(shard) for shard in shards] == [["p0", "p1"], ["p2"], ["p3"], ["p4", "p5"]]
+    found = list(shards(iter(params), 10))
+    assert [list(shard) for shard in found] == [["p0", "p1"], ["p2"], ["p3"], ["p4", "p5"]]
 
 
 def test_shared_parameters_are_named_twice():
-    assert _tied_names(build_model(tie_word_embeddings=True)) == {"model.embed_tokens.weight": ["lm_head.weight"]}
-    assert _tied_names(build_model(tie_word_embeddings=False)) == {}
+    assert tied_names(build_model(tie_word_embeddings=True)) == {"model.embed_tokens.weight": ["lm_head.weight"]}
+    assert tied_names(build_model(tie_word_embeddings=False)) == {}
 
 
 class TestMemory:
@@ -217,15 +218,15 @@ class TestMemory:
 
     @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
     def test_the_peak_is_some_shards_and_not_the_model(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(weight_sync, "SHARD_BYTES", self.SHARD)
+        monkeypatch.setattr(weight_files, "SHARD_BYTES", self.SHARD)
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(96)))
         size = sum(p.nbytes for p in model.parameters())
         assert size == 24 * self.SHARD
-        shards = []
+        found = []
 
         def loaded(path, body):
-            shards.append([file.stat().st_size for file in Path(body["kwargs"]["weights_path"]).iterdir()])
-            assert sum(shards[-1]) > size
+            found.append([file.stat().st_size for file in Path(body["kwargs"]["weights_path"]).iterdir()])
+            assert sum(found[-1]) > size
 
         generation = ServerGeneration.__new__(ServerGeneration)
         generation.model, generation.accelerator = model, Accelerator(cpu=True)
@@ -233,7 +234,7 @@ class TestMemory:
         generation._weight_sync_dir, generation._tied_names = str(tmp_path), {}
         monkeypatch.setattr(generation, "_post", loaded)
         peak = self.peak(generation._sync_through_files)
-        assert [len(files) for files in shards] == [24]
+        assert [len(files) for files in found] == [24]
         assert peak < 5 * self.SHARD, f"{peak / 2**20:.0f} MiB for shards of {self.SHARD / 2**20:.0f} MiB"
 
 
@@ -254,9 +255,9 @@ def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, fai
     generation = ServerGeneration.__new__(ServerGeneration)
     generation.accelerator = Accelerator(cpu=True)
     generation._weight_sync_dir, generation._tied_names = str(tmp_path), {}
-    monkeypatch.setattr(weight_sync, "SHARD_BYTES", 1)  # a file per parameter
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 1)  # a file per parameter
     monkeypatch.setattr(generation, "_iter_named_params", params)
-    monkeypatch.setattr(weight_sync if failing == "save_file" else generation, failing, fail)
+    monkeypatch.setattr(weight_files if failing == "save_file" else generation, failing, fail)
     monkeypatch.setattr(generation, "is_alive", lambda: alive)
     with pytest.raises(WeightSyncError, match="failed") if alive else nullcontext():
         generation._sync_through_files()

@@ -137,7 +137,7 @@ def test_evaluation_finds_no_blocks_of_other_weights_of_the_same_version(trainer
 
 def test_a_cache_that_is_kept_is_reset_where_others_have_changed_the_weights(trainer, fake):
     """What they left under our salts was not computed with the weights of any version of ours."""
-    generation = trainer.connect(fake, server_timeout=10.0, keeps_cache=True)
+    generation = trainer.connect(fake, server_timeout=10.0, resume_kv="reuse")
     fake.canary_ids = generation._canary.token_ids
     for _ in range(2):
         trainer.change(0.1)

@@ -68,7 +68,7 @@ def completion_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:
         `dict` with one list entry per sample, in the order of [`rollout_output`]:
 
         - `april_versions` (`list[str]`): the policy versions that sampled it, oldest first, such as `"3,4,6"`.
-        - `april_resumed` (`list[int]`): how often it was resumed, that is how many requests beyond the first it has
+        - `april_resumed` (`list[int]`): how often it was resumed, that is how many segments beyond the first it has
           tokens of.
     """
     samples = [sample for group in groups for sample in group.samples]

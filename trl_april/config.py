@@ -12,7 +12,7 @@ from .staleness import check_bound, factor_of
 
 
 WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
-RESUME_KV = ("recompute", "reuse")
+RESUME_KV = ("recompute", "reuse", "keep")
 
 
 @dataclass
@@ -52,7 +52,11 @@ class APRILGRPOConfig(GRPOConfig):
             anew with the present weights. `"reuse"`: it finds the blocks that its earlier segments have left in the
             prefix cache of the server, which is not reset any more. That spares the prefill, and the tokens that
             follow are sampled from a mixture of policies; their recorded log-probabilities are those of that mixture,
-            so the correction is as exact as before. A fresh sample never finds blocks of older weights.
+            so the correction is as exact as before. A fresh sample never finds blocks of older weights. `"keep"`, with
+            `overlap_generation` and a fixed `over_provisioning`: the same mixture, and nothing is cut and resumed at
+            all. For a weight sync the server is paused, and its requests go on in their place with the new weights;
+            where in each of them the policy version changes, the server is asked. Such a server is started by
+            `trl-april serve`; on another one requests are cut as with `"reuse"`, which is said in a warning.
         overlap_generation (`bool`, *optional*, defaults to `False`):
             Whether requests that are not finished when the quota is met go on while the trainer scores and optimises,
             together with those of the next batch, and are cut only for the weight sync. What they finish meanwhile
@@ -111,7 +115,8 @@ class APRILGRPOConfig(GRPOConfig):
         default="recompute",
         metadata={
             "help": "What a resumed sample continues on: `'recompute'`, its KV is computed anew with the present "
-            "weights, or `'reuse'`, it finds the blocks of its earlier segments in the server's prefix cache."
+            "weights; `'reuse'`, it finds the blocks of its earlier segments in the server's prefix cache; or "
+            "`'keep'`, with `overlap_generation`, requests go on through a weight sync and need not be resumed."
         },
     )
     overlap_generation: bool = field(
@@ -233,6 +238,16 @@ class AprilOptions:
             raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
         if self.resume_kv not in RESUME_KV:
             raise ConfigError(f"resume_kv is {self.resume_kv!r}; it must be one of {', '.join(RESUME_KV)}.")
+        if self.resume_kv == "keep" and not self.overlap_generation:
+            raise ConfigError(
+                "resume_kv='keep' lets requests go on through the weight sync, but without overlap_generation none "
+                "runs by then. Set overlap_generation=True, or resume_kv='reuse'."
+            )
+        if self.resume_kv == "keep" and isinstance(factor, str):
+            raise ConfigError(
+                "over_provisioning='auto' learns the server's speed from rounds that begin with nothing running, and "
+                "with resume_kv='keep' there are none. Set a number, or resume_kv='reuse'."
+            )
         if self.max_parked_tokens is not None and self.max_parked_tokens < 0:
             raise ConfigError(
                 f"max_parked_tokens is {self.max_parked_tokens}; it counts tokens and cannot be negative. Leave it "

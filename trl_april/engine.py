@@ -73,6 +73,17 @@ class RolloutEngine(Protocol):
         """Cut these requests short; unknown or finished ids are ignored. `request_ids` is never empty."""
         ...
 
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        """How many tokens each of these requests has generated, while the engine stands still for a weight sync.
+
+        Tokens that have not been streamed yet are among them. Requests that it does not know, or that have ended, are
+        left out.
+
+        Raises:
+            ServerError: If it does not say, or does not stand still.
+        """
+        ...
+
     async def holds(self, version: int) -> bool:
         """Whether the engine answers, and samples from the weights of this policy version. Raises nothing."""
         ...

@@ -2,7 +2,8 @@
 
 The invariant owned here: between [`InFlight.dispatch`] and [`InFlight.cut`] every sample that was asked for is either
 running, or about to be asked for again, or has ended; after a cut none is running, and every token that arrived is in
-the pool. What closes a round is not decided here, so requests can run on from one round into the next.
+the pool; what is held instead runs on, each of its tokens under the version that sampled it. What closes a round is
+not decided here, so requests can run on from one round into the next.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from .draining import drain
-from .engine import Chunk, GenerationRequest, RolloutEngine
+from .engine import RolloutEngine
 from .errors import EngineError, ServerError
 from .pool import Pool
 from .request import RequestMaker
 from .round import Span
+from .running_request import RunningRequest
 from .silence import Silences
 from .types import FinishReason, Group, Sample
 
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that streams get to deliver their rest where something has gone wrong.
 CUT_OFF_SECONDS = 5.0
+# Seconds between two looks at requests that the engine does not know yet, or no longer.
+LOOK_AGAIN_SECONDS = 0.01
 
 
 class Watcher(Protocol):
@@ -62,7 +66,7 @@ class InFlight:
             As for [`~trl_april.rollout.RolloutDriver`].
 
     Attributes:
-        running (`dict[str, Sample]`):
+        running (`dict[str, RunningRequest]`):
             What runs now, by request id.
         broken_streams (`int`):
             Requests that ended without their last tokens, so far.
@@ -87,7 +91,7 @@ class InFlight:
         retries: int,
         sweep_interval: float,
     ) -> None:
-        self.running: dict[str, Sample] = {}
+        self.running: dict[str, RunningRequest] = {}
         self.broken_streams = self.aborted_requests = 0
         self._pool = pool
         self._engine = engine
@@ -106,8 +110,7 @@ class InFlight:
         self.holds_back = False
         self.is_being_cut_off = False
         self.dispatched: dict[int, Sample] = {}
-        self._spans: list[Span] = []  # requests that were sent in this round and have ended
-        self._begun: dict[str, _Request] = {}  # and those that run
+        self._spans: list[Span] = []  # requests that have ended in this round
         self._opened_idle = True  # whether nothing ran when the round was opened
 
     @property
@@ -122,7 +125,7 @@ class InFlight:
     def begin_round(self) -> None:
         """Count what is in flight anew. What runs goes on."""
         self._opened_idle = not self.running
-        self._spans, self._begun = [], {}
+        self._spans = []
         self.dispatched = {
             id(sample): sample for group in self._pool for sample in group.samples if id(sample) in self._asked
         }
@@ -172,7 +175,8 @@ class InFlight:
         """
         if not self._opened_idle:
             return []
-        return [span.after(since) for span in (*self._spans, *(begun.span() for begun in self._begun.values()))]
+        running = [request.span() for request in self.running.values()]
+        return [span.after(since) for span in (*self._spans, *running)]
 
     def stop_asking(self) -> None:
         """What runs may run on, but nothing is asked for again."""
@@ -186,6 +190,32 @@ class InFlight:
         """
         self._ending.set()
         await self._end(self._tasks, lambda: list(self.running))
+
+    async def hold(self, version: int) -> None:
+        """Let what runs live through a weight sync: note behind which of its tokens it is of `version`.
+
+        The engine stands still meanwhile, and nothing is asked for until it is opened again.
+
+        Raises:
+            ServerError: If the engine does not say how far each request is.
+            EngineError: If what it says cannot be.
+        """
+        self._ending.set()
+        unknown = dict(self.running)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while unknown:
+            for request_id, generated in (await self._engine.generated(list(unknown))).items():
+                unknown.pop(request_id).version_changes(generated, version)
+            # One that the engine does not know is on its way there, or has ended and its last tokens are on theirs.
+            unknown = {name: request for name, request in unknown.items() if name in self.running}
+            if unknown and clock() - began > CUT_OFF_SECONDS:
+                raise ServerError(
+                    f"The engine does not know {len(unknown)} of {len(self.running)} requests that have not ended."
+                )
+            if unknown:
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        self._pool.hold(version)
 
     async def cut_off(self) -> None:
         """Leave nothing running, whatever happened before; a no-op after a complete cut. Raises nothing."""
@@ -274,18 +304,18 @@ class InFlight:
 
     async def _stream(self, group: Group, sample: Sample) -> bool:
         """Send one request and record what it returns; whether the sample is finished."""
+        assert self._pool.version is not None
         request = self._requests.make(group, sample, self._pool.version)
         self._pool.start(sample)
-        self.running[request.request_id] = sample
+        running = self.running[request.request_id] = RunningRequest(request, sample, self._pool.version)
         self._silences.begin(request.request_id)
-        begun = self._begun[request.request_id] = _Request(request, sample, _now())
         self._watcher.in_flight_changed()
         try:
             async with aclosing(self._engine.generate(request)) as stream:
                 async for chunk in stream:
                     self._silences.heard(request.request_id)
-                    begun.heard(chunk)
-                    self._pool.record(sample, chunk.token_ids, chunk.logprobs)
+                    for piece, version in running.arrived(chunk):
+                        self._pool.record(sample, piece.token_ids, piece.logprobs, version)
                     if self._pool.is_full:
                         self._hold_back()
                     if chunk.finish_reason == "abort":
@@ -299,8 +329,7 @@ class InFlight:
         finally:
             del self.running[request.request_id]
             self._silences.end(request.request_id)
-            if self._begun.pop(request.request_id, None) is not None:
-                self._spans.append(begun.span())
+            self._spans.append(running.span())
             self._watcher.in_flight_changed()
             if sample.finish_reason is None:
                 self._pool.park(sample)
@@ -336,7 +365,7 @@ class InFlight:
         if waiting:
             self.holds_back = True
             tasks = [self._asked.pop(sample_id) for sample_id in waiting]
-            requests = [request_id for request_id, sample in self.running.items() if id(sample) in waiting]
+            requests = [name for name, request in self.running.items() if id(request.sample) in waiting]
             self._watched(self._trim(tasks, requests), self._cuts)
 
     async def _trim(self, tasks: list[asyncio.Task[None]], request_ids: list[str]) -> None:
@@ -368,39 +397,6 @@ class InFlight:
             await self._silences.watch()
         except Exception as caught:
             self._watcher.failed(caught)
-
-
-class _Request:
-    """What is noted of a request while it runs."""
-
-    __slots__ = ("_request", "_sample", "_began", "_first", "_head")
-
-    def __init__(self, request: GenerationRequest, sample: Sample, began: float) -> None:
-        self._request = request
-        self._sample = sample
-        self._began = began
-        self._first: float | None = None
-        self._head = 0
-
-    def heard(self, chunk: Chunk) -> None:
-        if self._first is None and chunk.token_ids:
-            self._first, self._head = _now(), len(chunk.token_ids)
-
-    def span(self) -> Span:
-        """All of it, if it were to end now."""
-        ended, held = _now(), self._request.generated
-        return Span(
-            self._sample.group_id, self._sample.index, self._began, ended if self._first is None else self._first,
-            self._head, ended,
-            tokens=len(self._sample) - held,
-            prompt=len(self._request.token_ids),
-            held=held,
-            finished=self._sample.finish_reason is not None,
-        )  # fmt: skip
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _is_cancelled() -> bool:

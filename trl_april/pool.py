@@ -79,6 +79,7 @@ class Pool:
         self.tokens_generated = 0
         self.tokens_taken = 0
         self.tokens_rejected = 0
+        self.held_for: int | None = None  # the version under which requests go on that live through a weight sync
         self._groups: dict[int, Group] = {}  # in the order of admission, which is that of the ids
         self._rejected: dict[int, Group] = {}  # of this round
 
@@ -112,15 +113,15 @@ class Pool:
         """Enter the next round: from here on, tokens are sampled under `version`.
 
         Raises:
-            PoolError: If requests still run under another version, or if the version goes back, or advances further
-                than `versions_per_round` while a staleness bound is guaranteed.
+            PoolError: If requests still run that were not held for this version, or if the version goes back, or
+                advances further than `versions_per_round` while a staleness bound is guaranteed.
         """
-        if self.version is not None and version != self.version:
+        if self.version is not None and version not in (self.version, self.held_for):
             running = self.count(SampleState.RUNNING)
             if running:
                 raise PoolError(
                     f"The policy version cannot go from {self.version} to {version} while {running} requests run: a "
-                    "segment has one version. Park or finish them first."
+                    "segment has one version. Park, finish or hold them first."
                 )
         self.roster.begin_round(version)
         self.roster.admits_surplus = not self.is_full
@@ -221,7 +222,23 @@ class Pool:
         sample.segment_open = False
         sample.state = SampleState.RUNNING
 
-    def record(self, sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def hold(self, version: int) -> None:
+        """Running requests live through a weight sync, and what they sample after it is of `version`.
+
+        What they sampled before may arrive later. Each token is recorded with the version that sampled it.
+
+        Raises:
+            PoolError: If the version goes back.
+        """
+        if self.version is None or version < max(self.version, self.held_for or 0):
+            raise PoolError(
+                f"Requests of version {self.version} cannot be held for version {version}: versions only go up."
+            )
+        self.held_for = version
+
+    def record(
+        self, sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], version: int | None = None
+    ) -> None:
         """Append tokens that have arrived for a running sample.
 
         Args:
@@ -231,19 +248,30 @@ class Pool:
                 New tokens.
             logprobs (`Sequence[float]`, shape `(n,)`):
                 Log-probability of each under the policy that sampled it.
+            version (`int`, *optional*):
+                Policy version that sampled them. By default that of the round; another one only for a request that
+                was held.
 
         Raises:
-            PoolError: If the sample is not running, or the tokens pass its budget.
+            PoolError: If the sample is not running, the tokens pass its budget, or they cannot be of that version.
             EngineError: If the tokens are malformed.
         """
         group = self._expect(sample, SampleState.RUNNING)
         assert self.version is not None  # a sample runs only inside a round
+        version = self.version if version is None else version
+        oldest = sample.segments[-1].version if sample.segments else group.born
+        newest = max(self.version, self.held_for or 0)
+        if not oldest <= version <= newest:
+            raise PoolError(
+                f"Tokens of version {version} arrived for sample {sample.index} of group {sample.group_id}, whose "
+                f"next token can be of versions {oldest} to {newest}."
+            )
         if len(token_ids) > group.remaining(sample):
             raise PoolError(
                 f"Sample {sample.index} of group {sample.group_id} got {len(token_ids)} tokens with "
                 f"{group.remaining(sample)} of its {group.max_completion_length} left."
             )
-        sample.append(token_ids, logprobs, self.version)
+        sample.append(token_ids, logprobs, version)
         self.tokens_generated += len(token_ids)
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:

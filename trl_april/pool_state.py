@@ -20,11 +20,22 @@ from .types import Group
 if TYPE_CHECKING:
     from .pool import Pool
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 COUNTERS = (
     "groups_admitted", "groups_taken", "groups_rejected", "tokens_generated", "tokens_taken", "tokens_rejected",
 )  # fmt: skip
-_KEYS = {"format", "version", "last_id", *COUNTERS, "groups", "rows", "in_training", "token_ids", "logprobs"}
+_KEYS = {
+    "format",
+    "version",
+    "held_for",
+    "last_id",
+    *COUNTERS,
+    "groups",
+    "rows",
+    "in_training",
+    "token_ids",
+    "logprobs",
+}
 
 
 def state_of(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
@@ -37,6 +48,7 @@ def state_of(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
     return {
         "format": STATE_FORMAT,
         "version": pool.version,
+        "held_for": pool.held_for,
         "last_id": pool.roster.last_id,
         **state,
         "groups": packed.heads,
@@ -97,7 +109,7 @@ def restore(
         raise PoolError(f"The groups of the pool state were admitted under the versions {born}, which go back.")
     last_id = states[0]["last_id"]
     if version is None:
-        version = states[0]["version"]
+        version = max((newest for state in states if (newest := _newest(state)) is not None), default=None)
     for group in groups.values():
         if group.score is not None and num_reward_funcs not in (None, len(group.score.rewards[0])):
             group.score = None
@@ -128,7 +140,7 @@ def _groups_of(state: dict[str, Any]) -> list[Group]:
     if state.keys() != _KEYS:
         raise PoolError(f"Keys {sorted(state.keys() ^ _KEYS)} of the pool state are missing or unknown.")
     numbers = {name: state[name] for name in ("last_id", *COUNTERS)}
-    numbers["version"] = 0 if state["version"] is None else state["version"]
+    numbers |= {name: 0 if state[name] is None else state[name] for name in ("version", "held_for")}
     for name, value in numbers.items():
         if type(value) is not int or value < (-1 if name == "last_id" else 0):
             raise PoolError(f"{name} of the pool state is {value!r}, which is not a count.")
@@ -160,9 +172,16 @@ def _groups_of(state: dict[str, Any]) -> list[Group]:
         group.check()
         if group.score is not None and group.group_id not in finished:
             raise PoolError(f"Group {group.group_id} of the pool state is scored, but not finished.")
-        if state["version"] is None or group.newest > state["version"]:
+        newest = _newest(state)
+        if newest is None or group.newest > newest:
             raise PoolError(f"Group {group.group_id} of the pool state is of a version that there has not been yet.")
     return groups
+
+
+def _newest(state: dict[str, Any]) -> int | None:
+    """The newest policy version that a token of the state can be of."""
+    version: int | None = state["version"]
+    return version if version is None else max(version, state["held_for"] or 0)
 
 
 def _check_counters(state: dict[str, Any], groups: Sequence[Group]) -> None:

@@ -23,13 +23,14 @@ class RequestMaker:
         resume_kv (`str`, *optional*, defaults to `"recompute"`):
             `"recompute"`: the salt is that of the present policy version, so that KV blocks computed under other
             weights can never be hit, even if a reset of the cache fails. `"reuse"`: a resumed sample has the salt of
-            its first segment and finds the blocks of all of them, as far as the engine still has them.
+            its first segment and finds the blocks of all of them, as far as the engine still has them. `"keep"`: the
+            same, where it has to be resumed at all.
     """
 
     def __init__(self, run_id: str, seed: int | None = None, *, resume_kv: str = "recompute") -> None:
         self._run_id = run_id
         self._seed = seed
-        self._reuses_kv = resume_kv == "reuse"
+        self._reuses_kv = resume_kv != "recompute"
         self._made = 0
 
     def make(self, group: Group, sample: Sample, version: int | None) -> GenerationRequest:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .dynamic_sampling import DynamicSampling
 from .engine import RolloutEngine
-from .errors import RoundSuspended, ServerError
+from .errors import EngineError, RoundSuspended, ServerError
 from .in_flight import InFlight
 from .pool import Pool
 from .quota import SharedQuota
@@ -57,7 +57,7 @@ class RolloutDriver:
             Whether what is not finished when a round closes goes on running, until [`~RolloutDriver.cut`].
         resume_kv (`str`, *optional*, defaults to `"recompute"`):
             Whether resumed samples may find the KV blocks of their earlier segments in the cache of the engine:
-            `"recompute"` or `"reuse"`; see [`~trl_april.request.RequestMaker`].
+            `"recompute"`, `"reuse"` or `"keep"`; see [`~trl_april.request.RequestMaker`].
     """
 
     def __init__(
@@ -232,6 +232,30 @@ class RolloutDriver:
             logger.warning("%s", error)
         elif error is not None:
             raise error
+
+    async def stop_asking(self) -> None:
+        """Send no more requests until the next round is opened. What runs goes on."""
+        self._flight.stop_asking()
+
+    async def hold(self, version: int) -> None:
+        """Let what runs live through the weight sync that follows, on an engine that stands still.
+
+        Which of its tokens were sampled before, the engine is asked. If it does not say, all is cut.
+
+        Args:
+            version (`int`):
+                Policy version that the engine will have the weights of.
+
+        Raises:
+            As [`~RolloutDriver.cut`].
+        """
+        if self._error is None:
+            try:
+                await self._flight.hold(version)
+                return
+            except (ServerError, EngineError) as error:
+                logger.warning("%s What runs is cut instead.", error)
+        await self.cut()
 
     async def close(self) -> None:
         """End what runs, within seconds and whatever the server does. What has arrived stays in the pool.

@@ -25,6 +25,8 @@ LAUNCHER_VARIABLES = re.compile(
     r"(TORCHELASTIC_.*|ROLE_.*|(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT))$"
 )
 
+MIDDLEWARE = "trl_april.generated_tokens.GeneratedTokens"
+
 # Up to so many cores, a vLLM on a CPU runs its model and its scheduler in one process.
 FEW_CORES = 3
 
@@ -120,6 +122,8 @@ def server_command(
     - `--enable-scale-out`: on a GPU only. Endpoints by which stock TRL sends images, for the runs in which APRIL is
       off. Servers before 0.30 have them without the flag, and do not know it.
     - `--weight-transfer-config '{"backend": "nccl"}'`: on a GPU only. The trainer's way to send weights (RCCL on AMD).
+    - `--middleware trl_april.generated_tokens.GeneratedTokens`: by which requests can live through a weight sync
+      (`resume_kv="keep"`). Users' own middleware is added to it.
     - `--disable-uvicorn-access-log`: a line per request hides what matters in the log.
     - `--logprobs-mode processed_logprobs`, enforced: log-probabilities of the distribution that was sampled from,
       after temperature, top-k and top-p. The loss is wrong with any other.
@@ -162,6 +166,7 @@ def server_command(
     platform = platform or vllm_platform()
 
     defaults = ["--generation-config", "vllm", "--max-logprobs", "-1", "--disable-uvicorn-access-log"]
+    defaults += ["--middleware", MIDDLEWARE]
     if platform == "gpu":
         # A key of it set by the user (`--weight-transfer-config.backend`) would be merged with ours, not replace it.
         if "--weight-transfer-config" not in given:

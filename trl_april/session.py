@@ -122,6 +122,7 @@ class RolloutSession:
             resume_kv=options.resume_kv,
         )
         self._overlap = options.overlap_generation
+        self._keeps = options.resume_kv == "keep"
         self._loop = BackgroundLoop("trl-april-rollouts")
         self._notebook = NotebookBar.if_here()
         self._ended: float | None = None  # when the last round did
@@ -133,7 +134,7 @@ class RolloutSession:
                 self.pool,
                 group_size=trainer.num_generations,
                 max_completion_length=trainer.max_completion_length,
-                reuses_kv=options.resume_kv == "reuse",
+                reuses_kv=options.resume_kv != "recompute",
                 overlaps=options.overlap_generation,
                 total=processes.total,
                 is_first=processes.rank == 0,
@@ -198,6 +199,24 @@ class RolloutSession:
             for group in groups:
                 group.admit_to(self.pool)
         self._loop.run(self.driver.go_on())
+
+    def make_way(self) -> None:
+        """End what runs beside the training, or hold it on a paused server, so that the weights can change. A
+        collective call.
+
+        With `resume_kv="keep"`, what runs goes on with the new weights when the server is resumed after the sync.
+        """
+        if not (self._keeps and self._pause()):
+            self.cut()
+            return
+        self._loop.run(self.driver.hold(self._trainer.state.global_step), poll=self._processes.check)
+        self._processes.barrier()
+
+    def _pause(self) -> bool:
+        """Let the server stand still, if anything runs on it and nothing more is sent; whether it does."""
+        self._loop.run(self.driver.stop_asking())
+        (running,) = self._processes.most([float(self.driver.in_flight)])  # none sends any more behind this
+        return running > 0 and self._trainer.vllm_generation.pause()
 
     def cut(self) -> None:
         """End what runs beside the training, in all processes, so that the weights can change. A collective call."""

@@ -373,7 +373,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 f"another checkpoint, or remove the folder `{FOLDER}` from this one to go on without them."
             ) from error
         self.pool = self._session.pool
-        self.vllm_generation.before_sync = self._session.cut
+        self.vllm_generation.before_sync = self._session.make_way
         self._run_log = RunLog(
             Path(self.args.output_dir) if self.is_world_process_zero() else None,
             run_options(self.args, self._options, self._session.pool),
@@ -438,7 +438,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             processes=self._processes,
             needs_logprobs=args.vllm_importance_sampling_correction,
             api_key=_api_key(),
-            keeps_cache=self._options.resume_kv == "reuse",
+            resume_kv=self._options.resume_kv,
             model=self.model,
             accelerator=self.accelerator,
             processing_class=self.processing_class,

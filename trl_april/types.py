@@ -50,7 +50,7 @@ class SampleState(StrEnum):
 
 @dataclass(slots=True)
 class Segment:
-    """The tokens of a sample that one request generated, and so one policy version.
+    """The tokens of a sample that one request generated under one policy version.
 
     Args:
         version (`int`):
@@ -98,6 +98,8 @@ class Sample:
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Append tokens that the running request generated under `version`; all of them, or none and an error.
 
+        A segment ends with its request, and where the version changes inside of it.
+
         Raises:
             EngineError: If the two sequences differ in length, a token id is not a non-negative 32-bit integer, or a
                 log-probability is missing, not finite, or positive.
@@ -132,7 +134,7 @@ class Sample:
             )
         self.token_ids.extend(new_ids)
         self.logprobs.extend(new_logprobs)
-        if self.segment_open:
+        if self.segment_open and self.segments[-1].version == version:
             self.segments[-1].length += len(new_ids)
         else:
             self.segments.append(Segment(version, len(new_ids)))

@@ -15,6 +15,7 @@ import orjson
 from .engine import Chunk, GenerationRequest
 from .errors import EngineError, ServerError
 from .event_stream import EventStream
+from .generated_tokens import PATH as GENERATED_PATH
 from .sampling import SamplingOptions
 
 
@@ -113,18 +114,38 @@ class VLLMEngine:
         if not request_ids:
             # The server takes an empty list to mean everybody's requests.
             raise EngineError("abort was called without request ids; at least one is needed.")
-        # vLLM knows the request with header X-Request-Id "x" as "cmpl-x-0": prefix of the endpoint, index of the
-        # prompt.
-        names = [f"cmpl-{request_id}-0" for request_id in request_ids]
         try:
             async with self._open_session().post(
-                f"{self._base_url}/abort_requests", json={"request_ids": names}
+                f"{self._base_url}/abort_requests", json={"request_ids": [_name(one) for one in request_ids]}
             ) as response:
                 await _raise_for_status(response)
         except ServerError:
             raise
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerError(f"The vLLM server at {self._base_url} did not take an abort: {_what(error)}.") from error
+
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        """See [`~trl_april.engine.RolloutEngine.generated`]. Needs [`~trl_april.generated_tokens.GeneratedTokens`]."""
+        by_name = {_name(request_id): request_id for request_id in request_ids}
+        try:
+            async with self._open_session().post(
+                f"{self._base_url}{GENERATED_PATH}",
+                data=orjson.dumps({"request_ids": list(by_name)}),
+                timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS),
+            ) as response:
+                await _raise_for_status(response)
+                found = orjson.loads(await response.read())["generated"]
+                return {by_name[name]: _count(number) for name, number in found.items()}
+        except ServerError:
+            raise
+        except (aiohttp.ClientError, OSError, TimeoutError, EngineError) as error:
+            raise ServerError(
+                f"The vLLM server at {self._base_url} does not say how far its requests are: {_what(error)}."
+            ) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ServerError(
+                f"What the vLLM server at {self._base_url} says of how far its requests are makes no sense: {error!r}."
+            ) from error
 
     async def holds(self, version: int) -> bool:
         """See [`~trl_april.engine.RolloutEngine.holds`]."""
@@ -157,6 +178,17 @@ class VLLMEngine:
                 headers=self._headers,
             )
         return self._session
+
+
+def _name(request_id: str) -> str:
+    """What vLLM calls the request with the header X-Request-Id `request_id`: endpoint, id, index of the prompt."""
+    return f"cmpl-{request_id}-0"
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is not a number of tokens")
+    return number
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:

@@ -13,17 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import requests
 import torch
-from accelerate.utils import is_peft_model
-from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -32,12 +27,12 @@ from .canary import Canary, server_logprobs, trainer_logprobs
 from .errors import AprilError, ConfigError, ServerError, WeightSyncError
 from .processes import Processes
 from .server_check import ServerFacts, check_server
+from .server_pause import ServerPause
+from .weight_files import tied_names, weight_folder, write_weights
 
 
 logger = logging.getLogger(__name__)
 
-# Bytes of parameters collected before a shard file is written: what the sync costs in memory beside the model.
-SHARD_BYTES = 512 * 1024**2
 # Seconds for an answer that needs no work.
 ANSWER_SECONDS = 10.0
 _REMEDY = (
@@ -112,15 +107,17 @@ class ServerGeneration(VLLMGeneration):
             Whether recorded log-probabilities are used for the correction.
         api_key (`str`, *optional*):
             Key of the server.
-        keeps_cache (`bool`, *optional*, defaults to `False`):
-            Whether the prefix cache of the server is left as it is at a sync. What a request may find in it, its cache
-            salt says.
+        resume_kv (`str`, *optional*, defaults to `"recompute"`):
+            Unless it is `"recompute"`, the prefix cache of the server is left as it is at a sync: what a request may
+            find in it, its cache salt says. With `"keep"`, requests may live through a sync; see
+            [`~ServerGeneration.pause`].
         kwargs:
             As for TRL's `VLLMGeneration`, `mode` excepted.
 
     Attributes:
         before_sync (`Callable[[], None]`, *optional*):
-            Called in all processes before the weights change: what still runs on the server is to be ended.
+            Called in all processes before the weights change: what still runs on the server is to be ended, or held
+            on a server that is paused.
         sync_seconds (`float`):
             Duration of the last sync.
 
@@ -139,7 +136,7 @@ class ServerGeneration(VLLMGeneration):
         processes: Processes,
         needs_logprobs: bool,
         api_key: str | None,
-        keeps_cache: bool = False,
+        resume_kv: str = "recompute",
         **kwargs: Any,
     ) -> None:
         self.before_sync: Callable[[], None] | None = None
@@ -148,7 +145,8 @@ class ServerGeneration(VLLMGeneration):
         self._policy_version = policy_version
         self._trained_model = trained_model
         self._processes = processes
-        self._keeps_cache = keeps_cache
+        self._keeps_cache = resume_kv != "recompute"
+        self._keeps_requests = resume_kv == "keep"
         self._needs_logprobs = needs_logprobs
         self._api_key = api_key
         self.sync_seconds = 0.0
@@ -174,7 +172,14 @@ class ServerGeneration(VLLMGeneration):
         # of its own for each request is never one that the server has dropped in the meantime.
         self.session = requests.Session()
         self.session.headers.update({**self.vllm_client.session.headers, "Connection": "close"})
+        self._pause = ServerPause(
+            lambda method, path: self._answer(method, path, timeout=ANSWER_SECONDS), self.base_url
+        )
+        if self._keeps_requests and self.accelerator.is_main_process:
+            self._pause.end_foreign()
         self.facts = self._check_server()
+        if self._keeps_requests and self.accelerator.is_main_process:
+            self._keeps_requests = self._pause.is_possible()
         self.weight_sync = self._choose_weight_sync()
         if self.weight_sync == "nccl" and self.accelerator.is_main_process:
             self.vllm_client.init_communicator(device=self.accelerator.device)
@@ -184,7 +189,7 @@ class ServerGeneration(VLLMGeneration):
             exact=trainer_is_float32 and self.facts.dtype == "float32",
             comparable=not self.facts.quantized,
         )
-        self._tied_names = _tied_names(self.model)
+        self._tied_names = tied_names(self.model)
 
     def _check_server(self) -> ServerFacts:
         return check_server(
@@ -220,6 +225,14 @@ class ServerGeneration(VLLMGeneration):
             WeightSyncError: If the server refuses the weights, or samples from others afterwards.
         """
         began = time.perf_counter()
+        try:
+            self._sync_weights()
+        except BaseException:
+            self._pause.give_up()
+            raise
+        self.sync_seconds = time.perf_counter() - began
+
+    def _sync_weights(self) -> None:
         if self.before_sync is not None:
             self.before_sync()
         version = self._policy_version()
@@ -235,14 +248,26 @@ class ServerGeneration(VLLMGeneration):
             self._unless_gone(super().sync_weights)  # resets the prefix cache too
         else:
             super().sync_weights()  # a collective call, which must not be left behind in one process
+        if self.accelerator.is_main_process and self._gone is None:
+            self._unless_gone(lambda: self._stamp_and_resume(version))
         # Reading sharded weights and computing with them takes all processes.
         expected = trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device)
         if self.accelerator.is_main_process and self._gone is None:
-            self._unless_gone(lambda: self._stamp_and_verify(version, expected))
+            self._unless_gone(lambda: self._verify(version, expected))
         self._tell_if_gone()  # none may ask for tokens before the server has the weights
         self._stamp = str(version)
         self.vllm_client.weights_have_changed()
-        self.sync_seconds = time.perf_counter() - began
+
+    def pause(self) -> bool:
+        """Let the server stand still, with what runs in its place, until it has the weights of the next sync.
+
+        For `before_sync`, and a collective call.
+
+        Returns:
+            `bool`: Whether it does. Otherwise what runs has to be cut.
+        """
+        stands = self.accelerator.is_main_process and self._keeps_requests and self._pause.begin()
+        return bool(self._processes.most([float(stands)])[0])
 
     def is_alive(self) -> bool:
         """Whether the server answers this process that it is ready to generate."""
@@ -276,6 +301,7 @@ class ServerGeneration(VLLMGeneration):
         )
         self._stamp = ""  # what no server reports: if the sync fails, the next one looks again
         self.facts = self._check_server()
+        self._keeps_requests = self._keeps_requests and self._pause.is_possible()
         if self._keeps_cache:
             self._reset_prefix_cache()  # blocks of other weights may be in it, under the salt of this version
         if self.weight_sync == "nccl":
@@ -303,7 +329,7 @@ class ServerGeneration(VLLMGeneration):
                 f"The vLLM server at {self.base_url} has gone away in the weight sync. {self._gone or ''}"
             ) from self._gone
 
-    def _stamp_and_verify(self, version: int, expected: list[float]) -> None:
+    def _stamp_and_resume(self, version: int) -> None:
         if self.weight_sync == "filesystem" and not self._keeps_cache:
             self._reset_prefix_cache()
         self._post("update_weight_version", {"new_version": str(version)})
@@ -313,6 +339,9 @@ class ServerGeneration(VLLMGeneration):
                 f"The server reports weight version {reported!r} after the sync of {version}: somebody else may be "
                 "sending it weights, too. Give every training run a server of its own."
             )
+        self._pause.end()
+
+    def _verify(self, version: int, expected: list[float]) -> None:
         found = server_logprobs(
             self.session,
             self.base_url,
@@ -336,29 +365,9 @@ class ServerGeneration(VLLMGeneration):
                 pass
 
     def _write_and_load(self, params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="trl_april_weights_", dir=self._weight_sync_dir or _shared_memory()))
-        try:
-            if self._weight_sync_dir is not None:
-                folder.chmod(0o755)  # a shared folder is for a server that may run as another user
-            for number, shard in enumerate(_shards(self._under_all_names(params), SHARD_BYTES)):
-                save_file(shard, folder / f"model-{number:05d}.safetensors")
+        with weight_folder(self._weight_sync_dir) as folder:
+            write_weights(params, folder, self._tied_names)
             self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _under_all_names(self, params: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters under every name that a checkpoint of the model may have for them.
-
-        The CPU build of vLLM keeps a packed copy of a tied output layer and refreshes it only if the checkpoint names
-        it too; elsewhere the second name is passed over.
-        """
-        for name, param in params:
-            # A copy also where the parameter is on the CPU: it changes as soon as the iteration goes on (merged
-            # adapters are unmerged, gathered parameters are scattered), and the shard is written later.
-            tensor = param.detach().to("cpu", copy=True).contiguous()
-            yield name, tensor
-            for other_name in self._tied_names.get(name, ()):
-                yield other_name, tensor.clone()  # a safetensors file does not take shared memory
 
     def _reset_prefix_cache(self) -> None:
         for _ in range(10):
@@ -406,35 +415,3 @@ def _reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Group parameters into shards of about `shard_bytes`, without ever holding more than one shard."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in params:
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    if shard:
-        yield shard
-
-
-def _tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Further names of parameters that are shared between modules, by the name that is iterated."""
-    base = model.get_base_model() if is_peft_model(model) else model
-    first: dict[int, str] = {}
-    others: dict[str, list[str]] = {}
-    for name, param in base.named_parameters(remove_duplicate=False):
-        name = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
-        if id(param) in first:
-            others.setdefault(first[id(param)], []).append(name)
-        else:
-            first[id(param)] = name
-    return others
-
-
-def _shared_memory() -> str:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()

@@ -54,7 +54,7 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         prompt_tokens=max(0.0, last.prompt_tokens),
         overhead_seconds=summary.abort_seconds or 0.0,
         rounds_to_wait=None if bound is None else bound // per_round,
-        reuses_kv=run.options.get("resume_kv") == "reuse",
+        reuses_kv=run.options.get("resume_kv") in ("reuse", "keep"),
     )
     candidates = factors(quota, bound, per_round)
     rates = {factor: predicted_throughput(workload, factor) for factor in sorted({*candidates, present})}

@@ -24,6 +24,8 @@ class _Stream:
     job: Job
     server: SimulatedServer
     tokens: asyncio.Future[int]  # how many the request has generated
+    before: int  # tokens that its sample had before
+    held: int  # the same in the driver's units
 
 
 @dataclass(slots=True)
@@ -124,6 +126,24 @@ class SimulatedEngine:
         # The tokens are those of this instant; they only arrive later.
         asyncio.get_running_loop().call_later(self.scenario.abort_seconds, _deliver, ended)
 
+    async def pause(self) -> None:
+        """Let all servers stand still, each when its step is done."""
+        await asyncio.gather(*(server.pause() for server in self.servers))
+
+    def resume(self) -> None:
+        """Let them go on where they were."""
+        for server in self.servers:
+            server.resume()
+
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        streams = [(name, self._streams[name]) for name in request_ids if name in self._streams]
+        # As a stream in the driver's units is: what its request had before may be part of one.
+        return {
+            name: (stream.before + stream.server.generated(stream.job)) // self.scenario.quantum - stream.held
+            for name, stream in streams
+            if not stream.tokens.done()
+        }
+
     async def holds(self, version: int) -> bool:
         return True
 
@@ -148,7 +168,7 @@ class SimulatedEngine:
         prefill = context - min(cached // block, (context - 1) // block) * block
         job = Job(length - before, prefill, self._arrival(key[0]), finish, context)
         server.submit(job)
-        return _Stream(job, server, tokens)
+        return _Stream(job, server, tokens, before, request.generated)
 
     def _server(self, group_id: int, salt: str) -> tuple[SimulatedServer, bool]:
         """The server of a group under this salt, and whether this is its first request there."""

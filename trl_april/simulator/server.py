@@ -93,6 +93,7 @@ class SimulatedServer:
         self._seconds = 0.0  # of the first of them
         self._growth = 0.0  # seconds by which each takes longer than the one before
         self._timer: asyncio.TimerHandle | None = None
+        self._stands: asyncio.Event | None = None  # set when it does, after it was asked to
 
     def submit(self, job: Job) -> None:
         """A request is on its way."""
@@ -115,14 +116,33 @@ class SimulatedServer:
         if job not in self._running:
             return 0
         assert job.joined is not None
-        now = asyncio.get_running_loop().time()
-        steps = self._steps_until(now)
-        elapsed = min(self._planned, math.floor(steps + ROUNDING))
+        steps = self._steps_until(asyncio.get_running_loop().time())
+        generated = self.generated(job)
         self._running.remove(job)
         self._context -= job.context + self._done - job.joined
-        self.tokens += elapsed
+        self.tokens += generated - (self._done - job.joined)
         self._end_run_after(math.ceil(steps - ROUNDING))
-        return self._done + elapsed - job.joined
+        return generated
+
+    async def pause(self) -> None:
+        """Stand still with all jobs in their place, from the end of the present step on."""
+        self._stands = asyncio.Event()
+        if self._planned:
+            self._end_run_after(math.ceil(self._steps_until(asyncio.get_running_loop().time()) - ROUNDING))
+            await self._stands.wait()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._stands = None
+        self._plan(asyncio.get_running_loop().time())
+
+    def generated(self, job: Job) -> int:
+        """The tokens that a job has by now."""
+        if job not in self._running:
+            return 0
+        assert job.joined is not None
+        elapsed = math.floor(self._steps_until(asyncio.get_running_loop().time()) + ROUNDING)
+        return self._done + min(self._planned, elapsed) - job.joined
 
     def _duration(self, steps: int) -> float:
         """Seconds of the first steps of the present run."""
@@ -162,7 +182,11 @@ class SimulatedServer:
                 self._context -= job.context + job.tokens
                 self.load -= 1
                 job.finish(job)
-        self._plan(now)
+        if self._stands is None:
+            self._plan(now)
+        else:
+            self._planned = 0
+            self._stands.set()
 
     def _plan(self, now: float) -> None:
         """Begin the next run of steps."""

@@ -1,0 +1,100 @@
+"""The files that weights travel in: safetensors in a folder of their own, under all names that a checkpoint has.
+
+The invariant owned here: no more than a shard is held in memory beside the model, and no folder is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate.utils import is_peft_model
+from safetensors.torch import save_file
+
+
+# Bytes of parameters collected before a shard file is written: what the sync costs in memory beside the model.
+SHARD_BYTES = 512 * 1024**2
+
+
+@contextmanager
+def weight_folder(parent: str | None) -> Iterator[Path]:
+    """A new folder in `parent`, or in shared memory of this host, for as long as the server needs it."""
+    folder = Path(tempfile.mkdtemp(prefix="trl_april_weights_", dir=parent or shared_memory()))
+    try:
+        if parent is not None:
+            folder.chmod(0o755)  # a shared folder is for a server that may run as another user
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_weights(
+    params: Iterator[tuple[str, torch.Tensor]], folder: Path, tied_names: Mapping[str, Sequence[str]]
+) -> None:
+    """Write parameters into `folder`.
+
+    Args:
+        params (`Iterator[tuple[str, torch.Tensor]]`):
+            Name and value of each.
+        folder (`Path`):
+            Where to.
+        tied_names (`Mapping[str, Sequence[str]]`):
+            Further names of some of them; see [`tied_names`].
+    """
+    for number, shard in enumerate(shards(_under_all_names(params, tied_names), SHARD_BYTES)):
+        save_file(shard, folder / f"model-{number:05d}.safetensors")
+
+
+def _under_all_names(
+    params: Iterator[tuple[str, torch.Tensor]], tied_names: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters under every name that a checkpoint of the model may have for them.
+
+    The CPU build of vLLM keeps a packed copy of a tied output layer and refreshes it only if the checkpoint names it
+    too; elsewhere the second name is passed over.
+    """
+    for name, param in params:
+        # A copy also where the parameter is on the CPU: it changes as soon as the iteration goes on (merged adapters
+        # are unmerged, gathered parameters are scattered), and the shard is written later.
+        tensor = param.detach().to("cpu", copy=True).contiguous()
+        yield name, tensor
+        for other_name in tied_names.get(name, ()):
+            yield other_name, tensor.clone()  # a safetensors file does not take shared memory
+
+
+def shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Group parameters into shards of about `shard_bytes`, without ever holding more than one shard."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in params:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Further names of parameters that are shared between modules, by the name that is iterated."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for name, param in base.named_parameters(remove_duplicate=False):
+        name = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
+        if id(param) in first:
+            others.setdefault(first[id(param)], []).append(name)
+        else:
+            first[id(param)] = name
+    return others
+
+
+def shared_memory() -> str:
+    """Folder of this host that is in memory, or else one for temporary files."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
