@@ -154,6 +154,24 @@ def test_overlap_uses_the_time_of_training():
     assert overlap.idle < abort.idle
 
 
+@needs_overlap
+def test_what_is_kept_is_sent_once_and_prefilled_once():
+    """And the servers stand still for the sync only, with their requests in place."""
+    settings = replace(scenario(rounds=8, train_seconds=0.5, sync_seconds=0.2), quantum=1)
+    simulation = _Simulation(settings, Mode.KEEP, 2.0)
+    aborts = []
+    abort = simulation.engine.abort
+    simulation.engine.abort = lambda names: (aborts.append(simulation.pool.version), abort(names))[1]
+    simulate(simulation.run())
+    assert aborts == [settings.warmup + settings.rounds - 1]  # when all is over
+    both, limit = (run(settings, mode, 2.0) for mode in (Mode.BOTH, Mode.UNINTERRUPTED))
+    assert both.trained_per_second < simulation.result.generated_per_second < limit.trained_per_second
+    assert simulation.result.staleness_max >= 2
+    assert recommend(simulate_grid(settings, [Mode.KEEP], [2.0])).settings == {
+        "over_provisioning": 2.0, "max_staleness": 5, "resume_kv": "keep", "overlap_generation": True,
+    }  # fmt: skip
+
+
 def test_discarding_trains_the_shorter_completions():
     synchronous, discard = (run(scenario(), mode, 2.0) for mode in (Mode.SYNCHRONOUS, Mode.DISCARD))
     assert discard.groups == synchronous.groups

@@ -16,7 +16,7 @@ from .run import Mode, Result, run
 from .scenario import Scenario
 
 
-MODES = (Mode.ABORT, Mode.REUSE, Mode.OVERLAP, Mode.BOTH, Mode.DISCARD, Mode.UNINTERRUPTED)
+MODES = (Mode.ABORT, Mode.REUSE, Mode.OVERLAP, Mode.BOTH, Mode.KEEP, Mode.DISCARD, Mode.UNINTERRUPTED)
 FACTORS = (1.25, 1.5, 2.0, 3.0)
 
 

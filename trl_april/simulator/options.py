@@ -24,8 +24,9 @@ bubble, staleness and carried share for a grid of factors and modes, and recomme
     trl-april simulate --histogram lengths.json --train-seconds 30 --sync-seconds 2 --max-staleness 3 --plot curve.png
 
 Modes: synchronous (always, the reference); abort and resume; reuse (the same, keys and values stay on the server);
-overlap (requests go on while the trainer trains); both; discard (what is not finished is thrown away: for comparison);
-uninterrupted (never cut, training takes no time: the limit).
+overlap (requests go on while the trainer trains); both; keep (the same, and requests live through the weight sync);
+discard (what is not finished is thrown away: for comparison); uninterrupted (never cut, training takes no time: the
+limit).
 """
 
 # Fields of Scenario by the group of options that they are shown in: name, type, help.

@@ -18,6 +18,7 @@ STYLES = {
     Mode.REUSE: ("#5ab0e0", "s"),
     Mode.OVERLAP: ("#c8691c", "^"),
     Mode.BOTH: ("#8c3d00", "D"),
+    Mode.KEEP: ("#2f8f4e", "v"),
     Mode.DISCARD: ("#999999", "x"),
     Mode.UNINTERRUPTED: ("#444444", "+"),
 }

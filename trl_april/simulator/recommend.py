@@ -67,7 +67,7 @@ def _settings(grid: Grid, result: Result, max_staleness: int | None) -> dict[str
     bounds = [bound for bound in (grid.scenario.max_staleness, max_staleness) if bound is not None]
     settings["max_staleness"] = min(bounds, default=None)
     if result.mode.reuses_kv:
-        settings["resume_kv"] = "reuse"
+        settings["resume_kv"] = result.mode.resume_kv
     if result.mode.overlaps:
         settings["overlap_generation"] = True
     return settings

@@ -34,6 +34,7 @@ class Mode(StrEnum):
     - `reuse`: the same, but a resumed sample finds its keys and values in the server's cache.
     - `overlap`: they go on while the trainer trains, and are cut for the weight sync only.
     - `both`: overlap and reuse.
+    - `keep`: overlap, and nothing is cut: servers stand still for the weight sync, with their requests in place.
     - `discard`: they are thrown away: the baseline that needs no pool. Its completions are the shorter ones.
     - `uninterrupted`: they are never cut, and neither training nor weight sync takes any time: the limit.
     """
@@ -43,16 +44,22 @@ class Mode(StrEnum):
     REUSE = "reuse"
     OVERLAP = "overlap"
     BOTH = "both"
+    KEEP = "keep"
     DISCARD = "discard"
     UNINTERRUPTED = "uninterrupted"
 
     @property
     def reuses_kv(self) -> bool:
-        return self in (Mode.REUSE, Mode.BOTH)
+        return self in (Mode.REUSE, Mode.BOTH, Mode.KEEP)
+
+    @property
+    def resume_kv(self) -> str:
+        """The setting of APRILGRPOConfig."""
+        return "keep" if self is Mode.KEEP else "reuse" if self.reuses_kv else "recompute"
 
     @property
     def overlaps(self) -> bool:
-        return self in (Mode.OVERLAP, Mode.BOTH)
+        return self in (Mode.OVERLAP, Mode.BOTH, Mode.KEEP)
 
     @property
     def can_be_trained(self) -> bool:
@@ -216,9 +223,17 @@ class _Simulation:
                 self._admit(self.pool.room_ahead)
                 await driver.go_on()
             await asyncio.sleep(self.scenario.train_seconds)
-            if self.mode.overlaps:
+            if self.mode is Mode.KEEP:
+                await driver.stop_asking()
+                await self.engine.pause()
+                await driver.hold(version + 1)
+            elif self.mode.overlaps:
                 await driver.cut()
             await asyncio.sleep(self.scenario.sync_seconds)
+            if self.mode is Mode.KEEP:
+                self.engine.resume()
+        self._end_measurement()
+        await driver.close()
 
     def _driver(self) -> RolloutDriver:
         """The one place that knows the driver's options."""
@@ -230,7 +245,7 @@ class _Simulation:
             # Every abort here works at once, so that sweeping again only costs time.
             sweep_interval=max(1.0, 2 * self.scenario.abort_seconds),
             overlap=self.mode.overlaps,
-            resume_kv="reuse" if self.mode.reuses_kv else "recompute",
+            resume_kv=self.mode.resume_kv,
         )
 
     def _admit(self, number: int) -> None:
