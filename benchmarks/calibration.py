@@ -15,11 +15,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
+
+import requests
 
 from trl_april.doctor.generation import Completion, complete
 from trl_april.doctor.speed import seconds_per_step
 from trl_april.engine import GenerationRequest
+from trl_april.errors import ServerError
 from trl_april.sampling import sampling_options
+from trl_april.server_pause import ServerPause
 from trl_april.simulator.step_time import StepTime
 from trl_april.vllm_engine import VLLMEngine
 
@@ -45,6 +50,8 @@ class Calibration:
             Seconds that a request adds before its first token: client and server, without its prefill.
         abort_seconds (`float`):
             Seconds from an abort until the last stream has ended.
+        pause_seconds (`float`):
+            Seconds from a pause that keeps all requests, over the question how far they are, to its end.
         context_seconds (`float`):
             Seconds that a token of context adds to a step.
         context (`float`):
@@ -55,6 +62,7 @@ class Calibration:
     prefill_seconds: float
     request_seconds: float
     abort_seconds: float
+    pause_seconds: float
     context_seconds: float
     context: float
 
@@ -88,6 +96,7 @@ class Calibrator:
             stop_token_ids=(), generation_kwargs={"ignore_eos": True},
         )  # fmt: skip
         self._engine = VLLMEngine(base_url, model, sampling, stream_interval=16)
+        self._pause = pause_of(base_url)
         self._prompt_tokens = prompt_tokens
         self._sequences = list(sequences)
         self._pieces: dict[str, list[float]] = {name: [] for name in self._all()}
@@ -107,8 +116,8 @@ class Calibrator:
         request = (mean["many requests"] - mean["one request"]) / (MANY - 1) - prefill * self._prompt_tokens
         context = (mean["in context"] - mean[str(IN_CONTEXT)]) / (IN_CONTEXT * (LONG - self._prompt_tokens))
         return Calibration(
-            [(number, mean[str(number)]) for number in self._sequences], prefill, max(0.0, request), mean["abort"],
-            max(0.0, context), self._prompt_tokens + STEPS / 2,
+            [(number, mean[str(number)]) for number in self._sequences], prefill, max(0.0, request),
+            mean["abort"], mean["pause"], max(0.0, context), self._prompt_tokens + STEPS / 2,
         )  # fmt: skip
 
     def _all(self) -> dict[str, Callable[[], Awaitable[float]]]:
@@ -119,7 +128,8 @@ class Calibrator:
             "long prompt": partial(self._prompts, 1, LONG),
             "one request": partial(self._prompts, 1, self._prompt_tokens),
             "many requests": partial(self._prompts, MANY, self._prompt_tokens),
-            "abort": partial(self._abort, self._sequences[-1]),
+            "abort": partial(self._interrupt, self._sequences[-1], pauses=False),
+            "pause": partial(self._interrupt, self._sequences[-1], pauses=True),
         }
 
     def _new(self, prompt_tokens: int, max_tokens: int) -> GenerationRequest:
@@ -148,8 +158,8 @@ class Calibrator:
             found.append(time.perf_counter() - began)
         return statistics.median(found)
 
-    async def _abort(self, number: int) -> float:
-        """The way of an abort, with so many requests."""
+    async def _interrupt(self, number: int, *, pauses: bool) -> float:
+        """Seconds that an abort takes with so many requests, or a pause."""
         requests = [self._new(self._prompt_tokens, 2000) for _ in range(number)]
         waiting, all_run = {request.request_id for request in requests}, asyncio.Event()
 
@@ -162,7 +172,27 @@ class Calibrator:
 
         tasks = [asyncio.create_task(read(request)) for request in requests]
         await all_run.wait()  # or the server would not know all of them yet
+        names = [request.request_id for request in requests]
+        paused = 0.0
+        if pauses:
+            began = time.perf_counter()
+            await asyncio.to_thread(self._pause.begin)
+            await self._engine.generated(names)
+            await asyncio.to_thread(self._pause.end)
+            paused = time.perf_counter() - began
         began = time.perf_counter()
-        await self._engine.abort([request.request_id for request in requests])
+        await self._engine.abort(names)
         await asyncio.gather(*tasks)
-        return time.perf_counter() - began
+        return paused or time.perf_counter() - began
+
+
+def pause_of(base_url: str) -> ServerPause:
+    """The pause of a server that is not trained with."""
+
+    def answer(method: str, path: str) -> dict[str, Any]:
+        response = requests.request(method, f"{base_url}/{path}", timeout=60)
+        if not response.ok:
+            raise ServerError(f"{response.status_code} to /{path}: {response.text[:200]}")
+        return dict(response.json())
+
+    return ServerPause(answer, base_url)

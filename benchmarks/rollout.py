@@ -7,7 +7,8 @@
     python benchmarks/rollout.py --modes abort priority --max-sequences 16    # a server with a queue
     python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a server that runs already
 
-Modes: `abort` and `reuse` are what `resume_kv` says, `overlap` and `both` are these two with `overlap_generation`.
+Modes: `abort` and `reuse` are what `resume_kv` says, `overlap` and `both` are these two with `overlap_generation`, and
+`keep` is `resume_kv="keep"` with it: requests are not cut, they are held on a paused server while the weights change.
 `priority` is `abort`, and every request tells the server that older groups come first.
 `discard` over-provisions and throws away what is not finished. `uninterrupted` never cuts a request and never waits
 for the trainer: the limit of what any mode can reach with so many requests in flight. Factor 1.0 is synchronous in
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import requests
-from calibration import Calibrator
+from calibration import Calibrator, pause_of
 from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, draw, table
 
 from trl_april.admission import NewGroup
@@ -104,6 +105,9 @@ class ForcedLengths:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._engine.abort(request_ids)
 
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        return await self._engine.generated(request_ids)
+
     async def holds(self, version: int) -> bool:
         return True  # nothing is trained, so nothing is lost by a restart
 
@@ -123,7 +127,9 @@ def forced_engine(
     return ForcedLengths(make(base_url, model, sampling, stream_interval=stream_interval), sigma, median, seed)
 
 
-MODES = ("abort", "reuse", "overlap", "both", "discard", "uninterrupted", "priority")
+MODES = ("abort", "reuse", "overlap", "both", "keep", "discard", "uninterrupted", "priority")
+NOT_AUTO = ("keep", *NOT_OF_TRAINING)
+RESUME_KV = {"reuse": "reuse", "both": "reuse", "keep": "keep"}
 
 
 class Contestant:
@@ -139,7 +145,9 @@ class Contestant:
             PrioritisedEngine if mode == "priority" else VLLMEngine,
         )  # fmt: skip
         self._discards, self._uninterrupted = mode == "discard", mode == "uninterrupted"
-        self._overlaps = mode in ("overlap", "both", "uninterrupted")
+        self._overlaps = mode in ("overlap", "both", "keep", "uninterrupted")
+        self._keeps = mode == "keep"
+        self._pause = pause_of(base_url)
         self.pool = Pool(
             options.quota, over_provisioning=1.0 if isinstance(factor, str) else factor,
             # What is never cut is never synced either, so nothing grows old.
@@ -156,7 +164,7 @@ class Contestant:
             )
         self.driver = RolloutDriver(
             self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic,
-            overlap=self._overlaps, resume_kv="reuse" if mode in ("reuse", "both") else "recompute",
+            overlap=self._overlaps, resume_kv=RESUME_KV.get(mode, "recompute"),
         )  # fmt: skip
         self._chooser = None
         if factor == AUTO:
@@ -202,8 +210,7 @@ class Contestant:
 
     async def _run_round(self) -> Round:
         """What a step of training does to the server: sync, round, and a pause for the training."""
-        if self._overlaps and not self._uninterrupted:
-            await self.driver.cut()
+        await self._make_way()
         self.pool.begin_round(self._version)
         self._version += not self._uninterrupted
         for group in self._next(self.pool.room):
@@ -221,6 +228,16 @@ class Contestant:
             await self.driver.go_on()
         await asyncio.sleep(self._train_seconds)
         return done
+
+    async def _make_way(self) -> None:
+        """What comes before the weights change. They do not: that takes all modes the same time."""
+        if self._keeps and self.driver.in_flight:
+            await self.driver.stop_asking()
+            await asyncio.to_thread(self._pause.begin)
+            await self.driver.hold(self._version)
+            await asyncio.to_thread(self._pause.end)
+        elif self._overlaps and not self._uninterrupted:
+            await self.driver.cut()
 
     def _discard(self) -> None:
         """Throw away what is not finished, and what is finished beyond the quota, too."""
@@ -271,7 +288,7 @@ def grid(options: argparse.Namespace) -> list[tuple[str, float | str]]:
         (mode, factor)
         for mode in options.modes
         for factor in options.factors
-        if factor != 1.0 and not (factor == AUTO and mode in NOT_OF_TRAINING)
+        if factor != 1.0 and not (factor == AUTO and mode in NOT_AUTO)
     ]
 
 
