@@ -103,7 +103,8 @@ class TestResuming:
         """The pool that ends a training is empty, and training longer goes on with the next rows."""
         resumed = make_trainer(server, tiny_model_dir, tmp_path, max_steps=8, over_provisioning=3.0, max_staleness=7)
         resumed.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir, "checkpoint-6")))
-        assert [group.group_id for group in resumed.trained_groups] == list(range(24, 32))
+        # Which of them first depends on which was finished first.
+        assert sorted(group.group_id for group in resumed.trained_groups) == list(range(24, 32))
         assert set(numbers(whole_run.trained_groups + resumed.trained_groups).values()) == {1}
 
     def test_fewer_steps_than_the_pool_was_filled_for(self, server, tiny_model_dir, tmp_path, whole_run, caplog):
