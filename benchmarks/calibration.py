@@ -173,17 +173,16 @@ class Calibrator:
         tasks = [asyncio.create_task(read(request)) for request in requests]
         await all_run.wait()  # or the server would not know all of them yet
         names = [request.request_id for request in requests]
-        paused = 0.0
+        times = [time.perf_counter()]
         if pauses:
-            began = time.perf_counter()
             await asyncio.to_thread(self._pause.begin)
             await self._engine.generated(names)
             await asyncio.to_thread(self._pause.end)
-            paused = time.perf_counter() - began
-        began = time.perf_counter()
+            times.append(time.perf_counter())
         await self._engine.abort(names)
         await asyncio.gather(*tasks)
-        return paused or time.perf_counter() - began
+        times.append(time.perf_counter())
+        return times[1] - times[0]
 
 
 def pause_of(base_url: str) -> ServerPause:

@@ -33,12 +33,17 @@ def make_unbegun() -> Pool:
     return Pool(1, over_provisioning=2.0, max_staleness=None)
 
 
+def running() -> tuple[Pool, Sample]:
+    """A pool in the round of version 0, and its one sample, which runs."""
+    pool = make_pool(1)
+    (group,) = admit(pool, 0)
+    pool.start(group.samples[0])
+    return pool, group.samples[0]
+
+
 class TestPool:
     def test_a_version_begins_while_requests_run_that_were_held_for_it(self):
-        pool = make_pool(1)
-        (group,) = admit(pool, 0)
-        sample = group.samples[0]
-        pool.start(sample)
+        pool, sample = running()
         pool.record(sample, [1], [-1.0])
         with pytest.raises(PoolError, match="cannot go from 0 to 1 while 1 requests run"):
             pool.begin_round(1)
@@ -53,10 +58,7 @@ class TestPool:
         pool.check()
 
     def test_what_was_sampled_before_may_arrive_after_the_round_is_opened(self):
-        pool = make_pool(1)
-        (group,) = admit(pool, 0)
-        sample = group.samples[0]
-        pool.start(sample)
+        pool, sample = running()
         pool.hold(1)
         pool.begin_round(1)
         pool.record(sample, [1], [-1.0], 0)
@@ -69,10 +71,7 @@ class TestPool:
 
     def test_a_checkpoint_may_come_before_the_round_is_opened(self):
         """As behind an evaluation, for which the weights were synced."""
-        pool = make_pool(1)
-        (group,) = admit(pool, 0)
-        sample = group.samples[0]
-        pool.start(sample)
+        pool, sample = running()
         pool.record(sample, [1], [-1.0])
         pool.hold(1)
         pool.record(sample, [2], [-1.0], 1)

@@ -19,6 +19,7 @@ from trl_april.engine import GenerationRequest
 from trl_april.errors import ServerError
 from trl_april.generated_tokens import PATH
 from trl_april.sampling import sampling_options
+from trl_april.server_pause import ServerPause
 from trl_april.vllm_engine import VLLMEngine
 
 
@@ -181,6 +182,16 @@ class TestServers:
             )  # fmt: skip
             trainer.train()
         assert caplog.text.count("resume_kv='keep' is not possible") == 1
+        assert sum(done.aborted_requests for done in trainer.rounds) > 0
+        assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
+
+    def test_one_that_cannot_be_paused_has_its_requests_cut(self, server, tiny_model_dir, tmp_path, monkeypatch):
+        monkeypatch.setattr(ServerPause, "begin", lambda pause: False)
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=3.0,
+            max_completion_length=300, max_steps=4,
+        )  # fmt: skip
+        trainer.train()
         assert sum(done.aborted_requests for done in trainer.rounds) > 0
         assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
 

@@ -194,16 +194,18 @@ class TestAnotherNumberOfProcesses:
         assert after[0]["left"] == 0
 
 
+@pytest.mark.parametrize("name", ["overlap", "kept"])
+def test_every_row_is_trained_once_per_epoch(launched, name):
+    results = launched.two.results(name, 2)
+    everything = trained(results)
+    samples = Counter((number, index) for _, number, index in everything)
+    assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+    assert len(set(everything)) == len(everything)
+    assert [result["left"] for result in results] == [0, 0]
+
+
 class TestOverlap:
     """With the factor that both processes choose by themselves."""
-
-    def test_every_row_is_trained_once_per_epoch(self, launched):
-        results = launched.two.results("overlap", 2)
-        everything = trained(results)
-        samples = Counter((number, index) for _, number, index in everything)
-        assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
-        assert len(set(everything)) == len(everything)
-        assert [result["left"] for result in results] == [0, 0]
 
     def test_requests_ran_while_both_trained(self, launched):
         log = [entry for entry in launched.two.result("overlap", 0)["log"] if "april/overlap_tokens" in entry]
@@ -219,13 +221,6 @@ class TestOverlap:
 
 class TestKept:
     """Requests of both live through the syncs that one of them makes."""
-
-    def test_every_row_is_trained_once_per_epoch(self, launched):
-        results = launched.two.results("kept", 2)
-        everything = trained(results)
-        samples = Counter((number, index) for _, number, index in everything)
-        assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
-        assert [result["left"] for result in results] == [0, 0]
 
     def test_nothing_was_cut_in_either(self, launched):
         log = [entry for entry in launched.two.result("kept", 0)["log"] if "april/aborted_requests" in entry]

@@ -230,7 +230,7 @@ class Pool:
         Raises:
             PoolError: If the version goes back.
         """
-        if self.version is None or version < max(self.version, self.held_for or 0):
+        if self.version is None or version < self._newest:
             raise PoolError(
                 f"Requests of version {self.version} cannot be held for version {version}: versions only go up."
             )
@@ -260,11 +260,10 @@ class Pool:
         assert self.version is not None  # a sample runs only inside a round
         version = self.version if version is None else version
         oldest = sample.segments[-1].version if sample.segments else group.born
-        newest = max(self.version, self.held_for or 0)
-        if not oldest <= version <= newest:
+        if not oldest <= version <= self._newest:
             raise PoolError(
                 f"Tokens of version {version} arrived for sample {sample.index} of group {sample.group_id}, whose "
-                f"next token can be of versions {oldest} to {newest}."
+                f"next token can be of versions {oldest} to {self._newest}."
             )
         if len(token_ids) > group.remaining(sample):
             raise PoolError(
@@ -518,6 +517,11 @@ class Pool:
         self.roster.restore(born, finished, version=version, last_id=last_id)
 
     # Internal
+
+    @property
+    def _newest(self) -> int:
+        """The newest policy version that a token can be of."""
+        return max(self.version or 0, self.held_for or 0)
 
     def _expect(self, sample: Sample, *states: SampleState) -> Group:
         group = self._groups.get(sample.group_id)

@@ -146,7 +146,7 @@ class ServerGeneration(VLLMGeneration):
         self._trained_model = trained_model
         self._processes = processes
         self._keeps_cache = resume_kv != "recompute"
-        self._keeps_requests = resume_kv == "keep"
+        self._keeps_requests = resume_kv == "keep"  # in the main process also whether the server can
         self._needs_logprobs = needs_logprobs
         self._api_key = api_key
         self.sync_seconds = 0.0
