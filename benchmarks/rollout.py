@@ -20,7 +20,9 @@ Completion lengths are forced: lognormal around `--median`, the same for every c
 of its own, and they take turns on one server, block by block; what is compared are the measurements of one turn. The
 first rounds and the first of each block are left out, so a figure is that of the steady state; the pauses count.
 Generated and trained tokens are counted apart. The share of the limit is one of generated tokens: what goes into a
-pool comes out of it, but within a few rounds it may deliver more or less than it gets.
+pool comes out of it, but within a few rounds it may deliver more or less than it gets. Where lengths are even, groups
+end together, and a pool of factor 3 generates in every third round only. So a block should have as many measured
+rounds as all factors take to repeat their pattern: 12, say.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from typing import TYPE_CHECKING
 
 import requests
 from calibration import Calibrator, pause_of
-from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, draw, table
+from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, auto_by_best, draw, rows, table
 
 from trl_april.admission import NewGroup
 from trl_april.dynamic_sampling import DynamicSampling
@@ -409,7 +411,10 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["abort"], choices=MODES, help="see above")
     parser.add_argument("--train-seconds", type=float, default=0.0, help="pause of the trainer between two rounds")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds per run")
-    parser.add_argument("--block", type=int, default=4, help="measured rounds before another contestant has its turn")
+    parser.add_argument(
+        "--block", type=int, default=4,
+        help="measured rounds before another contestant has its turn; where lengths are even, whole patterns",
+    )  # fmt: skip
     parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
     parser.add_argument("--median", type=int, default=150, help="median length in tokens")
     parser.add_argument(
@@ -436,7 +441,9 @@ def main() -> None:
     if left:
         run(options, report, left)
     print()
-    print(table(report.measurements))
+    print(table(rows(report.measurements)))
+    if auto := auto_by_best(report.measurements):
+        print(f"\n{table(auto)}")
     if options.plot:
         draw(report.measurements, options.plot)
 

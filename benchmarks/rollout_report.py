@@ -16,6 +16,7 @@ from report import machine, markdown, new_figure, replace_text
 
 
 AUTO = "auto"
+NAMES = {"both": "overlap and reuse", "keep": "overlap and keep"}
 NOT_OF_TRAINING = ("discard", "uninterrupted")
 # Of the command line: what says nothing of the measurements, and what a command that goes on may have more of.
 NOT_WRITTEN, NOT_COMPARED = ("json", "plot", "base_url"), ("sigma", "turns")
@@ -106,6 +107,25 @@ class Report:
         settings = {name: value for name, value in options.items() if name not in NOT_WRITTEN}
         if path is None or not path.exists():
             return cls(settings)
+        earlier = cls.read(path)
+        differ = [
+            f"{name}: {earlier.settings.get(name)!r} there, {settings.get(name)!r} now"
+            for name in sorted({*earlier.settings, *settings} - {*NOT_COMPARED})
+            if earlier.settings.get(name) != settings.get(name)
+        ]
+        if differ:
+            raise SystemExit(
+                f"{path} was measured with other options ({'; '.join(differ)}). Move it away, or choose another file."
+            )
+        return cls(settings, earlier.calibrations, earlier.measurements)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What was measured.
+
+        Raises:
+            SystemExit: If the file is none of ours.
+        """
         try:
             content = json.loads(path.read_text())
             names = {one.name for one in fields(Measurement)}
@@ -113,19 +133,9 @@ class Report:
                 Measurement(**{name: value for name, value in row.items() if name in names})
                 for row in content["measurements"]
             ]
-            earlier, calibrations = content["settings"], content["calibrations"]
+            return cls(content["settings"], content["calibrations"], measurements)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path} cannot be read as what this benchmark writes: {error!r}.") from None
-        differ = [
-            f"{name}: {earlier.get(name)!r} there, {settings.get(name)!r} now"
-            for name in sorted({*earlier, *settings} - {*NOT_COMPARED})
-            if earlier.get(name) != settings.get(name)
-        ]
-        if differ:
-            raise SystemExit(
-                f"{path} was measured with other options ({'; '.join(differ)}). Move it away, or choose another file."
-            )
-        return cls(settings, calibrations, measurements)
+            raise SystemExit(f"{path} cannot be read as what benchmarks/rollout.py writes: {error!r}.") from None
 
     def has(self, sigma: float, turn: int) -> bool:
         """Whether a turn has been measured."""
@@ -158,46 +168,76 @@ def named(factor: float | str, cell: Sequence[Measurement]) -> str:
 
 
 def ratios(measurements: list[Measurement], first: list[Measurement], rate: str) -> str:
-    """Median, and in brackets the range, of each turn's ratio to the first factor."""
+    """Median, and in brackets the range, of each turn's ratio to another contestant."""
+    if measurements is first:
+        return "1.00"
     values = [getattr(one, rate) / getattr(other, rate) for one, other in zip(measurements, first, strict=True)]
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def table(measurements: list[Measurement]) -> str:
-    """Medians over the turns, and the median of each turn's ratio to the first contestant."""
-    header = (
-        "sigma", "mode", "factor", "trained tok/s", "ratio (range)", "share of the limit", "generated tok/s",
-        "trained groups/s", "ratio (range)", "in flight", "carried", "rejected", "age mean", "oldest",
-    )  # fmt: skip
-    rows = []
-    for sigma in dict.fromkeys(m.sigma for m in measurements):
-        cells: dict[tuple[str, float | str], list[Measurement]] = {}
-        for measurement in measurements:
-            if measurement.sigma == sigma:
-                cells.setdefault((measurement.mode, measurement.factor), []).append(measurement)
+def cells_of(measurements: list[Measurement]) -> dict[float, dict[tuple[str, float | str], list[Measurement]]]:
+    """The turns of each mode and factor, by sigma."""
+    found: dict[float, dict[tuple[str, float | str], list[Measurement]]] = {}
+    for one in measurements:
+        found.setdefault(one.sigma, {}).setdefault((one.mode, one.factor), []).append(one)
+    return found
+
+
+def rows(measurements: list[Measurement]) -> list[dict[str, str]]:
+    """What is known of each cell, by the names of columns: medians over the turns, and of each turn's ratio to the
+    first contestant."""
+    found = []
+    for sigma, cells in cells_of(measurements).items():
         first = next(iter(cells.values()))
         for (mode, factor), cell in cells.items():
             rejected = sum(m.rejected_groups for m in cell)
             limit = cells.get(("uninterrupted", factor))
-            rows.append(
-                [
-                    f"{sigma:g}",
-                    "synchronous" if factor == 1.0 else mode,
-                    named(factor, cell),
-                    f"{statistics.median(m.trained_per_second for m in cell):,.0f}",
-                    ratios(cell, first, "trained_per_second"),
-                    ratios(cell, limit, "kept_per_second") if limit else "",
-                    f"{statistics.median(m.generated_per_second for m in cell):,.0f}",
-                    f"{statistics.median(m.groups_per_second for m in cell):.2f}",
-                    ratios(cell, first, "groups_per_second"),
-                    f"{statistics.median(m.in_flight_mean for m in cell):.0f}",
-                    f"{statistics.median(m.carried_fraction for m in cell):.0%}",
-                    f"{rejected / (rejected + sum(m.groups for m in cell)):.0%}",
-                    f"{statistics.median(m.staleness_mean for m in cell):.2f}",
-                    f"{max(m.staleness_max for m in cell)}",
-                ]
+            found.append(
+                {
+                    "sigma": f"{sigma:g}",
+                    "mode": "synchronous" if factor == 1.0 else NAMES.get(mode, mode),
+                    "factor": named(factor, cell),
+                    "trained tok/s": f"{statistics.median(m.trained_per_second for m in cell):,.0f}",
+                    "ratio (range)": ratios(cell, first, "trained_per_second"),
+                    "share of the limit": ratios(cell, limit, "kept_per_second") if limit else "",
+                    "generated tok/s": f"{statistics.median(m.generated_per_second for m in cell):,.0f}",
+                    "trained groups/s": f"{statistics.median(m.groups_per_second for m in cell):.2f}",
+                    "ratio of groups (range)": ratios(cell, first, "groups_per_second"),
+                    "in flight": f"{statistics.median(m.in_flight_mean for m in cell):.0f}",
+                    "carried": f"{statistics.median(m.carried_fraction for m in cell):.0%}",
+                    "rejected": f"{rejected / (rejected + sum(m.groups for m in cell)):.0%}",
+                    "age mean": f"{statistics.median(m.staleness_mean for m in cell):.2f}",
+                    "oldest": f"{max(m.staleness_max for m in cell)}",
+                }
             )
-    return markdown(header, rows)
+    return found
+
+
+def table(rows: list[dict[str, str]], columns: Sequence[str] = ()) -> str:
+    """Cells with all their columns, or with some of them."""
+    columns = columns or list(rows[0])
+    return markdown(columns, [[row[name] for name in columns] for row in rows])
+
+
+def auto_by_best(measurements: list[Measurement]) -> list[dict[str, str]]:
+    """How `auto` does against the fixed factor of its mode that generates most: each turn's ratio."""
+    found = []
+    for sigma, cells in cells_of(measurements).items():
+        for (mode, factor), cell in cells.items():
+            fixed = [k for k in cells if (k[0] == mode or k[1] == 1.0) and k[1] != AUTO]
+            if factor != AUTO or not fixed:
+                continue
+            best = max(fixed, key=lambda k: statistics.median(m.generated_per_second for m in cells[k]))
+            found.append(
+                {
+                    "sigma": f"{sigma:g}",
+                    "mode": NAMES.get(mode, mode),
+                    "best": named(best[1], cells[best]),
+                    "chosen": f"{statistics.median(m.factor_mean for m in cell):.2g}",
+                    "auto by best, generated tok/s (range)": ratios(cell, cells[best], "generated_per_second"),
+                }
+            )
+    return found
 
 
 def draw(measurements: list[Measurement], path: Path) -> None:

@@ -12,7 +12,6 @@ they are trained tokens.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from calibration import Calibration
 from report import write_json
 from rollout import LONGEST, PROMPT_LENGTH, SHORTEST
-from rollout_report import AUTO
+from rollout_report import AUTO, Measurement, Report, auto_by_best, cells_of, rows, table
 
 from trl_april.simulator.lengths import Lognormal
 from trl_april.simulator.run import Mode, run
@@ -28,20 +27,24 @@ from trl_april.simulator.scenario import Scenario
 
 
 KV_BLOCK = 128  # of vLLM on a CPU
+COLUMNS = (
+    "sigma", "mode", "factor", "trained tok/s", "ratio (range)", "share of the limit", "generated tok/s",
+    "simulated by measured", "carried", "age mean", "oldest",
+)  # fmt: skip
 
 
-def simulated(measurement: dict[str, Any], settings: dict[str, Any], calibration: Calibration) -> float:
+def simulated(one: Measurement, report: Report) -> float:
     """Tokens per second of a cell in one turn, as the simulator has it."""
-    mode = Mode.SYNCHRONOUS if measurement["factor"] == 1 else Mode(measurement["mode"])
+    settings = report.settings
+    calibration = Calibration(**report.calibrations[f"{one.sigma:g}/{one.turn}"])
+    mode = Mode.SYNCHRONOUS if one.factor == 1 else Mode(one.mode)
     # What the benchmark calls so has rounds, and a pool that is filled at their ends. The simulator's own fills it at
     # once.
     is_limit = mode is Mode.UNINTERRUPTED
     mode = Mode.KEEP if is_limit else mode
-    # One that was chosen is simulated as what it came to.
-    factor = measurement["factor_mean"] if measurement["factor"] == AUTO else measurement["factor"]
     scenario = Scenario(
         calibration.step_time,
-        Lognormal(settings["median"], measurement["sigma"], shortest=SHORTEST, longest=LONGEST),
+        Lognormal(settings["median"], one.sigma, shortest=SHORTEST, longest=LONGEST),
         quota=settings["quota"],
         group_size=settings["group_size"],
         prompt_tokens=PROMPT_LENGTH,
@@ -52,46 +55,42 @@ def simulated(measurement: dict[str, Any], settings: dict[str, Any], calibration
         sync_seconds=calibration.pause_seconds if mode is Mode.KEEP and not is_limit else 0.0,
         max_staleness=None if is_limit else settings["max_staleness"],
         warmup=settings["warmup"],
-        rounds=measurement["rounds"] * (settings["block"] + 1) // settings["block"],
-        seed=settings["seed"] + measurement["turn"],
+        rounds=one.rounds,  # whole patterns of a pool, where the benchmark counts such
+        seed=settings["seed"] + one.turn,
         quantum=1,
     )
-    result = run(scenario, mode, factor)
+    # A factor that was chosen is simulated as what it came to.
+    result = run(scenario, mode, one.factor_mean if one.factor == AUTO else one.factor)
     return result.trained_per_second if mode is Mode.DISCARD else result.generated_per_second
 
 
-def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
+def compare(report: Report) -> list[dict[str, Any]]:
     """Measured and simulated tokens per second of every cell, medians over the turns."""
-    cells: dict[tuple[float, str, float | str], list[tuple[float, float]]] = {}
-    for one in report["measurements"]:
-        calibration = Calibration(**report["calibrations"][f"{one['sigma']:g}/{one['turn']}"])
-        name = "trained_tokens_per_second" if one["mode"] == "discard" else "generated_tokens_per_second"
-        cells.setdefault((one["sigma"], one["mode"], one["factor"]), []).append(
-            (one[name], simulated(one, report["settings"], calibration))
-        )
-    return [
-        {
-            "sigma": sigma,
-            "mode": "synchronous" if factor == 1 else mode,
-            "factor": factor,
-            "measured": statistics.median(measured for measured, _ in turns),
-            "simulated": statistics.median(found for _, found in turns),
-            "ratio": statistics.median(found / measured for measured, found in turns),
-        }
-        for (sigma, mode, factor), turns in cells.items()
-    ]
+    found = []
+    for sigma, cells in cells_of(report.measurements).items():
+        for (mode, factor), cell in cells.items():
+            measured = [one.kept_per_second for one in cell]
+            speeds = [simulated(one, report) for one in cell]
+            found.append(
+                {
+                    "sigma": sigma,
+                    "mode": "synchronous" if factor == 1 else mode,
+                    "factor": factor,
+                    "measured": statistics.median(measured),
+                    "simulated": statistics.median(speeds),
+                    "ratio": statistics.median(x / y for x, y in zip(speeds, measured, strict=True)),
+                }
+            )
+    return found
 
 
-def table(cells: list[dict[str, Any]]) -> str:
-    """Every cell, and how many are within 15 %."""
-    lines = ["| sigma | mode | factor | measured tok/s | simulated tok/s | ratio |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {c['sigma']:g} | {c['mode']} | {c['factor']} | {c['measured']:,.0f} | {c['simulated']:,.0f} "
-        f"| {c['ratio']:.2f} |"
-        for c in cells
-    ]
+def described(report: Report, cells: list[dict[str, Any]]) -> str:
+    """Every cell as it was measured, with the simulator's ratio, and how many are within 15 %."""
+    found = rows(report.measurements)
+    for row, cell in zip(found, cells, strict=True):
+        row["simulated by measured"] = f"{cell['ratio']:.2f}"
     within = sum(abs(c["ratio"] - 1) <= 0.15 for c in cells)
-    return "\n".join([*lines, "", f"Within 15 %: {within} of {len(cells)} cells."])
+    return f"{table(found, COLUMNS)}\n\nWithin 15 %: {within} of {len(cells)} cells."
 
 
 def plot(cells: list[dict[str, Any]], path: Path) -> None:
@@ -117,13 +116,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the cells here")
     parser.add_argument("--plot", type=Path, help="draw simulated over measured")
     options = parser.parse_args()
-    report = json.loads(options.report.read_text())
-    if not report.get("calibrations"):
+    report = Report.read(options.report)
+    if not report.calibrations:
         parser.error(f"{options.report} has no calibrations; measure with benchmarks/rollout.py --calibrate")
     cells = compare(report)
-    print(table(cells))
+    print(described(report, cells))
+    if auto := auto_by_best(report.measurements):
+        print(f"\n{table(auto)}")
     if options.json:
-        write_json(options.json, report["settings"], cells)
+        write_json(options.json, report.settings, cells)
     if options.plot:
         plot(cells, options.plot)
 

@@ -62,6 +62,10 @@ class SimulatedRounds:
             Samples per group.
         prefill (`float`):
             Seconds per token of what requests are sent with.
+        request (`float`):
+            Seconds per request, before any of them runs.
+        reuses_kv (`bool`):
+            Whether what is resumed has nothing to prefill.
         overhead (`float`):
             Seconds that a round takes after the last of its tokens.
         context (`float`):
@@ -76,6 +80,8 @@ class SimulatedRounds:
         *,
         group_size: int = 4,
         prefill: float = 0.0,
+        request: float = 0.0,
+        reuses_kv: bool = False,
         overhead: float = 0.0,
         context: float = 0.0,
     ) -> None:
@@ -83,6 +89,7 @@ class SimulatedRounds:
         self.context = context
         self.lengths, self.curve = lengths, curve
         self.group_size, self.prefill, self.overhead = group_size, prefill, overhead
+        self.request, self.reuses_kv = request, reuses_kv
         self.version = self.next_id = 0
         self.history: list[Round] = []
 
@@ -113,7 +120,8 @@ class SimulatedRounds:
             pool.start(sample)
         waiting.sort(key=lambda one: one[:2])
         before = sum(len(PROMPT) + count for count in held.values())  # context of those that run
-        stall = self.prefill * before
+        prefilled = sum(len(PROMPT) + n for n in held.values() if not (self.reuses_kv and n))
+        stall = self.prefill * prefilled + self.request * len(waiting)
         first = stall + self.curve(len(waiting)) + self.context * (before + 0.5 * len(waiting))
         seconds, clock = stall, 0
         for place, (left, key, sample) in enumerate(waiting):

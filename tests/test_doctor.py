@@ -29,6 +29,7 @@ from trl_april.doctor.examination import Examination
 from trl_april.doctor.finding import Finding, Mark
 from trl_april.doctor.packages import Packages, check_others, check_package, installed_packages, server_versions
 from trl_april.errors import ConfigError, ServerError
+from trl_april.generated_tokens import PATH as GENERATED_TOKENS
 
 
 OK, WARN, FAIL, SKIP = Mark.OK, Mark.WARN, Mark.FAIL, Mark.SKIP
@@ -370,6 +371,7 @@ def fake(tiny_model_dir) -> Iterator[FakeVLLM]:
 def well(folder: str, **options: Any) -> Iterator[FakeVLLM]:
     with FakeVLLM(**{"model_path": folder, "vocab_size": 81, **options}) as server:
         server.script = obey
+        server.answers[GENERATED_TOKENS] = (200, "{}")
         yield server
 
 
@@ -561,6 +563,14 @@ def test_flags(changed, words):
     finding = check_flags(Server("http://nowhere", None, info=info))
     assert finding.mark is (WARN if words else OK)
     assert all(word in finding.line("flags") for word in words)
+
+
+@pytest.mark.parametrize("status", [404, 501])
+def test_a_server_that_does_not_say_how_far_its_requests_are(fake, status):
+    fake.answers[GENERATED_TOKENS] = (status, "")
+    finding = examine(fake)["requests kept"]
+    assert (finding.mark, f"answered {status}" in finding.found) == (WARN, True)
+    assert "`trl-april serve`" in finding.remedy
 
 
 def test_another_model_than_the_one_to_train(tiny_model_dir, tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from rollout_report import Measurement, Report, draw, table
+from calibration import Calibration
+from rollout_report import Measurement, Report, auto_by_best, draw, rows, table
+from simulator import compare, described, simulated
 
 
 OPTIONS = {"quota": 8, "median": 100, "sigma": [1.0], "turns": 1, "json": None, "plot": None, "base_url": None}
@@ -38,15 +40,68 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_a_table_by_hand():
-    synchronous, both, auto, discard, limit = cells(table(turns(3)))
-    assert synchronous[:5] == ["1", "synchronous", "1", "500", "1.00 (1.00 to 1.00)"]
-    assert both[:5] == ["1", "both", "2", "1,300", "2.60 (2.50 to 2.70)"]
+    synchronous, both, auto, discard, limit = cells(table(rows(turns(3))))
+    assert synchronous[:5] == ["1", "synchronous", "1", "500", "1.00"]
+    assert both[:5] == ["1", "overlap and reuse", "2", "1,300", "2.60 (2.50 to 2.70)"]
     # Of generated tokens, but of what is left where some are thrown away.
     assert both[5] == "0.90 (0.90 to 0.90)"
     assert discard[5] == "0.50 (0.50 to 0.50)"
-    assert limit[5] == "1.00 (1.00 to 1.00)"
+    assert limit[5] == "1.00"
     assert auto[2] == "auto (3)" and auto[5] == "", "there is no limit with this factor"
     assert both[9:11] == ["10", "25%"] and both[12:] == ["1.00", "3"]
+
+
+def test_some_columns_of_a_table():
+    text = table(rows(turns(1)), ["mode", "oldest"])
+    assert text.splitlines()[0] == "| mode | oldest |"
+    assert cells(text)[1] == ["overlap and reuse", "3"]
+
+
+def test_auto_is_held_against_the_fixed_factor_of_its_mode_that_generates_most():
+    measured = turns(3)
+    # Faster, but of another mode; a slower one of its own; and one that was better in a single turn.
+    for turn in range(3):
+        measured += [
+            measurement("keep", 2.0, turn, trained=9000, generated=9000),
+            measurement("both", 3.0, turn, trained=1000, generated=1000 if turn else 2800),
+        ]
+    (found,) = auto_by_best(measured)
+    assert found == {
+        "sigma": "1",
+        "mode": "overlap and reuse",
+        "best": "2",
+        "chosen": "3",
+        "auto by best, generated tok/s (range)": "1.07 (1.07 to 1.07)",
+    }
+    assert auto_by_best([one for one in turns(3) if one.mode == "discard"]) == []
+
+
+def test_synchronous_is_a_fixed_factor_of_every_mode():
+    measured = turns(1)
+    measured[0].generated_tokens = 5800
+    (found,) = auto_by_best(measured)
+    assert found["best"] == "1" and found["auto by best, generated tok/s (range)"].startswith("0.50")
+
+
+def test_the_simulator_beside_what_was_measured():
+    settings = {
+        "median": 20, "quota": 2, "group_size": 2, "train_seconds": 0.1, "max_staleness": 5, "warmup": 1, "block": 2,
+        "seed": 0,
+    }  # fmt: skip
+    speed = Calibration(
+        [(1, 0.01), (16, 0.02)], prefill_seconds=1e-5, request_seconds=1e-3, abort_seconds=0.01, pause_seconds=0.05,
+        context_seconds=0.0, context=20.0,
+    )  # fmt: skip
+    report = Report(settings, {"1/0": speed.described()}, turns(1))
+    for one in report.measurements:  # exactly what the simulator says, but for one
+        found = simulated(one, report) * one.seconds
+        one.trained_tokens = one.generated_tokens = round(2 * found if one.factor == "auto" else found)
+    compared = compare(report)
+    assert [cell["ratio"] for cell in compared] == pytest.approx([1.0, 1.0, 0.5, 1.0, 1.0], rel=0.01)
+    assert len({round(cell["simulated"]) for cell in compared}) == 5
+    text = described(report, compared)
+    assert "Within 15 %: 4 of 5 cells." in text
+    assert [row[7] for row in cells(text.split("\n\n")[0])] == ["1.00", "1.00", "0.50", "1.00", "1.00"]
 
 
 def test_it_goes_on_where_it_was(tmp_path):
@@ -81,7 +136,7 @@ def test_other_options_are_not_mixed(tmp_path):
 )
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(SystemExit, match="cannot be read as what this benchmark writes"):
+    with pytest.raises(SystemExit, match="cannot be read as what benchmarks/rollout.py writes"):
         Report.of(OPTIONS, tmp_path / "other.json")
 
 

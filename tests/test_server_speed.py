@@ -173,6 +173,17 @@ def test_the_prefill_is_found(sigma):
     assert times.curve(64) == pytest.approx(bent(64), rel=0.02)
 
 
+@pytest.mark.parametrize("reuses_kv", [False, True])
+def test_requests_and_their_prefill_are_told_apart(reuses_kv):
+    costs = {"request": 1e-3, "prefill": 1e-4, "reuses_kv": reuses_kv}
+    run = SimulatedRounds(Pool(8, over_provisioning=2.0, max_staleness=5), lognormal(1.0), bent, **costs)
+    times = StepTimes()
+    for _ in range(6):
+        times.observe(run.run_round().spans, reuses_kv=reuses_kv)
+    assert times.seconds_per_request == pytest.approx(1e-3, rel=0.1)
+    assert times.seconds_per_prefilled_token == pytest.approx(1e-4, rel=0.2)
+
+
 def test_noise_in_the_arrivals_cancels():
     rng = random.Random(0)
     run = SimulatedRounds(Pool(8, over_provisioning=2.0), lognormal(1.0), bent)

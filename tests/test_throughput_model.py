@@ -91,6 +91,14 @@ def test_what_is_resumed_is_prefilled_again_unless_its_kv_is_reused():
         assert rounds.run_round().seconds == 2 + expected
 
 
+def test_every_request_takes_its_time_whatever_is_prefilled_for_it():
+    """The first round is over at 2 tokens; the second, with what is left and a new group, two tokens later."""
+    for reuses_kv in (False, True):
+        work = Workload(1, [[2], [9]], second_per_step, seconds_per_request=0.5, reuses_kv=reuses_kv)
+        rounds = in_order(work, 2.0, [[9], [2], [2], [2]])
+        assert [rounds.run_round().seconds for _ in range(2)] == [2 + 2 * 0.5, 2 + 2 * 0.5]
+
+
 def test_overhead_training_and_sync():
     work = Workload(1, [[4]], second_per_step, overhead_seconds=0.5, train_seconds=2.0, sync_seconds=0.25)
     rounds = ModelledRounds(work, 2.0)
@@ -112,6 +120,12 @@ def test_what_is_admitted_ahead_is_prefilled_in_the_time_of_training():
     work = Workload(
         1, [[9]], second_per_step, seconds_per_prefilled_token=0.1, prompt_tokens=10, train_seconds=3.0, overlaps=True
     )
+    rounds = in_order(work, 1.0, [[9], [9]])
+    assert rounds.run_round() == (9 + 1 + 3, 9 + 2, 9)
+
+
+def test_what_is_admitted_ahead_is_sent_in_the_time_of_training():
+    work = Workload(1, [[9]], second_per_step, seconds_per_request=1.0, train_seconds=3.0, overlaps=True)
     rounds = in_order(work, 1.0, [[9], [9]])
     assert rounds.run_round() == (9 + 1 + 3, 9 + 2, 9)
 

@@ -11,13 +11,14 @@ import pytest
 import requests
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.distributed import DistributedBackend
 
 from tests.tiny import build_model
 from trl_april import weight_files
 from trl_april.canary import server_logprobs, trainer_logprobs
-from trl_april.errors import ConfigError, WeightSyncError
+from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.processes import OneProcess
 from trl_april.weight_files import shards, tied_names
 from trl_april.weight_sync import ServerGeneration
@@ -106,6 +107,37 @@ class TestFileSystem:
         generation.sync_weights()
         assert [path.parent for path in paths] == [tmp_path]
         assert list(tmp_path.iterdir()) == []
+
+    def test_requests_make_way_when_the_files_are_written_and_the_server_has_its_old_weights(
+        self, server, trainer, tmp_path
+    ):
+        generation = trainer.connect(server, weight_sync_dir=str(tmp_path))
+        generation.sync_weights()
+        trainer.change(0.02)
+        seen = []
+
+        def make_way():
+            (folder,) = tmp_path.iterdir()
+            written = {}
+            for file in folder.iterdir():
+                written |= load_file(file)
+            for name, parameter in trainer.model.named_parameters():
+                assert torch.equal(written[name], parameter)
+            seen.append(trainer.distance(generation))
+
+        generation.before_sync = make_way
+        generation.sync_weights()
+        assert len(seen) == 1 and seen[0] > 0.05
+        assert trainer.distance(generation) < 1e-4
+
+    def test_requests_make_way_although_the_server_has_gone_away(self, server, trainer, monkeypatch):
+        generation = trainer.connect(server)
+        made_way = []
+        generation.before_sync = lambda: made_way.append(True)
+        monkeypatch.setattr(generation, "is_alive", lambda: False)
+        with pytest.raises(ServerError, match="gone away in the weight sync"):
+            generation.sync_weights()
+        assert made_way == [True]
 
     def test_many_shards_are_one_model(self, server, trainer, monkeypatch):
         monkeypatch.setattr("trl_april.weight_files.SHARD_BYTES", 20_000)
@@ -198,6 +230,13 @@ def test_shared_parameters_are_named_twice():
     assert tied_names(build_model(tie_word_embeddings=False)) == {}
 
 
+def prepare(generation: ServerGeneration, folder: Path) -> None:
+    """Let it have what a sync through files needs but for the model, without a server."""
+    generation.accelerator, generation._processes = Accelerator(cpu=True), OneProcess()
+    generation._weight_sync_dir, generation._tied_names = str(folder), {}
+    generation.before_sync = generation._gone = None
+
+
 class TestMemory:
     """ "The main process never holds a second full copy beyond one shard file's worth.\""""
 
@@ -229,9 +268,9 @@ class TestMemory:
             assert sum(found[-1]) > size
 
         generation = ServerGeneration.__new__(ServerGeneration)
-        generation.model, generation.accelerator = model, Accelerator(cpu=True)
+        generation.model = model
+        prepare(generation, tmp_path)
         generation._dist = DistributedBackend(generation.accelerator)
-        generation._weight_sync_dir, generation._tied_names = str(tmp_path), {}
         monkeypatch.setattr(generation, "_post", loaded)
         peak = self.peak(generation._sync_through_files)
         assert [len(files) for files in found] == [24]
@@ -253,15 +292,15 @@ def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, fai
         raise WeightSyncError("failed")
 
     generation = ServerGeneration.__new__(ServerGeneration)
-    generation.accelerator = Accelerator(cpu=True)
-    generation._weight_sync_dir, generation._tied_names = str(tmp_path), {}
+    prepare(generation, tmp_path)
     monkeypatch.setattr(weight_files, "SHARD_BYTES", 1)  # a file per parameter
     monkeypatch.setattr(generation, "_iter_named_params", params)
     monkeypatch.setattr(weight_files if failing == "save_file" else generation, failing, fail)
     monkeypatch.setattr(generation, "is_alive", lambda: alive)
-    with pytest.raises(WeightSyncError, match="failed") if alive else nullcontext():
+    is_outage = failing == "_post" and not alive
+    with nullcontext() if is_outage else pytest.raises(WeightSyncError, match="failed"):
         generation._sync_through_files()
-    if not alive:
+    if is_outage:
         assert "failed" in str(generation._gone)  # all processes are told at the end
     assert ended == [True]
     assert list(tmp_path.iterdir()) == []

@@ -332,13 +332,16 @@ def test_the_steps_of_a_sync_fail_as_themselves_while_the_server_is_alive(genera
             generation._unless_gone(fail)
         assert generation._gone is None
     for error in (ServerError("e"), requests.ConnectionError("f"), requests.Timeout("g")):
+        generation._gone = None
         generation._unless_gone(fail)
         assert generation._gone is error
     generation.is_alive = lambda: False
     for error in (WeightSyncError("a"), requests.ConnectionError("b"), OSError("c")):
+        generation._gone = None
         generation._unless_gone(fail)
         assert generation._gone is error
-    error = ValueError("d")
+    generation._unless_gone(lambda: pytest.fail("no step follows"))
+    generation._gone, error = None, ValueError("d")
     with pytest.raises(ValueError):
         generation._unless_gone(fail)
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .length_history import LengthHistory, SampleLength
+from .opening_cost import KEPT_PER_ROUND
 from .pool import Pool
 from .round import Round, Span
-from .server_speed import KEPT_PER_ROUND, StepTimes
+from .server_speed import StepTimes
 from .throughput_model import Workload, predicted_throughput
 from .types import Group
 
@@ -30,6 +31,7 @@ EARLY_CHOICES = (3, 4, 6, 8, 10)
 CHOICE_EVERY = 5
 AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
 GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
+MOST_AT_ONCE = 2.0  # times the present factor: how the server's speed goes on is known for an octave, and not beyond
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 FIELDS = 7  # of a sample, in what the processes add up
@@ -139,9 +141,9 @@ class FactorChooser:
             groups (`Iterable[Group]`):
                 The groups of this process: those that it delivered, before they go to others, and those that stay.
             train_seconds (`float`, *optional*, defaults to `0.0`):
-                Time between the end of the round before and the beginning of this one, but for the sync.
+                Time between the end of the round before and the beginning of this one, in which requests may run.
             sync_seconds (`float`, *optional*, defaults to `0.0`):
-                Duration of the weight sync.
+                The rest of that time, for the weight sync.
         """
         roster = self._pool.roster
         group_ids = [k for k in sorted({*roster.delivered, *roster.ids}) if k % self._stride == 0]
@@ -180,13 +182,14 @@ class FactorChooser:
         if not is_time or not self._step_times.is_known or not len(self._lengths):
             return None
         workload = self.workload()
-        predicted = {factor: predicted_throughput(workload, factor) for factor in self.candidates}
+        within = [factor for factor in self.candidates if factor <= MOST_AT_ONCE * self.factor]
+        predicted = {factor: predicted_throughput(workload, factor) for factor in within}
         # Whatever the model does not know of slows all factors down alike, as far as can be told from one.
         tokens, seconds = self._measured
         calibration = tokens / seconds / predicted[self.factor] if tokens and seconds else 1.0
         predicted = {factor: calibration * value for factor, value in predicted.items()}
         enough = (1 - AS_GOOD_AS_BEST) * max(predicted.values())
-        best = next(factor for factor in self.candidates if predicted[factor] >= enough)
+        best = next(factor for factor in within if predicted[factor] >= enough)
         before = self.factor
         # Upwards for a gain only. Downwards also for nothing, since it makes the batch less stale.
         if best == before or best > before and predicted[best] < (1 + GAIN_TO_CHANGE) * predicted[before]:
@@ -207,6 +210,7 @@ class FactorChooser:
             self._lengths.groups(),
             self._step_times.curve,
             seconds_per_prefilled_token=self._step_times.seconds_per_prefilled_token,
+            seconds_per_request=self._step_times.seconds_per_request,
             prompt_tokens=self._prompts.value,
             overhead_seconds=self._overheads.value,
             # Without overlap they are the same for every factor, and predictions compare with the log's rates.

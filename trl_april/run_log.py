@@ -90,6 +90,7 @@ class RunLog:
         self._works_since: float | None = None  # the trainer, on an optimiser step
         self._worked: list[tuple[float, float]] = []
         self._step_times = StepTimes()
+        self._reuses_kv = (options or {}).get("resume_kv") in ("reuse", "keep")
         if self._path is not None:
             self._open(self._path, {**(options or {}), "processes": processes}, resumed_at_step)
 
@@ -124,7 +125,7 @@ class RunLog:
             for segment in sample.segments:
                 ages[min(done.version - segment.version, AGES - 1)] += segment.length
         counts = self._total([*trained, *launched, *ages])  # one message
-        self._step_times.observe(done.spans, stands_for=self._processes)
+        self._step_times.observe(done.spans, stands_for=self._processes, reuses_kv=self._reuses_kv)
         began = done.started - self._zero
         in_flight = [*done.overlap_in_flight, *done.in_flight]
         self._write(
@@ -140,6 +141,7 @@ class RunLog:
                 "ages": _counted(counts[2 * BINS :]),
                 "step_times": self._step_times.curve.points if self._step_times.is_known else [],
                 "seconds_per_prefilled_token": self._step_times.seconds_per_prefilled_token,
+                "seconds_per_request": self._step_times.seconds_per_request,
                 "prompt_tokens": sum(s.prompt - s.held for s in done.spans) / len(done.spans) if done.spans else 0.0,
                 "rewards": dict(rewards),
                 "metrics": {name: value for name, value in self._metrics.items() if "/length_q" not in name},

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median, median_low
 
+from .opening_cost import KEPT_PER_ROUND, OpeningCost
 from .round import Span
 
 
 BINS_PER_OCTAVE = 2
 BINS = 24 * BINS_PER_OCTAVE
-KEPT_PER_ROUND = 0.9  # the share of a round's weight that is left after the next: a server's speed may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ class StepTimes:
         self._seconds = [0.0] * BINS
         self._tokens = [0.0] * BINS
         self._in_flight = [0.0] * BINS  # weighted with tokens
-        self._prefill_seconds = 0.0
-        self._prefilled_tokens = 0.0
+        self._opening = OpeningCost()
 
     @property
     def is_known(self) -> bool:
@@ -114,7 +113,12 @@ class StepTimes:
     @property
     def seconds_per_prefilled_token(self) -> float:
         """What a token to prefill adds to the beginning of a round."""
-        return self._prefill_seconds / self._prefilled_tokens if self._prefilled_tokens else 0.0
+        return self._opening.seconds_per_token
+
+    @property
+    def seconds_per_request(self) -> float:
+        """What a request adds to it beside its prefill."""
+        return self._opening.seconds_per_request
 
     def observe(self, spans: Sequence[Span], *, stands_for: int = 1, reuses_kv: bool = False) -> None:
         """Learn from the requests of a round.
@@ -131,8 +135,6 @@ class StepTimes:
             return
         for values in (self._seconds, self._tokens, self._in_flight):
             values[:] = [KEPT_PER_ROUND * value for value in values]
-        self._prefill_seconds *= KEPT_PER_ROUND
-        self._prefilled_tokens *= KEPT_PER_ROUND
 
         opened = min(span.began for span in spans)
         # Those that came later, for rejected groups or after a broken stream, are not on the same token clock.
@@ -157,9 +159,9 @@ class StepTimes:
             )
             clock, at = float(span.tokens), span.ended
         if self.is_known and most:
-            prefilled = sum(span.prompt for span in wave if not (reuses_kv and span.held)) * stands_for
-            self._prefill_seconds += max(0.0, decodes_from - opened - head * self.curve(most))
-            self._prefilled_tokens += prefilled
+            prefilled = sum(span.prompt for span in wave if not (reuses_kv and span.held))
+            seconds = max(0.0, decodes_from - opened - head * self.curve(most))
+            self._opening.observe(stands_for * len(wave), stands_for * prefilled, seconds)
 
     def _add(self, in_flight: float, seconds: float, tokens: float) -> None:
         place = min(BINS - 1, int(BINS_PER_OCTAVE * math.log2(max(1.0, in_flight))))

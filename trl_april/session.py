@@ -127,7 +127,8 @@ class RolloutSession:
         self._notebook = NotebookBar.if_here()
         self._ended: float | None = None  # when the last round did
         self._between = 0.0  # seconds from there to the present round
-        self._sync_seconds = 0.0  # the part of them in which the weights were synced
+        self._standstill = 0.0  # the last of them, in which nothing ran
+        self._made_way: float | None = None  # when requests last did, for weights to come
         self._chooser = None
         if isinstance(options.over_provisioning, str):
             self._chooser = FactorChooser(
@@ -141,7 +142,7 @@ class RolloutSession:
             )
             self.pool.over_provisioning = self._chooser.factor
 
-    def run_round(self, version: int, *, silent: bool, sync_seconds: float = 0.0) -> Round:
+    def run_round(self, version: int, *, silent: bool) -> Round:
         """Fill the pool, and run until the quota is met.
 
         Args:
@@ -149,15 +150,15 @@ class RolloutSession:
                 Policy version that the server has the weights of.
             silent (`bool`):
                 Whether to show no progress bar.
-            sync_seconds (`float`, *optional*, defaults to `0.0`):
-                Duration of the weight sync before it.
 
         Raises:
             As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion. A
             `ServerError` comes after the server was waited for, and in all processes.
         """
-        self._sync_seconds = sync_seconds
-        self._between = 0.0 if self._ended is None else time.monotonic() - self._ended
+        now = time.monotonic()
+        self._between = 0.0 if self._ended is None else now - self._ended
+        self._standstill = 0.0 if self._made_way is None else now - self._made_way
+        self._made_way = None
         with self._loop.paused():
             self._open_round(version)
         while not self._generate(silent=silent):
@@ -206,6 +207,7 @@ class RolloutSession:
 
         With `resume_kv="keep"`, what runs goes on with the new weights when the server is resumed after the sync.
         """
+        self._made_way = time.monotonic()
         if not (self._keeps and self._pause()):
             self.cut()
             return
@@ -231,8 +233,8 @@ class RolloutSession:
         self._chooser.observe(
             done,
             [*done.groups, *self.pool],
-            train_seconds=max(0.0, self._between - self._sync_seconds),
-            sync_seconds=self._sync_seconds,
+            train_seconds=max(0.0, self._between - self._standstill),
+            sync_seconds=self._standstill,
         )
         change = self._chooser.choose()
         if change is not None:

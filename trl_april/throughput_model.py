@@ -48,6 +48,8 @@ class Workload:
             Duration of a decode step by the number of samples running.
         seconds_per_prefilled_token (`float`, *optional*, defaults to `0.0`):
             What a token of a prompt, or of a partial sample that is resumed, adds to the beginning of a round.
+        seconds_per_request (`float`, *optional*, defaults to `0.0`):
+            What a request adds to it beside its prefill.
         prompt_tokens (`float`, *optional*, defaults to `0.0`):
             Mean length of a prompt.
         overhead_seconds (`float`, *optional*, defaults to `0.0`):
@@ -69,6 +71,7 @@ class Workload:
     lengths: Sequence[Sequence[int]]
     seconds_per_step: Callable[[int], float]
     seconds_per_prefilled_token: float = 0.0
+    seconds_per_request: float = 0.0
     prompt_tokens: float = 0.0
     overhead_seconds: float = 0.0
     train_seconds: float = 0.0
@@ -136,7 +139,7 @@ class ModelledRounds:
         if not self._may_close():
             self._admit()
             until = self._closes_at()
-            seconds = self._prefill_seconds() + self._elapse(until) + self._work.overhead_seconds
+            seconds = self._opening_seconds() + self._elapse(until) + self._work.overhead_seconds
             generated = self._generate(until)
         delivered = self._deliver()
         if self._work.overlaps:
@@ -152,14 +155,14 @@ class ModelledRounds:
         """What is generated while the batch is trained, as [`~trl_april.roster.Roster.room_ahead`] has it.
 
         Returns:
-            `float`: Seconds of its prefill.
+            `float`: Seconds until it runs.
         """
         most = float(self._target)
         if self._work.rounds_to_wait is not None:
             most = min(most, float(self._work.quota * self._work.rounds_to_wait))
         added = self._add(most - self.outstanding)
         prompts = sum(group.weight * len(group.lengths) for group in added)
-        return self._work.seconds_per_prefilled_token * self._work.prompt_tokens * prompts
+        return self._opening(prompts, self._work.prompt_tokens * prompts)
 
     def _add(self, room: float) -> list[_Group]:
         if room < 1e-6:
@@ -241,17 +244,17 @@ class ModelledRounds:
             if length > group.reached
         )
 
-    def _prefill_seconds(self) -> float:
-        rate = self._work.seconds_per_prefilled_token
-        if not rate:
-            return 0.0
-        tokens = 0.0
+    def _opening_seconds(self) -> float:
+        requests = tokens = 0.0
         for group in self._groups:
-            if self._work.reuses_kv and group.reached:
-                continue
-            unfinished = sum(length > group.reached for length in group.lengths)
-            tokens += group.weight * unfinished * (self._work.prompt_tokens + group.reached)
-        return rate * tokens
+            unfinished = group.weight * sum(length > group.reached for length in group.lengths)
+            requests += unfinished
+            if not (self._work.reuses_kv and group.reached):
+                tokens += unfinished * (self._work.prompt_tokens + group.reached)
+        return self._opening(requests, tokens)
+
+    def _opening(self, requests: float, tokens: float) -> float:
+        return self._work.seconds_per_request * requests + self._work.seconds_per_prefilled_token * tokens
 
     def _elapse(self, until: float) -> float:
         """Seconds that the token clock takes from 0 to `until`."""

@@ -325,7 +325,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 sync_seconds = self._sync_weights(self._session.recovery)
             silent = self.args.disable_tqdm or not self.is_world_process_zero()
             with profiling_context(self, "vLLM.generate"):
-                done = self._session.run_round(self.state.global_step, silent=silent, sync_seconds=sync_seconds)
+                done = self._session.run_round(self.state.global_step, silent=silent)
         except Stopped:
             self._checkpoints.save_now()
             raise

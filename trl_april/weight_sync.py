@@ -14,7 +14,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import requests
@@ -116,8 +117,8 @@ class ServerGeneration(VLLMGeneration):
 
     Attributes:
         before_sync (`Callable[[], None]`, *optional*):
-            Called in all processes before the weights change: what still runs on the server is to be ended, or held
-            on a server that is paused.
+            Called in all processes as late as can be before the weights change: what still runs on the server is to
+            be ended, or held on a server that is paused. Weights that travel through files are written by then.
         sync_seconds (`float`):
             Duration of the last sync.
 
@@ -233,30 +234,32 @@ class ServerGeneration(VLLMGeneration):
         self.sync_seconds = time.perf_counter() - began
 
     def _sync_weights(self) -> None:
-        if self.before_sync is not None:
-            self.before_sync()
         version = self._policy_version()
         self._gone = None
-        if self.accelerator.is_main_process:
-            self._unless_gone(self._attach_again)
-        self._tell_if_gone()
+        self._unless_gone(self._attach_again)
+        # Everything that does not need the server comes before what runs there has to make way. Reading sharded
+        # weights and computing with them takes all processes.
         self.model = self._trained_model()
+        expected = trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device)
         _reshard(self.model)
         if self.weight_sync == "filesystem":
             self._sync_through_files()
-        elif self._processes.count == 1:
-            self._unless_gone(super().sync_weights)  # resets the prefix cache too
         else:
-            super().sync_weights()  # a collective call, which must not be left behind in one process
-        if self.accelerator.is_main_process and self._gone is None:
-            self._unless_gone(lambda: self._stamp_and_resume(version))
-        # Reading sharded weights and computing with them takes all processes.
-        expected = trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device)
-        if self.accelerator.is_main_process and self._gone is None:
-            self._unless_gone(lambda: self._verify(version, expected))
+            self._make_way()
+            if self._processes.count == 1:
+                self._unless_gone(super().sync_weights)  # resets the prefix cache too
+            else:
+                super().sync_weights()  # a collective call, which must not be left behind in one process
+        self._unless_gone(lambda: self._stamp_and_resume(version))
+        self._unless_gone(lambda: self._verify(version, expected))
         self._tell_if_gone()  # none may ask for tokens before the server has the weights
         self._stamp = str(version)
         self.vllm_client.weights_have_changed()
+
+    def _make_way(self) -> None:
+        if self.before_sync is not None:
+            self.before_sync()
+        self._tell_if_gone()
 
     def pause(self) -> bool:
         """Let the server stand still, with what runs in its place, until it has the weights of the next sync.
@@ -307,13 +310,15 @@ class ServerGeneration(VLLMGeneration):
         if self.weight_sync == "nccl":
             self.vllm_client.init_communicator(device=self.accelerator.device)
 
-    def _unless_gone(self, step: Callable[[], None]) -> None:
-        """Do a step of the sync. If it fails because the server has gone away, note that and go on: gathering weights
-        takes all processes, and the others do not know yet.
+    def _unless_gone(self, step: Callable[[], object]) -> None:
+        """Do a step of the sync in the main process. If it fails because the server has gone away, note that and go on
+        without the steps after it: gathering weights takes all processes, and the others do not know yet.
 
         What has no answer, or not the one of a server that is ready, may have one later. Other errors are an outage
         only if the server does not answer any more.
         """
+        if not self.accelerator.is_main_process or self._gone is not None:
+            return
         try:
             step()
         except (AprilError, requests.RequestException, OSError) as error:
@@ -355,19 +360,19 @@ class ServerGeneration(VLLMGeneration):
 
     def _sync_through_files(self) -> None:
         params = self._iter_named_params()
-        try:
-            if self.accelerator.is_main_process:
-                self._unless_gone(lambda: self._write_and_load(params))
-        finally:
-            # Gathering a parameter takes all processes, so whatever has failed here, this one goes on to the end. The
-            # end is also where adapters that were merged for the sync are unmerged.
-            for _ in params:
-                pass
-
-    def _write_and_load(self, params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        with weight_folder(self._weight_sync_dir) as folder:
-            write_weights(params, folder, self._tied_names)
-            self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        is_main = self.accelerator.is_main_process
+        with weight_folder(self._weight_sync_dir) if is_main else nullcontext() as folder:
+            try:
+                if folder is not None and self._gone is None:
+                    write_weights(params, folder, self._tied_names)
+            finally:
+                # Gathering a parameter takes all processes, so whatever has failed here, this one goes on to the end.
+                # The end is also where adapters that were merged for the sync are unmerged.
+                for _ in params:
+                    pass
+            self._make_way()
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self._unless_gone(lambda: self._post("collective_rpc", body))
 
     def _reset_prefix_cache(self) -> None:
         for _ in range(10):

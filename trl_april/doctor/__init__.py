@@ -159,6 +159,7 @@ def examine_server(examination: Examination, options: DoctorOptions, base_url: s
     check("endpoints", there.check_endpoints, after=["access"])
     check("configuration", there.check_configuration, after=["endpoints"])
     check("flags", there.check_flags, after=["configuration"])
+    check("requests kept", there.check_keeping, after=["configuration"])
     check("model", there.check_model, after=["configuration"])
     check("log-probabilities", there.check_logprobs, after=["configuration"])
     check("context", there.check_room, options.max_completion_length, after=["configuration"])

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from transformers import AutoConfig, PretrainedConfig
 
 from ..errors import ServerError
+from ..generated_tokens import PATH
 from ..server_check import (
     check_architecture,
     check_context,
@@ -223,6 +224,18 @@ def check_flags(server: Server) -> Finding:
             "; ".join(remedy for _, remedy in wrong) + " (`trl-april serve` sets what training is better with)",
         )
     return Finding(Mark.OK, "nothing that training is better without")
+
+
+def check_keeping(server: Server) -> Finding:
+    """Whether its requests can live through a weight sync."""
+    status = server.session.get(f"{server.base_url}{PATH}").status_code
+    if status != 200:
+        return Finding(
+            Mark.WARN,
+            f"{PATH} answered {status}, so requests are cut for a weight sync, with resume_kv='keep', too",
+            "if you want that option, start the server by `trl-april serve`, and without data parallelism",
+        )
+    return Finding(Mark.OK, "resume_kv='keep' is possible")
 
 
 def check_model(server: Server) -> Finding:

@@ -101,7 +101,7 @@ def trainer_is_slow(summary: Summary) -> str | None:
 
 
 def sync_is_slow(summary: Summary) -> str | None:
-    """Nothing is generated while weights travel."""
+    """The trainer waits while weights travel, and for a part of the time the server does."""
     share = summary.shares.get("sync", 0.0)
     if share < SYNC or summary.sync_seconds is None:
         return None

@@ -51,6 +51,7 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         lengths,
         curve,
         seconds_per_prefilled_token=max(0.0, last.seconds_per_prefilled_token),
+        seconds_per_request=max(0.0, last.seconds_per_request),
         prompt_tokens=max(0.0, last.prompt_tokens),
         overhead_seconds=summary.abort_seconds or 0.0,
         rounds_to_wait=None if bound is None else bound // per_round,

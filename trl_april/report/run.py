@@ -44,6 +44,8 @@ class RunRound:
             What is known by then of the server's speed: requests in flight, and seconds per decode step.
         seconds_per_prefilled_token (`float`):
             The same of what a prompt, or a partial sample that is resumed, adds to the beginning of a round.
+        seconds_per_request (`float`):
+            The same of what a request adds to it beside its prefill.
         prompt_tokens (`float`):
             Mean length of the prompts.
         rewards (`dict[str, float]`):
@@ -63,6 +65,7 @@ class RunRound:
     ages: dict[int, int] = field(default_factory=dict)
     step_times: list[tuple[float, float]] = field(default_factory=list)
     seconds_per_prefilled_token: float = 0.0
+    seconds_per_request: float = 0.0
     prompt_tokens: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -250,6 +253,7 @@ class _Reader:
             ages=_counts(entry["ages"], AGES),
             step_times=[(_number(count), _number(seconds)) for count, seconds in entry["step_times"]],
             seconds_per_prefilled_token=_number(entry["seconds_per_prefilled_token"]),
+            seconds_per_request=_number(entry.get("seconds_per_request", 0.0)),  # none in earlier logs
             prompt_tokens=_number(entry["prompt_tokens"]),
             rewards=_numbers(entry["rewards"]),
             metrics=_numbers(entry["metrics"]),

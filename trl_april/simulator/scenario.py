@@ -52,7 +52,7 @@ class Scenario:
         train_seconds (`float`, *optional*, defaults to `0.0`):
             Training on a batch.
         sync_seconds (`float`, *optional*, defaults to `0.0`):
-            Weight sync after it.
+            Weight sync after it, as long as nothing is generated for it.
         max_staleness (`int`, *optional*, defaults to `5`):
             Bound that the pool guarantees, in policy versions, one for each batch. `None` lifts it.
         warmup (`int`, *optional*, defaults to `4`):
