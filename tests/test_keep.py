@@ -213,15 +213,16 @@ class TestServers:
             server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, max_completion_length=300,
             over_provisioning=4.0, max_steps=10,
         )  # fmt: skip
-        load = trainer.vllm_generation._write_and_load
+        post = trainer.vllm_generation._post
 
-        def fail(params):
-            if not requests.get(f"{server.base_url}/is_paused", timeout=10).json()["is_paused"]:
-                return load(params)  # nothing ran
-            raise ValueError("the disk is full")
+        def fail(path, body=None):
+            paused = requests.get(f"{server.base_url}/is_paused", timeout=10).json()["is_paused"]
+            if path == "collective_rpc" and paused:  # or nothing ran
+                raise ValueError("that cannot be loaded")
+            return post(path, body)
 
-        monkeypatch.setattr(trainer.vllm_generation, "_write_and_load", fail)
-        with pytest.raises(ValueError, match="the disk is full"):
+        monkeypatch.setattr(trainer.vllm_generation, "_post", fail)
+        with pytest.raises(ValueError, match="that cannot be loaded"):
             trainer.train()
         assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}
         assert wait_until_idle(server) == 0
