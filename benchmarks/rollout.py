@@ -21,8 +21,9 @@ of its own, and they take turns on one server, block by block; what is compared 
 first rounds and the first of each block are left out, so a figure is that of the steady state; the pauses count.
 Generated and trained tokens are counted apart. The share of the limit is one of generated tokens: what goes into a
 pool comes out of it, but within a few rounds it may deliver more or less than it gets. Where lengths are even, groups
-end together, and a pool of factor 3 generates in every third round only. So a block should have as many measured
-rounds as all factors take to repeat their pattern: 12, say.
+end together, and a pool of factor 3 generates in every third round only. The round of each block that does not count
+must not always be the same one of that pattern: with a block of 4 measured rounds every fifth does not count, and after
+6 blocks each round of the patterns of 2 and of 3 has been left out equally often.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ SHORTEST, LONGEST = 8, 3500
 CONTEXT = 4096  # of the server's model
 PROMPT_LENGTH = 16
 ROUNDS_TO_CHOOSE = 10
-PIECES = 2  # of a calibration, after every block
+PIECES = 1  # of a calibration, after every block
 
 
 def sample_of(request: GenerationRequest) -> tuple[int, int]:
@@ -413,7 +414,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds per run")
     parser.add_argument(
         "--block", type=int, default=4,
-        help="measured rounds before another contestant has its turn; where lengths are even, whole patterns",
+        help="measured rounds before another contestant has its turn; not one less than a factor, or than its multiple",
     )  # fmt: skip
     parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
     parser.add_argument("--median", type=int, default=150, help="median length in tokens")

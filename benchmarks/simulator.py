@@ -55,7 +55,7 @@ def simulated(one: Measurement, report: Report) -> float:
         sync_seconds=calibration.pause_seconds if mode is Mode.KEEP and not is_limit else 0.0,
         max_staleness=None if is_limit else settings["max_staleness"],
         warmup=settings["warmup"],
-        rounds=one.rounds,  # whole patterns of a pool, where the benchmark counts such
+        rounds=one.rounds * (settings["block"] + 1) // settings["block"],
         seed=settings["seed"] + one.turn,
         quantum=1,
     )
