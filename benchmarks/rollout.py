@@ -22,8 +22,8 @@ first rounds and the first of each block are left out, so a figure is that of th
 Generated and trained tokens are counted apart. The share of the limit is one of generated tokens: what goes into a
 pool comes out of it, but within a few rounds it may deliver more or less than it gets. Where lengths are even, groups
 end together, and a pool of factor 3 generates in every third round only. The round of each block that does not count
-must not always be the same one of that pattern: with a block of 4 measured rounds every fifth does not count, and after
-6 blocks each round of the patterns of 2 and of 3 has been left out equally often.
+must not always be the same one of that pattern: with `--block 4` every fifth does not count, and after 6 blocks each
+round of the patterns of 2 and of 3 has been left out equally often.
 """
 
 from __future__ import annotations
@@ -413,9 +413,8 @@ def main() -> None:
     parser.add_argument("--train-seconds", type=float, default=0.0, help="pause of the trainer between two rounds")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds per run")
     parser.add_argument(
-        "--block", type=int, default=4,
-        help="measured rounds before another contestant has its turn; not one less than a factor, or than its multiple",
-    )  # fmt: skip
+        "--block", type=int, default=4, help="measured rounds before another contestant has its turn; see above"
+    )
     parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
     parser.add_argument("--median", type=int, default=150, help="median length in tokens")
     parser.add_argument(
