@@ -24,6 +24,7 @@ from trl_april.doctor.speed import seconds_per_step
 from trl_april.engine import GenerationRequest
 from trl_april.errors import ServerError
 from trl_april.sampling import sampling_options
+from trl_april.server_check import max_sequences, server_info
 from trl_april.server_pause import ServerPause
 from trl_april.simulator.step_time import StepTime
 from trl_april.vllm_engine import VLLMEngine
@@ -56,6 +57,8 @@ class Calibration:
             Seconds that a token of context adds to a step.
         context (`float`):
             Tokens of context that each sequence had in `steps`.
+        max_sequences (`int`, *optional*, defaults to `128`):
+            Sequences that the server decodes at once; by default as many as vLLM on a CPU.
     """
 
     steps: list[tuple[int, float]]
@@ -65,6 +68,7 @@ class Calibration:
     pause_seconds: float
     context_seconds: float
     context: float
+    max_sequences: int = 128
 
     @property
     def step_time(self) -> StepTime:
@@ -95,6 +99,7 @@ class Calibrator:
             temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
             stop_token_ids=(), generation_kwargs={"ignore_eos": True},
         )  # fmt: skip
+        self._base_url = base_url
         self._engine = VLLMEngine(base_url, model, sampling, stream_interval=16)
         self._pause = pause_of(base_url)
         self._prompt_tokens = prompt_tokens
@@ -118,6 +123,7 @@ class Calibrator:
         return Calibration(
             [(number, mean[str(number)]) for number in self._sequences], prefill, max(0.0, request),
             mean["abort"], mean["pause"], max(0.0, context), self._prompt_tokens + STEPS / 2,
+            max_sequences_of(self._base_url),
         )  # fmt: skip
 
     def _all(self) -> dict[str, Callable[[], Awaitable[float]]]:
@@ -183,6 +189,14 @@ class Calibrator:
         await asyncio.gather(*tasks)
         times.append(time.perf_counter())
         return times[1] - times[0]
+
+
+def max_sequences_of(base_url: str) -> int:
+    """Sequences that the server decodes at once."""
+    with requests.Session() as session:
+        found = max_sequences(server_info(session, base_url))
+    assert found is not None
+    return found
 
 
 def pause_of(base_url: str) -> ServerPause:

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import requests
-from calibration import Calibrator, pause_of
+from calibration import Calibrator, max_sequences_of, pause_of
 from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, auto_by_best, draw, rows, table
 
 from trl_april.admission import NewGroup
@@ -174,6 +174,7 @@ class Contestant:
             self._chooser = FactorChooser(
                 self.pool, group_size=options.group_size, max_completion_length=LONGEST,
                 reuses_kv=mode in ("reuse", "both"), overlaps=self._overlaps,
+                max_sequences=max_sequences_of(base_url),
             )  # fmt: skip
             self.pool.over_provisioning = self._chooser.factor
         self.measurement = Measurement(sigma, mode, factor, turn)
@@ -213,14 +214,18 @@ class Contestant:
 
     async def _run_round(self) -> Round:
         """What a step of training does to the server: sync, round, and a pause for the training."""
+        began = time.perf_counter()
         await self._make_way()
+        sync_seconds = time.perf_counter() - began
         self.pool.begin_round(self._version)
         self._version += not self._uninterrupted
         for group in self._next(self.pool.room):
             group.admit_to(self.pool)
         done = await self.driver.run_round()
         if self._chooser is not None:
-            self._chooser.observe(done, [*done.groups, *self.pool], train_seconds=self._train_seconds)
+            self._chooser.observe(
+                done, [*done.groups, *self.pool], train_seconds=self._train_seconds, sync_seconds=sync_seconds
+            )
             if self._chooser.choose() is not None:
                 self.pool.over_provisioning = self._chooser.factor
         if self._discards:

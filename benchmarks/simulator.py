@@ -48,8 +48,11 @@ def simulated(one: Measurement, report: Report) -> float:
         quota=settings["quota"],
         group_size=settings["group_size"],
         prompt_tokens=PROMPT_LENGTH,
+        max_sequences=calibration.max_sequences,
         kv_block=KV_BLOCK,
         request_seconds=calibration.request_seconds,
+        # Client and API server compute a request on the cores that the engine computes on.
+        request_stall_seconds=calibration.request_seconds,
         abort_seconds=calibration.abort_seconds,
         train_seconds=0.0 if is_limit else settings["train_seconds"],
         sync_seconds=calibration.pause_seconds if mode is Mode.KEEP and not is_limit else 0.0,

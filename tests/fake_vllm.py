@@ -119,6 +119,8 @@ class FakeVLLM:
         model, model_path, vocab_size, max_model_len, dtype, quantization, device, logprobs_mode, weight_transfer,
         version:
             What it says of itself.
+        more_config (`dict`):
+            Further parts of its configuration.
         api_key (`str`, *optional*):
             Demanded as a bearer token under `/v1`, as vLLM does.
         dev_endpoints (`bool`):
@@ -152,6 +154,7 @@ class FakeVLLM:
         logprobs_mode: str = "processed_logprobs",
         weight_transfer: dict[str, Any] | None = None,
         version: str = "0.31.0",
+        more_config: dict[str, Any] | None = None,
         api_key: str | None = None,
         dev_endpoints: bool = True,
         prompt_length: int = 3,
@@ -168,6 +171,7 @@ class FakeVLLM:
         self.logprobs_mode = logprobs_mode
         self.weight_transfer = weight_transfer
         self.version = version
+        self.more_config = more_config or {}
         self.api_key = api_key
         self.dev_endpoints = dev_endpoints
         self.prompt_length = prompt_length
@@ -297,6 +301,7 @@ class FakeVLLM:
             },
             "device_config": {"device": self.device},
             "weight_transfer_config": self.weight_transfer,
+            **self.more_config,
         }
         as_json = request.query.get("config_format") == "json"
         return web.json_response({"vllm_config": config if as_json else str(config), "vllm_env": {}})

@@ -128,6 +128,15 @@ def test_no_change_goes_further_than_the_servers_speed_is_known():
     assert all(change.after <= 2 * change.before for change in auto.changes)
 
 
+def test_no_more_are_in_flight_than_the_server_has_places_for():
+    """It is known before any round shows it: with 32 places, as many are busy at a factor of 1."""
+    lengths = lognormal(0.0)
+    auto = Auto(lengths, bent)
+    auto.chooser = FactorChooser(auto.pool, group_size=4, max_completion_length=LONGEST, max_sequences=32)
+    auto.rounds(3)
+    assert auto.pool.over_provisioning == 1.0
+
+
 def test_where_more_in_flight_gain_nothing_the_batch_is_as_fresh_as_can_be():
     auto = Auto(lognormal(1.0), saturated, prefill=1e-4)
     auto.rounds(20)

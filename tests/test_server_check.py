@@ -71,7 +71,22 @@ def test_an_accepted_server_gives_its_facts(tmp_path: Path):
         quantized=False,
         device="cpu",
         has_weight_transfer=False,
+        max_sequences=None,
     )
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, None),
+        ({"scheduler_config": {"max_num_seqs": None}}, None),
+        ({"scheduler_config": {"max_num_seqs": 128}}, 128),
+        ({"scheduler_config": {"max_num_seqs": 128}, "parallel_config": {"data_parallel_size": 4}}, 512),
+    ],
+)
+def test_how_many_sequences_it_decodes_at_once(parts, expected):
+    with FakeVLLM(vocab_size=VOCAB, more_config=parts) as server:
+        assert check(server).max_sequences == expected
 
 
 def test_the_facts_of_another_server():

@@ -49,6 +49,17 @@ def test_a_curve_never_says_that_more_in_flight_are_slower_altogether():
     assert all(curve(count) > 0 for count in range(1, 9))
 
 
+def test_requests_without_a_place_wait():
+    curve = StepTimeCurve.through([(4.0, 1.0), (8.0, 2.0)], places=16)
+    assert (curve(12), curve(16)) == (3.0, 4.0)
+    assert (curve(32), curve(64)) == (8.0, 16.0)
+
+
+def test_what_was_seen_of_requests_without_a_place_goes_on_as_well():
+    curve = StepTimeCurve.through([(4.0, 1.0), (8.0, 1.0), (16.0, 2.0)], places=8)
+    assert [curve(count) for count in (6, 8, 16, 32)] == [1.0, 1.0, 2.0, 4.0]
+
+
 def test_one_point_is_a_flat_curve():
     curve = StepTimeCurve.through([(8.0, 2.0)])
     assert curve(1) == curve(8) == curve(100) == 2.0

@@ -16,8 +16,10 @@ LINEAR = StepTime(((1, 1.0), (2, 1.5), (3, 2.0)))
 class Arena:
     """A server, and when each of its jobs ended."""
 
-    def __init__(self, step_time=CONSTANT, *, max_sequences=8, max_batched_tokens=1000):
-        self.server = SimulatedServer(step_time, max_sequences=max_sequences, max_batched_tokens=max_batched_tokens)
+    def __init__(self, step_time=CONSTANT, *, max_sequences=8, max_batched_tokens=1000, **options):
+        self.server = SimulatedServer(
+            step_time, max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, **options
+        )
         self.ended = {}
 
     def job(self, name, tokens, *, prefill=1, arrival=0.0, context=0):
@@ -86,6 +88,30 @@ def test_prefill_holds_up_everybody_for_its_time():
 
     assert run(arena, main) == {"b": 5.0, "a": 6.0}
     assert arena.server.busy_seconds == pytest.approx(6.0)
+
+
+def test_every_request_that_comes_holds_up_the_next_step():
+    """a and b: 1.0 + 2 x 0.25. c and d come in it: 1.5 again, though d has nothing to prefill. Then 1.0 each."""
+    arena = Arena(stall_seconds=0.25)
+
+    async def main():
+        arena.job("a", 4)
+        arena.job("b", 1)
+        arena.job("c", 1, arrival=0.5)
+        arena.job("d", 2, prefill=0, arrival=0.6)
+
+    assert run(arena, main) == {"b": 1.5, "c": 3.0, "d": 4.0, "a": 5.0}
+
+
+def test_a_request_holds_up_the_others_also_where_there_is_no_place_for_it():
+    arena = Arena(max_sequences=1, stall_seconds=0.25)
+
+    async def main():
+        arena.job("a", 3)
+        arena.job("b", 1, arrival=0.5)
+
+    # a: 1.25 with its own, 1.25 with that of b, 1.0; then b, which came before.
+    assert run(arena, main) == {"a": 3.5, "b": 4.5}
 
 
 GROWING = StepTime(((1, 1.0),), context_seconds=0.1)

@@ -87,6 +87,8 @@ class FactorChooser:
             Whether resumed samples are spared their prefill.
         overlaps (`bool`, *optional*, defaults to `False`):
             Whether requests go on while the trainer trains.
+        max_sequences (`int`, *optional*):
+            Requests that the server decodes at once, if that is known; more wait, and gain nothing.
         total (`Callable[[Sequence[float]], list[float]]`, *optional*):
             Adds values up over all processes. By default there is one.
         is_first (`bool`, *optional*, defaults to `True`):
@@ -101,6 +103,7 @@ class FactorChooser:
         max_completion_length: int,
         reuses_kv: bool = False,
         overlaps: bool = False,
+        max_sequences: int | None = None,
         total: Reduction = list,
         is_first: bool = True,
     ) -> None:
@@ -116,7 +119,7 @@ class FactorChooser:
         self._stride = math.ceil(self.candidates[-1] * roster.quota / MAX_GROUPS)
         remembered = max(64, ROUNDS_REMEMBERED * roster.quota // self._stride)
         self._lengths = LengthHistory(min(MAX_GROUPS, remembered), max_completion_length)
-        self._step_times = StepTimes()
+        self._step_times = StepTimes(max_sequences or math.inf)
         self._rounds = 0
         self._proposed = self.factor
         self._prompts = _RecentMean()

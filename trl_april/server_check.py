@@ -35,6 +35,8 @@ class ServerFacts:
             Device type, such as `"cpu"` or `"cuda"`.
         has_weight_transfer (`bool`):
             Whether the server was started with a weight-transfer engine (needed for `weight_sync="nccl"`).
+        max_sequences (`int`, *optional*):
+            Sequences that all engines of the server decode at once; what is beyond waits. `None` if it does not say.
     """
 
     model: str
@@ -43,6 +45,7 @@ class ServerFacts:
     quantized: bool
     device: str
     has_weight_transfer: bool
+    max_sequences: int | None = None
 
 
 def check_server(
@@ -83,6 +86,7 @@ def check_server(
             quantized=model["quantization"] is not None,
             device=str(info["device_config"]["device"]).split(":")[0],
             has_weight_transfer=info["weight_transfer_config"] is not None,
+            max_sequences=max_sequences(info),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ServerError(
@@ -96,6 +100,12 @@ def check_server(
     check_architecture(served_model, base_url, config)
     check_vocabulary(session, base_url, facts.model, config)
     return facts
+
+
+def max_sequences(info: dict[str, Any]) -> int | None:
+    """Sequences that all engines of the server with this configuration decode at once, if it says so."""
+    number = info.get("scheduler_config", {}).get("max_num_seqs")
+    return None if number is None else int(number) * int(info.get("parallel_config", {}).get("data_parallel_size", 1))
 
 
 def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:

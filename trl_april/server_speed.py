@@ -33,6 +33,8 @@ BINS = 24 * BINS_PER_OCTAVE
 class StepTimeCurve:
     """Seconds per decode step by requests in flight: straight between known points, and on beyond them.
 
+    Of requests for which the server has no place, a token takes as much longer as they wait.
+
     Args:
         points (`Sequence[tuple[float, float]]`):
             Requests in flight and seconds, ascending in both.
@@ -40,13 +42,21 @@ class StepTimeCurve:
             Seconds per request under the first point.
         above (`float`, *optional*, defaults to `0.0`):
             Seconds per request over the last.
+        places (`float`, *optional*):
+            Requests that the server decodes at once. By default there is no bound.
     """
 
     points: Sequence[tuple[float, float]]
     below: float = 0.0
     above: float = 0.0
+    places: float = math.inf
 
     def __call__(self, in_flight: float) -> float:
+        if in_flight > self.places:
+            return self._of_running(self.places) * in_flight / self.places
+        return self._of_running(in_flight)
+
+    def _of_running(self, in_flight: float) -> float:
         place = bisect_right(self.points, (in_flight, math.inf))
         count, seconds = self.points[max(0, place - 1)]
         if not place:
@@ -57,7 +67,7 @@ class StepTimeCurve:
         return seconds + (next_seconds - seconds) * (in_flight - count) / (next_count - count)
 
     @classmethod
-    def through(cls, points: Sequence[tuple[float, float]]) -> StepTimeCurve:
+    def through(cls, points: Sequence[tuple[float, float]], places: float = math.inf) -> StepTimeCurve:
         """A curve through points that goes on beyond them as steeply as it rises over the nearest octave.
 
         But not more steeply than in proportion: a server that has more to do than it can lets the rest wait.
@@ -66,7 +76,7 @@ class StepTimeCurve:
         (first, least), (last, most) = points[0], points[-1]
         below = min((known(2 * first) - least) / first, least / first)
         above = min((most - known(last / 2)) / (last / 2), most / last)
-        return cls(points, below, above)
+        return cls(points, below, above, places)
 
 
 class StepTimes:
@@ -74,9 +84,14 @@ class StepTimes:
 
     Bins by requests in flight, two to the octave, hold seconds and tokens; their ratio is a mean over everything that
     fell into the bin, in which the noise of single arrivals cancels.
+
+    Args:
+        places (`float`, *optional*):
+            Requests that the server decodes at once, if that is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: float = math.inf) -> None:
+        self._places = places
         self._seconds = [0.0] * BINS
         self._tokens = [0.0] * BINS
         self._in_flight = [0.0] * BINS  # weighted with tokens
@@ -108,7 +123,8 @@ class StepTimes:
             while len(merged) > 1 and merged[-1][1] * merged[-2][2] <= merged[-2][1] * merged[-1][2]:
                 other = merged.pop()
                 merged[-1] = [x + y for x, y in zip(merged[-1], other, strict=True)]
-        return StepTimeCurve.through([(area / tokens, seconds / tokens) for area, seconds, tokens in merged])
+        points = [(area / tokens, seconds / tokens) for area, seconds, tokens in merged]
+        return StepTimeCurve.through(points, self._places)
 
     @property
     def seconds_per_prefilled_token(self) -> float:

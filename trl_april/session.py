@@ -137,6 +137,7 @@ class RolloutSession:
                 max_completion_length=trainer.max_completion_length,
                 reuses_kv=options.resume_kv != "recompute",
                 overlaps=options.overlap_generation,
+                max_sequences=trainer.vllm_generation.facts.max_sequences,
                 total=processes.total,
                 is_first=processes.rank == 0,
             )

@@ -55,6 +55,7 @@ class SimulatedEngine:
                 scenario.step_time,
                 max_sequences=scenario.max_sequences,
                 max_batched_tokens=scenario.max_batched_tokens,
+                stall_seconds=scenario.request_stall_seconds,
             )
             for _ in range(scenario.servers)
         ]

@@ -10,7 +10,7 @@ from .grid import FACTORS, MODES
 from .lengths import Lengths, Lognormal, read_histogram, read_log
 from .run import Mode
 from .scenario import Scenario
-from .step_time import EXAMPLE, StepTime, parse_step_time, read_step_time
+from .step_time import EXAMPLE, StepTime, parse_step_time, read_max_sequences, read_step_time
 
 
 DESCRIPTION = """\
@@ -39,9 +39,9 @@ WORKLOAD = (
 )
 SERVERS = (
     ("servers", int, "inference servers"),
-    ("max_sequences", int, "sequences that a server decodes at once"),
     ("max_batched_tokens", int, "tokens of one step of a server"),
     ("kv_block", int, "tokens of a block of the prefix cache"),
+    ("request_stall_seconds", float, "what a request takes from the server's steps beside its prefill"),
 )
 TRAINER = (
     ("processes", int, "trainer processes, each of which sends its share of the requests"),
@@ -121,6 +121,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--context-seconds", type=float, metavar="S",
         help="seconds per step and token of context, summed over all sequences (default: doctor's, or 0)",
     )  # fmt: skip
+    default = Scenario.__dataclass_fields__["max_sequences"].default
+    servers.add_argument(
+        "--max-sequences", type=int, metavar="N",
+        help=f"sequences that a server decodes at once (default: doctor's, or {default})",
+    )  # fmt: skip
     _add(servers, SERVERS)
     _add(parser.add_argument_group("the trainer"), TRAINER)
 
@@ -144,6 +149,7 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         max_staleness=options.max_staleness,
         warmup=warmup if options.warmup is None else options.warmup,
         rounds=rounds if options.rounds is None else options.rounds,
+        **_max_sequences(options),
         **{name: getattr(options, name) for name in names},
     )
 
@@ -174,6 +180,13 @@ def _lengths(options: argparse.Namespace) -> Lengths:
     if options.log is not None:
         return read_log(options.log)
     return Lognormal(options.median, options.sigma, options.min_length, options.max_length)
+
+
+def _max_sequences(options: argparse.Namespace) -> dict[str, int]:
+    found = options.max_sequences
+    if found is None and options.doctor is not None:
+        found = read_max_sequences(options.doctor)
+    return {} if found is None else {"max_sequences": found}
 
 
 def _step_time(options: argparse.Namespace) -> StepTime:

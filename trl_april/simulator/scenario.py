@@ -47,6 +47,9 @@ class Scenario:
             Tokens of a block of the prefix cache (128 on a CPU).
         request_seconds (`float`, *optional*, defaults to `0.0005`):
             What a process takes to send one request, before the next.
+        request_stall_seconds (`float`, *optional*, defaults to `0.0`):
+            What a request takes from the steps of the server, beside its prefill: nothing where the engine has devices
+            of its own, and about `request_seconds` where it shares its cores with clients and API server.
         abort_seconds (`float`, *optional*, defaults to `0.02`):
             From the abort, at which generation stops, until the last stream has ended.
         train_seconds (`float`, *optional*, defaults to `0.0`):
@@ -82,6 +85,7 @@ class Scenario:
     max_batched_tokens: int = 2048
     kv_block: int = 16
     request_seconds: float = 0.0005
+    request_stall_seconds: float = 0.0
     abort_seconds: float = 0.02
     train_seconds: float = 0.0
     sync_seconds: float = 0.0
@@ -99,7 +103,8 @@ class Scenario:
             ),
             1,
         )  # fmt: skip
-        least |= dict.fromkeys(("warmup", "request_seconds", "abort_seconds", "train_seconds", "sync_seconds"), 0)
+        seconds = ("request_seconds", "request_stall_seconds", "abort_seconds", "train_seconds", "sync_seconds")
+        least |= dict.fromkeys(("warmup", *seconds), 0)
         for name, bound in least.items():
             value = getattr(self, name)
             if not bound <= value < math.inf:

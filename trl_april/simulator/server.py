@@ -61,6 +61,8 @@ class SimulatedServer:
             Sequences at once; others wait.
         max_batched_tokens (`int`):
             Tokens of one step, decoded and prefilled ones together.
+        stall_seconds (`float`, *optional*, defaults to `0.0`):
+            What the arrival of a request takes from the next step, beside its prefill.
 
     Attributes:
         load (`int`):
@@ -71,11 +73,13 @@ class SimulatedServer:
             Time in steps so far.
     """
 
-    def __init__(self, step_time: StepTime, *, max_sequences: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, step_time: StepTime, *, max_sequences: int, max_batched_tokens: int, stall_seconds: float = 0.0
+    ) -> None:
         self.load = 0
         self.tokens = 0
         self.busy_seconds = 0.0
-        self._prefill_seconds = step_time.prefill_seconds
+        self._prefill_seconds, self._stall_seconds = step_time.prefill_seconds, stall_seconds
         self._context_seconds = step_time.context_seconds
         # A step that only prefills takes the time of one sequence at least.
         self._decode_seconds = [step_time.decode(max(1, number)) for number in range(max_sequences + 1)]
@@ -191,14 +195,16 @@ class SimulatedServer:
     def _plan(self, now: float) -> None:
         """Begin the next run of steps."""
         self._began, self._planned = now, 0
+        stall = 0.0
         while self._coming and self._coming[0][0] <= now + ROUNDING:
             self._waiting.append(heapq.heappop(self._coming)[2])
-        prefilled = self._admit()
+            stall += self._stall_seconds
+        stall += self._prefill_seconds * (prefilled := self._admit())
         # What is prefilled only in part gets no token yet, and does not count.
         self._seconds = self._decode_seconds[len(self._running)] + self._context_seconds * self._context
         self._growth = self._context_seconds * len(self._running)
-        if prefilled:
-            self._seconds += self._prefill_seconds * prefilled
+        if prefilled or (stall and self._running):
+            self._seconds += stall
             self._planned = 1
         elif self._running:
             while self._ends[0][2].is_cut:

@@ -163,6 +163,19 @@ def read_step_time(path: Path, prefill_seconds: float | None = None, context_sec
     return StepTime.measured(points, prefill_seconds, context_seconds)
 
 
+def read_max_sequences(path: Path) -> int | None:
+    """Sequences that the server decodes at once which `trl-april doctor` has looked at, if it says so.
+
+    Raises:
+        ConfigError: If the file cannot be read as what doctor writes.
+    """
+    try:
+        number = json.loads(path.read_text()).get("server", {}).get("max_num_seqs")
+        return None if number is None else int(number)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Give the file that doctor wrote.") from error
+
+
 def _decode_point(point: dict[str, Any]) -> tuple[int, float, float]:
     return int(point["sequences"]), float(point["seconds_per_step"]), float(point.get("context", 0.0))
 
