@@ -33,7 +33,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def simulated(one: Measurement, report: Report) -> float:
+def simulated(one: Measurement, report: Report, *, stalls: bool = True) -> float:
     """Tokens per second of a cell in one turn, as the simulator has it."""
     settings = report.settings
     calibration = Calibration(**report.calibrations[f"{one.sigma:g}/{one.turn}"])
@@ -52,7 +52,7 @@ def simulated(one: Measurement, report: Report) -> float:
         kv_block=KV_BLOCK,
         request_seconds=calibration.request_seconds,
         # Client and API server compute a request on the cores that the engine computes on.
-        request_stall_seconds=calibration.request_seconds,
+        request_stall_seconds=calibration.request_seconds if stalls else 0.0,
         abort_seconds=calibration.abort_seconds,
         train_seconds=0.0 if is_limit else settings["train_seconds"],
         sync_seconds=calibration.pause_seconds if mode is Mode.KEEP and not is_limit else 0.0,
@@ -67,13 +67,13 @@ def simulated(one: Measurement, report: Report) -> float:
     return result.trained_per_second if mode is Mode.DISCARD else result.generated_per_second
 
 
-def compare(report: Report) -> list[dict[str, Any]]:
+def compare(report: Report, *, stalls: bool = True) -> list[dict[str, Any]]:
     """Measured and simulated tokens per second of every cell, medians over the turns."""
     found = []
     for sigma, cells in cells_of(report.measurements).items():
         for (mode, factor), cell in cells.items():
             measured = [one.kept_per_second for one in cell]
-            speeds = [simulated(one, report) for one in cell]
+            speeds = [simulated(one, report, stalls=stalls) for one in cell]
             found.append(
                 {
                     "sigma": sigma,
@@ -118,11 +118,14 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="what benchmarks/rollout.py --calibrate --json has written")
     parser.add_argument("--json", type=Path, help="also write the cells here")
     parser.add_argument("--plot", type=Path, help="draw simulated over measured")
+    parser.add_argument(
+        "--no-stalls", action="store_true", help="simulate as if a request took nothing from the engine's steps"
+    )
     options = parser.parse_args()
     report = Report.read(options.report)
     if not report.calibrations:
         parser.error(f"{options.report} has no calibrations; measure with benchmarks/rollout.py --calibrate")
-    cells = compare(report)
+    cells = compare(report, stalls=not options.no_stalls)
     print(described(report, cells))
     if auto := auto_by_best(report.measurements):
         print(f"\n{table(auto)}")

@@ -9,7 +9,7 @@ The invariant owned here: neither cost is negative, and together they explain wh
 from __future__ import annotations
 
 
-KEPT_PER_ROUND = 0.9  # the share of a round's weight that is left after the next
+KEPT_PER_ROUND = 0.9  # the share of a round's weight that is left after the next: a server's speed may change
 COLLINEAR = 1e-6  # of 1: rounds that differ by less from being alike do not tell the two costs apart
 
 

@@ -104,8 +104,9 @@ def check_server(
 
 def max_sequences(info: dict[str, Any]) -> int | None:
     """Sequences that all engines of the server with this configuration decode at once, if it says so."""
-    number = info.get("scheduler_config", {}).get("max_num_seqs")
-    return None if number is None else int(number) * int(info.get("parallel_config", {}).get("data_parallel_size", 1))
+    number = (info.get("scheduler_config") or {}).get("max_num_seqs")
+    engines = (info.get("parallel_config") or {}).get("data_parallel_size", 1)
+    return None if number is None else int(number) * int(engines)
 
 
 def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class RolloutSession:
         self._ended: float | None = None  # when the last round did
         self._between = 0.0  # seconds from there to the present round
         self._standstill = 0.0  # the last of them, in which nothing ran
-        self._made_way: float | None = None  # when requests last did, for weights to come
+        self._made_way: float | None = None  # when requests first did, since the last round, for weights to come
         self._chooser = None
         if isinstance(options.over_provisioning, str):
             self._chooser = FactorChooser(
@@ -208,7 +208,8 @@ class RolloutSession:
 
         With `resume_kv="keep"`, what runs goes on with the new weights when the server is resumed after the sync.
         """
-        self._made_way = time.monotonic()
+        if self._made_way is None:  # or a sync is done again, or follows that of an evaluation
+            self._made_way = time.monotonic()
         if not (self._keeps and self._pause()):
             self.cut()
             return

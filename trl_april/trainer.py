@@ -3,7 +3,7 @@
 The way of the data in a training step:
 
 1. TRL asks `_generate_and_score_completions` for a generation batch.
-2. The weights go to the server, if they changed since the last time. What runs there is cut first.
+2. The weights go to the server, if they changed since the last time. What runs there is cut, or held, before it loads.
 3. The pool enters the next round, is filled up to its target, and the driver runs until the quota is met.
 4. The batch that the pool hands over goes into TRL's own slot for foreign rollouts (`rollout_func`), for the length of
    one `super()` call. Scoring, advantages, importance-sampling correction and loss are TRL's. Under dynamic sampling

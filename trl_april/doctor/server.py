@@ -23,6 +23,7 @@ from ..server_check import (
     check_logprobs_mode,
     check_vocabulary,
     get_json,
+    max_sequences,
     server_info,
 )
 from .finding import Finding, Mark
@@ -86,8 +87,7 @@ class Server:
     @property
     def max_sequences(self) -> int | None:
         """Sequences that it decodes at once, if it says so."""
-        number = self.described.get("scheduler_config", {}).get("max_num_seqs")
-        return None if number is None else int(number)
+        return max_sequences(self.described)
 
     @property
     def device(self) -> str:
