@@ -155,10 +155,15 @@ def test_each_process_sends_one_request_after_the_other():
     assert [end for _, _, end in ended] == [10.5, 10.5, 11.0]
 
 
-def test_the_tokens_of_an_abort_are_those_of_its_instant_and_arrive_later():
+def test_an_abort_takes_its_time_to_the_steps_and_the_tokens_take_theirs_from_there():
     engine = SimulatedEngine(scenario(abort_seconds=4.0))
-    assert simulate(read_all(engine, request(0), request(1), abort_at=2.25)) == [(2, "abort", 6.25)] * 2
-    assert engine.tokens == 4
+    assert simulate(read_all(engine, request(0), request(1), abort_at=2.25)) == [(4, "abort", 6.25)] * 2
+    assert engine.tokens == 8
+
+
+def test_what_ends_while_the_abort_is_on_its_way_is_a_finished_request():
+    engine = SimulatedEngine(scenario(abort_seconds=4.0))
+    assert simulate(read_all(engine, request(0), abort_at=8.5)) == [(10, "stop", 10.0)]
 
 
 def test_an_abort_before_the_request_has_arrived_delivers_nothing():

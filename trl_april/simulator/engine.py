@@ -17,6 +17,9 @@ from .server import Job, SimulatedServer
 
 
 Key = tuple[int, int]  # group id, index of the sample
+# The share of `abort_seconds` that goes by until no more steps are done for the requests; as measured with 32 to 128
+# of them (docs/benchmarks.md).
+ABORT_ON_ITS_WAY = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -119,13 +122,19 @@ class SimulatedEngine:
             yield self._chunk(after // self.scenario.quantum - request.generated, "abort")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        # On its way to the steps it holds nothing up: what is generated until then counts, and may be a last token.
+        on_its_way = ABORT_ON_ITS_WAY * self.scenario.abort_seconds
+        asyncio.get_running_loop().call_later(on_its_way, self._cut, list(request_ids))
+
+    def _cut(self, request_ids: Sequence[str]) -> None:
         ended: list[tuple[asyncio.Future[int], int]] = []
         for request_id in request_ids:
             stream = self._streams.get(request_id)
             if stream is not None and not stream.job.is_cut and not stream.tokens.done():
                 ended.append((stream.tokens, stream.server.cut(stream.job)))
         # The tokens are those of this instant; they only arrive later.
-        asyncio.get_running_loop().call_later(self.scenario.abort_seconds, _deliver, ended)
+        on_their_way = (1 - ABORT_ON_ITS_WAY) * self.scenario.abort_seconds
+        asyncio.get_running_loop().call_later(on_their_way, _deliver, ended)
 
     async def pause(self) -> None:
         """Let all servers stand still, each when its step is done."""

@@ -46,7 +46,7 @@ SERVERS = (
 TRAINER = (
     ("processes", int, "trainer processes, each of which sends its share of the requests"),
     ("request_seconds", float, "what a process takes to send one request"),
-    ("abort_seconds", float, "from the abort until the last stream has ended"),
+    ("abort_seconds", float, "from the abort until the last stream has ended; generation goes on for half of it"),
     ("train_seconds", float, "training on a batch"),
     ("sync_seconds", float, "weight sync after it"),
 )

@@ -51,7 +51,7 @@ class Scenario:
             What a request takes from the steps of the server, beside its prefill: nothing where the engine has devices
             of its own, and about `request_seconds` where it shares its cores with clients and API server.
         abort_seconds (`float`, *optional*, defaults to `0.02`):
-            From the abort, at which generation stops, until the last stream has ended.
+            From the abort until the last stream has ended. Generation goes on for the first half of it.
         train_seconds (`float`, *optional*, defaults to `0.0`):
             Training on a batch.
         sync_seconds (`float`, *optional*, defaults to `0.0`):
