@@ -131,7 +131,6 @@ def forced_engine(
 
 
 MODES = ("abort", "reuse", "overlap", "both", "keep", "discard", "uninterrupted", "priority")
-NOT_AUTO = ("keep", *NOT_OF_TRAINING)
 RESUME_KV = {"reuse": "reuse", "both": "reuse", "keep": "keep"}
 
 
@@ -173,7 +172,7 @@ class Contestant:
         if factor == AUTO:
             self._chooser = FactorChooser(
                 self.pool, group_size=options.group_size, max_completion_length=LONGEST,
-                reuses_kv=mode in ("reuse", "both"), overlaps=self._overlaps,
+                reuses_kv=mode in RESUME_KV, overlaps=self._overlaps,
                 max_sequences=max_sequences_of(base_url),
             )  # fmt: skip
             self.pool.over_provisioning = self._chooser.factor
@@ -296,7 +295,7 @@ def grid(options: argparse.Namespace) -> list[tuple[str, float | str]]:
         (mode, factor)
         for mode in options.modes
         for factor in options.factors
-        if factor != 1.0 and not (factor == AUTO and mode in NOT_AUTO)
+        if factor != 1.0 and not (factor == AUTO and mode in NOT_OF_TRAINING)
     ]
 
 

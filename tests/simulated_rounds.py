@@ -66,6 +66,8 @@ class SimulatedRounds:
             Seconds per request, before any of them runs.
         reuses_kv (`bool`):
             Whether what is resumed has nothing to prefill.
+        keeps (`bool`):
+            Whether what is not finished runs on, and is neither sent again nor prefilled.
         overhead (`float`):
             Seconds that a round takes after the last of its tokens.
         context (`float`):
@@ -82,6 +84,7 @@ class SimulatedRounds:
         prefill: float = 0.0,
         request: float = 0.0,
         reuses_kv: bool = False,
+        keeps: bool = False,
         overhead: float = 0.0,
         context: float = 0.0,
     ) -> None:
@@ -89,7 +92,7 @@ class SimulatedRounds:
         self.context = context
         self.lengths, self.curve = lengths, curve
         self.group_size, self.prefill, self.overhead = group_size, prefill, overhead
-        self.request, self.reuses_kv = request, reuses_kv
+        self.request, self.reuses_kv, self.keeps = request, reuses_kv, keeps
         self.version = self.next_id = 0
         self.history: list[Round] = []
 
@@ -120,8 +123,8 @@ class SimulatedRounds:
             pool.start(sample)
         waiting.sort(key=lambda one: one[:2])
         before = sum(len(PROMPT) + count for count in held.values())  # context of those that run
-        prefilled = sum(len(PROMPT) + n for n in held.values() if not (self.reuses_kv and n))
-        stall = self.prefill * prefilled + self.request * len(waiting)
+        prefilled = sum(len(PROMPT) + n for n in held.values() if not ((self.reuses_kv or self.keeps) and n))
+        stall = self.prefill * prefilled + self.request * sum(not (self.keeps and n) for n in held.values())
         first = stall + self.curve(len(waiting)) + self.context * (before + 0.5 * len(waiting))
         seconds, clock = stall, 0
         for place, (left, key, sample) in enumerate(waiting):
@@ -132,7 +135,7 @@ class SimulatedRounds:
             before -= len(PROMPT) + held[key]
             pool.record(sample, [1] * left, [-1.0] * left)
             pool.finish(sample, FinishReason.STOP)
-            done.spans.append(Span(*key, 0.0, first, 1, seconds, left, len(PROMPT) + held[key], held[key], True))
+            done.spans.append(self._span(key, first, seconds, left, held[key], True))
             if pool.quota_met:
                 break
         for _, key, sample in waiting[place + 1 :]:
@@ -144,11 +147,15 @@ class SimulatedRounds:
                 pool.record(sample, [1] * clock, [-1.0] * clock)
                 pool.park(sample)
                 finished = False
-            done.spans.append(Span(*key, 0.0, first, 1, seconds, clock, len(PROMPT) + held[key], held[key], finished))
+            done.spans.append(self._span(key, first, seconds, clock, held[key], finished))
         assert not pool.count(SampleState.RUNNING)
         done.seconds = seconds + self.overhead
         done.requests = len(waiting)
         done.generated_tokens = sum(span.tokens for span in done.spans)
+
+    def _span(self, key: tuple[int, int], first: float, ended: float, tokens: int, held: int, finished: bool) -> Span:
+        first, head = (0.0, 0) if self.keeps and held else (first, 1)
+        return Span(*key, 0.0, first, head, ended, tokens, len(PROMPT) + held, held, finished)
 
 
 def sampled(lengths: Lengths, groups: Sequence[int], group_size: int = 4) -> list[list[int]]:

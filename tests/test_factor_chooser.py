@@ -120,6 +120,23 @@ def test_what_every_request_costs_limits_how_many_there_should_be():
     assert predicted[6.0] / predicted[2.0] == pytest.approx(tried[6.0] / tried[2.0], rel=0.05)
 
 
+@pytest.mark.parametrize("curve", [flat, saturated])
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_it_is_found_although_requests_live_through_the_syncs(sigma, curve):
+    """Rounds do not begin with nothing running. Where a request costs much, that is worth most."""
+    costs = {**COSTS, "request": 2e-3, "keeps": True}
+    lengths = lognormal(sigma)
+    auto = Auto(lengths, curve, **costs)
+    auto.rounds(10)
+    reached = throughput(auto.rounds(40))
+    tried = {factor: with_factor(factor, lengths, curve, rounds=40, **costs) for factor in factors(8, BOUND)}
+    assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
+    assert auto.chooser.workload().keeps
+    cut = Auto(lengths, curve, **{**costs, "keeps": False, "reuses_kv": True})
+    cut.rounds(10)
+    assert not cut.chooser.workload().keeps
+
+
 def test_no_change_goes_further_than_the_servers_speed_is_known():
     auto = Auto(lognormal(1.0), flat)
     auto.rounds(12)

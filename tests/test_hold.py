@@ -151,6 +151,10 @@ class TestDriver:
         assert second.aborted_requests == second.broken_streams == 0
         assert [(s.version, s.length) for s in second.groups[0].samples[0].segments] == [(0, 13), (1, 7)]
         assert second.carried_tokens == 13
+        (span,) = second.spans
+        assert span.ran_on and span.finished
+        assert (span.began, span.first, span.head, span.ended) == (0.0, 0.0, 0, 6.5)
+        assert (span.tokens, span.held, span.prompt) == (7, 13, 13 + len(second.groups[0].prompt_ids))
         assert_at_rest(pool, engine)
 
     @pytest.mark.parametrize("ahead", [0, 1, 3, 4])
@@ -163,6 +167,8 @@ class TestDriver:
         _, second = self.run(engine, pool, seconds=5.0)
         segments = [(s.version, s.length) for s in second.groups[0].samples[0].segments]
         assert segments == [(0, 8 + ahead), (1, 16 - ahead)]
+        (span,) = second.spans
+        assert (span.held, span.tokens) == (8 + ahead, 16 - ahead)
 
     def test_it_lives_through_several_syncs(self):
         pool = make_pool(1)
@@ -229,6 +235,9 @@ class TestDriver:
 
         done = simulate(run())
         assert [(s.version, s.length) for s in done.groups[0].samples[0].segments] == [(1, 9)]
+        (span,) = done.spans
+        assert not span.ran_on and (span.began, span.head, span.tokens, span.held) == (0.0, 9, 9, 0)
+        assert 0 < span.first <= span.ended
 
     @pytest.mark.parametrize("what", ["unknown", "error", "nonsense"])
     def test_without_a_usable_answer_all_is_cut(self, what, caplog):
@@ -283,9 +292,7 @@ class TestOptions:
         with pytest.raises(ConfigError, match="Set overlap_generation=True"):
             AprilOptions(resume_kv="keep")
 
-    def test_the_factor_is_a_number(self):
-        with pytest.raises(ConfigError, match="learns the server's speed"):
-            AprilOptions(resume_kv="keep", overlap_generation=True, over_provisioning="auto")
-
-    def test_together(self):
-        assert AprilOptions(resume_kv="keep", overlap_generation=True).resume_kv == "keep"
+    @pytest.mark.parametrize("factor", [2.0, "auto"])
+    def test_together(self, factor):
+        options = AprilOptions(resume_kv="keep", overlap_generation=True, over_provisioning=factor)
+        assert (options.resume_kv, options.over_provisioning) == ("keep", factor)

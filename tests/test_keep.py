@@ -20,6 +20,7 @@ from trl_april.errors import ServerError
 from trl_april.generated_tokens import PATH
 from trl_april.sampling import sampling_options
 from trl_april.server_pause import ServerPause
+from trl_april.server_speed import StepTimes
 from trl_april.vllm_engine import VLLMEngine
 
 
@@ -94,6 +95,20 @@ class TestKept:
         assert_continued(saved_groups(checkpoint), resumed.trained_groups)
         before = [group for done in kept.rounds[:step] for group in done.groups]
         assert set(numbers(before + resumed.trained_groups).values()) == {1} and len(resumed.pool) == 0
+
+    def test_auto_learns_from_rounds_that_open_with_requests_running(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning="auto",
+            max_completion_length=500, max_steps=10,
+        )  # fmt: skip
+        trainer.train()
+        times = StepTimes()
+        for done in trainer.rounds:
+            if any(span.ran_on for span in done.spans):
+                times.observe(done.spans, reuses_kv=True)
+        assert times.is_known and times.curve(8) > 0
+        assert sum(done.aborted_requests for done in trainer.rounds) == 0
+        assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
 
     def test_the_bound_holds(self, kept):
         ages = [done.version - s.segments[0].version for done in kept.rounds for g in done.groups for s in g.samples]

@@ -207,8 +207,8 @@ class TestBetweenTheRounds:
         driver = overlapping(pool, ScriptedEngine(default=natural(3)))
         assert simulate_and_close(driver, driver.run_round()).overlap_tokens == 0
 
-    def test_requests_are_noted_only_where_all_of_them_are(self):
-        """What ran before would be missing in flight, and the server would seem slower than it is."""
+    def test_every_request_of_a_round_is_noted(self):
+        """Also those that ran when it was opened, from there on: they are in flight, and slow the others down."""
         pool = make_pool(1)
         admit(pool, 0, 1)
         engine = ScriptedEngine({(0, 0): natural(3), (1, 0): natural(9)}, default=natural(4))
@@ -229,7 +229,12 @@ class TestBetweenTheRounds:
             (0, 0.0, 3.0, True),
             (1, 0.0, 3.0, False),
         ]
-        assert second.spans == [] and second.requests == 2
+        assert [(span.group_id, span.began, span.ended, span.finished) for span in second.spans] == [
+            (2, 0.0, 4.0, True),
+            (1, 0.0, 4.0, False),
+        ]
+        assert [(span.ran_on, span.held, span.tokens) for span in second.spans] == [(False, 0, 4), (True, 3, 4)]
+        assert second.requests == 2
         assert {span.group_id for span in third.spans} == {1, 3}
 
     def test_a_round_that_raises_leaves_nothing_running(self):

@@ -251,6 +251,16 @@ class TestAdvice:
         after = summarise(read_run(tmp_path))
         assert after.trained_per_second / before.trained_per_second == pytest.approx(prediction.gain, rel=0.15)
 
+    def test_with_overlap_the_time_of_training_is_one_to_generate_in(self, tmp_path):
+        """So a batch is finished by the time that the last one is trained, whatever the factor."""
+        gains = {}
+        for seconds in (60.0, 0.1):
+            folder = tmp_path / f"{seconds:g}"
+            WrittenRun(folder, 1.0, training_seconds=seconds, overlap_generation=True).go(14)
+            run = read_run(folder)
+            gains[seconds] = predict(run, summarise(run)).gain
+        assert gains[60.0] < 1.02 and gains[0.1] > 1.2
+
     def test_too_little_is_known_for_a_prediction(self, folders):
         run = read_run(folders["without"])
         assert predict(run, summarise(run)) is None

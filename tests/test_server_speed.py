@@ -49,17 +49,6 @@ def test_a_curve_never_says_that_more_in_flight_are_slower_altogether():
     assert all(curve(count) > 0 for count in range(1, 9))
 
 
-def test_requests_without_a_place_wait():
-    curve = StepTimeCurve.through([(4.0, 1.0), (8.0, 2.0)], places=16)
-    assert (curve(12), curve(16)) == (3.0, 4.0)
-    assert (curve(32), curve(64)) == (8.0, 16.0)
-
-
-def test_what_was_seen_of_requests_without_a_place_goes_on_as_well():
-    curve = StepTimeCurve.through([(4.0, 1.0), (8.0, 1.0), (16.0, 2.0)], places=8)
-    assert [curve(count) for count in (6, 8, 16, 32)] == [1.0, 1.0, 2.0, 4.0]
-
-
 def test_one_point_is_a_flat_curve():
     curve = StepTimeCurve.through([(8.0, 2.0)])
     assert curve(1) == curve(8) == curve(100) == 2.0
@@ -74,39 +63,63 @@ def test_nothing_is_known_before_the_first_round():
         _ = times.curve
 
 
-# By hand
+# By hand. That steps are expected to be even weighs a tenth of a request, and there are few of them here.
+
+
+def about(value: object, rel: float = 0.05) -> object:
+    return pytest.approx(value, rel=rel)
 
 
 def test_two_that_end_one_after_the_other_measure_a_step():
     """Three requests: until 11 s all (10 steps after the first token), until 16 s two (10 more), until 18 s one."""
     times = StepTimes()
     times.observe([span(11.0, 11), span(16.0, 21), span(18.0, 31)])
-    assert times.curve(3) == pytest.approx(1.0)
-    assert times.curve(2) == pytest.approx(0.5)
-    assert times.curve(1) == pytest.approx(0.2)
+    assert times.curve(3) == about(1.0)
+    assert times.curve(2) == about(0.5)
+    assert times.curve(1) == about(0.2)
 
 
 def test_a_bin_that_is_faster_than_the_one_below_is_one_with_it():
     """Noise: the step of four seems faster than that of two."""
     times = StepTimes()
     times.observe([span(5.0, 11), span(5.0, 11), span(15.0, 21), span(15.0, 21)])
-    assert times.curve(2) == times.curve(4) == pytest.approx((4.0 + 10.0) / 20)
+    assert times.curve(2) == times.curve(4) == about((4.0 + 10.0) / 20)
 
 
 def test_what_was_cut_counts_as_in_flight_and_measures_nothing():
     times = StepTimes()
     times.observe([span(11.0, 11), span(50.0, 12, finished=False)])
-    assert times.curve(2) == pytest.approx(1.0)
-    assert times.curve(1) == pytest.approx(1.0), "or the 39 s to the end of the cut request were counted"
+    assert times.curve(2) == about(1.0)
+    assert times.curve(1) == about(1.0), "or the 39 s to the end of the cut request were counted"
 
 
-def test_what_came_later_in_the_round_is_not_on_the_same_clock():
-    """A replacement of a rejected group: it ends at 16 s with 5 tokens."""
+def test_what_came_later_in_the_round_began_at_another_place_of_the_clock():
+    """A replacement of a rejected group: it ends at 16 s with 6 tokens."""
     times = StepTimes()
-    late = span(16.0, 5, began=10.0, first=11.5)
+    late = span(16.0, 6, began=10.0, first=11.0)
     times.observe([span(11.0, 11), span(21.0, 21), late])
-    assert times.curve(1) == pytest.approx(1.0, rel=0.05)
-    assert times.curve(2) == pytest.approx(1.0, rel=0.05)
+    assert times.curve(1) == about(1.0, rel=0.05)
+    assert times.curve(2) == about(1.0, rel=0.05)
+
+
+def test_requests_that_began_one_after_the_other_are_on_one_clock():
+    """Steps of 2 s while prompts are prefilled, until 9 s, and of 1 s from then on. The first has 4 of them more."""
+    times = StepTimes()
+    firsts = [1.0, 3.0, 5.0, 7.0, 9.0]
+    spans = [span(30.0, 26 - k, first=first) for k, first in enumerate(firsts)]
+    times.observe([*spans, span(40.0, 36)])
+    assert times.curve(6) == about(1.0)
+    assert times.curve(1) == about(1.0)
+    opening = times.seconds_per_request * 6 + times.seconds_per_prefilled_token * 60
+    assert opening == about(9.0 - 5.0), "five tokens of the first request"
+
+
+def test_requests_that_begin_and_end_one_after_the_other_say_nothing_of_how_many_steps_that_took():
+    """Twenty of equal lengths, and what is open is taken to be even."""
+    times = StepTimes()
+    times.observe([span(100.0 + 0.5 * k, 91, first=10.0 + 0.5 * k) for k in range(20)])
+    for count in (5, 10, 20):
+        assert times.curve(count) == about(1.0)
 
 
 def test_what_came_later_is_not_taken_for_a_long_prefill():
@@ -118,20 +131,55 @@ def test_what_came_later_is_not_taken_for_a_long_prefill():
     assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 50, rel=0.05)
 
 
+ON = {"first": 0.0, "head": 0}  # of what ran when the round was opened
+
+
+def test_what_ran_on_counts_from_the_opening():
+    times = StepTimes()
+    times.observe([span(10.0, 10, **ON), span(15.0, 20, **ON), span(17.0, 30, **ON)])
+    assert [times.curve(count) for count in (3, 2, 1)] == about([1.0, 0.5, 0.2])
+    assert times.seconds_per_request == times.seconds_per_prefilled_token == 0.0, "nothing was opened"
+
+
+def test_what_is_new_beside_what_ran_on_is_in_flight_and_on_another_clock():
+    """It comes at 5 s, has its first token at 6 s, and ends at 10 s, as one of four, with 5 tokens."""
+    times = StepTimes()
+    new = span(10.0, 5, began=5.0, first=6.0)
+    times.observe([span(5.0, 10, **ON), span(10.0, 14, **ON), span(14.0, 24, **ON), new])
+    assert times.curve(3) == about(10 / 14, rel=0.05), "10 s for 14 tokens, of which it saw 4 in the last 4 s"
+    assert times.curve(1) == about(0.4, rel=0.05)
+
+
+def test_of_a_round_that_is_mostly_new_what_ran_on_is_only_in_flight():
+    times = StepTimes()
+    opening = {"first": 6.0, "prompt": 25}
+    wave = [span(16.0, 11, **opening), span(16.0, 11, **opening), span(26.0, 31, **opening)]
+    times.observe([span(3.0, 3, **ON), *wave])
+    assert times.curve(3) == about(1.0)
+    assert times.curve(1) == about(0.5)
+    assert times.seconds_per_prefilled_token == about((6.0 - 1.0) / 75)
+
+
 def test_requests_for_which_the_server_has_no_place_slow_all_down_alike():
     """Four places: the other four requests wait. In flight are eight, and a token of each takes twice as long."""
     times = StepTimes()
     wave = [span(11.0, 11) for _ in range(4)]
     queued = [span(21.0, 11, first=12.0) for _ in range(4)]
     times.observe([*wave, *queued])
-    assert times.curve(8) == pytest.approx(2.0)
+    assert times.curve(8) == about(2.0)
+
+
+def test_where_the_places_are_known_the_curve_is_one_of_requests_that_run():
+    times = StepTimes(places=4)
+    times.observe([*[span(11.0, 11) for _ in range(4)], *[span(21.0, 11, first=12.0) for _ in range(4)]])
+    assert times.curve(4) == about(1.0, rel=0.05)
 
 
 def test_a_part_of_the_requests_stands_for_all():
     whole, part = StepTimes(), StepTimes()
     whole.observe([one for one in (span(11.0, 11), span(21.0, 31)) for _ in range(4)])
     part.observe([span(11.0, 11), span(21.0, 31)], stands_for=4)
-    assert [part.curve(count) for count in (4, 8)] == pytest.approx([whole.curve(4), whole.curve(8)])
+    assert [part.curve(count) for count in (4, 8)] == about([whole.curve(4), whole.curve(8)])
     assert part.curve(8) > part.curve(4)
 
 
@@ -146,10 +194,10 @@ def test_the_prefill_is_what_comes_before_the_first_token():
     times = StepTimes()
     waiting = {"first": 6.0, "prompt": 25}
     times.observe([span(16.0, 11, **waiting), span(16.0, 11, **waiting, held=20)])
-    assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 50)
+    assert times.seconds_per_prefilled_token == about((6.0 - 1.0) / 50)
     times = StepTimes()
     times.observe([span(16.0, 11, **waiting), span(16.0, 11, **waiting, held=20)], reuses_kv=True)
-    assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 25)
+    assert times.seconds_per_prefilled_token == about((6.0 - 1.0) / 25)
 
 
 # From rounds
@@ -161,7 +209,7 @@ def test_the_curve_of_the_server_is_found(curve, factor):
     """These are straight, so that what was seen says everything about what was not."""
     found = learned(curve, factor=factor).curve
     for count in (1, 2, 8, 20, 64, 128, 192):
-        assert found(count) == pytest.approx(curve(count), rel=0.02)
+        assert found(count) == about(curve(count), rel=0.06)
 
 
 def test_above_what_was_seen_a_bend_is_found_by_going_there():
@@ -193,6 +241,18 @@ def test_requests_and_their_prefill_are_told_apart(reuses_kv):
         times.observe(run.run_round().spans, reuses_kv=reuses_kv)
     assert times.seconds_per_request == pytest.approx(1e-3, rel=0.1)
     assert times.seconds_per_prefilled_token == pytest.approx(1e-4, rel=0.2)
+
+
+def test_the_curve_is_found_although_requests_run_on():
+    """What is new stalls all of them, which is part of what a step takes."""
+    run = SimulatedRounds(Pool(8, over_provisioning=4.0, max_staleness=5), lognormal(1.0), bent, keeps=True)
+    times = StepTimes()
+    for _ in range(6):
+        done = run.run_round()
+        times.observe(done.spans, reuses_kv=True)
+    assert sum(one.ran_on for one in done.spans) > 0.5 * len(done.spans)
+    for count in (8, 20, 64, 128):
+        assert times.curve(count) == about(bent(count), rel=0.04)
 
 
 def test_noise_in_the_arrivals_cancels():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,15 @@ def test_every_request_takes_its_time_whatever_is_prefilled_for_it():
         assert [rounds.run_round().seconds for _ in range(2)] == [2 + 2 * 0.5, 2 + 2 * 0.5]
 
 
+def test_what_lives_through_a_sync_is_not_sent_again():
+    work = Workload(
+        1, [[2], [9]], second_per_step, seconds_per_request=0.5, seconds_per_prefilled_token=0.1, prompt_tokens=10,
+        keeps=True,
+    )  # fmt: skip
+    rounds = in_order(work, 2.0, [[9], [2], [2], [2]])
+    assert [rounds.run_round().seconds for _ in range(2)] == [2 + 2 * (0.5 + 1), 2 + 0.5 + 1]
+
+
 def test_overhead_training_and_sync():
     work = Workload(1, [[4]], second_per_step, overhead_seconds=0.5, train_seconds=2.0, sync_seconds=0.25)
     rounds = ModelledRounds(work, 2.0)
@@ -136,6 +146,36 @@ def test_no_more_is_admitted_ahead_than_can_wait_a_round_longer():
     rounds = in_order(work, 2.0, [[9], [9], [9]])
     assert rounds.run_round() == (9 + 3, 18, 9)  # the other one is finished, too, and nothing more may be admitted
     assert rounds.outstanding == 1
+
+
+def test_samples_without_a_place_wait_and_what_has_begun_comes_first():
+    """Two places for four samples: 2 ends at 2, 9 and then 2 run, and that 2 ends at 4."""
+    work = Workload(2, [[2], [9]], second_per_step, places=2)
+    rounds = in_order(work, 2.0, [[9], [2], [2], [2], [9], [2]])
+    assert rounds.run_round() == (4, 4 + 2 + 2, 4)
+    # 5 of 9 left, and the last 2, which has not begun; behind it another 9, which gets 3.
+    assert rounds.run_round() == (5, 5 + 2 + 3, 11)
+
+
+def test_no_more_run_than_there_are_places():
+    work = Workload(2, [[4]], lambda count: 10.0 * count, places=2)
+    assert ModelledRounds(work, 2.0).run_round() == (4 * 20, 8, 8)
+    assert ModelledRounds(Workload(2, [[4]], lambda count: 10.0 * count), 2.0).run_round() == (4 * 40, 16, 8)
+
+
+def test_what_was_cut_and_not_needed_for_a_round_is_sent_in_the_time_of_training():
+    """The first two rounds wait for nothing but the first. What was cut for the sync is resumed each time."""
+    work = Workload(
+        1, [[2], [9]], second_per_step, seconds_per_request=1.0, train_seconds=4.0, overlaps=True, rounds_to_wait=9
+    )
+    rounds = in_order(work, 3.0, [[2], [2], [20], [20], [20], [20]])
+    # Three requests, and 2 s; then one, and 3 s of what is left of 20.
+    assert rounds.run_round() == (3 + 2 + 4, 6 + 3 + 3, 2)
+    # It closes at once; two that were cut and a new one are sent within 4 s, of which 1 s is left.
+    assert rounds.run_round() == (4, 3, 2)
+    kept = in_order(replace(work, keeps=True), 3.0, [[2], [2], [20], [20], [20], [20]])
+    kept.run_round()
+    assert kept.run_round() == (4, 9, 2)
 
 
 def test_a_workload_without_lengths_is_refused():
@@ -284,6 +324,6 @@ def test_groups_that_stand_for_several_come_to_the_same(sigma, factor):
 def test_what_many_samples_cost_is_bounded():
     """Counted, not timed: places in the model for 65,536 samples per quota."""
     rounds = ModelledRounds(Workload(4096, [[5] * 16] * 512, bent), 6.0)
-    rounds._admit()
+    rounds._add(6 * 4096)
     assert rounds.outstanding == pytest.approx(6 * 4096)
     assert len(rounds._groups) < 2 * 6 * 512 / 16

@@ -53,10 +53,10 @@ class APRILGRPOConfig(GRPOConfig):
             prefix cache of the server, which is not reset any more. That spares the prefill, and the tokens that
             follow are sampled from a mixture of policies; their recorded log-probabilities are those of that mixture,
             so the correction is as exact as before. A fresh sample never finds blocks of older weights. `"keep"`, with
-            `overlap_generation` and a fixed `over_provisioning`: the same mixture, and nothing is cut and resumed at
-            all. For a weight sync the server is paused, and its requests go on in their place with the new weights;
-            where in each of them the policy version changes, the server is asked. Such a server is started by
-            `trl-april serve`; on another one requests are cut as with `"reuse"`, which is said in a warning.
+            `overlap_generation`: the same mixture, and nothing is cut and resumed at all. For a weight sync the server
+            is paused, and its requests go on in their place with the new weights; where in each of them the policy
+            version changes, the server is asked. Such a server is started by `trl-april serve`; on another one
+            requests are cut as with `"reuse"`, which is said in a warning.
         overlap_generation (`bool`, *optional*, defaults to `False`):
             Whether requests that are not finished when the quota is met go on while the trainer scores and optimises,
             together with those of the next batch, and are cut only for the weight sync. What they finish meanwhile
@@ -242,11 +242,6 @@ class AprilOptions:
             raise ConfigError(
                 "resume_kv='keep' lets requests go on through the weight sync, but without overlap_generation none "
                 "runs by then. Set overlap_generation=True, or resume_kv='reuse'."
-            )
-        if self.resume_kv == "keep" and isinstance(factor, str):
-            raise ConfigError(
-                "over_provisioning='auto' learns the server's speed from rounds that begin with nothing running, and "
-                "with resume_kv='keep' there are none. Set a number, or resume_kv='reuse'."
             )
         if self.max_parked_tokens is not None and self.max_parked_tokens < 0:
             raise ConfigError(

@@ -29,7 +29,7 @@ CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 # Rounds. Of the first, what is not finished says little of how long it will be; and a choice costs up to 0.1 s.
 EARLY_CHOICES = (3, 4, 6, 8, 10)
 CHOICE_EVERY = 5
-AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
+AS_GOOD_AS_BEST = 0.03  # of factors that are, the lowest is the least stale
 GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
 MOST_AT_ONCE = 2.0  # times the present factor: how the server's speed goes on is known for an octave, and not beyond
 MAX_GROUPS = 512  # that are looked at per round and remembered
@@ -111,6 +111,7 @@ class FactorChooser:
         self._pool = pool
         self._group_size = group_size
         self._reuses_kv, self._overlaps = reuses_kv, overlaps
+        self._keeps = False  # whether requests ran on from one round into the next; a server may not let them
         self._total, self._is_first = total, is_first
         self.candidates = factors(roster.quota, roster.max_staleness, roster.versions_per_round)
         needed = max(min(START, self.candidates[-1]), len(roster) / roster.quota)
@@ -119,7 +120,8 @@ class FactorChooser:
         self._stride = math.ceil(self.candidates[-1] * roster.quota / MAX_GROUPS)
         remembered = max(64, ROUNDS_REMEMBERED * roster.quota // self._stride)
         self._lengths = LengthHistory(min(MAX_GROUPS, remembered), max_completion_length)
-        self._step_times = StepTimes(max_sequences or math.inf)
+        self._places = max_sequences or math.inf
+        self._step_times = StepTimes(self._places)
         self._rounds = 0
         self._proposed = self.factor
         self._prompts = _RecentMean()
@@ -168,13 +170,15 @@ class FactorChooser:
             idle = train_seconds + sync_seconds if self._overlaps else 0.0
             self._measured = (tokens + generated_tokens, all_seconds + seconds + idle)
         if spans:
+            ran_on = any(span.ran_on for span in spans)
+            self._keeps = ran_on or (self._keeps and not any(span.held for span in spans))
             self._prompts.add(sum(span.prompt - span.held for span in spans) / len(spans))
         self._between.add(train_seconds)
         self._syncs.add(sync_seconds)
         finished = [span.ended for span in spans if span.finished]
         if outages or not finished:
             return  # its times say nothing, or it took none
-        self._step_times.observe(spans, stands_for=self._stride, reuses_kv=self._reuses_kv)
+        self._step_times.observe(spans, stands_for=self._stride, reuses_kv=self._reuses_kv, was_cut=not self._overlaps)
         self._overheads.add(max(0.0, seconds - max(finished)))
 
     def choose(self) -> Change | None:
@@ -212,6 +216,7 @@ class FactorChooser:
             roster.quota,
             self._lengths.groups(),
             self._step_times.curve,
+            self._places,
             seconds_per_prefilled_token=self._step_times.seconds_per_prefilled_token,
             seconds_per_request=self._step_times.seconds_per_request,
             prompt_tokens=self._prompts.value,
@@ -221,6 +226,7 @@ class FactorChooser:
             sync_seconds=self._syncs.value if self._overlaps else 0.0,
             rounds_to_wait=None if roster.bound is None else roster.bound // roster.versions_per_round,
             reuses_kv=self._reuses_kv,
+            keeps=self._keeps,
             overlaps=self._overlaps,
         )
 
@@ -244,7 +250,7 @@ class FactorChooser:
                 one = spans.get((group_id, index), [])
                 if len(one) == 1:
                     (span,) = one
-                    yield from (span.began, span.first, span.head, span.ended, span.tokens, span.prompt)
+                    yield from (span.began, span.first, span.head, span.ended, span.tokens, span.prompt - span.held)
                 else:
                     yield from [0.0] * (FIELDS - 1)
 
@@ -259,10 +265,11 @@ class FactorChooser:
                 place += FIELDS
                 samples.append(SampleLength(round(abs(signed)), signed > 0))
                 if prompt:
+                    held = round(abs(signed) - tokens)
                     spans.append(
                         Span(
-                            group_id, index, began, first, round(head), ended, round(tokens), round(prompt),
-                            held=round(abs(signed) - tokens), finished=signed > 0,
+                            group_id, index, began, first, round(head), ended, round(tokens), round(prompt) + held,
+                            held, finished=signed > 0,
                         )
                     )  # fmt: skip
             self._lengths.observe(group_id, samples)

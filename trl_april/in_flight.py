@@ -111,7 +111,6 @@ class InFlight:
         self.is_being_cut_off = False
         self.dispatched: dict[int, Sample] = {}
         self._spans: list[Span] = []  # requests that have ended in this round
-        self._opened_idle = True  # whether nothing ran when the round was opened
 
     @property
     def is_ending(self) -> bool:
@@ -122,10 +121,11 @@ class InFlight:
         """Tasks that have not ended: samples that run or are about to be asked for again, and cuts."""
         return len(self._tasks) + len(self._cuts)
 
-    def begin_round(self) -> None:
+    def begin_round(self, now: float) -> None:
         """Count what is in flight anew. What runs goes on."""
-        self._opened_idle = not self.running
         self._spans = []
+        for request in self.running.values():
+            request.enter_round(now)
         self.dispatched = {
             id(sample): sample for group in self._pool for sample in group.samples if id(sample) in self._asked
         }
@@ -165,16 +165,12 @@ class InFlight:
         self.dispatch()
 
     def spans(self, since: float) -> list[Span]:
-        """The requests that were sent in this round, as they are by now, in seconds since the time `since`.
-
-        None if others ran when it was opened: what is learned of the server's speed needs all that were in flight.
+        """The requests that were in flight in this round, as they are by now, in seconds since the time `since`.
 
         Args:
             since (`float`):
                 On the event loop's clock.
         """
-        if not self._opened_idle:
-            return []
         running = [request.span() for request in self.running.values()]
         return [span.after(since) for span in (*self._spans, *running)]
 

@@ -307,8 +307,9 @@ class RolloutDriver:
 
     def _new_round(self, version: int) -> None:
         self._is_taken = False
-        self._flight.begin_round()
-        self.round = Round(version, started=_now(), over_provisioning=self.pool.over_provisioning, waited=False)
+        now = _now()
+        self._flight.begin_round(now)
+        self.round = Round(version, started=now, over_provisioning=self.pool.over_provisioning, waited=False)
         self.round.overlap_in_flight = [(time - self.round.started, count) for time, count in self._between]
         self._between = []
         self.round.overlap_tokens = self.pool.tokens_generated - self._counted_before["tokens_generated"]

@@ -21,17 +21,17 @@ class Span:
         index (`int`):
             And which sample of the group.
         began (`float`):
-            When it was sent.
+            When it was sent, or when the round was opened if it ran by then.
         first (`float`):
-            When its first tokens arrived, or its end if none did.
+            When its first tokens arrived, or its end if none did; `began` if it had some when the round was opened.
         head (`int`):
-            How many these were.
+            How many these were; 0 if it had some then.
         ended (`float`):
             When it ended, by itself or cut.
         tokens (`int`):
-            How many arrived in all.
+            How many of this round arrived in all.
         prompt (`int`):
-            Tokens that it was sent with, of the prompt and of the completion so far.
+            Tokens that it was sent with, or had when the round was opened, of the prompt and of the completion so far.
         held (`int`):
             How many of these were of the completion.
         finished (`bool`):
@@ -48,6 +48,11 @@ class Span:
     prompt: int
     held: int
     finished: bool
+
+    @property
+    def ran_on(self) -> bool:
+        """Whether it was decoded already when the round was opened."""
+        return self.first == self.began
 
     def after(self, start: float) -> Span:
         """The same with times counted from `start`."""
@@ -106,8 +111,7 @@ class Round:
         over_provisioning (`float`):
             Groups that were to be outstanding, as a factor of the quota.
         spans (`list[Span]`):
-            Every request that was sent in this round, in the order in which they ended; last those that run on. Empty
-            if requests ran when it was opened.
+            Every request that was in flight in this round, in the order in which they ended; last those that run on.
     """
 
     version: int

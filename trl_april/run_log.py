@@ -91,6 +91,7 @@ class RunLog:
         self._worked: list[tuple[float, float]] = []
         self._step_times = StepTimes()
         self._reuses_kv = (options or {}).get("resume_kv") in ("reuse", "keep")
+        self._overlaps = (options or {}).get("overlap_generation") is True
         if self._path is not None:
             self._open(self._path, {**(options or {}), "processes": processes}, resumed_at_step)
 
@@ -125,7 +126,9 @@ class RunLog:
             for segment in sample.segments:
                 ages[min(done.version - segment.version, AGES - 1)] += segment.length
         counts = self._total([*trained, *launched, *ages])  # one message
-        self._step_times.observe(done.spans, stands_for=self._processes, reuses_kv=self._reuses_kv)
+        self._step_times.observe(
+            done.spans, stands_for=self._processes, reuses_kv=self._reuses_kv, was_cut=not self._overlaps
+        )
         began = done.started - self._zero
         in_flight = [*done.overlap_in_flight, *done.in_flight]
         self._write(

@@ -26,7 +26,7 @@ class RunningRequest:
             Policy version that the engine has the weights of.
     """
 
-    __slots__ = ("sample", "_request", "_version", "_changes", "_received", "_began", "_first", "_head")
+    __slots__ = ("sample", "_request", "_version", "_changes", "_received", "_began", "_before", "_first", "_head")
 
     def __init__(self, request: GenerationRequest, sample: Sample, version: int) -> None:
         self.sample = sample
@@ -35,6 +35,7 @@ class RunningRequest:
         self._changes: list[tuple[int, int]] = []  # behind so many tokens of the request, another version
         self._received = 0
         self._began = _now()
+        self._before = 0  # tokens of the request that are of earlier rounds
         self._first: float | None = None
         self._head = 0
 
@@ -71,14 +72,22 @@ class RunningRequest:
         self._received += len(chunk.token_ids)
         yield Chunk(chunk.token_ids[start:], chunk.logprobs[start:], chunk.finish_reason), self._version
 
+    def enter_round(self, now: float) -> None:
+        """It runs when a round is opened: what it generates from here on is of this round."""
+        self._began = now
+        # How far it was when it was held the engine has said; otherwise what has arrived is all that is known.
+        self._before = max(self._received, self._changes[-1][0] if self._changes else 0)
+        if self._before:
+            self._first, self._head = now, 0
+
     def span(self) -> Span:
-        """All of it, if it were to end now."""
-        ended, held = _now(), self._request.generated
+        """What is of this round, if it were to end now."""
+        ended, held = _now(), self._request.generated + self._before
         return Span(
             self.sample.group_id, self.sample.index, self._began, ended if self._first is None else self._first,
             self._head, ended,
-            tokens=len(self.sample) - held,
-            prompt=len(self._request.token_ids),
+            tokens=max(0, len(self.sample) - held),  # some of before may still be on their way
+            prompt=len(self._request.token_ids) + self._before,
             held=held,
             finished=self.sample.finish_reason is not None,
         )  # fmt: skip

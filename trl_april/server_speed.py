@@ -1,8 +1,8 @@
 """How long a decode step takes by the number of requests in flight, learned from the rounds themselves.
 
-All requests that a round opens with get one token per step, so the time between two of them ending, divided by the
-difference of their tokens, is the duration of a step at the number in flight between. Every ending is a measurement,
-and a round, which closes with far fewer requests than it opens with, measures everything between the two.
+A round, which closes with far fewer requests than it opens with, has parts with every number of requests in between.
+How many steps were done in each of them the requests say together ([`~trl_april.token_clock`]). What comes before all
+of them run is what it costs to open a round ([`~trl_april.opening_cost`]).
 
 What lies beyond was not seen, and is taken to go on as steeply as over the nearest octave. So the rounds of one factor
 already say how much a larger one would slow down, unless the server saturates right above it; in that case the first
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import median, median_low
 
 from .opening_cost import KEPT_PER_ROUND, OpeningCost
 from .round import Span
+from .token_clock import Part, parts_of_round
 
 
 BINS_PER_OCTAVE = 2
@@ -33,8 +33,6 @@ BINS = 24 * BINS_PER_OCTAVE
 class StepTimeCurve:
     """Seconds per decode step by requests in flight: straight between known points, and on beyond them.
 
-    Of requests for which the server has no place, a token takes as much longer as they wait.
-
     Args:
         points (`Sequence[tuple[float, float]]`):
             Requests in flight and seconds, ascending in both.
@@ -42,21 +40,13 @@ class StepTimeCurve:
             Seconds per request under the first point.
         above (`float`, *optional*, defaults to `0.0`):
             Seconds per request over the last.
-        places (`float`, *optional*):
-            Requests that the server decodes at once. By default there is no bound.
     """
 
     points: Sequence[tuple[float, float]]
     below: float = 0.0
     above: float = 0.0
-    places: float = math.inf
 
     def __call__(self, in_flight: float) -> float:
-        if in_flight > self.places:
-            return self._of_running(self.places) * in_flight / self.places
-        return self._of_running(in_flight)
-
-    def _of_running(self, in_flight: float) -> float:
         place = bisect_right(self.points, (in_flight, math.inf))
         count, seconds = self.points[max(0, place - 1)]
         if not place:
@@ -67,7 +57,7 @@ class StepTimeCurve:
         return seconds + (next_seconds - seconds) * (in_flight - count) / (next_count - count)
 
     @classmethod
-    def through(cls, points: Sequence[tuple[float, float]], places: float = math.inf) -> StepTimeCurve:
+    def through(cls, points: Sequence[tuple[float, float]]) -> StepTimeCurve:
         """A curve through points that goes on beyond them as steeply as it rises over the nearest octave.
 
         But not more steeply than in proportion: a server that has more to do than it can lets the rest wait.
@@ -76,7 +66,7 @@ class StepTimeCurve:
         (first, least), (last, most) = points[0], points[-1]
         below = min((known(2 * first) - least) / first, least / first)
         above = min((most - known(last / 2)) / (last / 2), most / last)
-        return cls(points, below, above, places)
+        return cls(points, below, above)
 
 
 class StepTimes:
@@ -87,7 +77,8 @@ class StepTimes:
 
     Args:
         places (`float`, *optional*):
-            Requests that the server decodes at once, if that is known.
+            Requests that the server decodes at once, if that is known. The curve is then one of requests that run, and
+            not of those in flight, of which some may wait.
     """
 
     def __init__(self, places: float = math.inf) -> None:
@@ -124,7 +115,7 @@ class StepTimes:
                 other = merged.pop()
                 merged[-1] = [x + y for x, y in zip(merged[-1], other, strict=True)]
         points = [(area / tokens, seconds / tokens) for area, seconds, tokens in merged]
-        return StepTimeCurve.through(points, self._places)
+        return StepTimeCurve.through(points)
 
     @property
     def seconds_per_prefilled_token(self) -> float:
@@ -136,7 +127,9 @@ class StepTimes:
         """What a request adds to it beside its prefill."""
         return self._opening.seconds_per_request
 
-    def observe(self, spans: Sequence[Span], *, stands_for: int = 1, reuses_kv: bool = False) -> None:
+    def observe(
+        self, spans: Sequence[Span], *, stands_for: int = 1, reuses_kv: bool = False, was_cut: bool = True
+    ) -> None:
         """Learn from the requests of a round.
 
         Args:
@@ -146,6 +139,8 @@ class StepTimes:
                 Requests in flight that each of them stands for, where they are a part of all.
             reuses_kv (`bool`, *optional*, defaults to `False`):
                 Whether resumed requests are spared their prefill.
+            was_cut (`bool`, *optional*, defaults to `True`):
+                Whether those that are not finished have been cut, so that all their tokens are there.
         """
         if not spans:
             return
@@ -153,31 +148,51 @@ class StepTimes:
             values[:] = [KEPT_PER_ROUND * value for value in values]
 
         opened = min(span.began for span in spans)
-        # Those that came later, for rejected groups or after a broken stream, are not on the same token clock.
-        wave = [span for span in spans if span.began <= opened + 0.02 * (span.ended - opened)]
-        # Nor are those for which the server had no place yet. A prefill brings first tokens one after the other.
-        by_then = opened + 2 * (median_low(span.first for span in wave) - opened)
-        wave = [span for span in wave if span.first <= by_then]
-        decodes_from = max(span.first for span in wave)
-        in_flight = _Count([span.began for span in spans], [span.ended for span in spans])
-        running = _Count([span.first for span in spans], [span.ended for span in spans])
-
-        head = clock = float(median(span.head for span in wave))
-        at, most = decodes_from, 0.0
-        for span in sorted(wave, key=lambda span: span.ended):
-            if not span.finished or span.ended <= at:
-                continue
-            count = in_flight.mean(at, span.ended)
-            most = max(most, stands_for * count)
-            # While some wait for a place, a token of each takes as much longer.
-            self._add(
-                stands_for * count, span.ended - at, (span.tokens - clock) * running.mean(at, span.ended) / count
+        wave = _opening(spans, opened)
+        told = [span for span in spans if (span.finished or was_cut) and span.tokens > span.head]
+        if not wave or not told:
+            return
+        parts = parts_of_round(spans, wave, told, self._expected(stands_for))
+        decodes_from, closed = (
+            max(span.first for span in wave),
+            max((span.ended for span in told if span.finished), default=opened),
+        )
+        late = [span for span in spans if span.first > decodes_from]
+        for part in parts:
+            if decodes_from <= part.start and part.stop <= closed:
+                seconds = part.seconds - stands_for * self._stalled(late, part, reuses_kv)
+                # While some wait for a place, a token of each takes as much longer.
+                counts = self._counts(part)
+                self._add(stands_for * counts, max(0.0, seconds), part.steps * part.running / counts)
+        begins = min(span.first for span in wave)
+        if self.is_known and begins > opened:
+            curve = self.curve
+            head = median(span.head for span in wave)
+            seconds = begins - opened - head * curve(stands_for * len(wave))
+            seconds += sum(
+                part.seconds - part.steps * curve(max(1.0, stands_for * part.running))
+                for part in parts
+                if part.stop <= decodes_from
             )
-            clock, at = float(span.tokens), span.ended
-        if self.is_known and most:
-            prefilled = sum(span.prompt for span in wave if not (reuses_kv and span.held))
-            seconds = max(0.0, decodes_from - opened - head * self.curve(most))
-            self._opening.observe(stands_for * len(wave), stands_for * prefilled, seconds)
+            prefilled = sum(_prefilled(span, reuses_kv) for span in wave)
+            self._opening.observe(stands_for * len(wave), stands_for * prefilled, max(0.0, seconds))
+
+    def _counts(self, part: Part) -> float:
+        """What the curve goes by."""
+        return part.in_flight if self._places == math.inf else part.running
+
+    def _expected(self, stands_for: int) -> Callable[[Part], float] | None:
+        """Steps of a part of a round, by what is known."""
+        if not self.is_known:
+            return None
+        curve = self.curve
+        return lambda part: part.seconds / curve(max(1.0, stands_for * self._counts(part)))
+
+    def _stalled(self, late: Iterable[Span], part: Part, reuses_kv: bool) -> float:
+        """Seconds that requests which came behind the opening have taken from a part of the round."""
+        requests = sum(part.start < span.began <= part.stop for span in late)
+        tokens = sum(_prefilled(span, reuses_kv) for span in late if part.start < span.first <= part.stop)
+        return requests * self._opening.seconds_per_request + tokens * self._opening.seconds_per_token
 
     def _add(self, in_flight: float, seconds: float, tokens: float) -> None:
         place = min(BINS - 1, int(BINS_PER_OCTAVE * math.log2(max(1.0, in_flight))))
@@ -186,16 +201,21 @@ class StepTimes:
         self._in_flight[place] += in_flight * tokens
 
 
-class _Count:
-    """How many there are, of what begins and ends."""
+def _opening(spans: Sequence[Span], opened: float) -> list[Span]:
+    """Those that the round was opened with, as far as the server had a place for them."""
+    # Of requests that ran on there is nothing to open, and what is new comes behind them.
+    ran_on = [span for span in spans if span.ran_on]
+    if 2 * len(ran_on) >= len(spans):
+        return ran_on
+    # Some come later, for rejected groups or after a broken stream.
+    wave = [span for span in spans if not span.ran_on and span.began <= opened + 0.02 * (span.ended - opened)]
+    if not wave:
+        return []
+    # Others wait for a place, until a request ends. But some may have ended while prompts were prefilled.
+    by_then = max(min(span.ended for span in spans), opened + 2 * (median_low(span.first for span in wave) - opened))
+    return [span for span in wave if span.first <= by_then]
 
-    def __init__(self, begins: Iterable[float], ends: Iterable[float]) -> None:
-        self._begins, self._ends = sorted(begins), sorted(ends)
-        self._sums = [list(accumulate(times, initial=0.0)) for times in (self._begins, self._ends)]
 
-    def mean(self, start: float, stop: float) -> float:
-        return (self._area(stop) - self._area(start)) / (stop - start)
-
-    def _area(self, until: float) -> float:
-        begun, ended = bisect_right(self._begins, until), bisect_right(self._ends, until)
-        return (begun - ended) * until - self._sums[0][begun] + self._sums[1][ended]
+def _prefilled(span: Span, reuses_kv: bool) -> int:
+    """Tokens that the server had to prefill for it."""
+    return 0 if reuses_kv and span.held else span.prompt

@@ -4,7 +4,7 @@ It is small enough to run inside training, between two rounds, for every factor 
 tokens and no requests, only three facts about a round:
 
 - Requests are all sent when the round opens, and one decode step gives every running sample one token. So all of them
-  share a token clock, and a sample with r tokens left ends at r on it.
+  share a token clock, and a sample with r tokens left ends at r on it; later by as much as it has to wait for a place.
 - A round closes at one point of that clock: where the last of its requirements is reached (those of
   [`~trl_april.roster.Roster.requirements`]: the quota, and the groups that fall due).
 - A step takes as long as the number of running samples says, so the seconds up to that point are a sum over the
@@ -21,9 +21,10 @@ Standard library only.
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, repeat
@@ -46,6 +47,9 @@ class Workload:
             Completion lengths as they come up in training, group by group: an unbiased set, in any order.
         seconds_per_step (`Callable[[int], float]`):
             Duration of a decode step by the number of samples running.
+        places (`float`, *optional*):
+            Samples that the server decodes at once; others wait, and the oldest come first. By default there is no
+            bound.
         seconds_per_prefilled_token (`float`, *optional*, defaults to `0.0`):
             What a token of a prompt, or of a partial sample that is resumed, adds to the beginning of a round.
         seconds_per_request (`float`, *optional*, defaults to `0.0`):
@@ -63,6 +67,8 @@ class Workload:
             guarantee. By default there is no bound.
         reuses_kv (`bool`, *optional*, defaults to `False`):
             Whether resumed samples are spared their prefill (`resume_kv="reuse"`).
+        keeps (`bool`, *optional*, defaults to `False`):
+            Whether requests live through the weight sync, so that only new ones are sent (`resume_kv="keep"`).
         overlaps (`bool`, *optional*, defaults to `False`):
             Whether requests go on during `train_seconds` (`overlap_generation`).
     """
@@ -70,6 +76,7 @@ class Workload:
     quota: int
     lengths: Sequence[Sequence[int]]
     seconds_per_step: Callable[[int], float]
+    places: float = math.inf
     seconds_per_prefilled_token: float = 0.0
     seconds_per_request: float = 0.0
     prompt_tokens: float = 0.0
@@ -78,6 +85,7 @@ class Workload:
     sync_seconds: float = 0.0
     rounds_to_wait: int | None = None
     reuses_kv: bool = False
+    keeps: bool = False
     overlaps: bool = False
 
 
@@ -93,13 +101,21 @@ class ModelledRound(NamedTuple):
 class _Group:
     born: int
     lengths: Sequence[int]
-    longest: int
     weight: float  # groups that it stands for
-    reached: float = 0.0  # tokens that its longest sample has by now; the others have as many, or are finished
+    left: list[float]  # tokens, by sample
 
     @property
-    def left(self) -> float:
-        return self.longest - self.reached
+    def is_finished(self) -> bool:
+        return max(self.left) <= 0
+
+
+class _Run(NamedTuple):
+    """A sample that is not finished: when it begins and would end on the token clock."""
+
+    group: _Group
+    sample: int
+    begins: float
+    ends: float
 
 
 class ModelledRounds:
@@ -136,38 +152,43 @@ class ModelledRounds:
         """Admit, generate until the round may close, deliver the oldest finished groups."""
         self._round += 1
         seconds = generated = 0.0
-        if not self._may_close():
-            self._admit()
-            until = self._closes_at()
-            seconds = self._opening_seconds() + self._elapse(until) + self._work.overhead_seconds
-            generated = self._generate(until)
+        waits = not self._may_close()
+        if waits:
+            added = self._add(self._target - self.outstanding)
+            runs = self._runs()
+            until = self._closes_at(runs)
+            seconds = (
+                self._opening(added if self._work.keeps else self._groups)
+                + self._elapsed(runs, until)
+                + self._work.overhead_seconds
+            )
+            generated = self._generate(runs, until)
         delivered = self._deliver()
         if self._work.overlaps:
-            generated += self._generate(self._tokens_within(self._work.train_seconds - self._admit_ahead()))
+            ahead = self._add(self._room_ahead())
+            # What was cut for the sync, and not sent again for a round that did not have to wait, is sent only now.
+            sent = ahead if waits or self._work.keeps else self._groups
+            train_seconds = self._work.train_seconds - self._opening(sent)
+            runs = self._runs()
+            generated += self._generate(runs, self._clock_after(runs, train_seconds))
         return ModelledRound(seconds + self._work.train_seconds + self._work.sync_seconds, generated, delivered)
 
     # Admission
 
-    def _admit(self) -> None:
-        self._add(self._target - self.outstanding)
-
-    def _admit_ahead(self) -> float:
-        """What is generated while the batch is trained, as [`~trl_april.roster.Roster.room_ahead`] has it.
-
-        Returns:
-            `float`: Seconds until it runs.
-        """
+    def _room_ahead(self) -> float:
+        """What is admitted while the batch is trained, as [`~trl_april.roster.Roster.room_ahead`] has it."""
         most = float(self._target)
         if self._work.rounds_to_wait is not None:
             most = min(most, float(self._work.quota * self._work.rounds_to_wait))
-        added = self._add(most - self.outstanding)
-        prompts = sum(group.weight * len(group.lengths) for group in added)
-        return self._opening(prompts, self._work.prompt_tokens * prompts)
+        return most - self.outstanding
 
     def _add(self, room: float) -> list[_Group]:
         if room < 1e-6:
             return []
-        added = [_Group(self._round, lengths, max(lengths), weight) for lengths, weight in self._cohort(room)]
+        added = [
+            _Group(self._round, lengths, weight, [float(length) for length in lengths])
+            for lengths, weight in self._cohort(room)
+        ]
         self._groups += added
         return added
 
@@ -214,18 +235,21 @@ class ModelledRounds:
         return found
 
     def _may_close(self) -> bool:
-        finished = [group for group in self._groups if group.left <= 0]
+        finished = [group for group in self._groups if group.is_finished]
         return all(
             sum(group.weight for group in finished if group.born <= born) > needed - 1e-6
             for born, needed in self._requirements()
         )
 
-    def _closes_at(self) -> float:
+    def _closes_at(self, runs: Sequence[_Run]) -> float:
         """The token clock when the last requirement is reached."""
-        ends = sorted((max(0.0, group.left), group.born, group.weight) for group in self._groups)
+        ends = {id(group): 0.0 for group in self._groups}
+        for run in runs:
+            ends[id(run.group)] = max(ends[id(run.group)], run.ends)
+        by_end = sorted((ends[id(group)], group.born, group.weight) for group in self._groups)
         closes_at = 0.0
         for born, needed in self._requirements():
-            for end, of, weight in ends:
+            for end, of, weight in by_end:
                 if of <= born:
                     needed -= weight
                     if needed < 1e-6:
@@ -235,66 +259,74 @@ class ModelledRounds:
 
     # Time
 
-    def _running(self) -> list[tuple[float, float]]:
-        """When each running sample ends on the token clock, ascending, and how many it stands for."""
-        return sorted(
-            (length - group.reached, group.weight)
-            for group in self._groups
-            for length in group.lengths
-            if length > group.reached
-        )
+    def _runs(self) -> list[_Run]:
+        """When every sample that is not finished begins and ends on the token clock, if all are asked for at 0."""
+        runs: list[_Run] = []
+        taken: list[tuple[float, float]] = []  # places, by the end of what runs there
+        free, clock = self._work.places, 0.0
+        # As they are asked for: what has begun comes first.
+        for group in sorted(self._groups, key=lambda group: group.left == list(group.lengths)):
+            for index, left in enumerate(group.left):
+                if left <= 0:
+                    continue
+                while taken and free < group.weight:
+                    clock, weight = heapq.heappop(taken)
+                    free += weight
+                runs.append(_Run(group, index, clock, clock + left))
+                if self._work.places < math.inf:
+                    heapq.heappush(taken, (clock + left, group.weight))
+                    free -= group.weight
+        return runs
 
-    def _opening_seconds(self) -> float:
+    def _opening(self, groups: Iterable[_Group]) -> float:
+        """Seconds until all samples of these groups that are not finished have been asked for, and run."""
         requests = tokens = 0.0
-        for group in self._groups:
-            unfinished = group.weight * sum(length > group.reached for length in group.lengths)
-            requests += unfinished
-            if not (self._work.reuses_kv and group.reached):
-                tokens += unfinished * (self._work.prompt_tokens + group.reached)
-        return self._opening(requests, tokens)
-
-    def _opening(self, requests: float, tokens: float) -> float:
+        for group in groups:
+            for length, left in zip(group.lengths, group.left, strict=True):
+                if left <= 0:
+                    continue
+                requests += group.weight
+                if left == length or not self._work.reuses_kv:
+                    tokens += group.weight * (self._work.prompt_tokens + length - left)
         return self._work.seconds_per_request * requests + self._work.seconds_per_prefilled_token * tokens
 
-    def _elapse(self, until: float) -> float:
-        """Seconds that the token clock takes from 0 to `until`."""
-        seconds, clock = 0.0, 0.0
-        running = self._running()
-        count = sum(weight for _, weight in running)
-        for end, weight in running:
-            if end > until:
-                break
-            if end > clock:
-                seconds += (end - clock) * self._seconds_per_step(round(count))
-                clock = end
-            count -= weight
-        if until > clock:
-            seconds += (until - clock) * self._seconds_per_step(max(1, round(count)))
-        return seconds
+    def _stretches(self, runs: Sequence[_Run]) -> Iterator[tuple[float, float, float]]:
+        """From where to where on the token clock the same samples run, and seconds per step meanwhile."""
+        changes = sorted(
+            chain(((run.begins, run.group.weight) for run in runs), ((run.ends, -run.group.weight) for run in runs))
+        )
+        clock = count = 0.0
+        for at, change in changes:
+            if at > clock:
+                yield clock, at, self._seconds_per_step(max(1, round(count)))
+                clock = at
+            count += change
 
-    def _tokens_within(self, seconds: float) -> float:
+    def _elapsed(self, runs: Sequence[_Run], until: float) -> float:
+        """Seconds that the token clock takes from 0 to `until`."""
+        return sum(
+            (min(stop, until) - start) * per_step for start, stop, per_step in self._stretches(runs) if start < until
+        )
+
+    def _clock_after(self, runs: Sequence[_Run], seconds: float) -> float:
         """How far the token clock comes in so many seconds, while anything runs."""
         clock = 0.0
-        running = self._running()
-        count = sum(weight for _, weight in running)
-        for end, weight in running:
-            per_step = self._seconds_per_step(max(1, round(count)))
-            if (end - clock) * per_step > seconds:
-                return clock + seconds / per_step
-            seconds -= (end - clock) * per_step
-            clock = end
-            count -= weight
+        for start, stop, per_step in self._stretches(runs):
+            if (stop - start) * per_step > seconds:
+                return start + max(0.0, seconds) / per_step
+            seconds -= (stop - start) * per_step
+            clock = stop
         return clock
 
-    def _generate(self, until: float) -> float:
+    def _generate(self, runs: Sequence[_Run], until: float) -> float:
         """Let the token clock come to `until`; returns the tokens generated."""
         generated = 0.0
-        for group in self._groups:
-            reached = group.reached
-            generated += group.weight * sum(
-                min(until, length - reached) for length in group.lengths if length > reached
-            )
-            group.reached = min(reached + until, group.longest)
+        for run in runs:
+            made = min(until, run.ends) - run.begins
+            if made > 0:
+                left = run.group.left[run.sample] - made
+                run.group.left[run.sample] = left if left > 1e-9 else 0.0
+                generated += run.group.weight * made
         return generated
 
     def _deliver(self) -> float:
@@ -302,7 +334,7 @@ class ModelledRounds:
         left, delivered = float(self._work.quota), 0.0
         kept = []
         for group in self._groups:
-            taken = min(group.weight, left) if group.left <= 1e-9 else 0.0
+            taken = min(group.weight, left) if group.is_finished else 0.0
             left -= taken
             delivered += taken * sum(group.lengths)
             group.weight -= taken

@@ -16,7 +16,7 @@ from ..run_log import BINS_PER_DOUBLING
 from ..server_speed import StepTimeCurve
 from ..throughput_model import Workload, predicted_throughput
 from .run import Run
-from .summary import Summary, sum_counts
+from .summary import Summary, phases, sum_counts
 
 
 GROUPS, SAMPLES = 256, 16_384  # that are looked at, at most
@@ -34,7 +34,7 @@ class Prediction(NamedTuple):
 
 def predict(run: Run, summary: Summary) -> Prediction | None:
     """The best factor within the staleness bound, or `None` where too little is known: without lengths, or without the
-    server's speed, which rounds with `overlap_generation` do not tell."""
+    server's speed."""
     last = next((one for one in reversed(run.rounds) if one.step_times), None)
     if last is None:
         return None
@@ -46,6 +46,9 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         return None
     if bound is not None and (type(bound) is not int or bound < 0):
         return None
+    overlaps, of_rounds = run.options.get("overlap_generation") is True, phases(run)
+    between = [sum(one[phase] for one in of_rounds) / len(of_rounds) for phase in ("scoring", "training", "other")]
+    sync_seconds = sum(one["sync"] for one in of_rounds) / len(of_rounds)
     workload = Workload(
         quota,
         lengths,
@@ -56,11 +59,17 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         overhead_seconds=summary.abort_seconds or 0.0,
         rounds_to_wait=None if bound is None else bound // per_round,
         reuses_kv=run.options.get("resume_kv") in ("reuse", "keep"),
+        keeps=run.options.get("resume_kv") == "keep",
+        overlaps=overlaps,
+        train_seconds=sum(between) if overlaps else 0.0,
+        sync_seconds=sync_seconds if overlaps else 0.0,
     )
     candidates = factors(quota, bound, per_round)
     rates = {factor: predicted_throughput(workload, factor) for factor in sorted({*candidates, present})}
-    # Only the rounds get faster; what the trainer does takes as long as before.
-    gains = {factor: 1 / (1 - share + share * rates[present] / rates[factor]) for factor in candidates}
+    # Without overlap only the rounds get faster; what the trainer does takes as long as before. With it, the rates are
+    # those of all of the time.
+    fixed = 0.0 if overlaps else 1 - share
+    gains = {factor: 1 / (fixed + (1 - fixed) * rates[present] / rates[factor]) for factor in candidates}
     enough = (1 - AS_GOOD_AS_BEST) * max(gains.values())
     best = next(factor for factor in candidates if gains[factor] >= enough)
     return Prediction(best, gains[best])
