@@ -64,6 +64,9 @@ class SimulatedRounds:
             Seconds per token of what requests are sent with.
         request (`float`):
             Seconds per request, before any of them runs.
+        staggered (`bool`):
+            Whether requests are sent one after the other instead, each of which takes as long and stalls those that
+            run by then for as long. This is simulated step by step, and without `context`.
         reuses_kv (`bool`):
             Whether what is resumed has nothing to prefill.
         keeps (`bool`):
@@ -83,6 +86,7 @@ class SimulatedRounds:
         group_size: int = 4,
         prefill: float = 0.0,
         request: float = 0.0,
+        staggered: bool = False,
         reuses_kv: bool = False,
         keeps: bool = False,
         overhead: float = 0.0,
@@ -92,6 +96,7 @@ class SimulatedRounds:
         self.context = context
         self.lengths, self.curve = lengths, curve
         self.group_size, self.prefill, self.overhead = group_size, prefill, overhead
+        self.staggered = staggered
         self.request, self.reuses_kv, self.keeps = request, reuses_kv, keeps
         self.version = self.next_id = 0
         self.history: list[Round] = []
@@ -105,7 +110,7 @@ class SimulatedRounds:
             self.next_id += 1
         done = Round(self.version, over_provisioning=pool.over_provisioning)
         if not pool.quota_met:
-            self._generate(done)
+            (self._generate_staggered if self.staggered else self._generate)(done)
         done.groups = pool.take()
         pool.check()
         self.version += 1
@@ -151,6 +156,47 @@ class SimulatedRounds:
         assert not pool.count(SampleState.RUNNING)
         done.seconds = seconds + self.overhead
         done.requests = len(waiting)
+        done.generated_tokens = sum(span.tokens for span in done.spans)
+
+    def _generate_staggered(self, done: Round) -> None:
+        pool = self.pool
+        coming = []  # sample, its key, tokens so far, tokens to come
+        for _, sample in pool.ready():
+            key = sample.group_id, sample.index
+            coming.append((sample, key, len(sample), self.lengths(*key) - len(sample)))
+            pool.start(sample)
+        done.requests = len(coming)
+        seconds, arrived = 0.0, 0
+        running = []  # one of the above, tokens of this round, time of the first
+        while not pool.quota_met:
+            stall = 0.0
+            if not running:
+                seconds = max(seconds, (arrived + 1) * self.request)
+            while arrived < len(coming) and (arrived + 1) * self.request <= seconds + 1e-12:
+                _, _, held, _ = coming[arrived]
+                stall += self.request
+                if not (self.reuses_kv and held):
+                    stall += self.prefill * (len(PROMPT) + held)
+                running.append([coming[arrived], 0, 0.0])
+                arrived += 1
+            seconds += stall + self.curve(len(running))
+            for one in running:
+                one[1] += 1
+                one[2] = one[2] or seconds
+                (sample, key, held, left), made, first = one
+                if made == left:
+                    pool.record(sample, [1] * made, [-1.0] * made)
+                    pool.finish(sample, FinishReason.STOP)
+                    done.spans.append(self._span(key, first, seconds, made, held, True))
+            running = [one for one in running if one[1] < one[0][3]]
+        for (sample, key, held, _), made, first in running:
+            pool.record(sample, [1] * made, [-1.0] * made)
+            pool.park(sample)
+            done.spans.append(self._span(key, first, seconds, made, held, False))
+        for sample, key, held, _ in coming[arrived:]:
+            pool.park(sample)
+            done.spans.append(Span(*key, 0.0, seconds, 0, seconds, 0, len(PROMPT) + held, held, False))
+        done.seconds = seconds + self.overhead
         done.generated_tokens = sum(span.tokens for span in done.spans)
 
     def _span(self, key: tuple[int, int], first: float, ended: float, tokens: int, held: int, finished: bool) -> Span:

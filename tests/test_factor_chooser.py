@@ -120,6 +120,22 @@ def test_what_every_request_costs_limits_how_many_there_should_be():
     assert predicted[6.0] / predicted[2.0] == pytest.approx(tried[6.0] / tried[2.0], rel=0.05)
 
 
+@pytest.mark.parametrize("reuses_kv", [False, True])
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_requests_that_are_sent_one_after_the_other_do_not_mislead_it(sigma, reuses_kv):
+    """As engine and client share two cores. While the last are sent, the first are a good part of their way."""
+    costs = {"request": 1.2e-3, "staggered": True, "prefill": 1e-5, "overhead": 0.02, "reuses_kv": reuses_kv}
+    lengths = lognormal(sigma, median=100.0)
+    auto = Auto(lengths, bent, **costs)
+    auto.rounds(10)
+    reached = throughput(auto.rounds(40))
+    tried = {factor: with_factor(factor, lengths, bent, rounds=40, **costs) for factor in factors(8, BOUND)}
+    assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
+    curve = auto.chooser.workload().seconds_per_step
+    for count in (32, 64):
+        assert curve(count) == pytest.approx(bent(count), rel=0.1)
+
+
 @pytest.mark.parametrize("curve", [flat, saturated])
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
 def test_it_is_found_although_requests_live_through_the_syncs(sigma, curve):
@@ -152,6 +168,19 @@ def test_no_more_are_in_flight_than_the_server_has_places_for():
     auto.chooser = FactorChooser(auto.pool, group_size=4, max_completion_length=LONGEST, max_sequences=32)
     auto.rounds(3)
     assert auto.pool.over_provisioning == 1.0
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(1.06, 2.0), (1.1, 4.0)])
+def test_what_the_server_has_no_places_for_needs_a_clear_gain(monkeypatch, gain, chosen):
+    """64 samples at a factor of 2, for which there are places."""
+    auto = Auto(lognormal(1.0), flat)
+    auto.chooser = FactorChooser(auto.pool, group_size=4, max_completion_length=LONGEST, max_sequences=64)
+    monkeypatch.setattr(
+        "trl_april.factor_chooser.predicted_throughput",
+        lambda workload, factor: {2.0: 1000.0, 4.0: 1000.0 * gain}.get(factor, 500.0),
+    )
+    auto.rounds(4)
+    assert auto.pool.over_provisioning == chosen
 
 
 def test_where_more_in_flight_gain_nothing_the_batch_is_as_fresh_as_can_be():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.curve_engine import CurveEngine
 from tests.scripted_engine import simulate
@@ -198,6 +202,31 @@ def test_the_prefill_is_what_comes_before_the_first_token():
     times = StepTimes()
     times.observe([span(16.0, 11, **waiting), span(16.0, 11, **waiting, held=20)], reuses_kv=True)
     assert times.seconds_per_prefilled_token == about((6.0 - 1.0) / 25)
+
+
+moments = st.lists(st.integers(0, 40), min_size=3, max_size=3).map(sorted)
+any_span = st.builds(
+    lambda times, head, more, prompt, held, finished: Span(
+        0, 0, *(0.5 * t for t in times[:2]), head if times[0] < times[1] else 0, 0.5 * times[2], head + more,
+        prompt + held, held, finished,
+    ),
+    moments, st.integers(0, 3), st.integers(0, 50), st.integers(1, 30), st.integers(0, 30), st.booleans(),
+)  # fmt: skip
+a_round = st.lists(any_span, max_size=12)
+
+
+@given(st.lists(a_round, max_size=4), st.booleans(), st.booleans(), st.sampled_from([math.inf, 4]), st.integers(1, 5))
+def test_whatever_the_requests_were_like_the_curve_rises_and_costs_are_not_negative(
+    rounds, reuses_kv, was_cut, places, stands_for
+):
+    times = StepTimes(places)
+    for spans in rounds:
+        times.observe(spans, stands_for=stands_for, reuses_kv=reuses_kv, was_cut=was_cut)
+    assert times.seconds_per_request >= 0 and times.seconds_per_prefilled_token >= 0
+    if times.is_known:
+        seconds = [times.curve(count) for count in range(1, 100)]
+        assert seconds[0] > 0
+        assert all(after >= before * (1 - 1e-9) for before, after in pairwise(seconds))
 
 
 # From rounds

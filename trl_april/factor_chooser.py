@@ -29,8 +29,9 @@ CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 # Rounds. Of the first, what is not finished says little of how long it will be; and a choice costs up to 0.1 s.
 EARLY_CHOICES = (3, 4, 6, 8, 10)
 CHOICE_EVERY = 5
-AS_GOOD_AS_BEST = 0.03  # of factors that are, the lowest is the least stale
+AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
 GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
+DOUBT = 0.05  # of what is predicted with more requests than the server has places for, which is known less well
 MOST_AT_ONCE = 2.0  # times the present factor: how the server's speed goes on is known for an octave, and not beyond
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
@@ -40,7 +41,9 @@ Reduction = Callable[[Sequence[float]], list[float]]
 
 
 class Change(NamedTuple):
-    """The factor is another one from the next round on. Predictions are trained tokens per second."""
+    """The factor is another one from the next round on. Predictions are trained tokens per second of all time: rounds,
+    training and weight syncs.
+    """
 
     before: float
     after: float
@@ -50,7 +53,7 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         return (
             f"over_provisioning changes from {self.before:g} to {self.after:g}: predicted "
-            f"{self.predicted_after:,.0f} trained tokens/s against {self.predicted_before:,.0f}."
+            f"{self.predicted_after:,.0f} trained tokens/s against {self.predicted_before:,.0f}, training included."
         )
 
 
@@ -157,7 +160,7 @@ class FactorChooser:
             [
                 *times,
                 float(done.outages),
-                # Those that came beside the training belong to the idle time, which counts with overlap.
+                # Those that came beside the training belong to its time.
                 float(done.generated_tokens + done.overlap_tokens),
                 *self._fields(group_ids, done, groups),
             ]
@@ -167,8 +170,7 @@ class FactorChooser:
         self._rounds += 1
         if done.over_provisioning == self.factor and not outages:
             tokens, all_seconds = self._measured
-            idle = train_seconds + sync_seconds if self._overlaps else 0.0
-            self._measured = (tokens + generated_tokens, all_seconds + seconds + idle)
+            self._measured = (tokens + generated_tokens, all_seconds + seconds + train_seconds + sync_seconds)
         if spans:
             ran_on = any(span.ran_on for span in spans)
             self._keeps = ran_on or (self._keeps and not any(span.held for span in spans))
@@ -190,7 +192,7 @@ class FactorChooser:
             return None
         workload = self.workload()
         within = [factor for factor in self.candidates if factor <= MOST_AT_ONCE * self.factor]
-        predicted = {factor: predicted_throughput(workload, factor) for factor in within}
+        predicted = {factor: self._doubted(factor) * predicted_throughput(workload, factor) for factor in within}
         # Whatever the model does not know of slows all factors down alike, as far as can be told from one.
         tokens, seconds = self._measured
         calibration = tokens / seconds / predicted[self.factor] if tokens and seconds else 1.0
@@ -221,14 +223,17 @@ class FactorChooser:
             seconds_per_request=self._step_times.seconds_per_request,
             prompt_tokens=self._prompts.value,
             overhead_seconds=self._overheads.value,
-            # Without overlap they are the same for every factor, and predictions compare with the log's rates.
-            train_seconds=self._between.value if self._overlaps else 0.0,
-            sync_seconds=self._syncs.value if self._overlaps else 0.0,
+            train_seconds=self._between.value,
+            sync_seconds=self._syncs.value,
             rounds_to_wait=None if roster.bound is None else roster.bound // roster.versions_per_round,
             reuses_kv=self._reuses_kv,
             keeps=self._keeps,
             overlaps=self._overlaps,
         )
+
+    def _doubted(self, factor: float) -> float:
+        waiting = factor * self._pool.quota * self._group_size > self._places
+        return 1 - DOUBT if waiting and factor > 1.0 else 1.0
 
     # What the processes add up: places for all samples, of which each process fills those of its own groups
 

@@ -149,22 +149,20 @@ class StepTimes:
 
         opened = min(span.began for span in spans)
         wave = _opening(spans, opened)
-        told = [span for span in spans if (span.finished or was_cut) and span.tokens > span.head]
-        if not wave or not told:
+        if not wave:
             return
-        parts = parts_of_round(spans, wave, told, self._expected(stands_for))
-        decodes_from, closed = (
-            max(span.first for span in wave),
-            max((span.ended for span in told if span.finished), default=opened),
-        )
+        begins, decodes_from = min(span.first for span in wave), max(span.first for span in wave)
+        whole = [span for span in spans if span.first >= begins and (span.finished or was_cut)]
+        closed = max((span.ended for span in whole if span.finished), default=opened)
+        parts = parts_of_round(spans, wave, whole, self._expected(stands_for))
         late = [span for span in spans if span.first > decodes_from]
         for part in parts:
-            if decodes_from <= part.start and part.stop <= closed:
-                seconds = part.seconds - stands_for * self._stalled(late, part, reuses_kv)
+            counts = self._counts(part)
+            if decodes_from <= part.start and part.stop <= closed and counts:
+                # What is known of stalls is rough, and some of the time was for steps.
+                stalled = min(part.seconds / 2, stands_for * self._stalled(late, part, reuses_kv))
                 # While some wait for a place, a token of each takes as much longer.
-                counts = self._counts(part)
-                self._add(stands_for * counts, max(0.0, seconds), part.steps * part.running / counts)
-        begins = min(span.first for span in wave)
+                self._add(stands_for * counts, part.seconds - stalled, part.steps * part.running / counts)
         if self.is_known and begins > opened:
             curve = self.curve
             head = median(span.head for span in wave)

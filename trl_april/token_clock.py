@@ -50,7 +50,7 @@ class Part:
 
 
 def parts_of_round(
-    spans: Sequence[Span], wave: Sequence[Span], told: Sequence[Span], expected: Callable[[Part], float] | None = None
+    spans: Sequence[Span], wave: Sequence[Span], whole: Sequence[Span], expected: Callable[[Part], float] | None = None
 ) -> list[Part]:
     """A round from its first token to its end, in parts in which the number of requests changes little.
 
@@ -58,28 +58,28 @@ def parts_of_round(
         spans (`Sequence[Span]`):
             All requests.
         wave (`Sequence[Span]`):
-            Those that it was opened with; when all of them run, a part begins.
-        told (`Sequence[Span]`):
-            Those that ended with all their tokens, at least one.
+            Those that it was opened with, at least one; when all of them run, a part begins.
+        whole (`Sequence[Span]`):
+            Those that ended with all their tokens, none of which began before the first of the wave.
         expected (`Callable[[Part], float]`, *optional*):
             Steps of a part, for what the requests leave open. By default steps are expected to be equally long.
     """
     in_flight = _Count([span.began for span in spans], [span.ended for span in spans])
     running = _Count([span.first for span in spans], [span.ended for span in spans])
-    knots = _knots(wave, told)
+    knots = _knots(wave, whole)
     parts = [
         Part(start, stop, in_flight.mean(start, stop), running.mean(start, stop)) for start, stop in pairwise(knots)
     ]
-    steps = steps_between(knots, told, None if expected is None else [expected(part) for part in parts])
+    steps = steps_between(knots, whole, None if expected is None else [expected(part) for part in parts])
     return [replace(part, steps=number) for part, number in zip(parts, steps, strict=True)]
 
 
-def _knots(wave: Sequence[Span], told: Sequence[Span]) -> list[float]:
+def _knots(wave: Sequence[Span], whole: Sequence[Span]) -> list[float]:
     """Some of the moments at which requests get their first token, or end."""
     firsts = sorted(span.first for span in wave)
     begins, all_run = firsts[0], firsts[-1]
-    ends = sorted(span.ended for span in told if span.finished and span.ended > all_run)
-    knots = {begins, all_run, max(span.ended for span in told), *ends[-1:]}
+    ends = sorted(span.ended for span in whole if span.finished and span.ended > all_run)
+    knots = {begins, all_run, max((span.ended for span in whole), default=all_run), *ends[-1:]}
     knots.update(firsts[len(firsts) * k // AT_FIRST] for k in range(1, AT_FIRST))
     # Requests that are equally long begin one after the other and end so, which says nothing of how long steps were.
     apart, last = (all_run - begins) / 2, all_run
@@ -99,7 +99,7 @@ def steps_between(
         knots (`Sequence[float]`):
             Seconds, strictly ascending. Between two of them steps are taken to be equally long.
         spans (`Sequence[Span]`):
-            Requests that ended with all their tokens, between the first knot and the last.
+            Requests that began and ended between the first knot and the last, with all their tokens.
         expected (`Sequence[float]`, *optional*):
             Positive numbers of steps, one fewer than knots, for what the requests leave open: those that are equally
             long, begin one after the other and end so, do not say whether both took many steps or few. By default
@@ -126,7 +126,7 @@ def steps_between(
             row = squares[k]
             for other, share in parts:
                 row[other] += part * share
-    if not tokens:
+    if not tokens or not seconds:
         return [0.0] * size
     steps = [width * tokens / seconds for width in widths] if expected is None else list(expected)
     for k, number in enumerate(steps):
