@@ -200,7 +200,7 @@ def test_where_nothing_is_gained_or_lost_the_batch_gets_fresh_again():
 def test_late_changes_are_proposed_twice(monkeypatch):
     """Once little new is learned, what the last lengths suggest may be chance."""
     auto = Auto(lognormal(1.0), flat)
-    auto.rounds(10)
+    auto.rounds(4 * CHOICE_EVERY)
     before = auto.factors[-1]
     assert before > 3.0
     best = {"factor": before}
@@ -208,13 +208,13 @@ def test_late_changes_are_proposed_twice(monkeypatch):
         "trl_april.factor_chooser.predicted_throughput",
         lambda workload, factor: 1000.0 if factor == best["factor"] else 900.0,
     )
-    for once in (2.0, before, 3.0, before, 2.5):
+    for once in (4.0, before, 3.0, before, 5.0):
         best["factor"] = once
-        auto.rounds(CHOICE_EVERY)
+        auto.rounds(2 * CHOICE_EVERY)
         assert auto.pool.over_provisioning == before
-    best["factor"] = 2.0
-    auto.rounds(CHOICE_EVERY)
-    assert auto.pool.over_provisioning == 2.0
+    best["factor"] = 3.0
+    auto.rounds(2 * CHOICE_EVERY)
+    assert auto.pool.over_provisioning == 3.0
 
 
 def test_upwards_it_takes_a_gain_and_downwards_none(monkeypatch):

@@ -261,6 +261,14 @@ class TestAdvice:
             gains[seconds] = predict(run, summarise(run)).gain
         assert gains[60.0] < 1.02 and gains[0.1] > 1.2
 
+    def test_requests_that_the_server_has_no_places_for_gain_less(self, folders):
+        run = read_run(folders["synchronous"])
+        gains = [
+            predict(replace(run, options={**run.options, "max_sequences": places}), summarise(run)).gain
+            for places in (32, 48, None)
+        ]
+        assert gains[0] < gains[1] < gains[2]
+
     def test_too_little_is_known_for_a_prediction(self, folders):
         run = read_run(folders["without"])
         assert predict(run, summarise(run)) is None

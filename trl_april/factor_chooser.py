@@ -28,11 +28,12 @@ START = 2.0
 CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 # Rounds. Of the first, what is not finished says little of how long it will be; and a choice costs up to 0.1 s.
 EARLY_CHOICES = (3, 4, 6, 8, 10)
-CHOICE_EVERY = 5
+CHOICE_EVERY = 5  # and from the 20th on, every second of these
 AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
 GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
 DOUBT = 0.05  # of what is predicted with more requests than the server has places for, which is known less well
-MOST_AT_ONCE = 2.0  # times the present factor: how the server's speed goes on is known for an octave, and not beyond
+# Times the present factor, or its share: how the server's speed goes on is known for an octave, and not beyond.
+MOST_AT_ONCE = 2.0
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 FIELDS = 7  # of a sample, in what the processes add up
@@ -185,13 +186,13 @@ class FactorChooser:
 
     def choose(self) -> Change | None:
         """The factor of the next round, in `factor`; returns what has changed, if anything has."""
-        is_time = (
-            self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % CHOICE_EVERY == 0
-        )
+        every = CHOICE_EVERY if self._rounds < 4 * CHOICE_EVERY else 2 * CHOICE_EVERY
+        is_time = self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0
         if not is_time or not self._step_times.is_known or not len(self._lengths):
             return None
         workload = self.workload()
-        within = [factor for factor in self.candidates if factor <= MOST_AT_ONCE * self.factor]
+        least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
+        within = [factor for factor in self.candidates if least <= factor <= most]
         predicted = {factor: self._doubted(factor) * predicted_throughput(workload, factor) for factor in within}
         # Whatever the model does not know of slows all factors down alike, as far as can be told from one.
         tokens, seconds = self._measured

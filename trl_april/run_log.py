@@ -89,7 +89,7 @@ class RunLog:
         self._metrics: dict[str, float] = {}
         self._works_since: float | None = None  # the trainer, on an optimiser step
         self._worked: list[tuple[float, float]] = []
-        self._step_times = StepTimes()
+        self._step_times = StepTimes((options or {}).get("max_sequences") or math.inf)
         self._reuses_kv = (options or {}).get("resume_kv") in ("reuse", "keep")
         self._overlaps = (options or {}).get("overlap_generation") is True
         if self._path is not None:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 # More samples per quota than this are modelled by fewer, each of which stands for several.
 MODELLED_SAMPLES = 512
-MODELLED_TOTAL = 2000  # samples delivered in the rounds that are counted, of which there are 16 to 96
+MODELLED_TOTAL = 1000  # samples delivered in the rounds that are counted, of which there are 16 to 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,9 @@ class _Group:
     lengths: Sequence[int]
     weight: float  # groups that it stands for
     left: list[float]  # tokens, by sample
-
-    @property
-    def is_finished(self) -> bool:
-        return max(self.left) <= 0
+    is_begun: bool = False
+    is_finished: bool = False
+    ends: float = 0.0  # when the last of its samples would, on the token clock
 
 
 class _Run(NamedTuple):
@@ -156,7 +155,7 @@ class ModelledRounds:
         if waits:
             added = self._add(self._target - self.outstanding)
             runs = self._runs()
-            until = self._closes_at(runs)
+            until = self._closes_at()
             seconds = (
                 self._opening(added if self._work.keeps else self._groups)
                 + self._elapsed(runs, until)
@@ -241,12 +240,9 @@ class ModelledRounds:
             for born, needed in self._requirements()
         )
 
-    def _closes_at(self, runs: Sequence[_Run]) -> float:
+    def _closes_at(self) -> float:
         """The token clock when the last requirement is reached."""
-        ends = {id(group): 0.0 for group in self._groups}
-        for run in runs:
-            ends[id(run.group)] = max(ends[id(run.group)], run.ends)
-        by_end = sorted((ends[id(group)], group.born, group.weight) for group in self._groups)
+        by_end = sorted((group.ends, group.born, group.weight) for group in self._groups)
         closes_at = 0.0
         for born, needed in self._requirements():
             for end, of, weight in by_end:
@@ -265,16 +261,19 @@ class ModelledRounds:
         taken: list[tuple[float, float]] = []  # places, by the end of what runs there
         free, clock = self._work.places, 0.0
         # As they are asked for: what has begun comes first.
-        for group in sorted(self._groups, key=lambda group: group.left == list(group.lengths)):
+        for group in sorted(self._groups, key=lambda group: not group.is_begun):
+            group.ends = 0.0
             for index, left in enumerate(group.left):
                 if left <= 0:
                     continue
                 while taken and free < group.weight:
                     clock, weight = heapq.heappop(taken)
                     free += weight
-                runs.append(_Run(group, index, clock, clock + left))
+                ends = clock + left
+                runs.append(_Run(group, index, clock, ends))
+                group.ends = max(group.ends, ends)
                 if self._work.places < math.inf:
-                    heapq.heappush(taken, (clock + left, group.weight))
+                    heapq.heappush(taken, (ends, group.weight))
                     free -= group.weight
         return runs
 
@@ -324,9 +323,12 @@ class ModelledRounds:
         for run in runs:
             made = min(until, run.ends) - run.begins
             if made > 0:
-                left = run.group.left[run.sample] - made
-                run.group.left[run.sample] = left if left > 1e-9 else 0.0
-                generated += run.group.weight * made
+                group = run.group
+                group.left[run.sample] = 0.0 if run.ends <= until + 1e-9 else group.left[run.sample] - made
+                group.is_begun = True
+                generated += group.weight * made
+        for group in self._groups:
+            group.is_finished = max(group.left) <= 0
         return generated
 
     def _deliver(self) -> float:

@@ -376,7 +376,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.vllm_generation.before_sync = self._session.make_way
         self._run_log = RunLog(
             Path(self.args.output_dir) if self.is_world_process_zero() else None,
-            run_options(self.args, self._options, self._session.pool),
+            {
+                **run_options(self.args, self._options, self._session.pool),
+                "max_sequences": self.vllm_generation.facts.max_sequences,
+            },
             resumed_at_step=self.state.global_step if self._checkpoints.resumed_from else None,
             total=self._processes.total,
             processes=self._processes.count,

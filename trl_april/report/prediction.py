@@ -6,6 +6,7 @@ no more alike than others. Where they are alike, groups differ more, and the gai
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -46,6 +47,7 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         return None
     if bound is not None and (type(bound) is not int or bound < 0):
         return None
+    places = run.options.get("max_sequences")
     overlaps, of_rounds = run.options.get("overlap_generation") is True, phases(run)
     between = [sum(one[phase] for one in of_rounds) / len(of_rounds) for phase in ("scoring", "training", "other")]
     sync_seconds = sum(one["sync"] for one in of_rounds) / len(of_rounds)
@@ -53,6 +55,7 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         quota,
         lengths,
         curve,
+        places if type(places) is int and places > 0 else math.inf,
         seconds_per_prefilled_token=max(0.0, last.seconds_per_prefilled_token),
         seconds_per_request=max(0.0, last.seconds_per_request),
         prompt_tokens=max(0.0, last.prompt_tokens),

@@ -105,7 +105,7 @@ class Run:
             Optimiser steps. Empty without a log of rounds.
         options (`dict[str, Any]`):
             What the trainer was configured with: APRIL's options, `quota`, `group_size`, `max_completion_length`,
-            `versions_per_round` and `processes`. Empty without a log of rounds.
+            `versions_per_round` and `processes`; and `max_sequences` of the server. Empty without a log of rounds.
         notes (`list[str]`):
             What is missing or was passed over, in sentences.
         has_log (`bool`):
