@@ -385,7 +385,19 @@ def test_all_processes_choose_what_one_would():
         return FactorChooser(alone.pool, group_size=4, max_completion_length=LONGEST, total=total, is_first=rank == 0)
 
     sums: list[float] = []
-    several = [chooser(rank, lambda _: sums) for rank in range(3)]
+    said: list[float] = []  # by the first, when all of them choose
+
+    def total(rank: int) -> object:
+        def add(values: Sequence[float]) -> list[float]:
+            if sums:
+                return sums
+            assert (rank == 0) == any(values)
+            said.extend(values)
+            return said[: len(values)]
+
+        return add
+
+    several = [chooser(rank, total(rank)) for rank in range(3)]
     probes = [chooser(rank, note) for rank in range(3)]
     for _ in range(12):
         (done,) = alone.rounds(1)
@@ -397,6 +409,8 @@ def test_all_processes_choose_what_one_would():
         sums = [sum(values) for values in zip(*sent, strict=True)]
         for rank, one in enumerate(several):
             one.observe(*of_process(rank, 3, done, groups))
+        sums = []
+        said.clear()
         changes = [one.choose() for one in several]
         assert changes[0] == changes[1] == changes[2]
         assert {one.factor for one in several} == {alone.chooser.factor}

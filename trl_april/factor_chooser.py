@@ -6,7 +6,7 @@ each factor that the staleness bound allows would come to. No factor is tried ou
 says what it would bring.
 
 The invariant owned here: a choice is a function of numbers that all processes have added up, and of nothing else. So
-all of them choose the same. Standard library only.
+all of them choose the same.
 """
 
 from __future__ import annotations
@@ -185,15 +185,14 @@ class FactorChooser:
         self._overheads.add(max(0.0, seconds - max(finished)))
 
     def choose(self) -> Change | None:
-        """The factor of the next round, in `factor`; returns what has changed, if anything has."""
+        """The factor of the next round, in `factor`; returns what has changed, if anything has. A collective call."""
         every = CHOICE_EVERY if self._rounds < 4 * CHOICE_EVERY else 2 * CHOICE_EVERY
         is_time = self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0
         if not is_time or not self._step_times.is_known or not len(self._lengths):
             return None
-        workload = self.workload()
         least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
         within = [factor for factor in self.candidates if least <= factor <= most]
-        predicted = {factor: self._doubted(factor) * predicted_throughput(workload, factor) for factor in within}
+        predicted = self._predicted(within)
         # Whatever the model does not know of slows all factors down alike, as far as can be told from one.
         tokens, seconds = self._measured
         calibration = tokens / seconds / predicted[self.factor] if tokens and seconds else 1.0
@@ -231,6 +230,14 @@ class FactorChooser:
             keeps=self._keeps,
             overlaps=self._overlaps,
         )
+
+    def _predicted(self, factors: Sequence[float]) -> dict[float, float]:
+        """What each of them would come to. One process says so to all: others may round otherwise."""
+        values = [0.0] * len(factors)
+        if self._is_first:
+            workload = self.workload()
+            values = [self._doubted(factor) * predicted_throughput(workload, factor) for factor in factors]
+        return dict(zip(factors, self._total(values), strict=True))
 
     def _doubted(self, factor: float) -> float:
         waiting = factor * self._pool.quota * self._group_size > self._places

@@ -9,7 +9,6 @@ already say how much a larger one would slow down, unless the server saturates r
 round of the larger factor shows it.
 
 The invariant owned here: the curve never falls, and never says that more requests in flight are slower altogether.
-Standard library only.
 """
 
 from __future__ import annotations

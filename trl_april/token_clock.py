@@ -5,7 +5,7 @@ tells how many went by between its first token and its end. Each begins at anoth
 sent one after the other, and those that ran on from the round before (`resume_kv="keep"`) were there already. The
 clock is what agrees best with all that they tell.
 
-The invariant owned here: the clock never goes back. Standard library only.
+The invariant owned here: the clock never goes back.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from .round import Span
 
 
 AT_FIRST, AT_ENDINGS = 4, 16  # parts of a round, at most: until all requests run, and from then on
 EXPECTED = 0.1  # what the expectation weighs, against one request
-SWEEPS = 200  # of coordinate descent; a few dozen are enough for the twenty unknowns of a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ def _knots(wave: Sequence[Span], whole: Sequence[Span]) -> list[float]:
 def steps_between(
     knots: Sequence[float], spans: Sequence[Span], expected: Sequence[float] | None = None
 ) -> list[float]:
-    """Decode steps from each knot to the next, by non-negative least squares over the requests.
+    """Decode steps from each knot to the next, by least squares over the requests; where there were fewer than none,
+    there were none, and the others are found without them.
 
     Args:
         knots (`Sequence[float]`):
@@ -108,35 +110,26 @@ def steps_between(
     Returns:
         `list[float]`: One fewer than knots.
     """
-    size = len(knots) - 1
-    widths = [stop - start for start, stop in pairwise(knots)]
-    squares = [[0.0] * size for _ in range(size)]
-    sums = [0.0] * size
-    tokens = seconds = 0.0
-    for span in spans:
-        made = span.tokens - span.head
-        tokens, seconds = tokens + made, seconds + span.ended - span.first
-        parts = [
-            (k, part / width)
-            for k, width in enumerate(widths)
-            if (part := min(span.ended, knots[k + 1]) - max(span.first, knots[k])) > 0
-        ]
-        for k, part in parts:
-            sums[k] += part * made
-            row = squares[k]
-            for other, share in parts:
-                row[other] += part * share
-    if not tokens or not seconds:
-        return [0.0] * size
-    steps = [width * tokens / seconds for width in widths] if expected is None else list(expected)
-    for k, number in enumerate(steps):
-        squares[k][k] += EXPECTED / number  # it is as uncertain as a count
-        sums[k] += EXPECTED
-    for _ in range(SWEEPS):
-        for k in range(size):
-            rest = sum(x * y for x, y in zip(squares[k], steps, strict=True)) - squares[k][k] * steps[k]
-            steps[k] = max(0.0, (sums[k] - rest) / squares[k][k])
-    return steps
+    starts, stops = np.array(knots[:-1], float), np.array(knots[1:], float)
+    firsts, ends = np.array([[span.first] for span in spans]), np.array([[span.ended] for span in spans])
+    tokens = np.array([span.tokens - span.head for span in spans], float)
+    if not tokens.sum() or not (ends - firsts).sum():
+        return [0.0] * len(starts)
+    widths = stops - starts
+    shares = np.clip(np.minimum(ends, stops) - np.maximum(firsts, starts), 0.0, None) / widths  # (requests, parts)
+    even = widths * tokens.sum() / (ends - firsts).sum()
+    prior = even if expected is None else np.array(expected, float)
+    squares = shares.T @ shares + np.diag(EXPECTED / prior)  # it is as uncertain as a count
+    sums = shares.T @ tokens + EXPECTED
+    steps = np.zeros(len(starts))
+    left = np.arange(len(starts))
+    while len(left):
+        found = np.linalg.solve(squares[np.ix_(left, left)], sums[left])
+        if found.min() >= 0:
+            steps[left] = found
+            break
+        left = left[found > 0]
+    return [float(number) for number in steps]
 
 
 class _Count:
