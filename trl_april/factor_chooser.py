@@ -188,11 +188,13 @@ class FactorChooser:
         """The factor of the next round, in `factor`; returns what has changed, if anything has. A collective call."""
         every = CHOICE_EVERY if self._rounds < 4 * CHOICE_EVERY else 2 * CHOICE_EVERY
         is_time = self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0
-        if not is_time or not self._step_times.is_known or not len(self._lengths):
+        if not is_time:
             return None
         least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
         within = [factor for factor in self.candidates if least <= factor <= most]
         predicted = self._predicted(within)
+        if not any(predicted.values()):
+            return None
         # Whatever the model does not know of slows all factors down alike, as far as can be told from one.
         tokens, seconds = self._measured
         calibration = tokens / seconds / predicted[self.factor] if tokens and seconds else 1.0
@@ -232,9 +234,11 @@ class FactorChooser:
         )
 
     def _predicted(self, factors: Sequence[float]) -> dict[float, float]:
-        """What each of them would come to. One process says so to all: others may round otherwise."""
+        """What each of them would come to; 0 as long as too little is known. One process says so to all: others may
+        round otherwise.
+        """
         values = [0.0] * len(factors)
-        if self._is_first:
+        if self._is_first and self._step_times.is_known and len(self._lengths):
             workload = self.workload()
             values = [self._doubted(factor) * predicted_throughput(workload, factor) for factor in factors]
         return dict(zip(factors, self._total(values), strict=True))
