@@ -225,14 +225,15 @@ class Contestant:
             self._chooser.observe(
                 done, [*done.groups, *self.pool], train_seconds=self._train_seconds, sync_seconds=sync_seconds
             )
-            if self._chooser.choose() is not None:
-                self.pool.over_provisioning = self._chooser.factor
         if self._discards:
             self._discard()
         if self._overlaps:
             for group in self._next(self.pool.room_ahead):
                 group.admit_to(self.pool)
             await self.driver.go_on()
+        # As in training, in a thread that the requests do not need.
+        if self._chooser is not None and await asyncio.to_thread(self._chooser.choose) is not None:
+            self.pool.over_provisioning = self._chooser.factor
         await asyncio.sleep(self._train_seconds)
         return done
 

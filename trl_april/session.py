@@ -171,7 +171,7 @@ class RolloutSession:
             done = self.driver.take()
             self._let_go_of_trained()
             self._in_training.append((self._trainer._step, done.groups))
-            self._choose_factor(done)
+            self._observe(done)
             batch, row_of = self.pool.roster.delivered, self._admission.row_of
             rejected = list(self.pool.roster.rejected)
         done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
@@ -179,6 +179,7 @@ class RolloutSession:
         self._account_for_rejected()
         if self._overlap:
             self._go_on()
+        self._choose_factor()
         self._ended = time.monotonic()
         return done
 
@@ -228,19 +229,22 @@ class RolloutSession:
             self._loop.run(self.driver.cut(), poll=self._processes.check)
             self._processes.barrier()
 
-    def _choose_factor(self, done: Round) -> None:
-        """Let the next round have another over-provisioning, if it is chosen by what was seen."""
-        if self._chooser is None:
-            return
-        self._chooser.observe(
-            done,
-            [*done.groups, *self.pool],
-            train_seconds=max(0.0, self._between - self._standstill),
-            sync_seconds=self._standstill,
-        )
-        change = self._chooser.choose()
+    def _observe(self, done: Round) -> None:
+        """Learn from a round, if the over-provisioning is chosen by what was seen."""
+        if self._chooser is not None:
+            self._chooser.observe(
+                done,
+                [*done.groups, *self.pool],
+                train_seconds=max(0.0, self._between - self._standstill),
+                sync_seconds=self._standstill,
+            )
+
+    def _choose_factor(self) -> None:
+        """Let the next round have another over-provisioning. It takes its time, in which requests may run."""
+        change = None if self._chooser is None else self._chooser.choose()
         if change is not None:
-            self.pool.over_provisioning = change.after
+            with self._loop.paused():
+                self.pool.over_provisioning = change.after
             logger.info(str(change))
 
     def _generate(self, *, silent: bool) -> bool:
