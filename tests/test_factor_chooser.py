@@ -70,6 +70,18 @@ def with_factor(factor: float, lengths: Lengths, curve: Curve, *, rounds: int, *
     return throughput([run.run_round() for _ in range(10 + rounds)][10:])
 
 
+def beside_fixed(lengths: Lengths, curve: Curve, *, rounds: int, **costs: float) -> tuple[Auto, float, dict]:
+    """A run whose factor is chosen, what it reaches after ten rounds, and the same of every factor by itself."""
+    auto = Auto(lengths, curve, **costs)
+    auto.rounds(10)
+    reached = throughput(auto.rounds(rounds))
+    return (
+        auto,
+        reached,
+        {factor: with_factor(factor, lengths, curve, rounds=rounds, **costs) for factor in factors(8, BOUND)},
+    )
+
+
 # It finds what is best
 
 COSTS = {"prefill": 1e-5, "overhead": 0.005}
@@ -98,10 +110,7 @@ def test_context_that_makes_steps_longer_does_so_under_every_factor(sigma, conte
     """The model leaves it out, though it is most of a step here: with 64 in flight some 10,000 tokens of it."""
     costs = {**COSTS, "context": context}
     lengths = lognormal(sigma)
-    auto = Auto(lengths, bent, **costs)
-    auto.rounds(10)
-    reached = throughput(auto.rounds(60))
-    tried = {factor: with_factor(factor, lengths, bent, rounds=60, **costs) for factor in factors(8, BOUND)}
+    auto, reached, tried = beside_fixed(lengths, bent, rounds=60, **costs)
     assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
 
 
@@ -109,10 +118,7 @@ def test_what_every_request_costs_limits_how_many_there_should_be():
     """Nothing is prefilled for what is resumed, but it has to be sent."""
     costs = {"request": 1e-2, "prefill": 1e-5, "reuses_kv": True}
     lengths = lognormal(0.5)
-    auto = Auto(lengths, bent, **costs)
-    auto.rounds(10)
-    reached = throughput(auto.rounds(40))
-    tried = {factor: with_factor(factor, lengths, bent, rounds=40, **costs) for factor in factors(8, BOUND)}
+    auto, reached, tried = beside_fixed(lengths, bent, rounds=40, **costs)
     assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
     assert tried[6.0] < 0.9 * max(tried.values()), "or it would not matter"
     workload = auto.chooser.workload()
@@ -126,10 +132,7 @@ def test_requests_that_are_sent_one_after_the_other_do_not_mislead_it(sigma, reu
     """As engine and client share two cores. While the last are sent, the first are a good part of their way."""
     costs = {"request": 1.2e-3, "staggered": True, "prefill": 1e-5, "overhead": 0.02, "reuses_kv": reuses_kv}
     lengths = lognormal(sigma, median=100.0)
-    auto = Auto(lengths, bent, **costs)
-    auto.rounds(10)
-    reached = throughput(auto.rounds(40))
-    tried = {factor: with_factor(factor, lengths, bent, rounds=40, **costs) for factor in factors(8, BOUND)}
+    auto, reached, tried = beside_fixed(lengths, bent, rounds=40, **costs)
     assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
     curve = auto.chooser.workload().seconds_per_step
     for count in (32, 64):
@@ -142,10 +145,7 @@ def test_it_is_found_although_requests_live_through_the_syncs(sigma, curve):
     """Rounds do not begin with nothing running. Where a request costs much, that is worth most."""
     costs = {**COSTS, "request": 2e-3, "keeps": True}
     lengths = lognormal(sigma)
-    auto = Auto(lengths, curve, **costs)
-    auto.rounds(10)
-    reached = throughput(auto.rounds(40))
-    tried = {factor: with_factor(factor, lengths, curve, rounds=40, **costs) for factor in factors(8, BOUND)}
+    auto, reached, tried = beside_fixed(lengths, curve, rounds=40, **costs)
     assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
     assert auto.chooser.workload().keeps
     cut = Auto(lengths, curve, **{**costs, "keeps": False, "reuses_kv": True})
