@@ -163,16 +163,18 @@ class StepTimes:
                 # While some wait for a place, a token of each takes as much longer.
                 self._add(stands_for * counts, part.seconds - stalled, part.steps * part.running / counts)
         if self.is_known and begins > opened:
-            curve = self.curve
-            head = median(span.head for span in wave)
-            seconds = begins - opened - head * curve(stands_for * len(wave))
-            seconds += sum(
-                part.seconds - part.steps * curve(max(1.0, stands_for * part.running))
-                for part in parts
-                if part.stop <= decodes_from
-            )
+            before = [part for part in parts if part.stop <= decodes_from]
+            seconds = begins - opened + sum(part.seconds for part in before) - self._decoding(wave, before, stands_for)
             prefilled = sum(_prefilled(span, reuses_kv) for span in wave)
             self._opening.observe(stands_for * len(wave), stands_for * prefilled, max(0.0, seconds))
+
+    def _decoding(self, wave: Sequence[Span], parts: Iterable[Part], stands_for: int) -> float:
+        """Seconds that the steps take which are done until all of the wave run."""
+        curve = self.curve
+        head = median(span.head for span in wave)  # what the first of them got before the first part begins
+        return head * curve(stands_for * len(wave)) + sum(
+            part.steps * curve(max(1.0, stands_for * part.running)) for part in parts
+        )
 
     def _counts(self, part: Part) -> float:
         """What the curve goes by."""
