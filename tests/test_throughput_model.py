@@ -326,4 +326,4 @@ def test_what_many_samples_cost_is_bounded():
     rounds = ModelledRounds(Workload(4096, [[5] * 16] * 512, bent), 6.0)
     rounds._add(6 * 4096)
     assert rounds.outstanding == pytest.approx(6 * 4096)
-    assert len(rounds._groups) < 2 * 6 * 512 / 16
+    assert len(rounds._groups.born) < 2 * 6 * 512 / 16

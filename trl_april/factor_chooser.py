@@ -26,7 +26,7 @@ from .types import Group
 
 START = 2.0
 CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
-# Rounds. Of the first, what is not finished says little of how long it will be; and a choice costs up to 0.1 s.
+# Rounds. Of the first, what is not finished says little of how long it will be; and a choice takes its time.
 EARLY_CHOICES = (3, 4, 6, 8, 10)
 CHOICE_EVERY = 5  # and from the 20th on, every second of these
 AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
@@ -34,6 +34,7 @@ GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
 DOUBT = 0.05  # of what is predicted with more requests than the server has places for, which is known less well
 # Times the present factor, or its share: how the server's speed goes on is known for an octave, and not beyond.
 MOST_AT_ONCE = 2.0
+LATE_REACH = 2  # candidates to either side that later choices look at, since the time is no longer well spent
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 FIELDS = 7  # of a sample, in what the processes add up
@@ -190,8 +191,7 @@ class FactorChooser:
         is_time = self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0
         if not is_time:
             return None
-        least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
-        within = [factor for factor in self.candidates if least <= factor <= most]
+        within = self._in_reach()
         predicted = self._predicted(within)
         if not any(predicted.values()):
             return None
@@ -232,6 +232,15 @@ class FactorChooser:
             keeps=self._keeps,
             overlaps=self._overlaps,
         )
+
+    def _in_reach(self) -> list[float]:
+        """The factors that may be the next."""
+        place, reach = self.candidates.index(self.factor), len(self.candidates)
+        if self._rounds > EARLY_CHOICES[-1]:
+            reach = LATE_REACH
+        least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
+        near = self.candidates[max(0, place - reach) : place + reach + 1]
+        return [factor for factor in near if least <= factor <= most]
 
     def _predicted(self, factors: Sequence[float]) -> dict[float, float]:
         """What each of them would come to; 0 as long as too little is known. One process says so to all: others may

@@ -16,7 +16,6 @@ training, has it in it.
 
 The invariant owned here: who closes a round, and what it delivers, follows the roster's rules; only durations are a
 model. Tokens are counted when they are generated: none is thrown away, so over many rounds as many are trained.
-Standard library only.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain, repeat
 from typing import NamedTuple
+
+import numpy as np
 
 
 # More samples per quota than this are modelled by fewer, each of which stands for several.
@@ -97,24 +97,32 @@ class ModelledRound(NamedTuple):
     delivered_tokens: float
 
 
-@dataclass(slots=True)
-class _Group:
-    born: int
-    lengths: Sequence[int]
-    weight: float  # groups that it stands for
-    left: list[float]  # tokens, by sample
-    is_begun: bool = False
-    is_finished: bool = False
-    ends: float = 0.0  # when the last of its samples would, on the token clock
+class _Groups(NamedTuple):
+    """Groups that were admitted and not delivered, oldest first: `n` of them, of `k` samples each."""
+
+    born: np.ndarray  # (n,), the round
+    weight: np.ndarray  # (n,), groups that it stands for
+    lengths: np.ndarray  # (n, k), tokens; 0 for samples that smaller groups do not have
+    left: np.ndarray  # (n, k), tokens
+
+    @property
+    def is_finished(self) -> np.ndarray:
+        return ~self.left.any(axis=1)
+
+    def joined(self, others: _Groups) -> _Groups:
+        return _Groups(*(np.concatenate(both) for both in zip(self, others, strict=True)))
+
+    def where(self, which: np.ndarray | slice) -> _Groups:
+        return _Groups(*(values[which] for values in self))
 
 
-class _Run(NamedTuple):
-    """A sample that is not finished: when it begins and would end on the token clock."""
+class _Runs(NamedTuple):
+    """When samples begin and end on the token clock, and the seconds that it takes to get there."""
 
-    group: _Group
-    sample: int
-    begins: float
-    ends: float
+    begins: np.ndarray  # (n, k)
+    ends: np.ndarray  # (n, k); 0 for what is finished
+    clock: np.ndarray  # ascending, from 0 on
+    seconds: np.ndarray  # until the clock comes there
 
 
 class ModelledRounds:
@@ -134,18 +142,20 @@ class ModelledRounds:
         self._work = workload
         self._target = math.ceil(factor * workload.quota - 1e-9)  # as the roster rounds
         self._round = -1
-        self._groups: list[_Group] = []  # oldest first
         self._rng = random.Random(seed)
-        self._known = sorted(workload.lengths, key=max, reverse=True)
-        self._drawn: list[Sequence[int]] = []
-        group_size = sum(map(len, self._known)) / len(self._known)
+        most = max(map(len, workload.lengths))
+        longest_first = sorted(workload.lengths, key=max, reverse=True)
+        self._known = [[*lengths, *repeat(0, most - len(lengths))] for lengths in longest_first]
+        self._drawn: list[list[int]] = []
+        group_size = sum(map(len, workload.lengths)) / len(workload.lengths)
         self._grain = max(1.0, workload.quota * group_size / modelled_samples)
-        self._seconds_per_step = cache(workload.seconds_per_step)
+        self._seconds_per_step = _Table(workload.seconds_per_step)
+        self._groups = _Groups(np.zeros(0), np.zeros(0), np.zeros((0, most)), np.zeros((0, most)))
 
     @property
     def outstanding(self) -> float:
         """Groups that were admitted and not delivered."""
-        return sum(group.weight for group in self._groups)
+        return float(self._groups.weight.sum())
 
     def run_round(self) -> ModelledRound:
         """Admit, generate until the round may close, deliver the oldest finished groups."""
@@ -155,10 +165,10 @@ class ModelledRounds:
         if waits:
             added = self._add(self._target - self.outstanding)
             runs = self._runs()
-            until = self._closes_at()
+            until = self._closes_at(runs)
             seconds = (
                 self._opening(added if self._work.keeps else self._groups)
-                + self._elapsed(runs, until)
+                + float(np.interp(until, runs.clock, runs.seconds))
                 + self._work.overhead_seconds
             )
             generated = self._generate(runs, until)
@@ -167,9 +177,9 @@ class ModelledRounds:
             ahead = self._add(self._room_ahead())
             # What was cut for the sync, and not sent again for a round that did not have to wait, is sent only now.
             sent = ahead if waits or self._work.keeps else self._groups
-            train_seconds = self._work.train_seconds - self._opening(sent)
             runs = self._runs()
-            generated += self._generate(runs, self._clock_after(runs, train_seconds))
+            train_seconds = self._work.train_seconds - self._opening(sent)
+            generated += self._generate(runs, float(np.interp(train_seconds, runs.seconds, runs.clock)))
         return ModelledRound(seconds + self._work.train_seconds + self._work.sync_seconds, generated, delivered)
 
     # Admission
@@ -181,17 +191,16 @@ class ModelledRounds:
             most = min(most, float(self._work.quota * self._work.rounds_to_wait))
         return most - self.outstanding
 
-    def _add(self, room: float) -> list[_Group]:
+    def _add(self, room: float) -> _Groups:
         if room < 1e-6:
-            return []
-        added = [
-            _Group(self._round, lengths, weight, [float(length) for length in lengths])
-            for lengths, weight in self._cohort(room)
-        ]
-        self._groups += added
+            return self._groups.where(slice(0))
+        rows, weights = zip(*self._cohort(room), strict=True)
+        lengths = np.array(rows, float)
+        added = _Groups(np.full(len(rows), float(self._round)), np.array(weights), lengths, lengths)
+        self._groups = self._groups.joined(added)
         return added
 
-    def _cohort(self, count: float) -> list[tuple[Sequence[int], float]]:
+    def _cohort(self, count: float) -> list[tuple[list[int], float]]:
         """`count` groups: each by itself, or by length in parts that stand for several."""
         if self._grain == 1.0:
             return [(self._next(), 1.0) for _ in range(round(count))]
@@ -210,7 +219,7 @@ class ModelledRounds:
         self._rng.shuffle(cohort)  # age has nothing to do with length
         return cohort
 
-    def _next(self) -> Sequence[int]:
+    def _next(self) -> list[int]:
         if not self._drawn:  # all of them before any comes again: their mean is then that of the workload
             self._drawn = list(self._known)
             self._rng.shuffle(self._drawn)
@@ -218,132 +227,121 @@ class ModelledRounds:
 
     # When a round closes
 
-    def _requirements(self) -> list[tuple[int, float]]:
+    def _requirements(self) -> list[tuple[float, float]]:
         """As [`~trl_april.roster.Roster.requirements`], with rounds for versions."""
-        found = [(self._round, float(self._work.quota))]
-        if self._work.rounds_to_wait is not None:
-            by_born: dict[int, float] = {}
-            for group in self._groups:
-                by_born[group.born] = by_born.get(group.born, 0.0) + group.weight
-            count = 0.0
-            for born, outstanding in by_born.items():
-                count += outstanding
-                must_finish = count - self._work.quota * (born + self._work.rounds_to_wait - self._round)
-                if must_finish > 1e-6:
-                    found.append((born, must_finish))
+        found = [(float(self._round), float(self._work.quota))]
+        groups, wait = self._groups, self._work.rounds_to_wait
+        if wait is not None and len(groups.born):
+            last = np.append(groups.born[1:] > groups.born[:-1], True)  # of every round that some were born in
+            born = groups.born[last]
+            must_finish = np.cumsum(groups.weight)[last] - self._work.quota * (born + wait - self._round)
+            due = must_finish > 1e-6
+            found.extend(zip(born[due].tolist(), must_finish[due].tolist(), strict=True))
         return found
 
     def _may_close(self) -> bool:
-        finished = [group for group in self._groups if group.is_finished]
+        finished = self._groups.where(self._groups.is_finished)
         return all(
-            sum(group.weight for group in finished if group.born <= born) > needed - 1e-6
-            for born, needed in self._requirements()
+            finished.weight[finished.born <= born].sum() > needed - 1e-6 for born, needed in self._requirements()
         )
 
-    def _closes_at(self) -> float:
+    def _closes_at(self, runs: _Runs) -> float:
         """The token clock when the last requirement is reached."""
-        by_end = sorted((group.ends, group.born, group.weight) for group in self._groups)
+        ends = runs.ends.max(axis=1)
+        order = ends.argsort(kind="stable")
+        ends, born, weight = ends[order], self._groups.born[order], self._groups.weight[order]
         closes_at = 0.0
-        for born, needed in self._requirements():
-            for end, of, weight in by_end:
-                if of <= born:
-                    needed -= weight
-                    if needed < 1e-6:
-                        closes_at = max(closes_at, end)
-                        break
+        for oldest, needed in self._requirements():
+            reached = np.cumsum(weight * (born <= oldest)) > needed - 1e-6
+            if reached.any():
+                closes_at = max(closes_at, float(ends[reached.argmax()]))
         return closes_at
 
     # Time
 
-    def _runs(self) -> list[_Run]:
-        """When every sample that is not finished begins and ends on the token clock, if all are asked for at 0."""
-        runs: list[_Run] = []
+    def _runs(self) -> _Runs:
+        """When every sample that is not finished begins and ends, if all are asked for at 0."""
+        groups = self._groups
+        begins = self._begins()
+        ends = begins + groups.left
+        runs = groups.left > 0
+        weight = groups.weight.repeat(runs.sum(axis=1))
+        at, change = ends[runs], -weight
+        running = weight.sum()
+        if begins.any():
+            at, change, running = np.concatenate([begins[runs], at]), np.concatenate([weight, change]), 0.0
+        order = at.argsort()
+        clock = np.concatenate([[0.0], at[order]])
+        counts = np.cumsum(np.concatenate([[running], change[order][:-1]]))  # before every change
+        seconds = np.cumsum((clock[1:] - clock[:-1]) * self._seconds_per_step(counts))
+        return _Runs(begins, ends, clock, np.concatenate([[0.0], seconds]))
+
+    def _begins(self) -> np.ndarray:
+        """When every sample gets a place: those asked for first come first, which are the ones that have begun."""
+        groups = self._groups
+        begins = np.zeros(groups.left.shape)
+        unfinished = np.flatnonzero(groups.left > 0)
+        of = unfinished // max(1, groups.left.shape[1])
+        if groups.weight[of].sum() <= self._work.places:
+            return begins
+        begun = (groups.left < groups.lengths).any(axis=1)
+        order = np.argsort(~begun[of], kind="stable")
+        asked = zip(unfinished[order], groups.weight[of][order], groups.left.flat[unfinished[order]], strict=True)
         taken: list[tuple[float, float]] = []  # places, by the end of what runs there
         free, clock = self._work.places, 0.0
-        # As they are asked for: what has begun comes first.
-        for group in sorted(self._groups, key=lambda group: not group.is_begun):
-            group.ends = 0.0
-            for index, left in enumerate(group.left):
-                if left <= 0:
-                    continue
-                while taken and free < group.weight:
-                    clock, weight = heapq.heappop(taken)
-                    free += weight
-                ends = clock + left
-                runs.append(_Run(group, index, clock, ends))
-                group.ends = max(group.ends, ends)
-                if self._work.places < math.inf:
-                    heapq.heappush(taken, (ends, group.weight))
-                    free -= group.weight
-        return runs
+        for place, weight, left in asked:
+            while taken and free < weight:
+                clock, freed = heapq.heappop(taken)
+                free += freed
+            begins.flat[place] = clock
+            heapq.heappush(taken, (clock + left, weight))
+            free -= weight
+        return begins
 
-    def _opening(self, groups: Iterable[_Group]) -> float:
+    def _opening(self, groups: _Groups) -> float:
         """Seconds until all samples of these groups that are not finished have been asked for, and run."""
-        requests = tokens = 0.0
-        for group in groups:
-            for length, left in zip(group.lengths, group.left, strict=True):
-                if left <= 0:
-                    continue
-                requests += group.weight
-                if left == length or not self._work.reuses_kv:
-                    tokens += group.weight * (self._work.prompt_tokens + length - left)
-        return self._work.seconds_per_request * requests + self._work.seconds_per_prefilled_token * tokens
+        asked = groups.left > 0
+        prefilled = asked & (groups.left == groups.lengths) if self._work.reuses_kv else asked
+        requests = groups.weight @ asked.sum(axis=1)
+        held = np.where(prefilled, groups.lengths - groups.left, 0.0).sum(axis=1)
+        tokens = groups.weight @ (prefilled.sum(axis=1) * self._work.prompt_tokens + held)
+        return float(self._work.seconds_per_request * requests + self._work.seconds_per_prefilled_token * tokens)
 
-    def _stretches(self, runs: Sequence[_Run]) -> Iterator[tuple[float, float, float]]:
-        """From where to where on the token clock the same samples run, and seconds per step meanwhile."""
-        changes = sorted(
-            chain(((run.begins, run.group.weight) for run in runs), ((run.ends, -run.group.weight) for run in runs))
-        )
-        clock = count = 0.0
-        for at, change in changes:
-            if at > clock:
-                yield clock, at, self._seconds_per_step(max(1, round(count)))
-                clock = at
-            count += change
-
-    def _elapsed(self, runs: Sequence[_Run], until: float) -> float:
-        """Seconds that the token clock takes from 0 to `until`."""
-        return sum(
-            (min(stop, until) - start) * per_step for start, stop, per_step in self._stretches(runs) if start < until
-        )
-
-    def _clock_after(self, runs: Sequence[_Run], seconds: float) -> float:
-        """How far the token clock comes in so many seconds, while anything runs."""
-        clock = 0.0
-        for start, stop, per_step in self._stretches(runs):
-            if (stop - start) * per_step > seconds:
-                return start + max(0.0, seconds) / per_step
-            seconds -= (stop - start) * per_step
-            clock = stop
-        return clock
-
-    def _generate(self, runs: Sequence[_Run], until: float) -> float:
+    def _generate(self, runs: _Runs, until: float) -> float:
         """Let the token clock come to `until`; returns the tokens generated."""
-        generated = 0.0
-        for run in runs:
-            made = min(until, run.ends) - run.begins
-            if made > 0:
-                group = run.group
-                group.left[run.sample] = 0.0 if run.ends <= until + 1e-9 else group.left[run.sample] - made
-                group.is_begun = True
-                generated += group.weight * made
-        for group in self._groups:
-            group.is_finished = max(group.left) <= 0
-        return generated
+        groups = self._groups
+        made = np.maximum(0.0, np.minimum(until, runs.ends) - runs.begins)
+        left = np.where(runs.ends <= until + 1e-9, 0.0, groups.left - made)
+        self._groups = groups._replace(left=left)
+        return float(groups.weight @ made.sum(axis=1))
 
     def _deliver(self) -> float:
         """Remove the oldest finished groups, as many as the quota has; returns their tokens."""
-        left, delivered = float(self._work.quota), 0.0
-        kept = []
-        for group in self._groups:
-            taken = min(group.weight, left) if group.is_finished else 0.0
-            left -= taken
-            delivered += taken * sum(group.lengths)
-            group.weight -= taken
-            if group.weight > 1e-9:
-                kept.append(group)
-        self._groups = kept
-        return delivered
+        groups = self._groups
+        finished = np.where(groups.is_finished, groups.weight, 0.0)
+        older = np.cumsum(finished) - finished
+        taken = np.minimum(finished, np.maximum(0.0, self._work.quota - older))
+        rest = groups.weight - taken
+        self._groups = groups._replace(weight=rest).where(rest > 1e-9)
+        return float(taken @ groups.lengths.sum(axis=1))
+
+
+class _Table:
+    """Seconds per step by the number of samples that run, each asked for once."""
+
+    def __init__(self, seconds_per_step: Callable[[int], float]) -> None:
+        self._seconds_per_step = seconds_per_step
+        self._known = np.zeros(0)
+
+    def __call__(self, counts: np.ndarray) -> np.ndarray:
+        counts = np.maximum(1, np.rint(counts)).astype(int)
+        most = counts.max(initial=0)
+        if most >= len(self._known):
+            self._known = np.concatenate([self._known, np.full(most + 1, math.nan)])
+        found = self._known[counts]
+        for count in np.unique(counts[np.isnan(found)]):
+            self._known[count] = self._seconds_per_step(int(count))
+        return self._known[counts]
 
 
 def predicted_throughput(
