@@ -22,7 +22,8 @@ from rollout import LONGEST, PROMPT_LENGTH, SHORTEST
 from rollout_report import AUTO, Measurement, Report, auto_by_best, cells_of, rows, table
 
 from trl_april.simulator.lengths import Lognormal
-from trl_april.simulator.run import Mode, run
+from trl_april.simulator.result import Mode
+from trl_april.simulator.run import run
 from trl_april.simulator.scenario import Scenario
 
 

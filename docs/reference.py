@@ -40,7 +40,7 @@ CHAPTERS = {
     ],
     "Simulator": [
         *("simulator.scenario.Scenario", "simulator.lengths.Lognormal", "simulator.step_time.StepTime"),
-        *("simulator.run.Mode", "simulator.run.run", "simulator.run.Result"),
+        *("simulator.result.Mode", "simulator.run.run", "simulator.result.Result"),
         *("simulator.grid.simulate_grid", "simulator.grid.Grid"),
         *("simulator.recommend.recommend", "simulator.recommend.Recommendation"),
     ],

@@ -91,6 +91,7 @@ def test_the_places_of_the_server_are_those_that_doctor_saw(tmp_path, capsys, ar
         (["--log", "x", "--histogram", "y"], "Lengths are given twice"),
         (["--log", "no-such-file"], "no-such-file cannot be read"),
         (["--factors", "0.5"], "over_provisioning is 0.5"),
+        (["--factors", "2", "best"], "over_provisioning is 'best'; it must be a number"),
         (["--json", "no/such/folder/file"], "which cannot be written: No such file or directory"),
         (["--sigma", "-1"], "spread of -1.0"),
     ],

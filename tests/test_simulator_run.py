@@ -10,7 +10,8 @@ from trl_april.simulator.clock import simulate
 from trl_april.simulator.grid import Grid, simulate_grid
 from trl_april.simulator.lengths import Lognormal, draw
 from trl_april.simulator.recommend import recommend
-from trl_april.simulator.run import Mode, Result, _Simulation, run
+from trl_april.simulator.result import Mode, Result
+from trl_april.simulator.run import _Simulation, run
 from trl_april.simulator.scenario import Scenario
 from trl_april.simulator.step_time import EXAMPLE, StepTime, parse_step_time
 

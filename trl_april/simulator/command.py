@@ -11,7 +11,7 @@ from . import table
 from .grid import Grid, as_json, simulate_grid
 from .options import build_parser, scenario_of
 from .recommend import recommend
-from .run import Mode, Result
+from .result import Mode, Result
 
 
 def run(argv: list[str]) -> int:

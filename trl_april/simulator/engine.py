@@ -49,10 +49,15 @@ class SimulatedEngine:
     Args:
         scenario ([`Scenario`]):
             What to simulate.
+
+    Attributes:
+        first_tokens (`dict[tuple[int, int], float]`):
+            When the latest request of a sample had its first token, by group and sample.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
+        self.first_tokens: dict[Key, float] = {}
         self.servers = [
             SimulatedServer(
                 scenario.step_time,
@@ -99,6 +104,7 @@ class SimulatedEngine:
         for index in range(self.scenario.group_size):
             self._progress.pop((group_id, index), None)
             self._held.pop((group_id, index), None)
+            self.first_tokens.pop((group_id, index), None)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         _, group_id, index, _ = request.request_id.rsplit("-", 3)
@@ -168,6 +174,9 @@ class SimulatedEngine:
             if not tokens.done():
                 tokens.set_result(job.tokens)
 
+        def begin(job: Job) -> None:
+            self.first_tokens[key] = asyncio.get_running_loop().time()
+
         context = self.scenario.prompt_tokens + before
         cached = 0 if is_first else self.scenario.prompt_tokens
         held = self._held.get(key)
@@ -176,7 +185,7 @@ class SimulatedEngine:
         block = self.scenario.kv_block
         # Whole blocks only, and never the last token: it is what the first logits come from.
         prefill = context - min(cached // block, (context - 1) // block) * block
-        job = Job(length - before, prefill, self._arrival(key[0]), finish, context)
+        job = Job(length - before, prefill, self._arrival(key[0]), finish, context, begin)
         server.submit(job)
         return _Stream(job, server, tokens, before, request.generated)
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
-from ..staleness import check_bound
-from .run import Mode, Result, run
+from ..staleness import AUTO, check_bound, factor_of
+from .result import Mode, Result
+from .run import run
 from .scenario import Scenario
 
 
 MODES = (Mode.ABORT, Mode.REUSE, Mode.OVERLAP, Mode.BOTH, Mode.KEEP, Mode.DISCARD, Mode.UNINTERRUPTED)
 FACTORS = (1.25, 1.5, 2.0, 3.0)
+ROUNDS_TO_CHOOSE = 10  # before those that are measured
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Grid:
 def simulate_grid(
     scenario: Scenario,
     modes: Sequence[Mode],
-    factors: Sequence[float],
+    factors: Sequence[float | str],
     *,
     simulated: Callable[[Grid, Result], None] = lambda grid, result: None,
 ) -> Grid:
@@ -61,30 +63,44 @@ def simulate_grid(
             What they have in common.
         modes (`Sequence[Mode]`):
             Modes of the grid.
-        factors (`Sequence[float]`):
-            Factors of over-provisioning, each at least 1.0.
+        factors (`Sequence[float | str]`):
+            Factors of over-provisioning, each at least 1.0, and `"auto"` to have it chosen while training runs. With
+            the latter all configurations have at least 10 rounds before those that are measured.
         simulated (`Callable[[Grid, Result], None]`, *optional*):
             Called after each.
 
     Raises:
-        ConfigError: If a factor is out of range.
+        ConfigError: If a factor is out of range, or neither a number nor `"auto"`.
     """
-    for factor in factors:
+    given = {factor_of(factor) for factor in factors}
+    fixed = sorted(factor for factor in given if not isinstance(factor, str))
+    for factor in fixed:
         check_bound(factor, None, "wait")
+    chosen = [AUTO] if AUTO in given else []
+    if chosen:  # the same rounds for all, or they could not be compared
+        scenario = replace(scenario, warmup=max(scenario.warmup, ROUNDS_TO_CHOOSE))
     grid = Grid(scenario)
-    for mode, factor in _configurations(grid, modes, factors):
+    for mode, factor in _configurations(grid, modes, [*fixed, *chosen]):
         result = run(scenario, mode, factor)
         grid.results.append(result)
         simulated(grid, result)
     return grid
 
 
-def _configurations(grid: Grid, modes: Sequence[Mode], factors: Sequence[float]) -> Iterator[tuple[Mode, float]]:
+def _configurations(
+    grid: Grid, modes: Sequence[Mode], factors: Sequence[float | str]
+) -> Iterator[tuple[Mode, float | str]]:
     yield Mode.SYNCHRONOUS, 1.0
     for mode in dict.fromkeys(modes):
         if mode is Mode.SYNCHRONOUS:
             continue
-        for factor in sorted(set(factors)):
+        for factor in factors:
+            if isinstance(factor, str):
+                if mode.can_be_trained:
+                    yield mode, factor
+                else:
+                    grid.left_out.append(f"{mode} with factor {factor} is left out: nothing can be trained so.")
+                continue
             if factor == 1.0 and not (mode.overlaps or mode is Mode.UNINTERRUPTED):
                 continue  # nothing is left over that could be cut: the synchronous one again
             try:
@@ -103,6 +119,7 @@ def as_json(grid: Grid) -> dict[str, object]:
             {
                 "mode": result.mode.value,
                 "factor": result.factor,
+                "is_chosen": result.is_chosen,
                 "gain": grid.gain(result),
                 "trained_tokens_per_second": result.trained_per_second,
                 "trained_tokens_per_rollout_second": _finite(result.trained_per_rollout_second),

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from .grid import FACTORS, MODES
 from .lengths import Lengths, Lognormal, read_histogram, read_log
-from .run import Mode
+from .result import Mode
 from .scenario import Scenario
 from .step_time import EXAMPLE, StepTime, parse_step_time, read_max_sequences, read_step_time
 
@@ -22,6 +22,7 @@ bubble, staleness and carried share for a grid of factors and modes, and recomme
     trl-april doctor --base-url http://127.0.0.1:8000 --json server.json
     trl-april simulate --doctor server.json --log out/checkpoint-20/trainer_state.json --quota 64 --group-size 8
     trl-april simulate --histogram lengths.json --train-seconds 30 --sync-seconds 2 --max-staleness 3 --plot curve.png
+    trl-april simulate --factors 1.5 2 3 4 auto --modes both keep --train-seconds 2
 
 Modes: synchronous (always, the reference); abort and resume; reuse (the same, keys and values stay on the server);
 overlap (requests go on while the trainer trains); both; keep (the same, and requests live through the weight sync);
@@ -65,8 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     grid = parser.add_argument_group("what is compared")
     grid.add_argument(
-        "--factors", type=float, nargs="+", default=list(FACTORS), metavar="F", help="over-provisioning factors"
-    )
+        "--factors", nargs="+", default=list(FACTORS), metavar="F",
+        help="over-provisioning factors, or `auto` to have it chosen as in training, with 10 rounds to do so",
+    )  # fmt: skip
     grid.add_argument(
         "--modes",
         nargs="+",

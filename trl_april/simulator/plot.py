@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from .grid import Grid
 from .recommend import Recommendation
-from .run import Mode, Result
+from .result import Mode, Result
 
 
 # Told apart with any colour vision, and by the marker.
@@ -26,7 +26,7 @@ STYLES = {
 
 def _curve(grid: Grid, mode: Mode) -> list[Result]:
     """Results of a mode by factor. Without anything in flight beyond the batch, all modes that can be are one."""
-    results = [result for result in grid.results if result.mode is mode]
+    results = [result for result in grid.results if result.mode is mode and not result.is_chosen]
     if results and results[0].factor > 1 and mode is not Mode.UNINTERRUPTED and not mode.overlaps:
         return [grid.synchronous, *results]
     return results
@@ -79,6 +79,10 @@ def picture(grid: Grid, recommendation: Recommendation) -> Figure:
         if mode.can_be_trained:
             staleness.plot(factors, [result.staleness_mean for result in curve], "-", color=color, marker=marker)
             staleness.plot(factors, [result.staleness_max for result in curve], "--", color=color, linewidth=0.8)
+    for result in grid.results:
+        if result.is_chosen:
+            color, marker = STYLES[result.mode]
+            gain.plot([result.factor], [grid.gain(result)], marker, color=color, fillstyle="none", markersize=10)
     gain.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     chosen = recommendation.result
     gain.plot([chosen.factor], [recommendation.gain], "o", markersize=14, fillstyle="none", color="#2a9d3a")

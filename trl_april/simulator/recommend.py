@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..staleness import AUTO
 from .grid import Grid
-from .run import Result
+from .result import Result
 
 
 WORTH = 0.02  # of throughput: less than that is not worth any staleness
@@ -63,7 +64,7 @@ def recommend(
 
 def _settings(grid: Grid, result: Result, max_staleness: int | None) -> dict[str, object]:
     """Fields of APRILGRPOConfig, those that are not at their default and the bound."""
-    settings: dict[str, object] = {"over_provisioning": result.factor}
+    settings: dict[str, object] = {"over_provisioning": AUTO if result.is_chosen else result.factor}
     bounds = [bound for bound in (grid.scenario.max_staleness, max_staleness) if bound is not None]
     settings["max_staleness"] = min(bounds, default=None)
     if result.mode.reuses_kv:

@@ -8,142 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from ..engine import GenerationRequest
 from ..pool import Pool
 from ..rollout import RolloutDriver
 from ..round import Round
+from ..staleness import AUTO, factor_of
 from .clock import simulate
 from .engine import SimulatedEngine
+from .result import Mode, Result
 from .scenario import Scenario
+
+
+if TYPE_CHECKING:
+    from .chosen import ChosenFactor
 
 
 NEVER = 1e9  # seconds of silence that are too many: streams here are one chunk each, at the end
 RUN_ID = "simulated"
 
 
-class Mode(StrEnum):
-    """What becomes of the groups that a batch does not wait for.
-
-    - `synchronous`: there are none; every round waits for its longest completion.
-    - `abort`: they are cut, kept, and resumed in the next round, from a new prefill.
-    - `reuse`: the same, but a resumed sample finds its keys and values in the server's cache.
-    - `overlap`: they go on while the trainer trains, and are cut for the weight sync only.
-    - `both`: overlap and reuse.
-    - `keep`: overlap, and nothing is cut: servers stand still for the weight sync, with their requests in place.
-    - `discard`: they are thrown away: the baseline that needs no pool. Its completions are the shorter ones.
-    - `uninterrupted`: they are never cut, and neither training nor weight sync takes any time: the limit.
-    """
-
-    SYNCHRONOUS = "synchronous"
-    ABORT = "abort"
-    REUSE = "reuse"
-    OVERLAP = "overlap"
-    BOTH = "both"
-    KEEP = "keep"
-    DISCARD = "discard"
-    UNINTERRUPTED = "uninterrupted"
-
-    @property
-    def reuses_kv(self) -> bool:
-        return self in (Mode.REUSE, Mode.BOTH, Mode.KEEP)
-
-    @property
-    def resume_kv(self) -> str:
-        """The setting of APRILGRPOConfig."""
-        return "keep" if self is Mode.KEEP else "reuse" if self.reuses_kv else "recompute"
-
-    @property
-    def overlaps(self) -> bool:
-        return self in (Mode.OVERLAP, Mode.BOTH, Mode.KEEP)
-
-    @property
-    def can_be_trained(self) -> bool:
-        """Whether there are settings of APRILGRPOConfig for it."""
-        return self not in (Mode.DISCARD, Mode.UNINTERRUPTED)
-
-
-@dataclass(slots=True)
-class Result:
-    """What a configuration took, in the rounds that are measured.
-
-    Args:
-        mode (`Mode`):
-            What became of the groups that a batch did not wait for.
-        factor (`float`):
-            Over-provisioning.
-        seconds (`float`):
-            Simulated time, training and weight sync included.
-        rollout_seconds (`float`):
-            The part of it in which the trainer waited for rollouts.
-        groups (`int`):
-            Trained groups.
-        trained_tokens (`int`):
-            Their tokens.
-        generated_tokens (`int`):
-            Tokens that the servers generated in that time.
-        idle (`float`):
-            Share of the servers' time without a step.
-        bubble (`float`):
-            Share of the servers' capacity left unused: 1 minus what they generated, as a part of what they generate in
-            that time at their best number of sequences.
-        ages (`dict[int, float]`):
-            Trained tokens by staleness, in units of the scenario's quantum.
-        carried (`float`):
-            Share of the trained tokens that were generated in an earlier round.
-    """
-
-    mode: Mode
-    factor: float
-    seconds: float = 0.0
-    rollout_seconds: float = 0.0
-    groups: int = 0
-    trained_tokens: int = 0
-    generated_tokens: int = 0
-    idle: float = 0.0
-    bubble: float = 0.0
-    ages: dict[int, float] = field(default_factory=dict)
-    carried: float = 0.0
-
-    @property
-    def trained_per_second(self) -> float:
-        """Trained tokens per second of everything."""
-        return self.trained_tokens / self.seconds
-
-    @property
-    def trained_per_rollout_second(self) -> float:
-        """Trained tokens per second of rollout, as benchmarks/rollout.py measures it."""
-        return self.trained_tokens / self.rollout_seconds if self.rollout_seconds else math.inf
-
-    @property
-    def generated_per_second(self) -> float:
-        return self.generated_tokens / self.seconds
-
-    @property
-    def groups_per_second(self) -> float:
-        return self.groups / self.seconds
-
-    @property
-    def staleness_mean(self) -> float:
-        tokens = sum(self.ages.values())
-        return sum(age * number for age, number in self.ages.items()) / tokens if tokens else 0.0
-
-    @property
-    def staleness_max(self) -> int:
-        return max(self.ages, default=0)
-
-    @property
-    def staleness(self) -> dict[int, float]:
-        """Share of the trained tokens by their staleness."""
-        tokens = sum(self.ages.values())
-        return {age: self.ages[age] / tokens for age in sorted(self.ages)}
-
-
-def run(scenario: Scenario, mode: Mode, factor: float) -> Result:
+def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
     """Simulate one configuration.
 
     Args:
@@ -151,13 +39,13 @@ def run(scenario: Scenario, mode: Mode, factor: float) -> Result:
             What is common to all of them.
         mode ([`Mode`]):
             What becomes of the groups that a batch does not wait for.
-        factor (`float`):
-            Over-provisioning: groups in flight as a factor of the quota.
+        factor (`float` or `str`):
+            Over-provisioning: groups in flight as a factor of the quota. `"auto"` chooses it as in training.
 
     Raises:
-        ConfigError: If the factor is out of range, or not possible under the staleness bound.
+        ConfigError: If the factor is no number, out of range, or not possible under the staleness bound.
     """
-    simulation = _Simulation(scenario, mode, factor)
+    simulation = _Simulation(scenario, mode, factor_of(factor))
     # Half of the time would go into looking for cycles among some hundred thousand samples, of which there are none.
     collects = gc.isenabled()
     gc.disable()
@@ -172,18 +60,24 @@ def run(scenario: Scenario, mode: Mode, factor: float) -> Result:
 class _Simulation:
     """The rounds of one configuration."""
 
-    def __init__(self, scenario: Scenario, mode: Mode, factor: float) -> None:
+    def __init__(self, scenario: Scenario, mode: Mode, factor: float | str) -> None:
         self.scenario = scenario
         self.mode = mode
-        self.factor = 1.0 if mode is Mode.SYNCHRONOUS else factor
+        fixed = 1.0 if mode is Mode.SYNCHRONOUS or isinstance(factor, str) else factor
         self.pool = Pool(
             scenario.quota,
-            over_provisioning=self.factor,
+            over_provisioning=fixed,
             # Only what comes out of a pool has an age.
             max_staleness=scenario.max_staleness if mode.can_be_trained else None,
         )
         self.engine = SimulatedEngine(scenario)
-        self.result = Result(mode, self.factor)
+        self._chosen: ChosenFactor | None = None
+        if factor == AUTO:
+            from .chosen import ChosenFactor  # here, because it needs numpy
+
+            self._chosen = ChosenFactor(self.pool, self.engine, reuses_kv=mode.reuses_kv, overlaps=mode.overlaps)
+        self._factors: list[float] = []  # of the rounds that are measured
+        self.result = Result(mode, fixed, self._chosen is not None)
         # Rounds that leave nothing behind need no warm-up. What is measured are the same rows all the same.
         self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
         self._next_id = self._first_round * self.pool.target
@@ -218,10 +112,14 @@ class _Simulation:
                 driver.open_round()
             await driver.generate()
             done = driver.take()
+            if self._chosen is not None:
+                self._chosen.observe(done, began)
             self._count(done, clock() - began)
             if self.mode.overlaps:
                 self._admit(self.pool.room_ahead)
                 await driver.go_on()
+            if self._chosen is not None:
+                self._chosen.choose()
             await asyncio.sleep(self.scenario.train_seconds)
             if self.mode is Mode.KEEP:
                 await driver.stop_asking()
@@ -263,6 +161,7 @@ class _Simulation:
         """Add a round to the measurement, if it is measured."""
         if self._measures:
             self.result.rollout_seconds += seconds
+            self._factors.append(done.over_provisioning)
             self._carried += done.carried_tokens
             ages = self.result.ages
             for group in done.groups:
@@ -381,3 +280,5 @@ class _Simulation:
         )
         in_units = sum(result.ages.values())
         result.carried = self._carried / in_units if in_units else 0.0
+        if result.is_chosen:
+            result.factor = fmean(self._factors)

@@ -36,6 +36,8 @@ class Job:
             Called when all tokens are there.
         context (`int`, *optional*, defaults to `0`):
             Tokens that it comes with, whether they have to be prefilled or not.
+        begin (`Callable[[Job], None]`, *optional*):
+            Called when its first token is there.
     """
 
     tokens: int
@@ -43,6 +45,7 @@ class Job:
     arrival: float
     finish: Callable[[Job], None]
     context: int = 0
+    begin: Callable[[Job], None] | None = None
     joined: int | None = None  # steps that the server had done when its first token was begun
     is_cut: bool = False
 
@@ -90,6 +93,7 @@ class SimulatedServer:
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
         self._ends: list[tuple[int, int, Job]] = []  # by the step that ends them
+        self._begun: list[Job] = []  # those that get their first token in the present step
         self._context = 0  # of all that run, at the beginning of the present run of steps
         self._done = 0  # steps before that run, in which the same sequences get a token each
         self._began = 0.0  # when that run began
@@ -179,6 +183,10 @@ class SimulatedServer:
         self._context += self._planned * len(self._running)
         self.tokens += self._planned * len(self._running)
         self.busy_seconds += self._duration(self._planned)
+        begun, self._begun = self._begun, []
+        for job in begun:
+            if job.begin is not None and not job.is_cut:
+                job.begin(job)
         while self._ends and self._ends[0][0] <= self._done:
             _, _, job = heapq.heappop(self._ends)
             if not job.is_cut:
@@ -236,5 +244,6 @@ class SimulatedServer:
             job.joined = self._done
             self._context += job.context
             self._running.add(job)
+            self._begun.append(job)
             heapq.heappush(self._ends, (self._done + job.tokens, next(self._order), job))
         return budget - left

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..staleness import AUTO
 from .grid import Grid
 from .recommend import Recommendation
-from .run import Mode, Result
+from .result import Mode, Result
 
 
 HEAD = (
@@ -16,8 +17,9 @@ HEAD = (
 def line(grid: Grid, result: Result) -> str:
     """One configuration."""
     waiting = result.rollout_seconds / result.seconds
+    factor = AUTO if result.is_chosen else f"{result.factor:.3g}"
     return (
-        f"{result.mode:<14}{result.factor:>7.3g}{result.trained_per_second:>15,.0f}"
+        f"{result.mode:<14}{factor:>7}{result.trained_per_second:>15,.0f}"
         f"{'x ' + format(grid.gain(result), '.2f'):>8}{waiting:>7.0%}{result.bubble:>8.0%}{result.carried:>9.0%}"
         f"   {_staleness(result)}"
     )
@@ -46,6 +48,9 @@ def explanation(grid: Grid) -> str:
     ]
     if any(result.mode is Mode.DISCARD for result in grid.results):
         lines.append("discard  trains on the shorter completions only; shown for comparison")
+    chosen = [f"{result.factor:.3g} ({result.mode})" for result in grid.results if result.is_chosen]
+    if chosen:
+        lines.append(f"auto     chose, as a mean over the rounds: {', '.join(chosen)}")
     return "\n".join([*lines, *grid.left_out])
 
 
