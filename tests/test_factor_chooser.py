@@ -474,3 +474,13 @@ def test_tokens_that_came_while_the_trainer_trained_belong_to_the_time_that_it_t
         return tokens / seconds
 
     assert predicted(True) == predicted(False)
+
+
+def test_an_evaluation_between_two_rounds_is_not_taken_for_training():
+    """What is usual counts. A mean would take these rounds for ones in which most of the time is spent otherwise."""
+    auto = Auto(lognormal(1.0), flat)
+    for between, sync in ((0.0, 0.0), (2.0, 0.5), (3.0, 0.5), (600.0, 0.5), (2.0, 0.25), (3.0, 90.0), (3.0, 0.5)):
+        one = auto.run.run_round()
+        auto.chooser.observe(one, [*one.groups, *auto.pool], train_seconds=between, sync_seconds=sync)
+    workload = auto.chooser.workload()
+    assert (workload.train_seconds, workload.sync_seconds) == (3.0, 0.5)

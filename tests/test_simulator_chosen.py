@@ -24,11 +24,16 @@ def scenario(sigma=0.5, **settings):
     return Scenario(CPU, Lognormal(100, sigma, 8, 1000), **{**costs, "max_staleness": 10, **settings})
 
 
-@pytest.mark.parametrize("mode", [Mode.ABORT, Mode.REUSE, Mode.OVERLAP, Mode.BOTH, Mode.KEEP])
-@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("sigma", "mode"),
+    [
+        (0.0, Mode.ABORT), (0.0, Mode.BOTH), (0.5, Mode.REUSE), (0.5, Mode.KEEP), (1.0, Mode.OVERLAP),
+        (1.0, Mode.KEEP),
+    ],
+)  # fmt: skip
 def test_after_ten_rounds_no_factor_is_faster_by_more_than_a_twentieth(sigma, mode):
     """Tokens generated, all of which are trained: which of them are within so few rounds is chance."""
-    grid = simulate_grid(scenario(sigma, rounds=40), [mode], [1.0, 2.0, 3.0, 4.0, 6.0, "auto"])
+    grid = simulate_grid(scenario(sigma, rounds=40), [mode], [1.5, 2.0, 3.0, 4.0, 6.0, "auto"])
     chosen = grid.results[-1]
     assert chosen.is_chosen
     fixed = {result.factor: result.generated_per_second for result in grid.results[:-1]}

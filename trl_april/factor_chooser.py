@@ -12,7 +12,9 @@ all of them choose the same.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from .length_history import LengthHistory, SampleLength
@@ -37,6 +39,7 @@ MOST_AT_ONCE = 2.0
 LATE_REACH = 2  # candidates to either side that later choices look at, since the time is no longer well spent
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
+USUAL_OF = 9  # rounds
 FIELDS = 7  # of a sample, in what the processes add up
 
 Reduction = Callable[[Sequence[float]], list[float]]
@@ -131,8 +134,8 @@ class FactorChooser:
         self._proposed = self.factor
         self._prompts = _RecentMean()
         self._overheads = _RecentMean()
-        self._between = _RecentMean()
-        self._syncs = _RecentMean()
+        self._between = _RecentMedian()
+        self._syncs = _RecentMedian()
         self._measured = (0.0, 0.0)  # tokens generated and seconds under the present factor
 
     def observe(
@@ -300,6 +303,20 @@ class FactorChooser:
                     )  # fmt: skip
             self._lengths.observe(group_id, samples)
         return spans
+
+
+class _RecentMedian:
+    """What is usual: now and then there is an evaluation or a checkpoint between two rounds."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=USUAL_OF)
+
+    @property
+    def value(self) -> float:
+        return median(self._values) if self._values else 0.0
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
 
 
 class _RecentMean:
