@@ -17,6 +17,7 @@ from trl_april.factor_chooser import (
     FactorChooser,
     factors,
 )
+from trl_april.opening_cost import KEPT_PER_ROUND
 from trl_april.pool import Pool
 from trl_april.round import Round
 from trl_april.throughput_model import predicted_throughput
@@ -204,6 +205,7 @@ def test_late_changes_are_proposed_twice(monkeypatch):
     before = auto.factors[-1]
     assert before > 3.0
     best = {"factor": before}
+    monkeypatch.setattr(auto.chooser, "_calibrated", lambda predicted: list(predicted.values()))
     monkeypatch.setattr(
         "trl_april.factor_chooser.predicted_throughput",
         lambda workload, factor: 1000.0 if factor == best["factor"] else 900.0,
@@ -319,16 +321,43 @@ def test_until_it_knows_something_it_stays():
 
 
 def test_predictions_are_on_the_scale_of_what_was_measured():
-    """Half of every round is spent on something that the requests do not show."""
+    """Half of every round is spent on something that the requests do not show. The first does not count."""
     auto = Auto(lognormal(1.0), flat)
     for _ in range(3):
         one = auto.run.run_round()
         one.seconds *= 2
         auto.chooser.observe(one, [*one.groups, *auto.pool])
     change = auto.chooser.choose()
-    done = auto.run.history
+    _, second, third = auto.run.history
     assert change is not None
-    assert change.predicted_before == pytest.approx(throughput(done))
+    earlier = [KEPT_PER_ROUND * value for value in (second.generated_tokens, second.seconds)]
+    measured = (earlier[0] + third.generated_tokens) / (earlier[1] + third.seconds)
+    assert change.predicted_before == pytest.approx(measured)
+
+
+@pytest.mark.parametrize("wrong", ["nothing is gained", "less is more"])
+def test_a_model_that_is_wrong_is_found_out(monkeypatch, wrong):
+    """It says that fewer in flight are as fast, or faster. With them, half of that is measured."""
+    monkeypatch.setattr(
+        "trl_april.factor_chooser.predicted_throughput",
+        lambda workload, factor: 1000.0 if wrong == "nothing is gained" else 1000.0 * factor**-0.1,
+    )
+    auto = Auto(lognormal(1.0), flat)
+    auto.rounds(40)
+    assert min(auto.factors) < 2.0, "it was believed at first"
+    assert min(auto.factors[20:]) >= 2.0, auto.factors
+
+
+def test_the_first_round_under_a_factor_does_not_count_for_it():
+    """It begins with what was in flight under the one before."""
+    auto = Auto(lognormal(1.0), flat)
+    auto.rounds(2)
+    auto.chooser.factor = auto.pool.over_provisioning = 4.0
+    auto.chooser._rounds = 10  # no choices meanwhile
+    auto.rounds(1)
+    assert 4.0 not in auto.chooser._measured
+    (done,) = auto.rounds(1)
+    assert auto.chooser._measured[4.0].throughput == pytest.approx(throughput([done]))
 
 
 def test_what_a_checkpoint_left_outstanding_says_where_it_starts():
@@ -470,8 +499,7 @@ def test_tokens_that_came_while_the_trainer_trained_belong_to_the_time_that_it_t
                 one.overlap_tokens = one.generated_tokens // 2
                 one.generated_tokens -= one.overlap_tokens
             auto.chooser.observe(one, [*one.groups, *auto.pool], train_seconds=1.0)
-        tokens, seconds = auto.chooser._measured
-        return tokens / seconds
+        return auto.chooser._measured[2.0].throughput
 
     assert predicted(True) == predicted(False)
 

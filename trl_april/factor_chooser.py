@@ -14,8 +14,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 from .length_history import LengthHistory, SampleLength
 from .opening_cost import KEPT_PER_ROUND
@@ -36,10 +39,10 @@ GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
 DOUBT = 0.05  # of what is predicted with more requests than the server has places for, which is known less well
 # Times the present factor, or its share: how the server's speed goes on is known for an octave, and not beyond.
 MOST_AT_ONCE = 2.0
-LATE_REACH = 2  # candidates to either side that later choices look at, since the time is no longer well spent
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 USUAL_OF = 9  # rounds
+ROUNDS_TO_BELIEVE = 5  # that give what was measured under a factor half of its weight
 FIELDS = 7  # of a sample, in what the processes add up
 
 Reduction = Callable[[Sequence[float]], list[float]]
@@ -81,8 +84,7 @@ class FactorChooser:
     outstanding, with the factor that they need.
 
     It does not know of groups that dynamic sampling rejects (of their speed only through that of the others), nor of
-    `max_parked_tokens`. What the curve and the lengths leave out scales all predictions alike, to what was measured
-    under the present factor.
+    `max_parked_tokens`. What was measured under the factors that it has tried scales the predictions.
 
     Args:
         pool (`Pool`):
@@ -136,7 +138,8 @@ class FactorChooser:
         self._overheads = _RecentMean()
         self._between = _RecentMedian()
         self._syncs = _RecentMedian()
-        self._measured = (0.0, 0.0)  # tokens generated and seconds under the present factor
+        self._measured: dict[float, _Measured] = {}  # by factor
+        self._ran_with = 0.0  # the factor of the round before
 
     def observe(
         self,
@@ -173,9 +176,9 @@ class FactorChooser:
         seconds, train_seconds, sync_seconds, outages, generated_tokens, *fields = sums
         spans = self._note(group_ids, fields)
         self._rounds += 1
-        if done.over_provisioning == self.factor and not outages:
-            tokens, all_seconds = self._measured
-            self._measured = (tokens + generated_tokens, all_seconds + seconds + train_seconds + sync_seconds)
+        self._measure(
+            done.over_provisioning, generated_tokens, seconds + train_seconds + sync_seconds, counts=not outages
+        )
         if spans:
             ran_on = any(span.ran_on for span in spans)
             self._keeps = ran_on or (self._keeps and not any(span.held for span in spans))
@@ -194,14 +197,11 @@ class FactorChooser:
         is_time = self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0
         if not is_time:
             return None
-        within = self._in_reach()
+        least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
+        within = [factor for factor in self.candidates if least <= factor <= most]
         predicted = self._predicted(within)
         if not any(predicted.values()):
             return None
-        # Whatever the model does not know of slows all factors down alike, as far as can be told from one.
-        tokens, seconds = self._measured
-        calibration = tokens / seconds / predicted[self.factor] if tokens and seconds else 1.0
-        predicted = {factor: calibration * value for factor, value in predicted.items()}
         enough = (1 - AS_GOOD_AS_BEST) * max(predicted.values())
         best = next(factor for factor in within if predicted[factor] >= enough)
         before = self.factor
@@ -213,7 +213,7 @@ class FactorChooser:
         self._proposed, proposed = best, self._proposed
         if self._rounds > EARLY_CHOICES[-1] and (best - before) * (proposed - before) <= 0:
             return None
-        self.factor, self._measured = best, (0.0, 0.0)
+        self.factor = best
         return Change(before, best, predicted[before], predicted[best])
 
     def workload(self) -> Workload:
@@ -236,15 +236,6 @@ class FactorChooser:
             overlaps=self._overlaps,
         )
 
-    def _in_reach(self) -> list[float]:
-        """The factors that may be the next."""
-        place, reach = self.candidates.index(self.factor), len(self.candidates)
-        if self._rounds > EARLY_CHOICES[-1]:
-            reach = LATE_REACH
-        least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
-        near = self.candidates[max(0, place - reach) : place + reach + 1]
-        return [factor for factor in near if least <= factor <= most]
-
     def _predicted(self, factors: Sequence[float]) -> dict[float, float]:
         """What each of them would come to; 0 as long as too little is known. One process says so to all: others may
         round otherwise.
@@ -252,8 +243,37 @@ class FactorChooser:
         values = [0.0] * len(factors)
         if self._is_first and self._step_times.is_known and len(self._lengths):
             workload = self.workload()
-            values = [self._doubted(factor) * predicted_throughput(workload, factor) for factor in factors]
+            values = self._calibrated(
+                {factor: self._doubted(factor) * predicted_throughput(workload, factor) for factor in factors}
+            )
         return dict(zip(factors, self._total(values), strict=True))
+
+    def _measure(self, factor: float, tokens: float, seconds: float, *, counts: bool) -> None:
+        """Note what a round came to. The first under a factor still has the requests in flight of the one before."""
+        for known in self._measured.values():
+            known.fade()
+        if counts and factor == self._ran_with:
+            self._measured.setdefault(factor, _Measured()).add(tokens, seconds)
+        self._ran_with = factor
+
+    def _calibrated(self, predicted: dict[float, float]) -> list[float]:
+        """Predictions on the scale of what was measured.
+
+        What the model does not know of may slow all factors down alike. And what it believes of the server at more or
+        fewer requests in flight may be wrong: that shows under a factor which has been tried. So every such factor has
+        its own ratio of what was measured to what is predicted, the nearer to that of all the fewer its rounds; others
+        are between the nearest two.
+        """
+        found = {factor: measured for factor, measured in self._measured.items() if measured.throughput}
+        tried = [factor for factor in predicted if factor in found and predicted[factor]]
+        if not tried:
+            return list(predicted.values())
+        rounds = np.array([found[factor].rounds for factor in tried])
+        ratios = np.log([found[factor].throughput / predicted[factor] for factor in tried])
+        of_all = rounds @ ratios / rounds.sum()
+        ratios = of_all + (ratios - of_all) * rounds / (rounds + ROUNDS_TO_BELIEVE)
+        scales = np.exp(np.interp(np.log(list(predicted)), np.log(tried), ratios))
+        return [float(scale) * value for scale, value in zip(scales, predicted.values(), strict=True)]
 
     def _doubted(self, factor: float) -> float:
         waiting = factor * self._pool.quota * self._group_size > self._places
@@ -303,6 +323,30 @@ class FactorChooser:
                     )  # fmt: skip
             self._lengths.observe(group_id, samples)
         return spans
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What rounds under one factor came to; later ones count for more."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Generated tokens per second of all time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def fade(self) -> None:
+        self.tokens *= KEPT_PER_ROUND
+        self.seconds *= KEPT_PER_ROUND
+        self.rounds *= KEPT_PER_ROUND
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+        self.rounds += 1
 
 
 class _RecentMedian:
