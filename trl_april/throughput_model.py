@@ -107,7 +107,8 @@ class _Groups(NamedTuple):
 
     @property
     def is_finished(self) -> np.ndarray:
-        return ~self.left.any(axis=1)
+        finished: np.ndarray = self.left.sum(axis=1) == 0
+        return finished
 
     def joined(self, others: _Groups) -> _Groups:
         return _Groups(*(np.concatenate(both) for both in zip(self, others, strict=True)))
@@ -284,8 +285,8 @@ class ModelledRounds:
         of = unfinished // max(1, groups.left.shape[1])
         if groups.weight[of].sum() <= self._work.places:
             return begins
-        begun = (groups.left < groups.lengths).any(axis=1)
-        order = np.argsort(~begun[of], kind="stable")
+        is_fresh = np.all(groups.left == groups.lengths, axis=1, keepdims=True)
+        order = is_fresh[of, 0].argsort(kind="stable")
         asked = zip(unfinished[order], groups.weight[of][order], groups.left.flat[unfinished[order]], strict=True)
         taken: list[tuple[float, float]] = []  # places, by the end of what runs there
         free, clock = self._work.places, 0.0
@@ -341,7 +342,8 @@ class _Table:
         found = self._known[counts]
         for count in np.unique(counts[np.isnan(found)]):
             self._known[count] = self._seconds_per_step(int(count))
-        return self._known[counts]
+        times: np.ndarray = self._known[counts]
+        return times
 
 
 def predicted_throughput(

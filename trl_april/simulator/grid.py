@@ -74,8 +74,8 @@ def simulate_grid(
     """
     given = {factor_of(factor) for factor in factors}
     fixed = sorted(factor for factor in given if not isinstance(factor, str))
-    for factor in fixed:
-        check_bound(factor, None, "wait")
+    for number in fixed:
+        check_bound(number, None, "wait")
     chosen = [AUTO] if AUTO in given else []
     if chosen:  # the same rounds for all, or they could not be compared
         scenario = replace(scenario, warmup=max(scenario.warmup, ROUNDS_TO_CHOOSE))
