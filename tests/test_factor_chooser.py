@@ -252,16 +252,13 @@ def test_a_server_that_saturates_above_what_was_seen_is_found_out():
 def test_it_follows_lengths_that_drift():
     """All equal at first, so that many in flight are worth it for their number only; then ever more spread out."""
 
-    def costly(count: int) -> float:
-        return 0.002 * count
-
     even, wide = lognormal(0.0), lognormal(1.0, median=80.0)
 
     def drifting(group_id: int, index: int) -> int:
         return (even if group_id < 160 else wide)(group_id, index)
 
     def knee(count: int) -> float:
-        return 0.01 + (0.0 if count <= 16 else costly(count - 16))
+        return 0.01 * max(1.0, count / 16)
 
     auto = Auto(drifting, knee)
     auto.rounds(20)

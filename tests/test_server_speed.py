@@ -75,12 +75,19 @@ def about(value: object, rel: float = 0.05) -> object:
 
 
 def test_two_that_end_one_after_the_other_measure_a_step():
-    """Three requests: until 11 s all (10 steps after the first token), until 16 s two (10 more), until 18 s one."""
+    """Three requests: until 7 s all (10 steps after the first token), until 12 s two (10 more), until 16 s one."""
     times = StepTimes()
-    times.observe([span(11.0, 11), span(16.0, 21), span(18.0, 31)])
-    assert times.curve(3) == about(1.0)
+    times.observe([span(7.0, 11), span(12.0, 21), span(16.0, 31)])
+    assert times.curve(3) == about(0.6)
     assert times.curve(2) == about(0.5)
-    assert times.curve(1) == about(0.2)
+    assert times.curve(1) == about(0.4)
+
+
+def test_where_more_in_flight_seem_to_be_slower_altogether_they_are_as_fast():
+    """A step of three seems to take 1.5 s, of two 0.3 s, and of one 0.2 s. In all there are 60 tokens in 20 s."""
+    times = StepTimes()
+    times.observe([span(16.0, 11), span(19.0, 21), span(21.0, 31)])
+    assert [times.curve(count) for count in (1, 2, 3)] == about([1 / 3, 2 / 3, 1.0])
 
 
 def test_a_bin_that_is_faster_than_the_one_below_is_one_with_it():
@@ -140,8 +147,8 @@ ON = {"first": 0.0, "head": 0}  # of what ran when the round was opened
 
 def test_what_ran_on_counts_from_the_opening():
     times = StepTimes()
-    times.observe([span(10.0, 10, **ON), span(15.0, 20, **ON), span(17.0, 30, **ON)])
-    assert [times.curve(count) for count in (3, 2, 1)] == about([1.0, 0.5, 0.2])
+    times.observe([span(6.0, 10, **ON), span(11.0, 20, **ON), span(15.0, 30, **ON)])
+    assert [times.curve(count) for count in (3, 2, 1)] == about([0.6, 0.5, 0.4])
     assert times.seconds_per_request == times.seconds_per_prefilled_token == 0.0, "nothing was opened"
 
 

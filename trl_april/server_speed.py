@@ -113,7 +113,15 @@ class StepTimes:
             while len(merged) > 1 and merged[-1][1] * merged[-2][2] <= merged[-2][1] * merged[-1][2]:
                 other = merged.pop()
                 merged[-1] = [x + y for x, y in zip(merged[-1], other, strict=True)]
-        points = [(area / tokens, seconds / tokens) for area, seconds, tokens in merged]
+        # And where one makes fewer tokens per second in all, both are taken to make the same.
+        alike: list[tuple[float, float, list[float]]] = []  # count x tokens, seconds, counts
+        for area, seconds, tokens in merged:
+            counts = [area / tokens]
+            while alike and alike[-1][1] * area < seconds * alike[-1][0]:
+                other_area, other_seconds, others = alike.pop()
+                area, seconds, counts = area + other_area, seconds + other_seconds, others + counts
+            alike.append((area, seconds, counts))
+        points = [(count, count * seconds / area) for area, seconds, counts in alike for count in counts]
         return StepTimeCurve.through(points)
 
     @property
