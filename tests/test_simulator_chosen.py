@@ -1,9 +1,11 @@
 """`over_provisioning="auto"` in a simulation: it chooses by what training would tell it, and is held to the best."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from trl_april import cli
 from trl_april.errors import ConfigError
 from trl_april.simulator.clock import simulate
 from trl_april.simulator.grid import Grid, simulate_grid
@@ -94,6 +96,18 @@ def test_what_cannot_be_trained_has_nothing_to_choose():
     assert [reason.split(":")[0] for reason in grid.left_out] == [
         "discard with factor auto is left out", "uninterrupted with factor auto is left out",
     ]  # fmt: skip
+
+
+def test_the_table_holds_it_against_the_best_fixed_factor(capsys):
+    arguments = "--modes abort both discard --factors 1.5 3 auto --rounds 2 --warmup 2 --train-seconds 0.2"
+    assert cli.main(["simulate", *arguments.split()]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[:2] for line in printed.splitlines() if " auto " in line[:22]] == [
+        ["abort", "auto"], ["both", "auto"],
+    ]  # fmt: skip
+    _, explained = printed.split("as a share of the best fixed factor's:\n")
+    for line, mode in zip(explained.splitlines(), ("abort", "both"), strict=False):
+        assert re.fullmatch(rf"\s+{mode}\s+\d\.\d\d   [01]\.\d\d of factor (1\.5|3)", line), line
 
 
 def test_what_is_neither_a_number_nor_auto_is_refused():

@@ -48,10 +48,20 @@ def explanation(grid: Grid) -> str:
     ]
     if any(result.mode is Mode.DISCARD for result in grid.results):
         lines.append("discard  trains on the shorter completions only; shown for comparison")
-    chosen = [f"{result.factor:.3g} ({result.mode})" for result in grid.results if result.is_chosen]
+    chosen = [_chosen(grid, result) for result in grid.results if result.is_chosen]
     if chosen:
-        lines.append(f"auto     chose, as a mean over the rounds: {', '.join(chosen)}")
+        lines += [
+            "auto     factor as a mean over the rounds, and tokens generated as a share of the best fixed factor's:"
+        ]
+        lines += [f"         {text}" for text in chosen]
     return "\n".join([*lines, *grid.left_out])
+
+
+def _chosen(grid: Grid, result: Result) -> str:
+    of_mode = [other for other in grid.results if other.mode is result.mode and not other.is_chosen]
+    best = max([grid.synchronous, *of_mode], key=lambda other: other.generated_per_second)
+    share = result.generated_per_second / best.generated_per_second
+    return f"{result.mode:<10}{result.factor:>5.2f}{share:>7.2f} of factor {best.factor:g}"
 
 
 def advice(recommendation: Recommendation) -> str:
