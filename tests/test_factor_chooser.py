@@ -13,11 +13,11 @@ from trl_april.factor_chooser import (
     FIELDS,
     GAIN_TO_CHANGE,
     MAX_GROUPS,
+    MEASURED_KEPT,
     Change,
     FactorChooser,
     factors,
 )
-from trl_april.opening_cost import KEPT_PER_ROUND
 from trl_april.pool import Pool
 from trl_april.round import Round
 from trl_april.throughput_model import predicted_throughput
@@ -65,10 +65,16 @@ def throughput(done: Sequence[Round]) -> float:
     return sum(one.generated_tokens for one in done) / sum(one.seconds for one in done)
 
 
-def with_factor(factor: float, lengths: Lengths, curve: Curve, *, rounds: int, **options: float) -> float:
-    """The same for a factor that does not change, after ten rounds."""
-    run = SimulatedRounds(make_pool(factor), lengths, curve, **options)
-    return throughput([run.run_round() for _ in range(10 + rounds)][10:])
+def with_factor(
+    factor: float, lengths: Lengths, curve: Curve, *, rounds: int, begins_with: float | None = None, **options: float
+) -> float:
+    """The same for a factor that does not change, after ten rounds; or only after the first three of them."""
+    pool = make_pool(begins_with or factor)
+    run = SimulatedRounds(pool, lengths, curve, **options)
+    for _ in range(3):
+        run.run_round()
+    pool.over_provisioning = factor
+    return throughput([run.run_round() for _ in range(7 + rounds)][7:])
 
 
 def beside_fixed(lengths: Lengths, curve: Curve, *, rounds: int, **costs: float) -> tuple[Auto, float, dict]:
@@ -130,10 +136,20 @@ def test_what_every_request_costs_limits_how_many_there_should_be():
 @pytest.mark.parametrize("reuses_kv", [False, True])
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
 def test_requests_that_are_sent_one_after_the_other_do_not_mislead_it(sigma, reuses_kv):
-    """As engine and client share two cores. While the last are sent, the first are a good part of their way."""
+    """As engine and client share two cores. While the last are sent, the first are a good part of their way.
+
+    The others begin as it does. With 48 groups from the first round on, many end together, some rounds close at once,
+    and nothing has to be sent again for them: worth up to 10 %, for as long as they stay together.
+    """
     costs = {"request": 1.2e-3, "staggered": True, "prefill": 1e-5, "overhead": 0.02, "reuses_kv": reuses_kv}
-    lengths = lognormal(sigma, median=100.0)
-    auto, reached, tried = beside_fixed(lengths, bent, rounds=40, **costs)
+    reached, tried = 0.0, dict.fromkeys((1.0, 2.0, 4.0, 6.0), 0.0)
+    for seed in range(5):
+        lengths = lognormal(sigma, median=100.0, seed=seed)
+        auto = Auto(lengths, bent, **costs)
+        auto.rounds(10)
+        reached += throughput(auto.rounds(30))
+        for factor in tried:
+            tried[factor] += with_factor(factor, lengths, bent, rounds=30, begins_with=2.0, **costs)
     assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
     curve = auto.chooser.workload().seconds_per_step
     for count in (32, 64):
@@ -327,22 +343,24 @@ def test_predictions_are_on_the_scale_of_what_was_measured():
     change = auto.chooser.choose()
     _, second, third = auto.run.history
     assert change is not None
-    earlier = [KEPT_PER_ROUND * value for value in (second.generated_tokens, second.seconds)]
+    earlier = [MEASURED_KEPT * value for value in (second.generated_tokens, second.seconds)]
     measured = (earlier[0] + third.generated_tokens) / (earlier[1] + third.seconds)
     assert change.predicted_before == pytest.approx(measured)
 
 
 @pytest.mark.parametrize("wrong", ["nothing is gained", "less is more"])
 def test_a_model_that_is_wrong_is_found_out(monkeypatch, wrong):
-    """It says that fewer in flight are as fast, or faster. With them, half of that is measured."""
+    """It says that fewer in flight are as fast, or faster. With them, half of that is measured. What was measured is
+    forgotten after a while, and it is tried again.
+    """
     monkeypatch.setattr(
         "trl_april.factor_chooser.predicted_throughput",
         lambda workload, factor: 1000.0 if wrong == "nothing is gained" else 1000.0 * factor**-0.1,
     )
     auto = Auto(lognormal(1.0), flat)
-    auto.rounds(40)
-    assert min(auto.factors) < 2.0, "it was believed at first"
-    assert min(auto.factors[20:]) >= 2.0, auto.factors
+    auto.rounds(60)
+    believed = sum(factor < 2.0 for factor in auto.factors)
+    assert 0 < believed <= 60 / 4, auto.factors
 
 
 def test_the_first_round_under_a_factor_does_not_count_for_it():

@@ -33,7 +33,7 @@ START = 2.0
 CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 # Rounds. Of the first, what is not finished says little of how long it will be; and a choice takes its time.
 EARLY_CHOICES = (3, 4, 6, 8, 10)
-CHOICE_EVERY = 5  # and from the 20th on, every second of these
+CHOICE_EVERY = 5  # and from the 20th on, every second of these unless a change has been proposed
 AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
 GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
 DOUBT = 0.05  # of what is predicted with more requests than the server has places for, which is known less well
@@ -42,7 +42,9 @@ MOST_AT_ONCE = 2.0
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 USUAL_OF = 9  # rounds
-ROUNDS_TO_BELIEVE = 5  # that give what was measured under a factor half of its weight
+# That give what was measured under a factor half of its weight. A machine's speed drifts, and so do the lengths.
+ROUNDS_TO_BELIEVE = 10
+MEASURED_KEPT = 0.95  # the share of its weight that is left after another round
 FIELDS = 7  # of a sample, in what the processes add up
 
 Reduction = Callable[[Sequence[float]], list[float]]
@@ -193,7 +195,8 @@ class FactorChooser:
 
     def choose(self) -> Change | None:
         """The factor of the next round, in `factor`; returns what has changed, if anything has. A collective call."""
-        every = CHOICE_EVERY if self._rounds < 4 * CHOICE_EVERY else 2 * CHOICE_EVERY
+        is_early = self._rounds < 4 * CHOICE_EVERY
+        every = CHOICE_EVERY if is_early or self._proposed != self.factor else 2 * CHOICE_EVERY
         is_time = self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0
         if not is_time:
             return None
@@ -339,9 +342,9 @@ class _Measured:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def fade(self) -> None:
-        self.tokens *= KEPT_PER_ROUND
-        self.seconds *= KEPT_PER_ROUND
-        self.rounds *= KEPT_PER_ROUND
+        self.tokens *= MEASURED_KEPT
+        self.seconds *= MEASURED_KEPT
+        self.rounds *= MEASURED_KEPT
 
     def add(self, tokens: float, seconds: float) -> None:
         self.tokens += tokens
