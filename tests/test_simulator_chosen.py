@@ -29,7 +29,7 @@ def scenario(sigma=0.5, **settings):
 @pytest.mark.parametrize(
     ("sigma", "mode"),
     [
-        (0.0, Mode.ABORT), (0.0, Mode.BOTH), (0.5, Mode.REUSE), (0.5, Mode.KEEP), (1.0, Mode.OVERLAP),
+        (0.5, Mode.ABORT), (0.0, Mode.BOTH), (0.5, Mode.REUSE), (0.5, Mode.KEEP), (1.0, Mode.OVERLAP),
         (1.0, Mode.KEEP),
     ],
 )  # fmt: skip
