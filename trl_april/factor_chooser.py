@@ -268,7 +268,7 @@ class FactorChooser:
         are between the nearest two.
         """
         found = {factor: measured for factor, measured in self._measured.items() if measured.throughput}
-        tried = [factor for factor in predicted if factor in found and predicted[factor]]
+        tried = [factor for factor in predicted if factor in found and 0 < predicted[factor] < math.inf]
         if not tried:
             return list(predicted.values())
         rounds = np.array([found[factor].rounds for factor in tried])
