@@ -31,6 +31,8 @@ def scenario(sigma=0.5, **settings):
     [
         (0.5, Mode.ABORT), (0.0, Mode.BOTH), (0.5, Mode.REUSE), (0.5, Mode.KEEP), (1.0, Mode.OVERLAP),
         (1.0, Mode.KEEP),
+        # Where all are equally long, the model lets them end together, and they do not.
+        pytest.param(0.0, Mode.ABORT, marks=pytest.mark.xfail(strict=True, reason="0.85: not good enough yet")),
     ],
 )  # fmt: skip
 def test_after_ten_rounds_no_factor_is_faster_by_more_than_a_twentieth(sigma, mode):

@@ -42,7 +42,7 @@ MOST_AT_ONCE = 2.0
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 USUAL_OF = 9  # rounds
-# That give what was measured under a factor half of its weight. A machine's speed drifts, and so do the lengths.
+# Rounds that give what was measured under a factor half of its weight: speeds drift, and so do lengths.
 ROUNDS_TO_BELIEVE = 10
 MEASURED_KEPT = 0.95  # the share of its weight that is left after another round
 FIELDS = 7  # of a sample, in what the processes add up
