@@ -102,7 +102,7 @@ def test_each_token_has_the_version_that_it_was_sampled_under(sizes: list[int], 
     changes = sorted(changes)
 
     async def run():
-        request = RunningRequest(GenerationRequest("r", [1], 0, 99, "s"), Sample(0, 0), 0)
+        request = RunningRequest(GenerationRequest("r", [1], 0, 99, "s"), Sample(0, 0), 0, 0.0)
         found, received, announced = [], 0, 0
         for size in sizes:
             while announced < len(changes) and changes[announced] <= received + size:

@@ -237,6 +237,23 @@ class TestBetweenTheRounds:
         assert second.requests == 2
         assert {span.group_id for span in third.spans} == {1, 3}
 
+    def test_what_was_asked_for_beside_the_training_and_not_sent_by_then_is_of_the_round(self):
+        """It has waited for the client since before the round; times of a round begin at 0."""
+        pool = make_pool(1)
+        admit(pool, 0)
+        driver = overlapping(pool, ScriptedEngine(default=natural(4)))
+
+        async def run():
+            await driver.run_round()
+            pool.begin_round(0)
+            admit(pool, 1)
+            await driver.go_on()
+            asyncio.get_running_loop()._clock.now += 0.5  # with nothing awaited: it is not even sent
+            return await driver.run_round()
+
+        (span,) = simulate_and_close(driver, run()).spans
+        assert (span.group_id, span.began) == (1, 0.0)
+
     def test_a_round_that_raises_leaves_nothing_running(self):
         pool = make_pool(1)
         admit(pool, 0, 1)

@@ -30,7 +30,7 @@ from tests.scripted_engine import (
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool import Pool
-from trl_april.request import derive_seed
+from trl_april.request import RequestMaker, derive_seed
 from trl_april.rollout import RolloutDriver
 from trl_april.round import Round
 from trl_april.types import FinishReason, Group, Sample, SampleState
@@ -482,6 +482,30 @@ def test_a_stream_that_breaks_during_the_drain_is_parked():
     assert ids(done.groups) == [0]
     assert [group.num_tokens for group in pool] == [3]
     assert len(engine.requests) == 2
+
+
+def test_requests_that_are_asked_for_together_began_together_however_long_it_takes_to_send_them(monkeypatch):
+    """What comes later in a round is told by it from what opens it, and a client may need half a second for each."""
+    pool = make_pool(1, outstanding=3)
+    admit(pool, 0, 1, 2)
+    broken = Attempt([Tokens(3), Break(ServerError("The connection broke."))])
+    engine = ScriptedEngine({(1, 0): [broken, natural(4)]}, default=natural(9))
+    sent = []
+    make = RequestMaker.make
+
+    def slowly(self: RequestMaker, *args: object) -> GenerationRequest:
+        loop = asyncio.get_running_loop()
+        loop._clock.now += 0.5
+        sent.append(loop.time())
+        return make(self, *args)
+
+    monkeypatch.setattr(RequestMaker, "make", slowly)
+    done = run(pool, engine)
+    assert sent[:3] == [0.5, 1.0, 1.5]
+    assert {span.began for span in done.spans if span.group_id != 1} == {0.0}
+    first, again = [span for span in done.spans if span.group_id == 1]
+    assert first.began == 0.0
+    assert first.ended <= again.began < sent[3]
 
 
 # Broken streams

@@ -34,8 +34,8 @@ CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 # Rounds. Of the first, what is not finished says little of how long it will be; and a choice takes its time.
 EARLY_CHOICES = (3, 4, 6, 8, 10)
 CHOICE_EVERY = 5  # and from the 20th on, every second of these unless a change has been proposed
-AS_GOOD_AS_BEST = 0.02  # of factors that are, the lowest is the least stale
-GAIN_TO_CHANGE = 0.03  # upwards: less is within what the model can tell
+AS_GOOD_AS_BEST = 0.01  # of factors that are, the lowest is the least stale
+GAIN_TO_CHANGE = 0.02  # upwards: less is within what the model can tell
 DOUBT = 0.05  # of what is predicted with more requests than the server has places for, which is known less well
 # Times the present factor, or its share: how the server's speed goes on is known for an octave, and not beyond.
 MOST_AT_ONCE = 2.0

@@ -110,6 +110,7 @@ class InFlight:
         self.holds_back = False
         self.is_being_cut_off = False
         self.dispatched: dict[int, Sample] = {}
+        self._round_began = 0.0
         self._spans: list[Span] = []  # requests that have ended in this round
 
     @property
@@ -123,7 +124,7 @@ class InFlight:
 
     def begin_round(self, now: float) -> None:
         """Count what is in flight anew. What runs goes on."""
-        self._spans = []
+        self._spans, self._round_began = [], now
         for request in self.running.values():
             request.enter_round(now)
         self.dispatched = {
@@ -142,11 +143,12 @@ class InFlight:
             return
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch_silences())
+        now = asyncio.get_running_loop().time()
         for group, sample in self._pool.ready():
             if id(sample) not in self._asked:
                 self._is_trimmed = False
                 self.dispatched[id(sample)] = sample
-                self._asked[id(sample)] = self._watched(self._complete(group, sample), self._tasks)
+                self._asked[id(sample)] = self._watched(self._complete(group, sample, now), self._tasks)
 
     async def dispatch_more(self) -> None:
         """The same in the middle of a round.
@@ -242,13 +244,13 @@ class InFlight:
 
     # One sample
 
-    async def _complete(self, group: Group, sample: Sample) -> None:
+    async def _complete(self, group: Group, sample: Sample, asked: float) -> None:
         """Generate `sample` until it is finished, held back, or cut, across broken streams."""
         failures = 0
         try:
             while self._goes_on(sample):
                 length_before = len(sample)
-                stream = asyncio.create_task(self._stream(group, sample))
+                stream = asyncio.create_task(self._stream(group, sample, asked))
                 try:
                     if await stream or not self._goes_on(sample):
                         break
@@ -282,6 +284,7 @@ class InFlight:
                 # them. If all is cut meanwhile, that does not depend on the server any more.
                 if not self._goes_on(sample):
                     break
+                asked = asyncio.get_running_loop().time()
                 if not await self._engine.holds(self._pool.version) and self._goes_on(sample):
                     raise ServerError(
                         f"{error} The server is away, or no longer has the weights of policy version "
@@ -298,12 +301,14 @@ class InFlight:
         """Whether the current task is to ask for more of `sample`."""
         return not self._ending.is_set() and self._asked.get(id(sample)) is asyncio.current_task()
 
-    async def _stream(self, group: Group, sample: Sample) -> bool:
+    async def _stream(self, group: Group, sample: Sample, asked: float) -> bool:
         """Send one request and record what it returns; whether the sample is finished."""
         assert self._pool.version is not None
         request = self._requests.make(group, sample, self._pool.version)
         self._pool.start(sample)
-        running = self.running[request.request_id] = RunningRequest(request, sample, self._pool.version)
+        running = self.running[request.request_id] = RunningRequest(
+            request, sample, self._pool.version, max(asked, self._round_began)
+        )
         self._silences.begin(request.request_id)
         self._watcher.in_flight_changed()
         try:

@@ -21,7 +21,8 @@ class Span:
         index (`int`):
             And which sample of the group.
         began (`float`):
-            When it was sent, or when the round was opened if it ran by then.
+            When it was asked for, or when the round was opened if that was before. Those that are asked for together
+            are sent one after the other.
         first (`float`):
             When its first tokens arrived, or its end if none did; `began` if it had some when the round was opened.
         head (`int`):

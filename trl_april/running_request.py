@@ -24,17 +24,20 @@ class RunningRequest:
             What it is for.
         version (`int`):
             Policy version that the engine has the weights of.
+        asked (`float`):
+            When it was asked for, on the event loop's clock. Requests that are asked for together are sent one after
+            the other.
     """
 
     __slots__ = ("sample", "_request", "_version", "_changes", "_received", "_began", "_before", "_first", "_head")
 
-    def __init__(self, request: GenerationRequest, sample: Sample, version: int) -> None:
+    def __init__(self, request: GenerationRequest, sample: Sample, version: int, asked: float) -> None:
         self.sample = sample
         self._request = request
         self._version = version  # of the next token to arrive
         self._changes: list[tuple[int, int]] = []  # behind so many tokens of the request, another version
         self._received = 0
-        self._began = _now()
+        self._began = asked
         self._before = 0  # tokens of the request that are of earlier rounds
         self._first: float | None = None
         self._head = 0
