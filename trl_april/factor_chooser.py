@@ -137,7 +137,7 @@ class FactorChooser:
         self._rounds = 0
         self._proposed = self.factor
         self._prompts = _RecentMean()
-        self._overheads = _RecentMean()
+        self._overheads = _RecentMedian()
         self._between = _RecentMedian()
         self._syncs = _RecentMedian()
         self._measured: dict[float, _Measured] = {}  # by factor
@@ -353,7 +353,8 @@ class _Measured:
 
 
 class _RecentMedian:
-    """What is usual: now and then there is an evaluation or a checkpoint between two rounds."""
+    """What is usual: now and then there is an evaluation or a checkpoint between two rounds, or something else holds
+    them up."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=USUAL_OF)
