@@ -231,10 +231,15 @@ class Contestant:
             for group in self._next(self.pool.room_ahead):
                 group.admit_to(self.pool)
             await self.driver.go_on()
-        # As in training, in a thread that the requests do not need.
-        if self._chooser is not None and await asyncio.to_thread(self._chooser.choose) is not None:
+        if self._chooser is None:
+            await asyncio.sleep(self._train_seconds)
+            return done
+        # As in training, in another thread while the trainer trains.
+        predicted, _ = await asyncio.gather(
+            asyncio.to_thread(self._chooser.predict), asyncio.sleep(self._train_seconds)
+        )
+        if self._chooser.decide(predicted) is not None:
             self.pool.over_provisioning = self._chooser.factor
-        await asyncio.sleep(self._train_seconds)
         return done
 
     async def _make_way(self) -> None:

@@ -59,7 +59,7 @@ def test_noise_cancels():
 @pytest.mark.parametrize("stall", [5.0, 50.0])
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_a_round_in_which_the_server_stood_still_says_little(at, stall):
-    """By least squares alone a request would look up to nine times as dear."""
+    """By least squares alone a request would look up to nearly ten times as dear."""
     rng = random.Random(0)
     rounds = [
         (requests, 0, 0.1 * requests * rng.uniform(0.9, 1.1)) for requests in (rng.randint(8, 12) for _ in range(10))

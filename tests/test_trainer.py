@@ -27,6 +27,7 @@ from tests.weight_folders import left_of, weight_folders
 from trl_april.config import APRILGRPOConfig
 from trl_april.dashboards import tensorboard_layout
 from trl_april.errors import ConfigError, ServerError
+from trl_april.factor_chooser import FactorChooser
 from trl_april.report import read_run
 from trl_april.request import RequestMaker
 from trl_april.server import LocalServer
@@ -260,8 +261,29 @@ class TestStaleness:
         assert 1.0 <= min(factors) and max(factors) <= 6.0
         said = re.findall(r"over_provisioning changes from ([\d.]+) to ([\d.]+): predicted", caplog.text)
         changes = [pair for pair in zip(factors, factors[1:], strict=False) if pair[0] != pair[1]]
-        assert [(float(old), float(new)) for old, new in said][: len(changes)] == changes
+        assert [(float(old), float(new)) for old, new in said] == changes
         assert len(trainer.pool) == 0
+
+    def test_auto_predicts_while_the_trainer_trains(self, server, tiny_model_dir, tmp_path, monkeypatch):
+        """The first prediction waits for a training step, which would not come if the trainer waited for it."""
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, over_provisioning="auto", max_steps=4)
+        trains, predicted = threading.Event(), []
+        predict, training_step = FactorChooser.predict, trainer.training_step
+
+        def beside_the_training(self):
+            assert trains.wait(60)
+            predicted.append(predict(self))
+            return predicted[-1]
+
+        def step(*args, **kwargs):
+            trains.set()
+            return training_step(*args, **kwargs)
+
+        monkeypatch.setattr(FactorChooser, "predict", beside_the_training)
+        monkeypatch.setattr(trainer, "training_step", step)
+        trainer.train()
+        assert predicted[:2] == [None, None] and all(predicted[2].values()), "after three rounds it is time to choose"
+        assert not [thread for thread in threading.enumerate() if "trl-april-predictor" in thread.name]
 
 
 class TestSameRowsAsStock:

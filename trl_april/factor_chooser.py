@@ -195,18 +195,37 @@ class FactorChooser:
 
     def choose(self) -> Change | None:
         """The factor of the next round, in `factor`; returns what has changed, if anything has. A collective call."""
+        return self.decide(self.predict())
+
+    def predict(self) -> dict[float, float] | None:
+        """What each factor that could be chosen would come to; 0 as long as too little is known, and in all processes
+        but one: others may round otherwise. `None` where it is not time to choose.
+
+        It takes a moment, which can be the trainer's: it changes nothing, and only [`~FactorChooser.observe`] and
+        [`~FactorChooser.decide`] have to wait for it.
+        """
         is_early = self._rounds < 4 * CHOICE_EVERY
         every = CHOICE_EVERY if is_early or self._proposed != self.factor else 2 * CHOICE_EVERY
-        is_time = self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0
-        if not is_time:
+        if not (self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0):
             return None
         least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
         within = [factor for factor in self.candidates if least <= factor <= most]
-        predicted = self._predicted(within)
+        if not (self._is_first and self._step_times.is_known and len(self._lengths)):
+            return dict.fromkeys(within, 0.0)
+        workload = self.workload()
+        predicted = {factor: self._doubted(factor) * predicted_throughput(workload, factor) for factor in within}
+        return dict(zip(within, self._calibrated(predicted), strict=True))
+
+    def decide(self, predicted: dict[float, float] | None) -> Change | None:
+        """Choose by what was predicted; see [`~FactorChooser.choose`]."""
+        if predicted is None:
+            return None
+        # One process says so to all.
+        predicted = dict(zip(predicted, self._total(list(predicted.values())), strict=True))
         if not any(predicted.values()):
             return None
         enough = (1 - AS_GOOD_AS_BEST) * max(predicted.values())
-        best = next(factor for factor in within if predicted[factor] >= enough)
+        best = next(factor for factor in predicted if predicted[factor] >= enough)
         before = self.factor
         # Upwards for a gain only. Downwards also for nothing, since it makes the batch less stale.
         if best == before or best > before and predicted[best] < (1 + GAIN_TO_CHANGE) * predicted[before]:
@@ -238,18 +257,6 @@ class FactorChooser:
             keeps=self._keeps,
             overlaps=self._overlaps,
         )
-
-    def _predicted(self, factors: Sequence[float]) -> dict[float, float]:
-        """What each of them would come to; 0 as long as too little is known. One process says so to all: others may
-        round otherwise.
-        """
-        values = [0.0] * len(factors)
-        if self._is_first and self._step_times.is_known and len(self._lengths):
-            workload = self.workload()
-            values = self._calibrated(
-                {factor: self._doubted(factor) * predicted_throughput(workload, factor) for factor in factors}
-            )
-        return dict(zip(factors, self._total(values), strict=True))
 
     def _measure(self, factor: float, tokens: float, seconds: float, *, counts: bool) -> None:
         """Note what a round came to. The first under a factor still has the requests in flight of the one before."""

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,7 @@ class RolloutSession:
         self._standstill = 0.0  # the last of them, in which nothing ran
         self._made_way: float | None = None  # when requests first did, since the last round, for weights to come
         self._chooser = None
+        self._predicting: Future[dict[float, float] | None] | None = None
         if isinstance(options.over_provisioning, str):
             self._chooser = FactorChooser(
                 self.pool,
@@ -142,6 +144,7 @@ class RolloutSession:
                 is_first=processes.rank == 0,
             )
             self.pool.over_provisioning = self._chooser.factor
+            self._predictor = ThreadPoolExecutor(1, "trl-april-predictor")
 
     def run_round(self, version: int, *, silent: bool) -> Round:
         """Fill the pool, and run until the quota is met.
@@ -160,6 +163,7 @@ class RolloutSession:
         self._between = 0.0 if self._ended is None else now - self._ended
         self._standstill = 0.0 if self._made_way is None else now - self._made_way
         self._made_way = None
+        self._choose_factor()
         with self._loop.paused():
             self._open_round(version)
         while not self._generate(silent=silent):
@@ -179,7 +183,8 @@ class RolloutSession:
         self._account_for_rejected()
         if self._overlap:
             self._go_on()
-        self._choose_factor()
+        if self._chooser is not None:
+            self._predicting = self._predictor.submit(self._chooser.predict)
         self._ended = time.monotonic()
         return done
 
@@ -240,8 +245,13 @@ class RolloutSession:
             )
 
     def _choose_factor(self) -> None:
-        """Let the next round have another over-provisioning. It takes its time, in which requests may run."""
-        change = None if self._chooser is None else self._chooser.choose()
+        """Let the round that is about to begin have another over-provisioning, if what was predicted while the trainer
+        trained speaks for it.
+        """
+        if self._chooser is None or self._predicting is None:
+            return
+        change = self._chooser.decide(self._predicting.result())
+        self._predicting = None
         if change is not None:
             with self._loop.paused():
                 self.pool.over_provisioning = change.after
@@ -332,6 +342,8 @@ class RolloutSession:
 
     def close(self) -> None:
         """Close connections, threads and loop, and take the bar away."""
+        if self._chooser is not None:
+            self._predictor.shutdown()
         if self._notebook is not None:
             self._notebook.remove()
         if self._dynamic is not None:
