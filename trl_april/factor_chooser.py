@@ -361,7 +361,8 @@ class _Measured:
 
 class _RecentMedian:
     """What is usual: now and then there is an evaluation or a checkpoint between two rounds, or something else holds
-    them up."""
+    them up.
+    """
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=USUAL_OF)
