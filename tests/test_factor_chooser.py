@@ -129,10 +129,11 @@ def test_what_every_request_costs_limits_how_many_there_should_be():
     assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
     assert tried[6.0] < 0.9 * max(tried.values()), "or it would not matter"
     workload = auto.chooser.workload()
-    # From 4.0 on they are further off, with other seeds by up to 23 %: these are not where the best could be.
-    predicted = {factor: predicted_throughput(workload, factor) for factor in (1.25, 1.5, 2.0, 2.5, 3.0)}
+    predicted = {factor: predicted_throughput(workload, factor) for factor in (1.25, 1.5, 2.0, 2.5, 3.0, 6.0)}
     for factor, value in predicted.items():
-        assert value / predicted[2.0] == pytest.approx(tried[factor] / tried[2.0], rel=0.05)
+        # Far from where it runs they are further off; with other seeds, from 4.0 on, by up to 23 %.
+        rel = 0.05 if factor <= 3.0 else 0.1
+        assert value / predicted[2.0] == pytest.approx(tried[factor] / tried[2.0], rel=rel)
 
 
 @pytest.mark.parametrize("reuses_kv", [False, True])

@@ -183,7 +183,7 @@ class RolloutSession:
         self._account_for_rejected()
         if self._overlap:
             self._go_on()
-        if self._chooser is not None:
+        if self._chooser is not None:  # what it has learned is all that it reads, and no group: requests may run
             self._predicting = self._predictor.submit(self._chooser.predict)
         self._ended = time.monotonic()
         return done
