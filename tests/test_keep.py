@@ -186,15 +186,23 @@ class TestEndpoint:
         asyncio.run(run())
 
 
+# One round's requests after the other's, each longer than the trainer's step: something runs in every sync but one.
+ONE_AFTER_THE_OTHER = {
+    "over_provisioning": 1.0,
+    "max_completion_length": 300,
+    "generation_kwargs": {"ignore_eos": True},
+    "max_steps": 2,
+}
+
+
 class TestServers:
     def test_one_that_cannot_say_has_its_requests_cut(self, server, tiny_model_dir, tmp_path, monkeypatch, caplog):
         """As one that somebody has started without us: said once, and trained as with "reuse"."""
         monkeypatch.setattr("trl_april.server_pause.PATH", PATH + "-that-is-not-there")
         with caplog.at_level(logging.WARNING, "trl_april"):
             trainer = make_trainer(
-                server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=3.0,
-                max_completion_length=300, max_steps=4,
-            )  # fmt: skip
+                server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, **ONE_AFTER_THE_OTHER
+            )
             trainer.train()
         assert caplog.text.count("resume_kv='keep' is not possible") == 1
         assert sum(done.aborted_requests for done in trainer.rounds) > 0
@@ -203,9 +211,8 @@ class TestServers:
     def test_one_that_cannot_be_paused_has_its_requests_cut(self, server, tiny_model_dir, tmp_path, monkeypatch):
         monkeypatch.setattr(ServerPause, "begin", lambda pause: False)
         trainer = make_trainer(
-            server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=3.0,
-            max_completion_length=300, max_steps=4,
-        )  # fmt: skip
+            server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, **ONE_AFTER_THE_OTHER
+        )
         trainer.train()
         assert sum(done.aborted_requests for done in trainer.rounds) > 0
         assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
