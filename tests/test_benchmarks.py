@@ -433,6 +433,20 @@ class TestOverhead:
         assert overhead.growth(by_samples) == pytest.approx(2.0)
 
 
+class TestMicroBatches:
+    def test_both_orders_take_their_turn_and_one_has_less_padding(self, tmp_path, monkeypatch, capsys, one_thread):
+        micro_batches = importlib.import_module("micro_batches")
+        path = tmp_path / "found.json"
+        arguments = "--sigma 1.0 --sizes 4 --samples 16 --turns 2 --median 80 --json"
+        monkeypatch.setattr(sys, "argv", ["micro_batches.py", *arguments.split(), str(path)])
+        micro_batches.main()
+        settings, (result,) = read_json(path)
+        assert settings["samples"] == 16 and len(result["ours"]) == len(result["of_trl"]) == 2
+        for ours, of_trl in zip(result["ours_padding"], result["of_trl_padding"], strict=True):
+            assert 0 < ours < of_trl < 1
+        assert capsys.readouterr().out.splitlines()[-1].startswith("| 1 | 4 |")
+
+
 @pytest.mark.parametrize("name", WITH_ARGUMENTS)
 def test_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
@@ -463,6 +477,7 @@ def test_a_benchmark_runs_as_a_script():
         ("tail", ["--contestants", "2:5"], "the first contestant is compared with, so it must be 1"),
         ("tail", ["--every", "3"], "--every is 3, but --quota, 8, must be a multiple of it"),
         ("tail", ["--long", "50"], "--long is 50, but it must be more than --short, 100"),
+        ("micro_batches", ["--samples", "30", "--sizes", "5"], "--samples is 30, but it must be a multiple of 4"),
         ("overhead", ["--samples", "12"], "--samples has [12], but they must be multiples of 8"),
         ("overhead", ["--plot-only", "/nowhere.json"], "/nowhere.json cannot be read as the results of a benchmark"),
     ],

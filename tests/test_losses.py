@@ -25,6 +25,7 @@ from tests.serverless import ServerlessTrainer
 from trl_april.batch import rollout_output
 from trl_april.config import APRILGRPOConfig
 from trl_april.loss import GSPO_EPSILON, GSPO_EPSILON_HIGH
+from trl_april.micro_batches import micro_batches_are_free
 from trl_april.pool import Pool
 from trl_april.types import FinishReason, Group
 
@@ -527,6 +528,63 @@ class TestAgainstStock:
         for group in groups:
             group.samples[0].logprobs[0] -= 0.1
         assert not torch.equal(optimisation_step(april, policies)[0], before)
+
+
+# Which micro-batch of its optimiser step a sample is in
+
+# Where TRL takes means or quantiles over the tokens of a micro-batch, it matters.
+IT_MATTERS = [
+    {"loss_type": "bnpo"},
+    {"loss_type": "grpo", "entropy_coef": 0.1},
+    {"loss_type": "grpo", "entropy_coef": 0.1, "entropy_target": 1e9, "use_adaptive_entropy": True},
+    {"loss_type": "grpo", "top_entropy_quantile": 0.5},
+]
+
+
+class TestMicroBatches:
+    def steps(self, trainer, policies, groups, monkeypatch):
+        """An optimiser step with the micro-batches as they are, and with those of TRL."""
+        trainer.groups = groups
+        ours = optimisation_step(trainer, policies)
+        with monkeypatch.context() as patched:
+            patched.setattr("trl_april.trainer.micro_batches_are_free", lambda trainer: False)
+            return ours, optimisation_step(trainer, policies)
+
+    @pytest.mark.parametrize("loss_type", [loss for loss in LOSSES if loss != "bnpo"])
+    def test_like_lengths_are_in_one_and_the_gradients_are_the_same(
+        self, loss_type, policies, groups, tiny_model_dir, tmp_path, monkeypatch
+    ):
+        trainer = make_april(loss_type, 2, tiny_model_dir, tmp_path, pad_to_multiple_of=1)
+        ours, of_trl = self.steps(trainer, policies, groups, monkeypatch)
+        (loss, gradients, held), (expected_loss, expected, held_by_trl) = ours, of_trl
+        lengths = [len(completion) for micro_batch in held for completion in micro_batch]
+        assert lengths == sorted(lengths, reverse=True)
+        assert held != held_by_trl and sorted(sum(held, [])) == sorted(sum(held_by_trl, []))
+        assert loss.item() == pytest.approx(expected_loss.item(), rel=TOLERANCE, abs=0)
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() <= TOLERANCE * expected[name].norm(), name
+
+    @pytest.mark.parametrize("options", IT_MATTERS, ids=lambda options: list(options)[-1])
+    def test_they_are_as_trl_made_them_where_that_changes_the_gradients(
+        self, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch
+    ):
+        options = {**options}
+        trainer = make_april(options.pop("loss_type"), 2, tiny_model_dir, tmp_path, pad_to_multiple_of=1, **options)
+        (_, gradients, held), (_, expected, held_by_trl) = self.steps(trainer, policies, groups, monkeypatch)
+        assert held == held_by_trl
+        # And it does: with this rule broken, they would differ.
+        monkeypatch.setattr("trl_april.trainer.micro_batches_are_free", lambda trainer: True)
+        _, sorted_gradients, _ = optimisation_step(trainer, policies)
+        assert any(
+            (gradient - expected[name]).norm() > TOLERANCE * expected[name].norm()
+            for name, gradient in sorted_gradients.items()
+        )
+
+    def test_the_auxiliary_loss_of_experts_is_one_of_those(self, tiny_model_dir, tmp_path):
+        trainer = make_april("grpo", 2, tiny_model_dir, tmp_path)
+        assert micro_batches_are_free(trainer)
+        trainer.aux_loss_enabled = True
+        assert not micro_batches_are_free(trainer)
 
 
 # loss_type="gspo"

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trl_april.padding import columns_needed, without_padding  # noqa: E402
+from trl_april.padding import columns_needed, widest_first, without_padding  # noqa: E402
 
 
 PROMPT, COMPLETION = 3, 20
@@ -15,14 +15,20 @@ LENGTHS = (2, 5, 20, 1, 7)
 
 
 def test_columns_are_those_up_to_the_last_token():
-    mask = torch.zeros(2, 10, dtype=torch.long)
-    assert columns_needed(mask, 1) == 1  # there has to be something to score
-    mask[0, :4] = 1
-    assert columns_needed(mask, 1) == 4
-    mask[1, 6] = 1  # what is masked before it stays
-    assert columns_needed(mask, 1) == 7
-    assert columns_needed(mask, 4) == 8
-    assert columns_needed(mask, 64) == 10
+    mask = torch.zeros(3, 10, dtype=torch.long)
+    mask[1, :4] = 1
+    mask[2, 6] = 1  # what is masked before it stays
+    assert columns_needed(mask, 1).tolist() == [1, 4, 7]  # there has to be something to score
+    assert columns_needed(mask, 4).tolist() == [4, 4, 8]
+    assert columns_needed(mask, 64).tolist() == [10, 10, 10]
+    assert columns_needed(mask.bool(), 4).tolist() == [4, 4, 8]
+
+
+def test_rows_that_need_as_many_columns_stay_in_order():
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    assert widest_first(mask, 1).tolist() == [1, 3, 2, 0]
+    assert widest_first(mask, 2).tolist() == [1, 3, 0, 2]
+    assert widest_first(mask, 64).tolist() == [0, 1, 2, 3]
 
 
 class Model(torch.nn.Module):
@@ -88,10 +94,10 @@ def test_the_numbers_are_those_of_the_whole_width(batch, batch_size):
 def test_each_micro_batch_is_as_wide_as_its_longest(batch):
     model = Model()
     without_padding(stock, model, *batch, COMPLETION, 2, multiple=1)
-    assert model.widths == [PROMPT + 5, PROMPT + 20, PROMPT + 7]
+    assert model.widths == [PROMPT + 20, PROMPT + 5, PROMPT + 1]  # 20 and 7, 5 and 2, 1
     model.widths.clear()
     without_padding(stock, model, *batch, COMPLETION, 2, multiple=8)
-    assert model.widths == [PROMPT + 8, PROMPT + 20, PROMPT + 8]
+    assert model.widths == [PROMPT + 20, PROMPT + 8, PROMPT + 8]
 
 
 def test_nothing_is_returned_that_was_not_asked_for(batch):

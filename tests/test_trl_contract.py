@@ -52,7 +52,7 @@ def test_only_marked_methods_of_trl_are_overridden():
     }
     assert overridden == {
         "__init__", "train", "evaluation_loop", "_generate_and_score_completions", "_calculate_rewards",
-        "_save_checkpoint", "_get_per_token_logps_and_entropies",
+        "_save_checkpoint", "_get_per_token_logps_and_entropies", "_prepare_inputs",
     }  # fmt: skip
 
 
@@ -87,6 +87,28 @@ def test_the_step_counter_of_generation_batches():
     prepare = inspect.getsource(GRPOTrainer._prepare_inputs)
     assert "self._step % generate_every == 0 or self._buffered_inputs is None" in prepare
     assert "generate_every = self.args.steps_per_generation * self.num_iterations" in prepare
+
+
+def test_micro_batches_are_read_from_a_buffer():
+    """They are put into another order there."""
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]" in source
+    assert "split_tensor_dict(generation_batch, self.args.steps_per_generation)" in source
+    assert parameters(GRPOTrainer._prepare_inputs) == ["generation_batch"]
+
+
+def test_which_terms_of_the_loss_depend_on_the_micro_batch():
+    """A mean over the tokens of a micro-batch weighs them by what else is in it. New losses have to be looked at."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    named = {
+        name
+        for listed in re.findall(r"self\.loss_type (?:==|in|!=) (.*?):", source)
+        for name in re.findall('"(.*?)"', listed)
+    }
+    assert named == {"grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo"}
+    assert source.count("mask.sum().clamp(min=1.0)") == 2  # of bnpo, and of the entropy bonus
+    for switch in ("self._entropy_bonus_enabled", "self.top_entropy_quantile < 1.0", "self.aux_loss_enabled"):
+        assert f"if {switch}:" in source
 
 
 def test_recorded_log_probabilities_reach_the_correction():

@@ -2,7 +2,8 @@
 
 TRL pads all completions of a generation batch to the longest of them, and so all micro-batches of it. Where lengths
 have a long tail, most of what is then computed is padding. Here each micro-batch keeps the columns up to its own
-longest completion; what is left out is masked in everything that TRL does with the results.
+longest completion; what is left out is masked in everything that TRL does with the results. Where the rows are scored
+in several micro-batches, those of like length are in one.
 
 The invariant owned here: every token has the log-probability and the gradient that it has in the whole width.
 """
@@ -22,8 +23,8 @@ COLUMNS = 64
 PerToken = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-def columns_needed(completion_mask: torch.Tensor, multiple: int = COLUMNS) -> int:
-    """How many columns hold all tokens, rounded up.
+def columns_needed(completion_mask: torch.Tensor, multiple: int = COLUMNS) -> torch.Tensor:
+    """How many columns hold all tokens of each row, rounded up.
 
     Args:
         completion_mask (`torch.Tensor`, shape `(B, T)`):
@@ -32,11 +33,28 @@ def columns_needed(completion_mask: torch.Tensor, multiple: int = COLUMNS) -> in
             What the number of columns is a multiple of, unless that is more than there are.
 
     Returns:
-        `int`: At least 1 and at most `T`.
+        `torch.Tensor` of shape `(B,)`: At least 1 and at most `T`.
     """
-    present = completion_mask.any(dim=0).nonzero()
-    longest = int(present[-1]) + 1 if len(present) else 1
-    return min(completion_mask.size(1), -(-longest // multiple) * multiple)
+    columns = torch.arange(1, completion_mask.size(1) + 1, device=completion_mask.device)
+    last = ((completion_mask != 0) * columns).amax(dim=1).clamp(min=1)
+    return (last + multiple - 1).div(multiple, rounding_mode="floor").mul(multiple).clamp(max=completion_mask.size(1))
+
+
+def widest_first(completion_mask: torch.Tensor, multiple: int = COLUMNS) -> torch.Tensor:
+    """The rows by the columns that they need, the most first; those that need as many are in the order they are in.
+
+    Micro-batches of rows in this order have the fewest columns.
+
+    Args:
+        completion_mask (`torch.Tensor`, shape `(B, T)`):
+            1 where a token is, 0 behind the last one.
+        multiple (`int`, *optional*, defaults to `64`):
+            As in [`columns_needed`]. Where all rows fit into it, their order is left alone.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`: Indices of rows.
+    """
+    return columns_needed(completion_mask, multiple).argsort(descending=True, stable=True)
 
 
 def without_padding(
@@ -64,7 +82,7 @@ def without_padding(
         logits_to_keep (`int`):
             `T`, the columns of the completions.
         batch_size (`int`, *optional*):
-            Rows of a micro-batch. By default all are one.
+            Rows of a micro-batch, each of rows of like length. By default all are one.
         multiple (`int`, *optional*, defaults to `64`):
             As in [`columns_needed`].
         **kwargs:
@@ -75,9 +93,10 @@ def without_padding(
         (mean over the micro-batches). What TRL does not compute is `None`.
     """
     found = []
-    rows = batch_size or len(input_ids)
-    for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True):
-        kept = columns_needed(mask[:, -logits_to_keep:], multiple)
+    order = widest_first(attention_mask[:, -logits_to_keep:], multiple)
+    for rows in order.split(batch_size or len(order)):
+        ids, mask = input_ids[rows], attention_mask[rows]
+        kept = int(columns_needed(mask[:, -logits_to_keep:], multiple).max())
         left_out = logits_to_keep - kept
         width = ids.size(1) - left_out
         logps, entropies, aux_loss = per_token(model, ids[:, :width], mask[:, :width], kept, **kwargs)
@@ -89,8 +108,9 @@ def without_padding(
             )
         )
     logps, entropies, aux_losses = zip(*found, strict=True)
+    back = order.argsort()
     return (
-        torch.cat(logps),
-        None if entropies[0] is None else torch.cat(entropies),
+        torch.cat(logps)[back],
+        None if entropies[0] is None else torch.cat(entropies)[back],
         None if aux_losses[0] is None else torch.stack(aux_losses).mean(),
     )

@@ -39,6 +39,7 @@ from .correction import correction_metrics
 from .dashboards import order_dashboards
 from .errors import CheckpointError, PoolError, ServerError
 from .loss import known_to_trl
+from .micro_batches import like_lengths_together, micro_batches_are_free, surely_in_one_step
 from .padding import COLUMNS, PerToken, without_padding
 from .pool import Pool
 from .processes import processes_of
@@ -197,7 +198,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             )
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
 
-    # Overrides of TRL. There are six; all hand over to `super()`.
+    # Overrides of TRL. There are seven; all hand over to `super()`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
@@ -277,6 +278,15 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._run_log.write_round(done, {name: values[-1] for name, values in logged if name.startswith("reward")})
         return batch
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.april_enabled or self._buffered_inputs is before or not micro_batches_are_free(self):
+            return inputs
+        per_step = surely_in_one_step(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
+        self._buffered_inputs = like_lengths_together(self._buffered_inputs, per_step, multiple=self._column_multiple)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # First the rollouts, then everything else: what is written last is what makes a checkpoint complete.
         if self._session is not None:
@@ -310,8 +320,12 @@ class APRILGRPOTrainer(GRPOTrainer):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         return without_padding(
             score, model, input_ids, attention_mask, logits_to_keep, batch_size,
-            multiple=self.pad_to_multiple_of or COLUMNS, **kwargs,
+            multiple=self._column_multiple, **kwargs,
         )  # fmt: skip
+
+    @property
+    def _column_multiple(self) -> int:
+        return self.pad_to_multiple_of or COLUMNS
 
     # The round
 

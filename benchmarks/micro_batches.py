@@ -1,0 +1,194 @@
+"""What it is worth to the training that completions of like length are in one micro-batch.
+
+    python benchmarks/micro_batches.py                  # 32 samples per optimiser step, with a median of 100 tokens
+    python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
+
+The trainer scores a batch and takes an optimiser step on it, for real but for the rollouts: completions are random, of
+lognormal lengths. Batches take turns with the micro-batches as they are made here and as TRL's shuffling leaves them,
+both without the padding behind the longest completion of a micro-batch. A ratio is one of seconds for the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from datasets import Dataset
+from report import markdown, write_json
+
+from trl_april import APRILGRPOConfig, APRILGRPOTrainer
+from trl_april.demo.model import build_model, build_tokenizer
+from trl_april.pool import Pool
+from trl_april.round import Round
+
+
+PROMPT_LENGTH = 8
+NUM_GENERATIONS = 4
+LONGEST = 2000
+
+
+class Trainer(APRILGRPOTrainer):
+    """The trainer, handed its rounds. `columns` are those of the forward passes, times their rows."""
+
+    next_round: Round
+    columns = 0
+
+    def _attach_server(self) -> None:
+        self.use_vllm = True
+        self._last_loaded_step = 0
+
+    def _run_round(self) -> Round:
+        return self.next_round
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def count(module: Any, args: Any, kwargs: Any) -> None:
+            self.columns += kwargs["input_ids"].numel()
+
+        handle = model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        finally:
+            handle.remove()
+
+
+def lengths_of(sigma: float, median: float, count: int, seed: int) -> list[int]:
+    """Lognormal lengths."""
+    generator = random.Random(seed)
+    return [min(LONGEST, max(1, round(generator.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
+
+
+def round_of(lengths: list[int]) -> Round:
+    """A finished round of random completions of these lengths, of the policy that is trained."""
+    generator = random.Random(0)
+    pool = Pool(len(lengths) // NUM_GENERATIONS, over_provisioning=1.0)
+    pool.begin_round(0)
+    for group_id in range(len(lengths) // NUM_GENERATIONS):
+        pool.admit(
+            group_id, {"prompt": "1" * PROMPT_LENGTH}, [5] * PROMPT_LENGTH, num_generations=NUM_GENERATIONS,
+            max_completion_length=LONGEST,
+        )  # fmt: skip
+    for (_, sample), length in zip(pool.ready(), lengths, strict=True):
+        pool.start(sample)
+        pool.record(sample, [generator.randrange(3, 14) for _ in range(length)], [-2.4] * length)
+        pool.finish(sample, "stop")
+    return Round(0, groups=pool.take())
+
+
+@contextmanager
+def in_the_order_of_trl() -> Iterator[None]:
+    """No rows change places."""
+
+    def as_they_are(mask: torch.Tensor, multiple: int) -> torch.Tensor:
+        return torch.arange(len(mask))
+
+    with (
+        mock.patch("trl_april.padding.widest_first", as_they_are),
+        mock.patch("trl_april.micro_batches.widest_first", as_they_are),
+    ):
+        yield
+
+
+def make_trainer(folder: str, samples: int, size: int) -> Trainer:
+    """A trainer of the demo's model whose optimiser steps have so many samples, in micro-batches of `size`."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    args = APRILGRPOConfig(
+        folder, per_device_train_batch_size=size, gradient_accumulation_steps=samples // size,
+        num_generations=NUM_GENERATIONS, max_completion_length=LONGEST, learning_rate=1e-6, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=build_model(tokenizer),
+        reward_funcs=lambda completions, **kwargs: [float(len(set(text))) for text in completions],
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "1" * PROMPT_LENGTH}] * samples),
+        processing_class=tokenizer,
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = samples // size
+    return trainer
+
+
+def step(trainer: Trainer, made: Round) -> tuple[float, int]:
+    """Score a round and compute the gradients of its optimiser step: seconds, and positions of all forward passes."""
+    trainer.next_round, trainer.columns, trainer._step = made, 0, 0
+    rows = [{"prompt": ""}] * trainer.args.generation_batch_size
+    trainer.model.zero_grad()
+    began = time.perf_counter()
+    for _ in range(trainer.args.gradient_accumulation_steps):
+        trainer.training_step(trainer.model, rows, None)
+    return time.perf_counter() - began, trainer.columns
+
+
+def measure(sigma: float, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Both orders in turn, on a new batch in each turn."""
+    found: dict[str, list[float]] = {"ours": [], "of_trl": [], "ours_padding": [], "of_trl_padding": []}
+    with tempfile.TemporaryDirectory(prefix="trl_april_micro_batches_") as folder:
+        trainer = make_trainer(folder, options.samples, size)
+        step(trainer, round_of(lengths_of(sigma, options.median, options.samples, seed=0)))  # what is done only once
+        for turn in range(options.turns):
+            lengths = lengths_of(sigma, options.median, options.samples, seed=turn + 1)
+            made = round_of(lengths)
+            tokens = 2 * (sum(lengths) + len(lengths) * PROMPT_LENGTH)  # scored once, trained once
+            order = [("ours", nullcontext), ("of_trl", in_the_order_of_trl)]
+            for name, context in order if turn % 2 == 0 else reversed(order):
+                with context():
+                    seconds, positions = step(trainer, made)
+                found[name].append(seconds)
+                found[f"{name}_padding"].append(1 - tokens / positions)
+    return {"sigma": sigma, "size": size, **found}
+
+
+def row(result: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    ratios = [of_trl / ours for of_trl, ours in zip(result["of_trl"], result["ours"], strict=True)]
+    return [
+        f"{result['sigma']:g}",
+        str(result["size"]),
+        f"{statistics.fmean(result['of_trl_padding']):.0%}",
+        f"{statistics.fmean(result['ours_padding']):.0%}",
+        f"{statistics.median(result['of_trl']):.2f}",
+        f"{statistics.median(result['ours']):.2f}",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5], help="of the logarithms")
+    parser.add_argument("--median", type=float, default=100.0, help="tokens of a completion")
+    parser.add_argument("--samples", type=int, default=32, help="of an optimiser step")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="samples of a micro-batch")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    options = parser.parse_args()
+    for size in options.sizes:
+        if size < 1 or options.samples % size or options.samples % NUM_GENERATIONS:
+            parser.error(
+                f"--samples is {options.samples}, but it must be a multiple of {NUM_GENERATIONS}, the samples of a "
+                f"group, and of each of --sizes, here {size}"
+            )
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    transformers.logging.set_verbosity_error()
+    results = [measure(sigma, size, options) for sigma in options.sigma for size in options.sizes]
+    header = ["sigma", "micro-batch", "padding, TRL's order", "ours", "seconds, TRL's order", "ours", "ratio (range)"]
+    print(markdown(header, [row(result) for result in results]))
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        write_json(options.json, settings, results)
+
+
+if __name__ == "__main__":
+    main()
