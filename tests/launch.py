@@ -28,12 +28,14 @@ class Launch:
         output (`str`): What all processes wrote.
         folder (`Path`): Where their files are.
         ended (`float`): When it ended, `time.time()`.
+        session (`int`): Of all its processes.
     """
 
     code: int
     output: str
     folder: Path
     ended: float
+    session: int
 
     def result(self, name: str, rank: int) -> dict[str, Any]:
         """What process `rank` wrote about the run `name`."""
@@ -82,7 +84,7 @@ def launch(
             end = time.time()
             if process.poll() is None:
                 end_session(process.pid, grace=1)
-    return Launch(process.returncode, output, folder, end)
+    return Launch(process.returncode, output, folder, end, process.pid)
 
 
 def free_port() -> int:

@@ -60,7 +60,7 @@ def launch_preloaded(
     finally:
         if launcher.returncode is None:
             os.killpg(launcher.pid, signal.SIGKILL)  # with its forks
-    return Launch(launcher.returncode, output, folder, time.time())
+    return Launch(launcher.returncode, output, folder, time.time(), launcher.pid)
 
 
 def _environment_of_accelerate(num_processes: int, config: str) -> dict[str, str]:
@@ -80,7 +80,7 @@ def main() -> None:
     """The process that launches, a program of `tests/fork_worker.py`: ends with the exit code of the first to fail."""
     from tests import launched
 
-    os.setpgid(0, 0)
+    os.setsid()
     children = []
     for rank in range(json.loads(Path(sys.argv[1]).read_text())["processes"]):
         child = os.fork()

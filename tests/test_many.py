@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from itertools import pairwise
 
 import pytest
 
-from tests.launch import launch
 from tests.preloaded import launch_preloaded
 from trl_april.report import read_run
 
@@ -73,9 +71,9 @@ def launched(server, forker, tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("many")
     done = {}
     for count in NUMS_PROCESSES:
-        # Two as a user would start them, the others in less time.
-        start = launch if count == 2 else partial(launch_preloaded, forker)
-        done[count] = start(count, RUNS, folder / str(count), model=tiny_model_dir, url=server.base_url)
+        done[count] = launch_preloaded(
+            forker, count, RUNS, folder / str(count), model=tiny_model_dir, url=server.base_url
+        )
         assert done[count].code == 0, done[count].output[-6000:]
     return done
 

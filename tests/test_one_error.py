@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 
-import psutil
 import pytest
 import requests
 
 from tests.launch import Launch, launch
+from tests.preloaded import launch_preloaded
 from tests.test_trainer import wait_until_idle
 from tests.weight_folders import left_of, weight_folders
+from trl_april.process_session import session_members
 
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
-def fail(how: str, server, model_dir: str, folder, **options) -> Launch:
-    """A training in two processes of which the second fails in its third step. It is long enough to be in the way."""
+def fail(how: str, server, model_dir: str, folder, start: Callable[..., Launch] = launch, **options) -> Launch:
+    """A training in two processes of which the second fails in its third step. It is long enough to be in the way.
+
+    `accelerate launch` starts them, or `start` where what a launcher does with a failure is not the question.
+    """
     run = {"name": "failing", "kind": "train_and_fail", "how": how, "batch": 16, "rows": 200}
     run["options"] = {"max_steps": 30, "max_completion_length": 1500, **options}
     before = weight_folders()
-    done = launch(2, [run], folder, model=model_dir, url=server.base_url, timeout=150)
+    done = start(2, [run], folder, model=model_dir, url=server.base_url, timeout=150)
     assert done.code != 0
     assert (folder / "failing-when").exists(), done.output[-6000:]
     # Nothing is left: requests, files, the server of process 0, any process.
@@ -30,9 +36,8 @@ def fail(how: str, server, model_dir: str, folder, **options) -> Launch:
     assert not left_of(weight_folders() - before)
     host, port = (folder / "failing-owned").read_text().removeprefix("http://").split(":")
     assert not _listens(host, int(port))
-    spec = str(folder / "spec.json")
     deadline = time.monotonic() + 5
-    while left := [p for p in psutil.process_iter(["cmdline"]) if spec in (p.info["cmdline"] or [])]:
+    while left := session_members(done.session):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     return done
@@ -58,16 +63,17 @@ def test_a_reward_function_that_raises_in_one_process(server, tiny_model_dir, tm
     assert seconds_until(done, other) < 10
 
 
-def test_a_server_that_is_lost_for_one_process(server, tiny_model_dir, tmp_path):
+def test_a_server_that_is_lost_for_one_process(server, forker, tiny_model_dir, tmp_path):
     """It is waited for by both, and both give up."""
-    done = fail("server", server, tiny_model_dir, tmp_path, vllm_server_timeout=4)
+    start = partial(launch_preloaded, forker)
+    done = fail("server", server, tiny_model_dir, tmp_path, start, vllm_server_timeout=4)
     for result in done.results("failing", 2):
         assert result["error"] == "ServerError"
         assert "has not answered for" in result["message"] and "vllm_server_timeout=4" in result["message"]
 
 
-def test_ctrl_c_in_one_process(server, tiny_model_dir, tmp_path):
-    done = fail("interrupt", server, tiny_model_dir, tmp_path)
+def test_ctrl_c_in_one_process(server, forker, tiny_model_dir, tmp_path):
+    done = fail("interrupt", server, tiny_model_dir, tmp_path, partial(launch_preloaded, forker))
     own, other = done.result("failing", 1), done.result("failing", 0)
     assert own["error"] == "KeyboardInterrupt"
     assert other["error"] == "PeerError" and "Process 1 failed with KeyboardInterrupt" in other["message"]
