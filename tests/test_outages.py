@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.
 
 # So many in one run are asked of us; the others are for those who want to be sure.
 KILLS = int(os.environ.get("TRL_APRIL_KILLS", "2"))
-LENGTH = 400  # tokens of every completion: a round of them lasts long enough to be interrupted
+LENGTH = 300  # tokens of every completion: a round of them lasts long enough to be interrupted
 FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
 
 

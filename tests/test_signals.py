@@ -22,7 +22,7 @@ def start(forker: Forker, server, model_dir: str, folder: Path, *, freeze: bool 
     """A training whose second round runs now, and for a long time."""
     run = {"name": "told", "kind": "train_until_told", "freeze": freeze}
     run["options"] = {
-        "max_steps": 4, "max_completion_length": 800, "generation_kwargs": {"ignore_eos": True},
+        "max_steps": 4, "max_completion_length": 400, "generation_kwargs": {"ignore_eos": True},
         "over_provisioning": 1.0,
         "save_strategy": "steps", "save_steps": 100, "log_level": "warning", **options,
     }  # fmt: skip
