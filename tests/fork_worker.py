@@ -9,6 +9,7 @@ process id of the fork, and the exit code when it has ended.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -97,6 +98,7 @@ def main() -> None:
     from tests import kill_worker, preloaded, worker
 
     programs = {"worker": worker.main, "kill_worker": kill_worker.main, "preloaded": preloaded.main}
+    gc.freeze()  # or every fork would look through all that was imported when it ends, and copy it by doing so
     while line := sys.stdin.readline():
         job = json.loads(line)
         child = os.fork()

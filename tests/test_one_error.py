@@ -52,9 +52,10 @@ def _listens(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
-def test_a_reward_function_that_raises_in_one_process(server, tiny_model_dir, tmp_path):
+def test_a_reward_function_that_raises_in_one_process(server, forker, tiny_model_dir, tmp_path):
     """The other one is in a collective call of TRL's then."""
-    done = fail("reward", server, tiny_model_dir, tmp_path, max_completion_length=48)
+    start = partial(launch_preloaded, forker)
+    done = fail("reward", server, tiny_model_dir, tmp_path, start, max_completion_length=48)
     own, other = done.result("failing", 1), done.result("failing", 0)
     assert (own["error"], own["message"]) == ("ValueError", "this reward function does not work")
     assert other["error"] == "ValueError"
@@ -81,9 +82,13 @@ def test_ctrl_c_in_one_process(server, forker, tiny_model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["kill", "kill in reward"])
-def test_a_process_that_is_killed(server, tiny_model_dir, tmp_path, how):
+def test_a_process_that_is_killed(server, forker, tiny_model_dir, tmp_path, how):
     """In the middle of a round, or while the other one waits for it in a collective call."""
-    done = fail(how, server, tiny_model_dir, tmp_path, **({"max_completion_length": 48} if "reward" in how else {}))
+    if how == "kill":
+        done = fail(how, server, tiny_model_dir, tmp_path)
+    else:
+        start = partial(launch_preloaded, forker)
+        done = fail(how, server, tiny_model_dir, tmp_path, start, max_completion_length=48)
     other = done.result("failing", 0)
     assert other["error"] == "PeerError"
     assert "Process 1 has died" in other["message"]
