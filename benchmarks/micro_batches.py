@@ -3,9 +3,10 @@
     python benchmarks/micro_batches.py                  # 32 samples per optimiser step, with a median of 100 tokens
     python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
 
-The trainer scores a batch and takes an optimiser step on it, for real but for the rollouts: completions are random, of
-lognormal lengths. Batches take turns with the micro-batches as they are made here and as TRL's shuffling leaves them,
-both without the padding behind the longest completion of a micro-batch. A ratio is one of seconds for the same batch.
+The trainer scores a batch and computes the gradients of an optimiser step on it, for real but for the rollouts:
+completions are random, of lognormal lengths. Batches take turns with the micro-batches as they are made here and as
+TRL's shuffling leaves them, both without the padding behind the longest completion of a micro-batch. A ratio is one of
+seconds for the same batch.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ LONGEST = 2000
 
 
 class Trainer(APRILGRPOTrainer):
-    """The trainer, handed its rounds. `columns` are those of the forward passes, times their rows."""
+    """The trainer, handed its rounds. `positions` are those of the forward passes, rows times columns."""
 
     next_round: Round
-    columns = 0
+    positions = 0
 
     def _attach_server(self) -> None:
         self.use_vllm = True
@@ -54,7 +55,7 @@ class Trainer(APRILGRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         def count(module: Any, args: Any, kwargs: Any) -> None:
-            self.columns += kwargs["input_ids"].numel()
+            self.positions += kwargs["input_ids"].numel()
 
         handle = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
@@ -123,13 +124,13 @@ def make_trainer(folder: str, samples: int, size: int) -> Trainer:
 
 def step(trainer: Trainer, made: Round) -> tuple[float, int]:
     """Score a round and compute the gradients of its optimiser step: seconds, and positions of all forward passes."""
-    trainer.next_round, trainer.columns, trainer._step = made, 0, 0
+    trainer.next_round, trainer.positions, trainer._step = made, 0, 0
     rows = [{"prompt": ""}] * trainer.args.generation_batch_size
     trainer.model.zero_grad()
     began = time.perf_counter()
     for _ in range(trainer.args.gradient_accumulation_steps):
         trainer.training_step(trainer.model, rows, None)
-    return time.perf_counter() - began, trainer.columns
+    return time.perf_counter() - began, trainer.positions
 
 
 def measure(sigma: float, size: int, options: argparse.Namespace) -> dict[str, Any]:

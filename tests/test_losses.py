@@ -586,6 +586,12 @@ class TestMicroBatches:
         trainer.aux_loss_enabled = True
         assert not micro_batches_are_free(trainer)
 
+    @pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
+    def test_a_subclass_with_a_loss_of_its_own_gets_what_trl_made(self, name, tiny_model_dir, tmp_path):
+        trainer = make_april("grpo", 2, tiny_model_dir, tmp_path)
+        trainer.__class__ = type("Own", (MixedTrainer,), {name: lambda self, *args, **kwargs: None})
+        assert not micro_batches_are_free(trainer)
+
 
 # loss_type="gspo"
 

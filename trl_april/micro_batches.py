@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from .padding import COLUMNS, widest_first
@@ -29,10 +30,13 @@ def micro_batches_are_free(trainer: APRILGRPOTrainer) -> bool:
     """Whether the gradient of an optimiser step is the same in whichever micro-batch a sample is.
 
     It is not where TRL takes a mean, or a quantile, over the tokens of a micro-batch: with `loss_type="bnpo"`, an
-    entropy bonus, `top_entropy_quantile` or the auxiliary loss of a mixture of experts.
+    entropy bonus, `top_entropy_quantile` or the auxiliary loss of a mixture of experts. What the loss of a subclass
+    does is not known.
     """
     return (
-        trainer.loss_type != "bnpo"
+        type(trainer)._compute_loss is GRPOTrainer._compute_loss
+        and type(trainer).compute_loss is GRPOTrainer.compute_loss
+        and trainer.loss_type != "bnpo"
         and not trainer._entropy_bonus_enabled
         and trainer.top_entropy_quantile == 1.0
         and not trainer.aux_loss_enabled
