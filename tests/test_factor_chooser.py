@@ -13,11 +13,11 @@ from trl_april.factor_chooser import (
     FIELDS,
     GAIN_TO_CHANGE,
     MAX_GROUPS,
-    MEASURED_KEPT,
     Change,
     FactorChooser,
     factors,
 )
+from trl_april.measured_throughput import KEPT
 from trl_april.pool import Pool
 from trl_april.round import Round
 from trl_april.throughput_model import predicted_throughput
@@ -224,7 +224,7 @@ def test_late_changes_are_proposed_twice(monkeypatch):
     before = auto.factors[-1]
     assert before > 3.0
     best = {"factor": before}
-    monkeypatch.setattr(auto.chooser, "_calibrated", lambda predicted: list(predicted.values()))
+    monkeypatch.setattr(auto.chooser._measured, "scale", lambda predicted: predicted)
     monkeypatch.setattr(
         "trl_april.factor_chooser.predicted_throughput",
         lambda workload, factor: 1000.0 if factor == best["factor"] else 900.0,
@@ -346,7 +346,7 @@ def test_predictions_are_on_the_scale_of_what_was_measured():
     change = auto.chooser.choose()
     _, second, third = auto.run.history
     assert change is not None
-    earlier = [MEASURED_KEPT * value for value in (second.generated_tokens, second.seconds)]
+    earlier = [KEPT * value for value in (second.generated_tokens, second.seconds)]
     measured = (earlier[0] + third.generated_tokens) / (earlier[1] + third.seconds)
     assert change.predicted_before == pytest.approx(measured)
 
@@ -373,9 +373,9 @@ def test_the_first_round_under_a_factor_does_not_count_for_it():
     auto.chooser.factor = auto.pool.over_provisioning = 4.0
     auto.chooser._rounds = 10  # no choices meanwhile
     auto.rounds(1)
-    assert 4.0 not in auto.chooser._measured
+    assert auto.chooser._measured[4.0] == 0
     (done,) = auto.rounds(1)
-    assert auto.chooser._measured[4.0].throughput == pytest.approx(throughput([done]))
+    assert auto.chooser._measured[4.0] == pytest.approx(throughput([done]))
 
 
 def test_what_a_checkpoint_left_outstanding_says_where_it_starts():
@@ -517,7 +517,7 @@ def test_tokens_that_came_while_the_trainer_trained_belong_to_the_time_that_it_t
                 one.overlap_tokens = one.generated_tokens // 2
                 one.generated_tokens -= one.overlap_tokens
             auto.chooser.observe(one, [*one.groups, *auto.pool], train_seconds=1.0)
-        return auto.chooser._measured[2.0].throughput
+        return auto.chooser._measured[2.0]
 
     assert predicted(True) == predicted(False)
 
@@ -530,3 +530,30 @@ def test_an_evaluation_between_two_rounds_is_not_taken_for_training():
         auto.chooser.observe(one, [*one.groups, *auto.pool], train_seconds=between, sync_seconds=sync)
     workload = auto.chooser.workload()
     assert (workload.train_seconds, workload.sync_seconds) == (3.0, 0.5)
+
+
+def test_an_evaluation_does_not_count_against_the_factor_that_it_happens_under():
+    """Of what was measured under it, in all of the time."""
+
+    def measured(evaluation: float) -> float:
+        auto = Auto(lognormal(1.0), flat)
+        for number in range(12):
+            one = auto.run.run_round()
+            train_seconds = 3.0 + (evaluation if number == 8 else 0.0)
+            auto.chooser.observe(one, [*one.groups, *auto.pool], train_seconds=train_seconds, sync_seconds=0.5)
+        return auto.chooser._measured[2.0]
+
+    usual = measured(0.0)
+    assert usual > measured(600.0) == measured(60.0) > 0.85 * usual
+
+
+def test_the_factor_is_doubled_again_only_when_the_server_was_seen_with_twice_as_many():
+    """A round that closes at once, by what was finished before, asks for nothing and shows nothing."""
+    auto = Auto(lognormal(1.0), flat)
+    auto.rounds(3)
+    assert auto.chooser.factor == 4.0
+    auto.chooser.observe(Round(3, over_provisioning=4.0), [])
+    assert max(auto.chooser.predict()) == 4.0
+    auto.rounds(2)
+    auto.chooser._rounds = 10
+    assert max(auto.chooser.predict()) > 4.0

@@ -30,8 +30,9 @@ def scenario(sigma=0.5, **settings):
     ("sigma", "mode"),
     [
         (0.5, Mode.ABORT), (0.0, Mode.BOTH), (0.5, Mode.REUSE), (0.5, Mode.KEEP), (1.0, Mode.OVERLAP),
+        (0.01, Mode.ABORT),
         (1.0, Mode.KEEP),
-        # Where all are equally long, the model lets them end together, and they do not.
+        # By chance, what factor 4 has begun stays out of step by a few tokens: going back to 2 then comes to 0.83.
         pytest.param(0.0, Mode.ABORT, marks=pytest.mark.xfail(strict=True, reason="0.85: not good enough yet")),
     ],
 )  # fmt: skip
@@ -65,6 +66,15 @@ def test_the_first_token_of_a_request_comes_when_its_prefill_is_done(quantum):
         assert span.head == (1 if quantum == 1 else 0)
         if span.finished:
             assert span.ended >= first + 99 * 2 - 1e-6
+
+
+@pytest.mark.parametrize(("prompt_tokens", "quantum"), [(16, 1), (100, 1), (100, 16)])
+def test_the_prompt_is_as_long_as_what_is_prefilled(prompt_tokens, quantum):
+    """What one token of it costs is learned from its length."""
+    settings = scenario(0.0, prompt_tokens=prompt_tokens, quantum=quantum, warmup=0, rounds=3)
+    simulation = _Simulation(settings, Mode.ABORT, "auto")
+    simulate(simulation.run())
+    assert simulation._chosen._chooser._prompts.value == pytest.approx(settings.units(prompt_tokens))
 
 
 def test_only_what_is_measured_counts_for_the_factor_that_is_shown():

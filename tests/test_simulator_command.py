@@ -58,6 +58,22 @@ def test_without_a_bound(capsys):
     assert "max_staleness=None" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--max-staleness", "x", "'x' is no whole number of at least 0, nor `none`"),
+        ("--max-staleness", "-1", "'-1' is no whole number"),
+        ("--max-staleness-mean", "-1", "'-1' is no number of at least 0"),
+        ("--max-staleness-mean", "nan", "'nan' is no number of at least 0"),
+        ("--max-staleness-mean", "x", "'x' is no number of at least 0"),
+    ],
+)
+def test_a_bound_that_is_none_is_said_at_once(capsys, option, value, words):
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", *SMALL, f"{option}={value}"])
+    assert words in capsys.readouterr().err
+
+
 def test_lengths_and_step_times_from_files(tmp_path, capsys):
     lengths, server = tmp_path / "lengths.csv", tmp_path / "server.json"
     lengths.write_text("100,1\n")

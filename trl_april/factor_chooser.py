@@ -14,13 +14,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
 from .length_history import LengthHistory, SampleLength
+from .measured_throughput import MeasuredThroughput
 from .opening_cost import KEPT_PER_ROUND
 from .pool import Pool
 from .round import Round, Span
@@ -42,9 +40,6 @@ MOST_AT_ONCE = 2.0
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 USUAL_OF = 9  # rounds
-# Rounds that give what was measured under a factor half of its weight: speeds drift, and so do lengths.
-ROUNDS_TO_BELIEVE = 10
-MEASURED_KEPT = 0.95  # the share of its weight that is left after another round
 FIELDS = 7  # of a sample, in what the processes add up
 
 Reduction = Callable[[Sequence[float]], list[float]]
@@ -140,8 +135,8 @@ class FactorChooser:
         self._overheads = _RecentMedian()
         self._between = _RecentMedian()
         self._syncs = _RecentMedian()
-        self._measured: dict[float, _Measured] = {}  # by factor
-        self._ran_with = 0.0  # the factor of the round before
+        self._measured = MeasuredThroughput()
+        self._known_under = self.factor  # of the last round that has shown how fast the server is
 
     def observe(
         self,
@@ -178,20 +173,20 @@ class FactorChooser:
         seconds, train_seconds, sync_seconds, outages, generated_tokens, *fields = sums
         spans = self._note(group_ids, fields)
         self._rounds += 1
-        self._measure(
-            done.over_provisioning, generated_tokens, seconds + train_seconds + sync_seconds, counts=not outages
-        )
+        self._between.add(train_seconds)
+        self._syncs.add(sync_seconds)
+        seconds_in_all = seconds + self._between.usual(train_seconds) + self._syncs.usual(sync_seconds)
+        self._measured.add(done.over_provisioning, generated_tokens, seconds_in_all, counts=not outages)
         if spans:
             ran_on = any(span.ran_on for span in spans)
             self._keeps = ran_on or (self._keeps and not any(span.held for span in spans))
             self._prompts.add(sum(span.prompt - span.held for span in spans) / len(spans))
-        self._between.add(train_seconds)
-        self._syncs.add(sync_seconds)
         finished = [span.ended for span in spans if span.finished]
         if outages or not finished:
             return  # its times say nothing, or it took none
         self._step_times.observe(spans, stands_for=self._stride, reuses_kv=self._reuses_kv, was_cut=not self._overlaps)
         self._overheads.add(max(0.0, seconds - max(finished)))
+        self._known_under = done.over_provisioning
 
     def choose(self) -> Change | None:
         """The factor of the next round, in `factor`; returns what has changed, if anything has. A collective call."""
@@ -208,13 +203,15 @@ class FactorChooser:
         every = CHOICE_EVERY if is_early or self._proposed != self.factor else 2 * CHOICE_EVERY
         if not (self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0):
             return None
-        least, most = self.factor / MOST_AT_ONCE, self.factor * MOST_AT_ONCE
+        least, most = self.factor / MOST_AT_ONCE, self.factor
+        if self._known_under == self.factor:  # or the server has not been seen with as many requests yet
+            most *= MOST_AT_ONCE
         within = [factor for factor in self.candidates if least <= factor <= most]
         if not (self._is_first and self._step_times.is_known and len(self._lengths)):
             return dict.fromkeys(within, 0.0)
         workload = self.workload()
         predicted = {factor: self._doubted(factor) * predicted_throughput(workload, factor) for factor in within}
-        return dict(zip(within, self._calibrated(predicted), strict=True))
+        return self._measured.scale(predicted)
 
     def decide(self, predicted: dict[float, float] | None) -> Change | None:
         """Choose by what was predicted; see [`~FactorChooser.choose`]."""
@@ -257,33 +254,6 @@ class FactorChooser:
             keeps=self._keeps,
             overlaps=self._overlaps,
         )
-
-    def _measure(self, factor: float, tokens: float, seconds: float, *, counts: bool) -> None:
-        """Note what a round came to. The first under a factor still has the requests in flight of the one before."""
-        for known in self._measured.values():
-            known.fade()
-        if counts and factor == self._ran_with:
-            self._measured.setdefault(factor, _Measured()).add(tokens, seconds)
-        self._ran_with = factor
-
-    def _calibrated(self, predicted: dict[float, float]) -> list[float]:
-        """Predictions on the scale of what was measured.
-
-        What the model does not know of may slow all factors down alike. And what it believes of the server at more or
-        fewer requests in flight may be wrong: that shows under a factor which has been tried. So every such factor has
-        its own ratio of what was measured to what is predicted, the nearer to that of all the fewer its rounds; others
-        are between the nearest two.
-        """
-        found = {factor: measured for factor, measured in self._measured.items() if measured.throughput}
-        tried = [factor for factor in predicted if factor in found and 0 < predicted[factor] < math.inf]
-        if not tried:
-            return list(predicted.values())
-        rounds = np.array([found[factor].rounds for factor in tried])
-        ratios = np.log([found[factor].throughput / predicted[factor] for factor in tried])
-        of_all = rounds @ ratios / rounds.sum()
-        ratios = of_all + (ratios - of_all) * rounds / (rounds + ROUNDS_TO_BELIEVE)
-        scales = np.exp(np.interp(np.log(list(predicted)), np.log(tried), ratios))
-        return [float(scale) * value for scale, value in zip(scales, predicted.values(), strict=True)]
 
     def _doubted(self, factor: float) -> float:
         waiting = factor * self._pool.quota * self._group_size > self._places
@@ -335,30 +305,6 @@ class FactorChooser:
         return spans
 
 
-@dataclass(slots=True)
-class _Measured:
-    """What rounds under one factor came to; later ones count for more."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    rounds: float = 0.0
-
-    @property
-    def throughput(self) -> float:
-        """Generated tokens per second of all time."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def fade(self) -> None:
-        self.tokens *= MEASURED_KEPT
-        self.seconds *= MEASURED_KEPT
-        self.rounds *= MEASURED_KEPT
-
-    def add(self, tokens: float, seconds: float) -> None:
-        self.tokens += tokens
-        self.seconds += seconds
-        self.rounds += 1
-
-
 class _RecentMedian:
     """What is usual: now and then there is an evaluation or a checkpoint between two rounds, or something else holds
     them up.
@@ -373,6 +319,10 @@ class _RecentMedian:
 
     def add(self, value: float) -> None:
         self._values.append(value)
+
+    def usual(self, value: float) -> float:
+        """As much of a value as is not out of the ordinary."""
+        return min(value, 2 * self.value) if self.value else value
 
 
 class _RecentMean:

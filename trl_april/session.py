@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .admission import Admission, GroupElsewhere, NewGroup
+from .auto_factor import AutoFactor
 from .background import BackgroundLoop
 from .checkpoint import SavedRollouts, save_rollouts
 from .config import AprilOptions
@@ -126,14 +126,9 @@ class RolloutSession:
         self._keeps = options.resume_kv == "keep"
         self._loop = BackgroundLoop("trl-april-rollouts")
         self._notebook = NotebookBar.if_here()
-        self._ended: float | None = None  # when the last round did
-        self._between = 0.0  # seconds from there to the present round
-        self._standstill = 0.0  # the last of them, in which nothing ran
-        self._made_way: float | None = None  # when requests first did, since the last round, for weights to come
-        self._chooser = None
-        self._predicting: Future[dict[float, float] | None] | None = None
-        if isinstance(options.over_provisioning, str):
-            self._chooser = FactorChooser(
+        self._auto_factor = None
+        if isinstance(options.over_provisioning, str):  # "auto"
+            chooser = FactorChooser(
                 self.pool,
                 group_size=trainer.num_generations,
                 max_completion_length=trainer.max_completion_length,
@@ -143,8 +138,7 @@ class RolloutSession:
                 total=processes.total,
                 is_first=processes.rank == 0,
             )
-            self.pool.over_provisioning = self._chooser.factor
-            self._predictor = ThreadPoolExecutor(1, "trl-april-predictor")
+            self._auto_factor = AutoFactor(chooser, self.pool)
 
     def run_round(self, version: int, *, silent: bool) -> Round:
         """Fill the pool, and run until the quota is met.
@@ -159,12 +153,12 @@ class RolloutSession:
             As [`RolloutDriver.run_round`], and `ConfigError` for a prompt that leaves no room for a completion. A
             `ServerError` comes after the server was waited for, and in all processes.
         """
-        now = time.monotonic()
-        self._between = 0.0 if self._ended is None else now - self._ended
-        self._standstill = 0.0 if self._made_way is None else now - self._made_way
-        self._made_way = None
-        self._choose_factor()
+        change = None if self._auto_factor is None else self._auto_factor.choose()
+        if change is not None:
+            logger.info(str(change))
         with self._loop.paused():
+            if change is not None:
+                self.pool.over_provisioning = change.after
             self._open_round(version)
         while not self._generate(silent=silent):
             pass
@@ -175,7 +169,8 @@ class RolloutSession:
             done = self.driver.take()
             self._let_go_of_trained()
             self._in_training.append((self._trainer._step, done.groups))
-            self._observe(done)
+            if self._auto_factor is not None:
+                self._auto_factor.observe(done)
             batch, row_of = self.pool.roster.delivered, self._admission.row_of
             rejected = list(self.pool.roster.rejected)
         done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
@@ -183,9 +178,8 @@ class RolloutSession:
         self._account_for_rejected()
         if self._overlap:
             self._go_on()
-        if self._chooser is not None:  # what it has learned is all that it reads, and no group: requests may run
-            self._predicting = self._predictor.submit(self._chooser.predict)
-        self._ended = time.monotonic()
+        if self._auto_factor is not None:
+            self._auto_factor.predict()
         return done
 
     def _open_round(self, version: int) -> None:
@@ -214,8 +208,8 @@ class RolloutSession:
 
         With `resume_kv="keep"`, what runs goes on with the new weights when the server is resumed after the sync.
         """
-        if self._made_way is None:  # or a sync is done again, or follows that of an evaluation
-            self._made_way = time.monotonic()
+        if self._auto_factor is not None:
+            self._auto_factor.made_way()
         if not (self._keeps and self._pause()):
             self.cut()
             return
@@ -233,29 +227,6 @@ class RolloutSession:
         if self._overlap:
             self._loop.run(self.driver.cut(), poll=self._processes.check)
             self._processes.barrier()
-
-    def _observe(self, done: Round) -> None:
-        """Learn from a round, if the over-provisioning is chosen by what was seen."""
-        if self._chooser is not None:
-            self._chooser.observe(
-                done,
-                [*done.groups, *self.pool],
-                train_seconds=max(0.0, self._between - self._standstill),
-                sync_seconds=self._standstill,
-            )
-
-    def _choose_factor(self) -> None:
-        """Let the round that is about to begin have another over-provisioning, if what was predicted while the trainer
-        trained speaks for it.
-        """
-        if self._chooser is None or self._predicting is None:
-            return
-        change = self._chooser.decide(self._predicting.result())
-        self._predicting = None
-        if change is not None:
-            with self._loop.paused():
-                self.pool.over_provisioning = change.after
-            logger.info(str(change))
 
     def _generate(self, *, silent: bool) -> bool:
         """Run the round on; whether it may be closed, or else an outage is over."""
@@ -342,8 +313,8 @@ class RolloutSession:
 
     def close(self) -> None:
         """Close connections, threads and loop, and take the bar away."""
-        if self._chooser is not None:
-            self._predictor.shutdown()
+        if self._auto_factor is not None:
+            self._auto_factor.close()
         if self._notebook is not None:
             self._notebook.remove()
         if self._dynamic is not None:

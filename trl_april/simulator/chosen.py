@@ -43,8 +43,10 @@ class ChosenFactor:
 
     def observe(self, done: Round, opened: float) -> None:
         """Learn from a round that was opened at this time of the clock."""
-        spans = [self._with_first_token(span, opened) for span in done.spans]
         scenario = self._engine.scenario
+        # The pool's prompts here are of one token each; what is prefilled is the engine's business.
+        prompt = scenario.units(scenario.prompt_tokens) - 1
+        spans = [replace(self._with_first_token(span, opened), prompt=span.prompt + prompt) for span in done.spans]
         self._chooser.observe(
             replace(done, spans=spans),
             [*done.groups, *self._pool],

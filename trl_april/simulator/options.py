@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="bound in policy versions that the pool keeps, or `none` (default: 5)",
     )
     grid.add_argument(
-        "--max-staleness-mean", type=float, metavar="X", help="bound on the mean staleness of what is recommended"
+        "--max-staleness-mean", type=_mean, metavar="X", help="bound on the mean staleness of what is recommended"
     )
     grid.add_argument(
         "--warmup",
@@ -169,7 +170,21 @@ def _add(group: argparse._ArgumentGroup, settings: tuple[tuple[str, type, str], 
 
 
 def _bound(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+    if text.lower() == "none":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0, nor `none`")
+    return int(text)
+
+
+def _mean(text: str) -> float:
+    try:
+        mean = float(text)
+    except ValueError:
+        mean = math.nan
+    if not mean >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return mean
 
 
 def _lengths(options: argparse.Namespace) -> Lengths:
