@@ -155,7 +155,7 @@ class DrivenRun:
                     pool.reject(group, score)
                     for other in self.pools:
                         if other is not pool:
-                            other.reject_elsewhere(group.group_id)
+                            other.roster.reject(group.group_id)
 
     def _agree(self) -> None:
         finished = [group_id for pool in self.pools for group_id in pool.finished_here]

@@ -472,3 +472,15 @@ class TestPool:
         assert restored.num_finished == 1
         (group,) = restored.take()
         assert group.score == self.SCORE
+
+
+def test_groups_are_looked_through_when_one_is_finished_and_not_at_each_sample(monkeypatch):
+    """There are many samples, and to look through them all takes a step for each."""
+    script = {(group, index): natural(1 + 2 * group + index) for group in range(8) for index in range(2)}
+    arena = Arena(lambda group: USEFUL, quota=8, script=script)
+    looks = []
+    unscored = arena.pool.unscored
+    monkeypatch.setattr(arena.pool, "unscored", lambda: looks.append(True) or unscored())
+    run(arena)
+    assert len(arena.taken) == 8
+    assert len(looks) <= 2 * 8 + 2

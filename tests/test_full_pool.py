@@ -205,6 +205,22 @@ def test_a_held_back_group_goes_on_in_the_same_round_when_a_needed_one_is_reject
     assert_at_rest(arena.pool, arena.engine)
 
 
+def test_a_group_that_the_round_comes_to_need_is_asked_for_although_more_are_outstanding_than_should_be():
+    """The target was lowered, as `over_provisioning="auto"` does. So nothing is admitted in the place of group 1."""
+    arena = full_arena(20, lambda group: USELESS if group == 1 else USEFUL, factor=3.0, lengths={0: 2, 1: 30, 2: 40})
+
+    async def rounds():
+        await arena.round()
+        arena.pool.over_provisioning = 1.0
+        arena.pool.max_parked_tokens = 1  # full from the beginning, so only group 1 is asked for
+        return await arena.round(1)
+
+    done = simulate(rounds())
+    assert ids(done.groups) == [2]
+    assert done.rejected_groups == 1
+    assert_at_rest(arena.pool, arena.engine)
+
+
 def test_a_held_back_group_is_gone_on_with_although_the_pool_is_still_full():
     """Rejecting group 0 frees less than there is, so of groups 1 and 2 only the one that is needed goes on."""
     arena = full_arena(

@@ -257,6 +257,43 @@ class TestDriver:
         assert [s.version for s in second.groups[0].samples[0].segments] == [0, 1]
         assert_at_rest(pool, engine)
 
+    def test_if_it_says_so_of_some_only_all_are_cut(self, caplog):
+        """Of those that it did say it of, the rest arrives with the cut, up to just the place where weights change."""
+        pool = make_pool(1, outstanding=3)
+        admit(pool, 0, 1, 2)
+        chunks = Attempt([Tokens(4, 3.0), Tokens(4, 3.0), Silence()], tail=2)
+        engine = ScriptedEngine({(0, 0): natural(2), (1, 0): [chunks, natural(20)]}, default=natural(30))
+        engine.ahead[1, 0] = 2
+        engine.unknown.add((2, 0))
+        with caplog.at_level(logging.WARNING, "trl_april"):
+            _, second = self.run(engine, pool, seconds=4.0)
+        assert "What runs is cut instead." in caplog.text
+        assert len(engine.aborts) == 1 and len(engine.requests) == 5
+        (sample,) = second.groups[0].samples
+        assert [(s.version, s.length) for s in sample.segments] == [(0, 10), (1, 10)]
+
+    def test_the_last_token_of_before_may_arrive_while_another_is_asked_after(self):
+        """It ends a chunk, and the request waits there for the weights, while the answer for the other is awaited."""
+        pool = make_pool(1, outstanding=3)
+        admit(pool, 0, 1, 2)
+        chunk = Attempt([Tokens(5, 5.5), Tokens(5, 10.0), End()])
+        engine = ScriptedEngine({(0, 0): natural(2), (1, 0): chunk}, default=natural(30))
+        engine.ahead[1, 0] = 5
+        engine.unknown.add((2, 0))
+
+        async def run():
+            driver = overlapping(pool, engine)
+            await driver.run_round()
+            await asyncio.sleep(3.0)  # at 5 s
+            asyncio.get_running_loop().call_later(1.0, engine.unknown.clear)
+            await driver.hold(1)
+            pool.begin_round(1)
+            return await driver.run_round()
+
+        done = simulate(run())
+        assert engine.aborts == []
+        assert [(s.version, s.length) for s in done.groups[0].samples[0].segments] == [(0, 5), (1, 5)]
+
     def test_what_has_failed_meanwhile_is_cut_too(self):
         """As without holding: a server that went away is no error of the sync."""
         pool = make_pool(1, outstanding=3)

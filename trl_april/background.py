@@ -85,8 +85,8 @@ class BackgroundLoop:
             stands.set()
             goes_on.wait()
 
-        self._loop.call_soon_threadsafe(stand_still)
         try:
+            self._loop.call_soon_threadsafe(stand_still)
             stands.wait()
             yield
         finally:

@@ -113,11 +113,6 @@ class InFlight:
         self._round_began = 0.0
         self._spans: list[Span] = []  # requests that have ended in this round
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether nothing is asked for any more, until it is opened again."""
-        return self._ending.is_set()
-
     def __len__(self) -> int:
         """Tasks that have not ended: samples that run or are about to be asked for again, and cuts."""
         return len(self._tasks) + len(self._cuts)
@@ -143,6 +138,8 @@ class InFlight:
             return
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch_silences())
+        # What a full pool does not let be asked for now may be needed later, when others have been rejected.
+        self.holds_back = self.holds_back or self._pool.is_full
         now = asyncio.get_running_loop().time()
         for group, sample in self._pool.ready():
             if id(sample) not in self._asked:
@@ -199,6 +196,9 @@ class InFlight:
             EngineError: If what it says cannot be.
         """
         self._ending.set()
+        # First, since what runs may come to the last of its tokens of before while others are still asked after, or
+        # while all is cut because of one that the engine says nothing of.
+        self._pool.hold(version)
         unknown = dict(self.running)
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -213,7 +213,6 @@ class InFlight:
                 )
             if unknown:
                 await asyncio.sleep(LOOK_AGAIN_SECONDS)
-        self._pool.hold(version)
 
     async def cut_off(self) -> None:
         """Leave nothing running, whatever happened before; a no-op after a complete cut. Raises nothing."""

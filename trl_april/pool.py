@@ -320,10 +320,6 @@ class Pool:
         self.tokens_rejected += group.num_tokens
         self._rejected[group.group_id] = group
 
-    def reject_elsewhere(self, group_id: int) -> None:
-        """Another process has rejected a group of its own."""
-        self.roster.reject(group_id)
-
     @property
     def num_rejected(self) -> int:
         """Groups rejected in this round and not brought back, in all processes as far as known here."""

@@ -33,7 +33,7 @@ class RequestMaker:
         self._reuses_kv = resume_kv != "recompute"
         self._made = 0
 
-    def make(self, group: Group, sample: Sample, version: int | None) -> GenerationRequest:
+    def make(self, group: Group, sample: Sample, version: int) -> GenerationRequest:
         """A request for what `sample` still lacks, to be generated under the policy `version`."""
         self._made += 1
         salt = sample.segments[0].version if self._reuses_kv and len(sample) else version

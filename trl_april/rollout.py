@@ -103,10 +103,10 @@ class RolloutDriver:
             "tokens_generated": pool.tokens_generated,
         }
         self._held_before: dict[int, int] = {}  # tokens of each group when the round began
-        self._between: list[tuple[float, int]] = []  # time and requests in flight, since the last round closed
+        self._between: list[tuple[float, float]] = []  # time and requests in flight, since the last round closed
         self._watching = 0  # tasks that could close the round
         self._closing = asyncio.Event()
-        self._sample_ended = asyncio.Event()
+        self._group_finished = asyncio.Event()
         self._error: BaseException | None = None
 
     @property
@@ -128,7 +128,7 @@ class RolloutDriver:
         assert self.pool.version is not None, "begin_round comes first"
         if self.round is None or self._is_taken or self.round.version != self.pool.version:
             self._new_round(self.pool.version)
-        self._closing, self._sample_ended = asyncio.Event(), asyncio.Event()
+        self._closing, self._group_finished = asyncio.Event(), asyncio.Event()
         if self._error is None:
             self._flight.open()
         else:
@@ -280,18 +280,20 @@ class RolloutDriver:
         """See [`~trl_april.in_flight.Watcher`]."""
         if not self._is_open:
             return
-        self._sample_ended.set()
+        if group.is_finished:
+            self._group_finished.set()
         if self._quota is not None:
             # What is finished here closes the round only once all processes can know of it. One that waits for
             # nothing does not count.
-            if group.state is GroupState.FINISHED and not self._closes_at_once:
+            if group.is_finished and not self._closes_at_once:
                 self._quota.notify()
         elif self.pool.quota_met:
             self._closing.set()
 
     def task_ended(self) -> None:
         """See [`~trl_april.in_flight.Watcher`]."""
-        self._sample_ended.set()
+        if not len(self._flight):
+            self._group_finished.set()
         # With overlap, the last request of before can end between the opening of a round and its start.
         if self._has_asked and not self._watching and not len(self._flight):
             self._closing.set()  # nothing is left that could close it
@@ -404,7 +406,7 @@ class RolloutDriver:
             if self._quota is None:
                 await self._replace_rejected()  # those of before an outage
             while not self._closing.is_set():
-                self._sample_ended.clear()
+                self._group_finished.clear()
                 running = len(self._flight)
                 if await self._dynamic.judge(self.pool):
                     if self._quota is not None:
@@ -414,7 +416,7 @@ class RolloutDriver:
                         self._closing.set()
                     await self._replace_rejected()
                 elif running or self._quota is not None:
-                    await self._sample_ended.wait()
+                    await self._group_finished.wait()
                 else:
                     break
         except Exception as caught:  # a reward function's own error, say
