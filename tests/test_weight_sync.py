@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -16,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.distributed import DistributedBackend
 
 from tests.tiny import build_model
-from trl_april import weight_files
+from trl_april import host_gpus, weight_files, weight_sync
 from trl_april.canary import server_logprobs, trainer_logprobs
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.processes import OneProcess
@@ -204,9 +208,10 @@ class TestChoice:
             ("nccl", "cuda", "cuda", True, "nccl"),
         ],
     )
-    def test_by_devices(self, server, trainer, asked, trainer_device, server_device, has_transfer, chosen):
-        from dataclasses import replace
-
+    def test_by_devices(
+        self, server, trainer, monkeypatch, asked, trainer_device, server_device, has_transfer, chosen
+    ):
+        monkeypatch.setattr(weight_sync, "gpus_of_host", lambda: 2)
         generation = trainer.connect(server)
         generation._asked_weight_sync = asked
         generation.facts = replace(generation.facts, device=server_device, has_weight_transfer=has_transfer)
@@ -216,6 +221,47 @@ class TestChoice:
 
         generation.accelerator = Device()
         assert generation._choose_weight_sync() == chosen
+
+    @pytest.mark.parametrize(
+        ("gpus", "base_url", "chosen"),
+        [
+            (1, "http://127.0.0.1:8000", "filesystem"),
+            (1, "http://localhost:8000", "filesystem"),
+            (1, "http://192.0.2.1:8000", "nccl"),  # of another host
+            (2, "http://127.0.0.1:8000", "nccl"),
+            (None, "http://127.0.0.1:8000", "nccl"),
+        ],
+    )
+    def test_two_on_one_gpu_have_files(self, server, trainer, monkeypatch, gpus, base_url, chosen):
+        """NCCL does not connect a GPU with itself."""
+        generation = trainer.connect(server)
+        generation.facts = replace(generation.facts, device="cuda", has_weight_transfer=True)
+        generation.accelerator = SimpleNamespace(device=torch.device("cuda"))
+        generation.base_url = base_url
+        monkeypatch.setattr(weight_sync, "gpus_of_host", lambda: gpus)
+        assert generation._choose_weight_sync() == chosen
+
+    def test_gpus_that_nccl_does_not_connect(self, server, trainer, monkeypatch):
+        generation = trainer.connect(server)
+
+        def duplicate(device):
+            raise RuntimeError("NCCL error: invalid usage")
+
+        monkeypatch.setattr(generation.vllm_client, "init_communicator", duplicate)
+        with pytest.raises(WeightSyncError, match="NCCL error: invalid usage.*different GPUs.*'filesystem'"):
+            generation._init_communicator()
+
+
+def test_gpus_of_a_host_are_counted_by_their_drivers(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_gpus, "NVIDIA_GPUS", tmp_path / "nvidia")
+    monkeypatch.setattr(host_gpus, "AMD_NODES", tmp_path / "amd")
+    assert host_gpus.gpus_of_host() is None
+    for number, gpu_id in enumerate(("0", "51765", "4660")):
+        (tmp_path / "amd" / str(number)).mkdir(parents=True)
+        (tmp_path / "amd" / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
+    assert host_gpus.gpus_of_host() == 2
+    (tmp_path / "nvidia" / "0000:01:00.0").mkdir(parents=True)
+    assert host_gpus.gpus_of_host() == 1
 
 
 def test_a_shard_holds_no_more_than_asked_beside_its_first_parameter():
@@ -304,3 +350,49 @@ def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, fai
         assert "failed" in str(generation._gone)  # all processes are told at the end
     assert ended == [True]
     assert list(tmp_path.iterdir()) == []
+
+
+class TestAbandoned:
+    """Folders of processes that were killed in the middle of a sync."""
+
+    @pytest.fixture(autouse=True)
+    def memory(self, tmp_path, monkeypatch) -> Path:
+        monkeypatch.setattr(weight_files, "shared_memory", lambda: str(tmp_path))
+        return tmp_path
+
+    @staticmethod
+    def age(folder: Path) -> None:
+        then = folder.stat().st_mtime - 2 * weight_files.UNLOCKED_SECONDS
+        os.utime(folder, (then, then))
+
+    def test_what_a_killed_process_has_left_goes_with_the_next_sync(self, memory):
+        child = os.fork()
+        if child == 0:
+            with weight_files.weight_folder(None) as folder:
+                (folder / "model.safetensors").write_bytes(b"weights")
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        (left,) = memory.iterdir()
+        with weight_files.weight_folder(None):
+            assert left.exists(), "it might have been made just now, and not be locked yet"
+        self.age(left)
+        with weight_files.weight_folder(None) as folder:
+            assert list(memory.iterdir()) == [folder]
+        assert list(memory.iterdir()) == []
+
+    def test_that_of_a_process_which_lives_stays(self, memory):
+        with weight_files.weight_folder(None) as folder:
+            self.age(folder)
+            with weight_files.weight_folder(None):
+                assert folder.exists()
+
+    def test_nothing_else_is_touched(self, memory, tmp_path_factory):
+        elsewhere = tmp_path_factory.mktemp("elsewhere")
+        (memory / f"{weight_files.PREFIX}link").symlink_to(elsewhere)
+        (memory / f"{weight_files.PREFIX}file").write_text("no folder")
+        (memory / "other").mkdir()
+        for path in (elsewhere, *memory.iterdir()):
+            self.age(path)
+        before = {*memory.iterdir()}
+        weight_files.remove_abandoned()
+        assert {*memory.iterdir()} == before and elsewhere.is_dir()

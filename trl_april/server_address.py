@@ -1,4 +1,4 @@
-"""The address that a server binds to: whether it can be had, who reaches it, and under which name."""
+"""The address of a server: whether it can be had, who reaches it, under which name, and whether it is of this host."""
 
 from __future__ import annotations
 
@@ -64,3 +64,12 @@ def warn_if_exposed(host: str) -> None:
 def contact(host: str) -> str:
     """Returns the host under which a server that binds to `host` is reached from this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def is_of_this_host(host: str) -> bool:
+    """Whether an address is one of this machine, which then could be bound to."""
+    try:
+        bind(host, 0)
+    except ConfigError:
+        return False
+    return True

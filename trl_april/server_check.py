@@ -6,8 +6,10 @@ that the correction needs, can be told to abort, and has room for prompt and com
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from transformers import AutoConfig, PretrainedConfig
@@ -128,7 +130,7 @@ def check_logprobs_mode(mode: str, base_url: str) -> None:
             f"The vLLM server at {base_url} runs with --logprobs-mode {mode}, which are not the "
             "log-probabilities that its tokens are sampled with, so the off-policy correction would be wrong. Restart "
             "it with --logprobs-mode processed_logprobs (`trl-april serve` does), or set "
-            "vllm_importance_sampling_correction=False."
+            "vllm_importance_sampling_correction=False with over_provisioning=1.0."
         )
 
 
@@ -190,3 +192,20 @@ def _json(response: requests.Response) -> Any:
             "log, and check that it is a version of vLLM that TRL supports."
         )
     return response.json()
+
+
+def ask_directly(session: requests.Session) -> requests.Session:
+    """Let a session take no proxy from the environment, since requests for completions take none, either. Certificates
+    stay those of the environment. Returns the session.
+    """
+    session.trust_env = False
+    session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
+    return session
+
+
+def remedy_for_address(base_url: str) -> str:
+    """What to do about an address at which something else than a vLLM server answers."""
+    parts = urlsplit(base_url)
+    if parts.path.strip("/"):
+        return f"Give the address without {parts.path}: {parts.scheme}://{parts.netloc}"
+    return "Give the address at which `trl-april serve MODEL` says that it is ready."

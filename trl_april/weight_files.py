@@ -1,13 +1,16 @@
 """The files that weights travel in: safetensors in a folder of their own, under all names that a checkpoint has.
 
-The invariant owned here: no more than a shard is held in memory beside the model, and no folder is left behind.
+The invariant owned here: no more than a shard is held in memory beside the model, and no folder is left behind; that
+of a process which was killed goes when the next one begins to write.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,18 +22,46 @@ from safetensors.torch import save_file
 
 # Bytes of parameters collected before a shard file is written: what the sync costs in memory beside the model.
 SHARD_BYTES = 512 * 1024**2
+PREFIX = "trl_april_weights_"
+UNLOCKED_SECONDS = 60.0  # a folder is made a moment before it is locked
 
 
 @contextmanager
 def weight_folder(parent: str | None) -> Iterator[Path]:
     """A new folder in `parent`, or in shared memory of this host, for as long as the server needs it."""
-    folder = Path(tempfile.mkdtemp(prefix="trl_april_weights_", dir=parent or shared_memory()))
-    try:
-        if parent is not None:
-            folder.chmod(0o755)  # a shared folder is for a server that may run as another user
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if parent is not None:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as shared:
+            os.chmod(shared, 0o755)  # for a server that may run as another user
+            yield Path(shared)
+        return
+    remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=shared_memory(), ignore_cleanup_errors=True) as own:
+        lock = os.open(own, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(own)
+        finally:
+            os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Remove what processes that were killed have left in shared memory: the size of a model each.
+
+    A process holds a lock on its folder, which ends with it, also where its id is another's (in a container).
+    """
+    for folder in Path(shared_memory()).glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or of another user
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(lock).st_mtime > UNLOCKED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # somebody has it
+            pass
+        finally:
+            os.close(lock)
 
 
 def write_weights(

@@ -12,79 +12,34 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import torch
 from torch.distributed.fsdp import FSDPModule
-from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .canary import Canary, server_logprobs, trainer_logprobs
 from .errors import AprilError, ConfigError, ServerError, WeightSyncError
+from .host_gpus import gpus_of_host
 from .processes import Processes
-from .server_check import ServerFacts, check_server
+from .server_address import is_of_this_host
+from .server_check import ServerFacts, ask_directly, check_server
+from .server_client import ANSWER_SECONDS, ServerClient
 from .server_pause import ServerPause
 from .weight_files import tied_names, weight_folder, write_weights
 
 
 logger = logging.getLogger(__name__)
 
-# Seconds for an answer that needs no work.
-ANSWER_SECONDS = 10.0
 _REMEDY = (
     "Its log says more. With weight_sync='filesystem' it must see the files under the same path: set weight_sync_dir "
     "to a shared folder if it runs on another host."
 )
-
-
-class _Client(VLLMClient):
-    """TRL's client with an API key on every request, also on those that its constructor makes, and with cache salts.
-
-    Args:
-        api_key (`str`, *optional*):
-            Key of the server.
-        keeps_cache (`bool`):
-            Whether a reset of the prefix cache does nothing.
-        args, kwargs:
-            As for TRL's `VLLMClient`.
-    """
-
-    def __init__(self, *args: Any, api_key: str | None, keeps_cache: bool, **kwargs: Any) -> None:
-        self._api_key = api_key
-        self._keeps_cache = keeps_cache
-        self.weights_have_changed()
-        super().__init__(*args, **kwargs)
-
-    def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        # Evaluation must not find blocks of older weights, even if the cache was not reset.
-        salted = {"cache_salt": self._salt, **(generation_kwargs or {})}
-        return super().generate(*args, generation_kwargs=salted, **kwargs)
-
-    def weights_have_changed(self) -> None:
-        """What was cached so far is not to be found any more."""
-        # By chance and not by the policy version, which begins anew with every call of `train`.
-        self._salt = secrets.token_hex(6)
-
-    def reset_prefix_cache(self) -> None:
-        if not self._keeps_cache:
-            super().reset_prefix_cache()
-
-    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        if self._api_key is not None:
-            self.session.headers["Authorization"] = f"Bearer {self._api_key}"
-        try:
-            super().check_server(total_timeout, retry_interval)
-        except requests.ConnectionError as error:
-            raise ServerError(
-                f"No vLLM server answered at {self.base_url} within {total_timeout:g} s. Start one with "
-                "`trl-april serve MODEL`, or set vllm_server_base_url (or vllm_server_host and vllm_server_port) to "
-                "where it is, or vllm_server_timeout to a longer wait."
-            ) from error
 
 
 class ServerGeneration(VLLMGeneration):
@@ -161,7 +116,7 @@ class ServerGeneration(VLLMGeneration):
         Every process does so, because every one sends its own requests.
         """
         config = self.model.config
-        self.vllm_client = _Client(
+        self.vllm_client = ServerClient(
             base_url=(self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/"),
             group_port=self.group_port,
             connection_timeout=self.server_timeout,
@@ -171,7 +126,7 @@ class ServerGeneration(VLLMGeneration):
         self.base_url = self.vllm_client.base_url
         # TRL's own session repeats what fails for a minute, and then keeps the server's words to itself. A connection
         # of its own for each request is never one that the server has dropped in the meantime.
-        self.session = requests.Session()
+        self.session = ask_directly(requests.Session())
         self.session.headers.update({**self.vllm_client.session.headers, "Connection": "close"})
         self._pause = ServerPause(
             lambda method, path: self._answer(method, path, timeout=ANSWER_SECONDS), self.base_url
@@ -183,7 +138,7 @@ class ServerGeneration(VLLMGeneration):
             self._keeps_requests = self._pause.is_possible()
         self.weight_sync = self._choose_weight_sync()
         if self.weight_sync == "nccl" and self.accelerator.is_main_process:
-            self.vllm_client.init_communicator(device=self.accelerator.device)
+            self._init_communicator()
         trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
         self._canary = Canary(
             config.get_text_config().vocab_size,
@@ -209,7 +164,9 @@ class ServerGeneration(VLLMGeneration):
             )
         accelerated = self.accelerator.device.type == "cuda" and self.facts.device == "cuda"  # ROCm's name too
         if self._asked_weight_sync == "auto":
-            return "nccl" if accelerated and self.facts.has_weight_transfer else "filesystem"
+            possible = accelerated and self.facts.has_weight_transfer
+            # NCCL does not connect a GPU with itself.
+            return "nccl" if possible and not (self._server_is_here() and gpus_of_host() == 1) else "filesystem"
         if self._asked_weight_sync == "nccl" and not (accelerated and self.facts.has_weight_transfer):
             raise ConfigError(
                 f"weight_sync='nccl' needs a trainer on a CUDA or ROCm device (it is on {self.accelerator.device}) "
@@ -218,19 +175,31 @@ class ServerGeneration(VLLMGeneration):
             )
         return self._asked_weight_sync
 
+    def _server_is_here(self) -> bool:
+        return is_of_this_host(urlsplit(self.base_url).hostname or "")
+
+    def _init_communicator(self) -> None:
+        try:
+            self.vllm_client.init_communicator(device=self.accelerator.device)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"The trainer on {self.accelerator.device} and the vLLM server at {self.base_url} cannot be connected "
+                f"by NCCL (RCCL): {error}. They need different GPUs (CUDA_VISIBLE_DEVICES for the one, and for the "
+                "other), and ports between them that are open. weight_sync='filesystem' needs neither."
+            ) from error
+
     def sync_weights(self) -> None:
         """Give the server the trainer's weights, stamp them with the policy version, and verify that they are in use.
 
         Raises:
             ServerError: If the server has gone away, in all processes. When it is back, the sync can be done again.
             WeightSyncError: If the server refuses the weights, or samples from others afterwards.
+
+            A server that was paused stays so until the sync is done again, or [`~ServerGeneration.give_up`]: what it
+            holds is to go on with the new weights.
         """
         began = time.perf_counter()
-        try:
-            self._sync_weights()
-        except BaseException:
-            self._pause.give_up()
-            raise
+        self._sync_weights()
         self.sync_seconds = time.perf_counter() - began
 
     def _sync_weights(self) -> None:
@@ -272,6 +241,10 @@ class ServerGeneration(VLLMGeneration):
         stands = self.accelerator.is_main_process and self._keeps_requests and self._pause.begin()
         return bool(self._processes.most([float(stands)])[0])
 
+    def give_up(self) -> None:
+        """A sync that has failed is not done again: let a server that was paused for it go on."""
+        self._pause.give_up()
+
     def is_alive(self) -> bool:
         """Whether the server answers this process that it is ready to generate."""
         try:
@@ -308,7 +281,7 @@ class ServerGeneration(VLLMGeneration):
         if self._keeps_cache:
             self._reset_prefix_cache()  # blocks of other weights may be in it, under the salt of this version
         if self.weight_sync == "nccl":
-            self.vllm_client.init_communicator(device=self.accelerator.device)
+            self._init_communicator()
 
     def _unless_gone(self, step: Callable[[], object]) -> None:
         """Do a step of the sync in the main process. If it fails because the server has gone away, note that and go on

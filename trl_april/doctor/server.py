@@ -24,6 +24,7 @@ from ..server_check import (
     check_vocabulary,
     get_json,
     max_sequences,
+    remedy_for_address,
     server_info,
 )
 from .finding import Finding, Mark
@@ -106,10 +107,11 @@ def check_health(server: Server) -> Finding:
     """Whether it is there and ready to generate."""
     response = server.session.get(f"{server.base_url}/health")
     if response.status_code != 200:
+        is_vllm = response.status_code >= 500
         return Finding(
             Mark.FAIL,
             f"{server.base_url} is not healthy: /health answered {response.status_code} {response.text[:200]}",
-            "see the server's log, and restart it",
+            "see the server's log, and restart it" if is_vllm else remedy_for_address(server.base_url),
         )
     return Finding(Mark.OK, f"{server.base_url} is healthy")
 

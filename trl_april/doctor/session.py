@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import requests
 
 from ..errors import ServerError
+from ..server_check import ask_directly
 
 
 class TimedSession(requests.Session):
@@ -22,6 +23,7 @@ class TimedSession(requests.Session):
 
     def __init__(self, seconds: float, api_key: str | None = None) -> None:
         super().__init__()
+        ask_directly(self)
         self.seconds = seconds
         self.api_key = api_key
         if api_key is not None:

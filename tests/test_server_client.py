@@ -1,0 +1,93 @@
+"""The wait for a server: it ends in time, and says what is there instead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from trl_april.errors import ServerError
+from trl_april.server_client import ServerClient
+
+
+class Answers(BaseHTTPRequestHandler):
+    """What a server answers, from a list; the last one again and again."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers.get("Authorization")))
+        statuses = self.server.statuses
+        status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+        body = b'{"data": [{"id": "m"}]}' if self.path == "/v1/models" else b"what it says"
+        self.send_response(200 if self.path == "/v1/models" else status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def answering() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.asked, server.statuses = [], [200]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def connect(server: ThreadingHTTPServer, path: str = "", *, seconds: float = 0.0) -> ServerClient:
+    return ServerClient(
+        base_url=f"http://127.0.0.1:{server.server_port}{path}",
+        connection_timeout=seconds,
+        api_key="key",
+        keeps_cache=False,
+    )
+
+
+def test_a_server_that_is_not_ready_yet_is_waited_for(answering, monkeypatch):
+    monkeypatch.setattr("trl_april.server_client.time.sleep", lambda seconds: None)
+    answering.statuses = [503, 502, 200]
+    assert connect(answering, seconds=60.0).model == "m"
+    assert [path for path, _ in answering.asked] == ["/health"] * 3 + ["/v1/models"]
+    assert {key for _, key in answering.asked} == {"Bearer key"}
+
+
+def test_a_server_that_does_not_become_ready_is_given_up(answering):
+    """TRL's own wait for it has no end."""
+    answering.statuses = [503]
+    with pytest.raises(ServerError, match=r"not ready within 0.1 s: /health answered 503 what it says. Its log"):
+        connect(answering, seconds=0.1)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_is_no_vllm_server_is_said_at_once(answering, status):
+    answering.statuses = [status]
+    with pytest.raises(ServerError, match=rf"is no vLLM server: /health answered {status}.*trl-april serve MODEL"):
+        connect(answering, seconds=3600.0)
+    assert len(answering.asked) == 1
+
+
+def test_an_address_with_a_path_is_said_to_be_one(answering):
+    answering.statuses = [404]
+    with pytest.raises(ServerError, match=rf"without /v1: http://127.0.0.1:{answering.server_port}$"):
+        connect(answering, "/v1", seconds=3600.0)
+
+
+def test_no_proxy_of_the_environment_is_asked(answering, monkeypatch):
+    """Nor is it for completions: aiohttp takes none by itself."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert connect(answering).model == "m"
+
+
+def test_certificates_are_still_those_of_the_environment(answering, monkeypatch):
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/some/bundle.pem")
+    assert connect(answering).session.verify == "/some/bundle.pem"

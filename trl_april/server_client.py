@@ -1,0 +1,101 @@
+"""TRL's client of the vLLM server, and the connections that the trainer asks it through.
+
+The invariant owned here: whoever answers in the place of a server that is ready, no one waits for longer than asked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import requests
+from trl.generation.vllm_client import VLLMClient
+
+from .errors import ServerError
+from .server_check import ask_directly, remedy_for_address
+
+
+# Seconds for an answer that needs no work.
+ANSWER_SECONDS = 10.0
+
+
+class ServerClient(VLLMClient):
+    """TRL's client with an API key on every request, also on those that its constructor makes, and with cache salts.
+
+    Args:
+        api_key (`str`, *optional*):
+            Key of the server.
+        keeps_cache (`bool`):
+            Whether a reset of the prefix cache does nothing.
+        args, kwargs:
+            As for TRL's `VLLMClient`.
+
+    Raises:
+        ServerError: If no server that is ready answers in time, or what answers is no vLLM server.
+    """
+
+    def __init__(self, *args: Any, api_key: str | None, keeps_cache: bool, **kwargs: Any) -> None:
+        self._api_key = api_key
+        self._keeps_cache = keeps_cache
+        self.weights_have_changed()
+        super().__init__(*args, **kwargs)
+
+    def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        # Evaluation must not find blocks of older weights, even if the cache was not reset.
+        salted = {"cache_salt": self._salt, **(generation_kwargs or {})}
+        return super().generate(*args, generation_kwargs=salted, **kwargs)
+
+    def weights_have_changed(self) -> None:
+        """What was cached so far is not to be found any more."""
+        # By chance and not by the policy version, which begins anew with every call of `train`.
+        self._salt = secrets.token_hex(6)
+
+    def reset_prefix_cache(self) -> None:
+        if not self._keeps_cache:
+            super().reset_prefix_cache()
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait until the server is ready, for `total_timeout` seconds at most.
+
+        TRL's own waits for ever for a server that answers, but not that it is ready.
+        """
+        ask_directly(self.session)
+        if self._api_key is not None:
+            self.session.headers["Authorization"] = f"Bearer {self._api_key}"
+        began = time.monotonic()
+        while True:
+            left = began + total_timeout - time.monotonic()
+            unreachable, answer = self._ask_health(max(1.0, min(left, ANSWER_SECONDS)))
+            if answer is None:
+                return
+            if left <= 0:
+                break
+            time.sleep(min(retry_interval, left))
+        if unreachable is None:
+            raise ServerError(
+                f"The vLLM server at {self.base_url} was not ready within {total_timeout:g} s: {answer}. Its log says "
+                "more; restart it, or set vllm_server_timeout to a longer wait."
+            )
+        raise ServerError(
+            f"No vLLM server answered at {self.base_url} within {total_timeout:g} s. Start one with `trl-april serve "
+            "MODEL`, or set vllm_server_base_url (or vllm_server_host and vllm_server_port) to where it is, or "
+            "vllm_server_timeout to a longer wait."
+        ) from unreachable
+
+    def _ask_health(self, seconds: float) -> tuple[Exception | None, str | None]:
+        """Why the server is not ready: what has failed, and in words. Nothing, if it is."""
+        with ask_directly(requests.Session()) as session:  # TRL's repeats what fails for a minute
+            session.headers.update(self.session.headers)
+            try:
+                response = session.get(f"{self.base_url}/health", timeout=seconds)
+            except requests.RequestException as error:
+                return error, str(error)
+        if response.ok:
+            self.host = response.headers.get("X-Forwarded-For", self.host)
+            return None, None
+        answer = f"/health answered {response.status_code} {response.text[:200]}".rstrip()
+        if response.status_code < 500:
+            remedy = remedy_for_address(self.base_url)
+            raise ServerError(f"What answers at {self.base_url} is no vLLM server: {answer}. {remedy}")
+        return None, answer
