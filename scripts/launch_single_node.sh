@@ -22,6 +22,9 @@ Usage: launch_single_node.sh MODEL [options] -- [arguments of scripts/grpo.py] [
   --timeout SECONDS that the server has to become ready (default: 1800)
   --log FILE        output of the server (default: a new temporary file)
 
+The server spreads the model over all of its GPUs. Where their number does not divide its attention heads, say otherwise
+at the end: -- --tensor-parallel-size 4 --data-parallel-size 2
+
 Which GPUs there are: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD) if it is set, otherwise all.
 TEXT
 }

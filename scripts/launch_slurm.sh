@@ -38,6 +38,9 @@ Usage: sbatch [options of sbatch] launch_slurm.sh MODEL [options] -- [arguments 
   --config FILE         configuration of accelerate (default: scripts/accelerate/ddp.yaml)
   --port PORT           port of the server (default: 8000)
   --timeout SECONDS     that the server has to become ready (default: 3600)
+
+The GPUs of a node have one copy of the model. Where their number does not divide its attention heads, say otherwise at
+the end: -- --tensor-parallel-size 4 --data-parallel-size 2
 TEXT
 }
 

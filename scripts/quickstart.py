@@ -4,6 +4,7 @@
     python scripts/quickstart.py --config scripts/recipes/dapo.yaml --model ... --dataset ... --output_dir out
     python scripts/quickstart.py ... --reward_funcs contains_answer my_module:my_function
     python scripts/quickstart.py ... --over_provisioning 1.0                         # synchronous
+    python scripts/quickstart.py ... --vllm_args="--gpu-memory-utilization 0.4"      # one GPU for both
     python scripts/quickstart.py ... --vllm_server_base_url http://127.0.0.1:8000    # a server that runs already
 
 The dataset is a JSON-lines file with the columns `prompt` and `answer`, or the name of one that `load_dataset` knows.
@@ -15,6 +16,7 @@ papers have them.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -39,6 +41,13 @@ class ScriptArguments:
         metadata={
             "help": "Rewards, which add up: contains_answer, soft_overlong_punishment, one of TRL's such as "
             "accuracy_reward, or module:function for one of your own, from the current folder or installed."
+        },
+    )
+    vllm_args: str = field(
+        default="",
+        metadata={
+            "help": "Flags for the vLLM server that is started, in one string behind an equals sign: "
+            '--vllm_args="--gpu-memory-utilization 0.4", as one GPU for both needs.'
         },
     )
     soft_punish_cache: int | None = field(
@@ -68,7 +77,11 @@ def main() -> None:
         )
         for name in script.reward_funcs
     ]
-    own_server = nullcontext() if config.vllm_server_base_url else LocalServer(script.model)
+    own_server = (
+        nullcontext()
+        if config.vllm_server_base_url
+        else LocalServer(script.model, vllm_args=shlex.split(script.vllm_args))
+    )
     with own_server as server:
         if server is not None:
             config.vllm_server_base_url = server.base_url

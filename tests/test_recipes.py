@@ -47,6 +47,21 @@ def recipe(name: str, *options: str):
     return parse("--config", str(ROOT / "scripts" / "recipes" / f"{name}.yaml"), *options)
 
 
+def test_flags_of_the_server_that_it_starts(monkeypatch):
+    started = []
+
+    def start(model, *, vllm_args):
+        started.append((model, vllm_args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart, "LocalServer", start)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *REQUIRED, "--vllm_args=--gpu-memory-utilization 0.4"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.main()
+    assert started == [(parse()[0].model, ["--gpu-memory-utilization", "0.4"])]
+
+
 def updates_per_round(config: APRILGRPOConfig) -> int:
     return config.steps_per_generation // config.gradient_accumulation_steps
 

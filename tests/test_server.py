@@ -3,6 +3,7 @@
 Most tests start a small script in the place of vLLM; those marked `server` run on the real one.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -12,12 +13,14 @@ import sys
 import textwrap
 import time
 import urllib.request
+from contextlib import nullcontext
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
 import pytest
 
+from trl_april.browser_guard import BrowserGuard
 from trl_april.errors import AprilError, ConfigError, ServerError
 from trl_april.generated_tokens import GeneratedTokens
 from trl_april.process_session import end_session, session_members, start_watchdog
@@ -94,6 +97,10 @@ def wait_for(condition, seconds=20.0):
 # The command line and the environment
 
 
+def flag_values(command: list[str], flag: str) -> list[str]:
+    return [value for name, value in itertools.pairwise(command) if name == flag]
+
+
 def test_command_on_a_cpu():
     command = server_command("dir/model", "127.0.0.1", 8123, ["--max-model-len", "4096"], platform="cpu")
     assert command[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -108,7 +115,11 @@ def test_command_on_a_cpu():
     }.items():
         assert flag_value(command, flag) == value
     assert "--disable-uvicorn-access-log" in command
-    assert command[command.index("--middleware") + 1] == f"{GeneratedTokens.__module__}.{GeneratedTokens.__name__}"
+    assert flag_values(command, "--middleware") == [
+        f"{middleware.__module__}.{middleware.__name__}" for middleware in (GeneratedTokens, BrowserGuard)
+    ]
+    let_in = server_command("m", "127.0.0.1", 1, ["--allowed-origins", '["*"]'], platform="cpu")
+    assert len(flag_values(let_in, "--middleware")) == 1
     assert "--weight-transfer-config" not in command  # there is no NCCL on a CPU
 
 
@@ -190,6 +201,20 @@ def test_vllm_that_is_not_installed_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"trl-april\[cpu\]"):
         LocalServer("m")
+
+
+@pytest.mark.parametrize("rank, launched, refused", [("1", True, True), ("0", True, False), ("1", False, False)])
+def test_of_several_processes_only_the_first_has_a_server(script, monkeypatch, rank, launched, refused):
+    """The weights would go to that of the first alone."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+    server = ScriptServer(script(HEALTHY), quiet=True)
+    said = f"process {rank} of 2.*trl-april serve"
+    with pytest.raises(ConfigError, match=said) if refused else nullcontext():
+        server.start().stop()
 
 
 def test_environment(monkeypatch):

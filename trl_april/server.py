@@ -151,11 +151,19 @@ class LocalServer:
         """Starts the server and waits until it is healthy. Does nothing if it runs already.
 
         Raises:
-            ConfigError: If there is no model in the folder.
+            ConfigError: If there is no model in the folder, or this is a process of a training of several and not the
+                first.
             ServerError: If it ends while starting, or is not healthy in time. The message holds the tail of its log.
         """
         if self._process is not None:
             return self
+        rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        if rank != "0" and "LOCAL_RANK" in os.environ:  # a launcher's; RANK alone may be of a cluster
+            raise ConfigError(
+                f"This is process {rank} of {processes}, and each of them would have a server of its own, of which "
+                "only that of process 0 would get the weights. Start one server with `trl-april serve MODEL`, and "
+                "give its address to all: vllm_server_base_url."
+            )
         check_model(self.model, self.vllm_args)
         # Again, because time has passed: what else listened there would answer in the server's place.
         self.port = bind(self.host, self.port or 0)

