@@ -4,9 +4,10 @@ import pytest
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig
 
-from trl_april.applies import check_dataset, check_processes, why_stock
-from trl_april.config import APRILGRPOConfig
+from trl_april.applies import check_arguments, check_dataset, check_processes, passed_over, why_stock
+from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import ConfigError
+from trl_april.trainer import APRILGRPOTrainer
 
 
 TEXT = Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]})
@@ -64,6 +65,67 @@ def test_april_applies_to_a_stock_config_in_server_mode():
 )
 def test_the_reason_for_stock(changes, arguments, words):
     assert words in why_stock(config(**changes), TEXT, **arguments)
+
+
+def test_a_subclass_whose_methods_would_be_passed_over_runs_stock():
+    """It decides by itself on what is generated, or for which rows."""
+
+    class Curriculum(APRILGRPOTrainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    class Generates(Curriculum):
+        def _generate_single_turn(self, *args, **kwargs):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    class Rewards(APRILGRPOTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    assert passed_over(APRILGRPOTrainer) == passed_over(Rewards) == []
+    assert passed_over(Curriculum) == ["get_train_dataloader"]
+    reason = why_stock(config(), TEXT, overridden=passed_over(Generates))
+    assert reason.startswith("a subclass overrides _generate_single_turn and get_train_dataloader, which")
+    assert why_stock(config(), TEXT, overridden=[]) is None
+
+
+def test_columns_are_those_that_a_transform_makes():
+    """Stock GRPO asks the rows, too."""
+    questions = Dataset.from_dict({"question": ["a", "b"]})
+    prompts = questions.with_transform(lambda rows: {"prompt": rows["question"]})
+    check_dataset(prompts, 2)
+    assert why_stock(config(), prompts) is None
+    images = questions.with_transform(lambda rows: {"prompt": rows["question"], "image": rows["question"]})
+    assert "images" in why_stock(config(), images)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({"vllm_importance_sampling_correction": False}, True),
+        ({"vllm_importance_sampling_correction": False, "over_provisioning": 1.0}, False),
+        (
+            {
+                "vllm_importance_sampling_correction": False,
+                "over_provisioning": 1.0,
+                "overlap_generation": True,
+            },
+            True,
+        ),
+        ({}, False),
+    ],
+)
+def test_training_on_older_tokens_without_a_correction_is_warned_of(changes, warns, caplog):
+    args = config(per_device_train_batch_size=2, num_generations=2, **changes)
+    check_arguments(args, AprilOptions.of(args), TEXT)
+    assert ("which biases the gradient" in caplog.text) is warns
+
+
+def test_the_trainer_needs_vllm_too(monkeypatch):
+    monkeypatch.setattr("trl_april.applies.is_vllm_available", lambda: False)
+    args = config()
+    with pytest.raises(ConfigError, match="vLLM is not installed.*pip install"):
+        check_arguments(args, AprilOptions.of(args), TEXT)
 
 
 def test_no_tools_are_no_tools():

@@ -21,7 +21,7 @@ from trl_april.report.prediction import predict
 from trl_april.report.summary import summarise
 from trl_april.report.table import rows
 from trl_april.round import Round
-from trl_april.run_log import AGES, BINS, FILE, POINTS, RunLog, bin_edges, thinned
+from trl_april.run_log import AGES, BINS, FILE, POINTS, POINTS_KEPT, RunLog, bin_edges, outline, thinned
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -330,3 +330,18 @@ class TestReading:
 def test_the_reader_loads_nothing_heavy():
     program = "import sys, trl_april.report; print([m for m in ('torch', 'trl', 'matplotlib') if m in sys.modules])"
     assert fresh_interpreter(program) == "[]"
+
+
+def test_what_stays_in_memory_of_a_round_does_not_grow_with_its_requests():
+    curve = [(place / 100, place % 7) for place in range(50_000)]
+    before = [(time - 500.0, count) for time, count in curve]
+    done = Round(
+        3, seconds=500.0, requests=25_000, launched_lengths=[1] * 25_000, in_flight=curve, overlap_in_flight=before
+    )
+    kept = outline(done)
+    assert len(kept.in_flight) == len(kept.overlap_in_flight) == POINTS_KEPT
+    assert kept.launched_lengths == kept.spans == kept.groups == []
+    assert (kept.version, kept.requests, kept.seconds) == (3, 25_000, 500.0)
+    assert kept.in_flight_mean == pytest.approx(done.in_flight_mean, rel=0.01)
+    small = Round(0, seconds=2.0, in_flight=[(0.0, 4), (1.0, 0)])
+    assert outline(small).in_flight == small.in_flight

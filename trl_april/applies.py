@@ -6,6 +6,7 @@ The invariant owned here: what cannot be trained with is said before a model is 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
+from trl.import_utils import is_vllm_available
 
 from .config import AprilOptions
 from .errors import ConfigError
@@ -23,6 +25,8 @@ from .session import sampling_of
 logger = get_logger(__name__)
 
 IMAGE_COLUMNS = ("image", "images")
+# Methods of TRL's that decide on what is generated and for which rows. While APRIL is on it does both itself.
+PASSED_OVER = ("_generate_single_turn", "get_train_dataloader")
 
 
 def why_stock(
@@ -32,6 +36,7 @@ def why_stock(
     tools: Any = None,
     environment_factory: Any = None,
     rollout_func: Any = None,
+    overridden: Sequence[str] = (),
 ) -> str | None:
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
     if not args.use_vllm:
@@ -44,11 +49,18 @@ def why_stock(
         return "environment_factory is given, and an environment cannot be parked yet"
     if rollout_func is not None:
         return "rollout_func is given, which replaces the rollouts altogether"
+    if overridden:
+        return f"a subclass overrides {' and '.join(overridden)}, which partial rollouts would pass over"
     if args.world_size > 1 and not dist.is_initialized():
         return f"the {args.world_size} processes do not form a torch.distributed process group"
     if train_dataset is not None and _has_images(train_dataset):
         return "the dataset has images, which partial rollouts do not support yet"
     return None
+
+
+def passed_over(trainer_class: type[GRPOTrainer]) -> list[str]:
+    """Methods that a subclass has of its own and that would have no effect on training."""
+    return [name for name in PASSED_OVER if getattr(trainer_class, name) is not getattr(GRPOTrainer, name)]
 
 
 def check_processes(args: GRPOConfig) -> None:
@@ -99,6 +111,11 @@ def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Data
     Raises:
         ConfigError: For processes, a dataset or options that cannot be trained with.
     """
+    if not is_vllm_available():
+        raise ConfigError(
+            "vLLM is not installed in the environment of the trainer. TRL's client of the server needs it, also where "
+            "the server runs on another machine: pip install 'trl-april[vllm]' on a GPU, 'trl-april[cpu]' on a CPU."
+        )
     check_processes(args)
     quota = args.generation_batch_size // args.num_generations
     check_dataset(train_dataset, quota)
@@ -122,6 +139,12 @@ def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Data
                 "over the sequence, is large: those are the long samples of several policy versions that APRIL keeps. "
                 "'token_truncate' is APRILGRPOConfig's default."
             )
+    elif options.over_provisioning != 1.0 or options.overlap_generation:
+        logger.warning(
+            "vllm_importance_sampling_correction is False, so tokens of earlier policy versions are trained as if the "
+            "present one had sampled them, which biases the gradient. Leave it on, or train synchronously: "
+            "over_provisioning=1.0 without overlap_generation."
+        )
 
 
 def check_reward_models(trainer: GRPOTrainer, processes: Processes) -> None:
@@ -141,9 +164,8 @@ def check_reward_models(trainer: GRPOTrainer, processes: Processes) -> None:
 
 
 def _columns(dataset: Dataset | IterableDataset) -> list[str]:
-    if dataset.column_names is not None:
-        return list(dataset.column_names)
-    return list(next(iter(dataset), {}))  # a stream may know its columns only by its rows
+    # By a row, since a transform may make others of those that are stored, and a stream need not know them.
+    return list(next(iter(dataset), dataset.column_names or []))
 
 
 def _has_images(dataset: Dataset | IterableDataset) -> bool:

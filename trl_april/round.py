@@ -102,9 +102,9 @@ class Round:
             How often the round was suspended because the server had gone away or had lost its weights.
         outage_seconds (`float`):
             Time until it was back, as a part of `seconds`.
-        in_flight (`list[tuple[float, int]]`):
+        in_flight (`list[tuple[float, float]]`):
             `(seconds since started, requests in flight)` at every change.
-        overlap_in_flight (`list[tuple[float, int]]`):
+        overlap_in_flight (`list[tuple[float, float]]`):
             The same between the last round and this one, from its close on, so that the seconds are negative. Empty
             unless requests run beside the training.
         waited (`bool`):
@@ -133,8 +133,8 @@ class Round:
     broken_streams: int = 0
     outages: int = 0
     outage_seconds: float = 0.0
-    in_flight: list[tuple[float, int]] = field(default_factory=list)
-    overlap_in_flight: list[tuple[float, int]] = field(default_factory=list)
+    in_flight: list[tuple[float, float]] = field(default_factory=list)
+    overlap_in_flight: list[tuple[float, float]] = field(default_factory=list)
     waited: bool = True
     over_provisioning: float = 0.0
     spans: list[Span] = field(default_factory=list)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 
 from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
@@ -114,14 +115,15 @@ def open_permutation(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterat
     per_round = per_batch * trainer.args.steps_per_generation * trainer.args.num_iterations
 
     def open_epoch(epoch: int) -> Iterator[Row]:
-        # The sampler repeats every index per generation, and every batch for as often as it is trained.
-        indices = list(sampler)
-        unique = (
-            index
-            for start in range(0, len(indices), per_round)
-            for index in indices[start : start + per_batch : trainer.num_generations]
+        # The sampler repeats every index per generation, and every batch for as often as it is trained. That makes
+        # them too many to be held at once.
+        repeated = iter(sampler)
+        first = list(islice(repeated, 1))  # with it the sampler draws the permutation of this epoch
+        return (
+            dataset[index]
+            for place, index in enumerate(chain(first, repeated))
+            if place % per_round < per_batch and place % trainer.num_generations == 0
         )
-        return (dataset[index] for index in unique)
 
     return open_epoch
 

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 FILE = "april_rounds.jsonl"
 FORMAT = 1
 POINTS = 60  # of the requests in flight, per round
+POINTS_KEPT = 1000  # of the same, where it stays in memory
 # Lengths are counted in bins of a quarter of a doubling, up to 2^20 tokens; ages by version, the oldest together.
 BINS_PER_DOUBLING, BINS, AGES = 4, 81, 32
 
@@ -231,6 +232,20 @@ def run_options(args: GRPOConfig, options: AprilOptions, pool: Pool) -> dict[str
         "max_completion_length": args.max_completion_length,
         "versions_per_round": pool.roster.versions_per_round,
     }
+
+
+def outline(done: Round) -> Round:
+    """A round without what grows with its requests: its batch, the requests themselves, and all but so many points of
+    its curves.
+    """
+    return replace(
+        done,
+        groups=[],
+        spans=[],
+        launched_lengths=[],
+        in_flight=thinned(done.in_flight, done.seconds, POINTS_KEPT),
+        overlap_in_flight=thinned(done.overlap_in_flight, 0.0, POINTS_KEPT),
+    )
 
 
 def thinned(series: Sequence[tuple[float, float]], end: float, most: int = POINTS) -> list[tuple[float, float]]:

@@ -51,6 +51,7 @@ class RewardScorer:
         Raises:
             Whatever a reward function raises.
         """
+        use_device(self._trainer.accelerator.device)
         view = copy.copy(self._trainer)
         view.accelerator = _Alone(self._trainer.accelerator)
         view.use_vllm = False  # the weights are where they are
@@ -111,6 +112,12 @@ class RewardScorer:
         rewards = [rewards for score in scores for rewards in score.rewards]
         gathered: torch.Tensor = gather(torch.tensor(rewards, device=trainer.accelerator.device))
         return gathered
+
+
+def use_device(device: torch.device) -> None:
+    """Let a thread work on the device of its process, as its main thread does. It has begun with the first of all."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 class _Alone:

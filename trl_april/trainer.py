@@ -18,7 +18,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
-from .applies import check_arguments, check_reward_models, why_stock
+from .applies import check_arguments, check_reward_models, passed_over, why_stock
 from .batch import batch_rows, completion_columns, evaluation_columns, rollout_output, round_metrics
 from .checkpoint import FOLDER
 from .config import APRILGRPOConfig, AprilOptions
@@ -45,7 +44,7 @@ from .pool import Pool
 from .processes import processes_of
 from .recovery import Recovery
 from .round import Round
-from .run_log import RunLog, run_options
+from .run_log import RunLog, outline, run_options
 from .session import RolloutSession
 from .stop import Stopped, StopRequest, leave
 from .trainer_checkpoints import TrainerCheckpoints
@@ -76,7 +75,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     logs are inherited; the log gains keys with the prefix `april/`.
 
     APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
-    `environment_factory`, `rollout_func` or images. Otherwise the trainer runs stock GRPO and says so once.
+    `environment_factory`, `rollout_func` or images, and unless a subclass overrides `_generate_single_turn` or
+    `get_train_dataloader`. Otherwise the trainer runs stock GRPO and says so once.
 
     What each round took and came to is written into `april_rounds.jsonl` in `output_dir`; `trl-april report` shows it.
 
@@ -97,8 +97,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         pool (`Pool` or `None`):
             Groups in flight and partial samples of the current (or last) training run, those of this process.
         round_history (`deque[Round]`):
-            The last rounds of this process, without their batches: durations, token counts and requests in flight
-            over time.
+            The last rounds of this process, without their batches and single requests: durations, token counts and
+            requests in flight over time.
 
     Raises:
         ConfigError: For options that contradict each other or cannot survive a cut, or a dataset that cannot be
@@ -151,8 +151,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             args = APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL")
 
         stock_because = why_stock(
-            args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func
-        )
+            args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func,
+            overridden=passed_over(type(self)),
+        )  # fmt: skip
         self.april_enabled = stock_because is None
         self._warned_of_mask = False
         self.pool: Pool | None = None
@@ -193,10 +194,10 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.add_callback(_Steps(self))
             order_dashboards(self)
         else:
-            ignored = (
-                " dynamic_sampling needs APRIL and has no effect." if AprilOptions.of(args).dynamic_sampling else ""
-            )
-            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
+            options = AprilOptions.of(args)
+            ignored = [name for name in ("dynamic_sampling", "save_on_signal") if getattr(options, name)]
+            without = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
+            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{without}")
 
     # Overrides of TRL. There are seven; all hand over to `super()`.
 
@@ -240,6 +241,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         finally:
             if self._session is not None:
                 self.vllm_generation.before_sync = None
+                self.vllm_generation.give_up()
                 self._session.close()
                 self._session = None  # the pool stays, to be looked at
                 self._run_log.close()
@@ -314,9 +316,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> PerToken:
         # TRL pads every micro-batch to the longest completion of the whole batch, which with a long tail is most of
-        # what it computes. Nothing but text comes here while APRIL is on.
+        # what it computes. With images, which evaluation may have, the columns are not all that there is to a row.
         score = super()._get_per_token_logps_and_entropies
-        if not self.april_enabled:
+        if not self.april_enabled or kwargs.get("num_images") is not None:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         return without_padding(
             score, model, input_ids, attention_mask, logits_to_keep, batch_size,
@@ -357,7 +359,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             most=self._processes.most,
         )
         self._log_metrics(metrics)
-        self.round_history.append(replace(done, groups=[], spans=[]))
+        self.round_history.append(outline(done))
         return done
 
     def _sync_weights(self, recovery: Recovery) -> float:

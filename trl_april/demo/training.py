@@ -45,7 +45,7 @@ class Recording:
             End of every step, and the mean reward of its batch.
         rounds (`list[tuple[float, float]]`):
             Beginning and end of every round of generation.
-        in_flight (`list[tuple[float, int]]`):
+        in_flight (`list[tuple[float, float]]`):
             Requests that the server works on, at every change.
         reward_before (`float`):
             Reward on the held-out prompts before the run.
@@ -70,7 +70,7 @@ class Recording:
     staleness_max: int
     rewards: list[tuple[float, float]] = field(default_factory=list)
     rounds: list[tuple[float, float]] = field(default_factory=list)
-    in_flight: list[tuple[float, int]] = field(default_factory=list)
+    in_flight: list[tuple[float, float]] = field(default_factory=list)
     reward_before: float = 0.0
     reward_after: float = 0.0
     solved_before: float = 0.0
