@@ -56,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV). This takes a few minutes, once."
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]' || \
-		{ echo 'The installation failed. If pip did not find torch for CPUs: see "Installation" in README.md.' >&2; exit 1; }
+		{ echo 'The installation failed. If pip did not find torch for CPUs: PIP_EXTRA_INDEX_URL, "Installation" in README.md.' >&2; exit 1; }
 	if $(BIN)/python -c 'import sys, torch; sys.exit(bool(torch.version.cuda or torch.version.hip))'; then \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	fi
