@@ -77,11 +77,8 @@ def main() -> None:
         )
         for name in script.reward_funcs
     ]
-    own_server = (
-        nullcontext()
-        if config.vllm_server_base_url
-        else LocalServer(script.model, vllm_args=shlex.split(script.vllm_args))
-    )
+    vllm_args = shlex.split(script.vllm_args)
+    own_server = nullcontext() if config.vllm_server_base_url else LocalServer(script.model, vllm_args=vllm_args)
     with own_server as server:
         if server is not None:
             config.vllm_server_base_url = server.base_url
