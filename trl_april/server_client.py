@@ -5,6 +5,7 @@ The invariant owned here: whoever answers in the place of a server that is ready
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from trl.generation.vllm_client import VLLMClient
 from .errors import ServerError
 from .server_check import ask_directly, remedy_for_address
 
+
+logger = logging.getLogger(__name__)
 
 # Seconds for an answer that needs no work.
 ANSWER_SECONDS = 10.0
@@ -32,7 +35,7 @@ class ServerClient(VLLMClient):
             As for TRL's `VLLMClient`.
 
     Raises:
-        ServerError: If no server that is ready answers in time, or what answers is no vLLM server.
+        ServerError: If no server that is ready answers in time, or at once if the address is one of OpenAI's API.
     """
 
     def __init__(self, *args: Any, api_key: str | None, keeps_cache: bool, **kwargs: Any) -> None:
@@ -63,7 +66,7 @@ class ServerClient(VLLMClient):
         ask_directly(self.session)
         if self._api_key is not None:
             self.session.headers["Authorization"] = f"Bearer {self._api_key}"
-        began = time.monotonic()
+        began, warned = time.monotonic(), False
         while True:
             left = began + total_timeout - time.monotonic()
             unreachable, answer = self._ask_health(max(1.0, min(left, ANSWER_SECONDS)))
@@ -71,11 +74,14 @@ class ServerClient(VLLMClient):
                 return
             if left <= 0:
                 break
+            if unreachable is None and not warned:
+                logger.warning("%s is not ready: %s. Waiting, for at most %g s.", self.base_url, answer, total_timeout)
+                warned = True
             time.sleep(min(retry_interval, left))
         if unreachable is None:
             raise ServerError(
-                f"The vLLM server at {self.base_url} was not ready within {total_timeout:g} s: {answer}. Its log says "
-                "more; restart it, or set vllm_server_timeout to a longer wait."
+                f"The vLLM server at {self.base_url} was not ready within {total_timeout:g} s: {answer}. If it is "
+                f"one, its log says more; otherwise: {remedy_for_address(self.base_url)}"
             )
         raise ServerError(
             f"No vLLM server answered at {self.base_url} within {total_timeout:g} s. Start one with `trl-april serve "
@@ -95,7 +101,6 @@ class ServerClient(VLLMClient):
             self.host = response.headers.get("X-Forwarded-For", self.host)
             return None, None
         answer = f"/health answered {response.status_code} {response.text[:200]}".rstrip()
-        if response.status_code < 500:
-            remedy = remedy_for_address(self.base_url)
-            raise ServerError(f"What answers at {self.base_url} is no vLLM server: {answer}. {remedy}")
-        return None, answer
+        if response.status_code == 404 and self.base_url.endswith("/v1"):  # as clients of OpenAI's API have it
+            raise ServerError(f"There is no /health at {self.base_url}. {remedy_for_address(self.base_url)}")
+        return None, answer  # what is in front of a server that starts may say anything
