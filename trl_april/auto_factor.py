@@ -1,4 +1,8 @@
-"""`over_provisioning="auto"` in a training run: what it takes beside the rounds, and when it is computed."""
+"""`over_provisioning="auto"` in a training run: what it takes beside the rounds, and when it is computed.
+
+The invariant owned here: a round counts with the time that passed before it, each second once, as training or as
+standstill; what is computed meanwhile reads nothing that requests change.
+"""
 
 from __future__ import annotations
 

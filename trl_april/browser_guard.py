@@ -4,6 +4,8 @@ A server that only this machine reaches is also reached by every page in a brows
 those on the machine at the other end. vLLM takes requests from all origins, and its development endpoints, which
 training needs, run commands without asking for the API key. `trl-april serve` adds the guard by vLLM's own option
 `--middleware`, unless `--allowed-origins` says who may.
+
+The invariant owned here: what has an `Origin` header does not reach the server.
 """
 
 from __future__ import annotations

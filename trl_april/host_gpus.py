@@ -1,4 +1,7 @@
-"""How many GPUs a host has, by its drivers: also those that are hidden from this process."""
+"""How many GPUs a host has, by its drivers: also those that are hidden from this process.
+
+The invariant owned here: where no driver says it, it is unknown, and not 0.
+"""
 
 from __future__ import annotations
 

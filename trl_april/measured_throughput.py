@@ -2,6 +2,8 @@
 
 What [`~trl_april.throughput_model`] does not know of may slow all factors down alike. And what it believes of the
 server at more or fewer requests in flight may be wrong: that shows under a factor which has been tried.
+
+The invariant owned here: a factor is credited only with rounds that follow another one under it.
 """
 
 from __future__ import annotations

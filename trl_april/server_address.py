@@ -1,4 +1,7 @@
-"""The address of a server: whether it can be had, who reaches it, under which name, and whether it is of this host."""
+"""The address of a server: whether it can be had, who reaches it, under which name, and whether it is of this host.
+
+The invariant owned here: an address that passes can be bound to; one that others reach is warned of.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import ipaddress
 import logging
 import re
 import socket
+from urllib.parse import urlsplit
 
 from .errors import ConfigError
 
@@ -73,3 +77,11 @@ def is_of_this_host(host: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def remedy_for_address(base_url: str) -> str:
+    """What to do about an address at which something else than a vLLM server answers."""
+    parts = urlsplit(base_url)
+    if parts.path.strip("/"):
+        return f"Give the address without {parts.path}: {parts.scheme}://{parts.netloc}"
+    return "Give the address at which `trl-april serve MODEL` says that it is ready."

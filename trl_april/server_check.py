@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 from transformers import AutoConfig, PretrainedConfig
@@ -201,11 +200,3 @@ def ask_directly(session: requests.Session) -> requests.Session:
     session.trust_env = False
     session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
     return session
-
-
-def remedy_for_address(base_url: str) -> str:
-    """What to do about an address at which something else than a vLLM server answers."""
-    parts = urlsplit(base_url)
-    if parts.path.strip("/"):
-        return f"Give the address without {parts.path}: {parts.scheme}://{parts.netloc}"
-    return "Give the address at which `trl-april serve MODEL` says that it is ready."

@@ -14,7 +14,8 @@ import requests
 from trl.generation.vllm_client import VLLMClient
 
 from .errors import ServerError
-from .server_check import ask_directly, remedy_for_address
+from .server_address import remedy_for_address
+from .server_check import ask_directly
 
 
 logger = logging.getLogger(__name__)

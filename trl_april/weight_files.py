@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,19 +29,27 @@ UNLOCKED_SECONDS = 60.0  # a folder is made a moment before it is locked
 @contextmanager
 def weight_folder(parent: str | None) -> Iterator[Path]:
     """A new folder in `parent`, or in shared memory of this host, for as long as the server needs it."""
-    if parent is not None:
-        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as shared:
-            os.chmod(shared, 0o755)  # for a server that may run as another user
-            yield Path(shared)
-        return
-    remove_abandoned()
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=shared_memory(), ignore_cleanup_errors=True) as own:
-        lock = os.open(own, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(own)
-        finally:
-            os.close(lock)
+    if parent is None:
+        remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or shared_memory()))
+    try:
+        if parent is not None:
+            folder.chmod(0o755)  # a shared folder is for a server that may run as another user
+        with nullcontext() if parent is not None else _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock by which others see that somebody needs the folder."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def remove_abandoned() -> None:

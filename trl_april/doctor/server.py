@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..errors import ServerError
 from ..generated_tokens import PATH
+from ..server_address import remedy_for_address
 from ..server_check import (
     check_architecture,
     check_context,
@@ -24,7 +25,6 @@ from ..server_check import (
     check_vocabulary,
     get_json,
     max_sequences,
-    remedy_for_address,
     server_info,
 )
 from .finding import Finding, Mark
