@@ -570,6 +570,15 @@ def test_the_source_gives_what_stock_trains_on_after_resuming(model_and_tokenize
     check_source_of(resumed, start_step=5)
 
 
+def test_prompts_that_a_transform_makes_are_those_of_stock(model_and_tokenizer, tmp_path):
+    dataset = Dataset.from_dict({"number": list(range(8))})
+    dataset = dataset.with_transform(lambda rows: {"prompt": [f"p{number}" for number in rows["number"]]})
+    trainer = make_trainer(model_and_tokenizer, tmp_path, dataset, max_steps=6, seed=3)
+    trainer.train()
+    assert {prompt for _, prompts in trainer.generations for prompt in prompts} <= {f"p{i}" for i in range(8)}
+    check_source_of(trainer)
+
+
 def check_source_of(trainer: APRILGRPOTrainer, start_step: int = 0) -> None:
     args = trainer.args
     quota = args.generation_batch_size // args.num_generations
