@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 EXTRAS ?= cpu,deepspeed,peft,plots,test
+# Processes that the tests run in. One has the real server; that, most of the time, is a core which waits.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,7 +18,7 @@ demo: $(STAMP)  ## Train a small model with and without APRIL, and compare (ARGS
 	$(BIN)/trl-april demo $(ARGS)
 
 test: $(STAMP) chromium  ## Run the tests, those on a real vLLM server included (ARGS="-m 'not server'" without)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(ARGS)
 
 # Without it those tests are skipped, or fail where CI=true is set. Nothing else is installed into the system.
 chromium:  ## Install the browser that the tests look at reports with, where there is none

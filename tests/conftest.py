@@ -1,10 +1,15 @@
 """Fixtures that every test may use. Nothing is built or started before a test asks for it."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.fork_worker import Forker
 from trl_april.server import LocalServer
@@ -13,6 +18,35 @@ from trl_april.server import LocalServer
 # Before any Hugging Face library is imported: no test may depend on a network, or report to one.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+# Started in the background, or by pytest-xdist, the tests ignore SIGINT, and so would what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# On a busy machine every example may take long.
+settings.register_profile("busy", settings.get_profile(settings.get_current_profile_name()), deadline=None)
+settings.load_profile("busy")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where several processes share the tests (pytest-xdist), one has all files with tests that use the real server,
+    since there is one per run. Of the others a file stays together, for the fixtures that it has made.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "server" if uses_server(file) else file
+
+    return ByServer(config, log)
+
+
+@cache
+def uses_server(file: str) -> bool:
+    """Whether a file has tests that share the real server, and not only such that start one of their own."""
+    text = Path(__file__).parent.parent.joinpath(file).read_text()
+    return "pytest.mark.server" in text and bool(re.search(r"def \w+\([^)]*\bserver[,)]", text))
 
 
 @pytest.fixture(scope="session")
@@ -32,11 +66,13 @@ def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model_dir: str) -> Iterator[LocalServer]:
+def server(tiny_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """The one real vLLM server of a test run, with the weights of `tiny_model_dir` at its start.
 
     Tests share it, so a test that loads other weights or leaves requests behind has to put things back.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:  # or the processes do not share the tests as they should
+        tmp_path_factory.getbasetemp().parent.joinpath("server").touch(exist_ok=False)
     with LocalServer(
         tiny_model_dir, vllm_args=["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
     ) as running:

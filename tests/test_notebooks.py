@@ -94,7 +94,7 @@ def test_long_tail(tmp_path):
     assert re.search(r"256 completions, \d+% of them cut at the limit", done.printed)
     waits = re.search(r"A batch waits for \d+ tokens, ([\d.]+) times its median", done.printed)
     assert float(waits[1]) > 2
-    assert re.search(r"^ok +decode speed ", done.printed, re.MULTILINE)
+    assert re.search(r"^(?:ok|warn) +decode speed ", done.printed, re.MULTILINE)
     assert (
         len(re.findall(r"^(?:synchronous|abort|reuse|overlap|both) +[\d.]+ .* x [\d.]+ ", done.printed, re.MULTILINE))
         == 13

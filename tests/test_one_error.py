@@ -36,7 +36,7 @@ def fail(how: str, server, model_dir: str, folder, start: Callable[..., Launch] 
     assert not left_of(weight_folders() - before)
     host, port = (folder / "failing-owned").read_text().removeprefix("http://").split(":")
     assert not _listens(host, int(port))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while left := session_members(done.session):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -61,16 +61,16 @@ def test_a_reward_function_that_raises_in_one_process(server, forker, tiny_model
     assert other["error"] == "ValueError"
     assert other["message"] == "Process 1 failed with ValueError: this reward function does not work"
     assert "fail_now" in other["cause"]  # where
-    assert seconds_until(done, other) < 10
+    assert seconds_until(done, other) < 20
 
 
 def test_a_server_that_is_lost_for_one_process(server, forker, tiny_model_dir, tmp_path):
     """It is waited for by both, and both give up."""
     start = partial(launch_preloaded, forker)
-    done = fail("server", server, tiny_model_dir, tmp_path, start, vllm_server_timeout=4)
+    done = fail("server", server, tiny_model_dir, tmp_path, start, vllm_server_timeout=8)
     for result in done.results("failing", 2):
         assert result["error"] == "ServerError"
-        assert "has not answered for" in result["message"] and "vllm_server_timeout=4" in result["message"]
+        assert "has not answered for" in result["message"] and "vllm_server_timeout=8" in result["message"]
 
 
 def test_ctrl_c_in_one_process(server, forker, tiny_model_dir, tmp_path):
@@ -78,7 +78,7 @@ def test_ctrl_c_in_one_process(server, forker, tiny_model_dir, tmp_path):
     own, other = done.result("failing", 1), done.result("failing", 0)
     assert own["error"] == "KeyboardInterrupt"
     assert other["error"] == "PeerError" and "Process 1 failed with KeyboardInterrupt" in other["message"]
-    assert seconds_until(done, other) < 10
+    assert seconds_until(done, other) < 20
 
 
 @pytest.mark.parametrize("how", ["kill", "kill in reward"])

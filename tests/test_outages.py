@@ -1,4 +1,4 @@
-"""A server that is killed and started anew, or stays away: training goes on where it was, or leaves a checkpoint."""
+"""A server that is killed and started anew: training goes on where it was."""
 
 from __future__ import annotations
 
@@ -8,23 +8,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
 
-from tests.proxy import Proxy
-from tests.test_resume import assert_continued, saved_groups
-from tests.test_trainer import (
-    DATASET,
-    RecordingTrainer,
-    distinct_characters,
-    make_config,
-    make_trainer,
-    wait_until_idle,
-)
-from trl_april.errors import ServerError
+from tests.test_trainer import DATASET, RecordingTrainer, distinct_characters, make_config
 from trl_april.server import LocalServer
 
 
@@ -167,46 +156,3 @@ def check_logprobs(trainer: RecordingTrainer) -> None:
                 mine = versions == version
                 difference = (logprobs - torch.tensor(sample.logprobs))[mine].abs().max()
                 assert difference < 1e-4, (group.group_id, sample.index, version)
-
-
-def test_a_server_that_stays_away_ends_training_with_a_checkpoint(server, tiny_model_dir, tmp_path):
-    """Out of reach, and without its weights when it is back: the test above says what a server does that is killed."""
-    proxy = Proxy(server.base_url)
-    reached = SimpleNamespace(base_url=proxy.url)
-    options = {"max_completion_length": LENGTH, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
-    trainer = make_trainer(
-        reached,
-        tiny_model_dir,
-        tmp_path,
-        save_strategy="steps",
-        save_steps=100,
-        vllm_server_timeout=3.0,
-        **options,
-    )
-    run_round = trainer._run_round
-
-    def break_off_in_round():
-        wait_for_tokens(trainer)
-        proxy.break_off()
-
-    def run_round_and_break_off():
-        if trainer.state.global_step == 2:
-            threading.Thread(target=break_off_in_round).start()
-        return run_round()
-
-    trainer._run_round = run_round_and_break_off
-    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=3"):
-        trainer.train()
-    trained = trainer.trained_groups
-    groups = saved_groups(tmp_path / "checkpoint-2")
-    partial = sum(group.num_tokens for group in groups.values())
-    assert partial > 0 and len(groups) == 6
-
-    assert wait_until_idle(server) == 0
-    requests.post(f"{server.base_url}/update_weight_version", json={"new_version": "default"}, timeout=10)
-    proxy.come_back()
-    resumed = make_trainer(reached, tiny_model_dir, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_continued(groups, resumed.trained_groups)
-    assert set(Counter(group.row["number"] for group in trained + resumed.trained_groups).values()) == {1}
-    assert len(trained + resumed.trained_groups) == 24

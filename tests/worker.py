@@ -187,8 +187,11 @@ def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
                 threading.Thread(target=self.mark, daemon=True).start()
             return super()._run_round()
 
+        def _all_have_begun(self) -> bool:
+            return all(len(sample) > 0 for group in self.pool for sample in group.samples)
+
         def mark(self) -> None:
-            while not self._session.driver.in_flight:
+            while not self._session.driver.in_flight or not run["freeze"] and not self._all_have_begun():
                 time.sleep(0.01)
             time.sleep(0.3)
             if run["freeze"]:
