@@ -6,6 +6,7 @@ A thread stands for a process: `watched` takes the thread that enters it for the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -182,8 +183,9 @@ def test_an_error_that_follows_from_a_known_one_is_not_what_is_raised():
     assert type(raised[1]) is ValueError and "the words" in str(raised[1])
 
 
-def test_a_failed_call_waits_for_the_report_of_whoever_caused_it():
+def test_a_failed_call_waits_for_the_report_of_whoever_caused_it(monkeypatch):
     """It fails before the report is there: the communication has noticed first."""
+    monkeypatch.setattr(module, "HOLD_BACK", WAIT)
     raised = run(failing(ValueError("the words"), after=0.1), failing(RuntimeError("connection closed by peer")))
     assert [type(error) for error in raised] == [ValueError, ValueError]
 
@@ -196,7 +198,8 @@ def test_a_call_that_failed_by_itself_is_an_error_like_others():
 
 
 def test_of_two_errors_the_first_wins_and_each_process_raises_its_own(monkeypatch):
-    monkeypatch.setattr(module, "LOOK", 0.3)  # the second fails before it has heard of the first
+    monkeypatch.setattr(module, "LOOK", 2.0)  # the second fails before it has heard of the first
+    monkeypatch.setattr(module, "HEARD", WAIT)
     together = threading.Barrier(4)
 
     def after_all_are_here(body: Body) -> Body:
@@ -207,7 +210,7 @@ def test_of_two_errors_the_first_wins_and_each_process_raises_its_own(monkeypatc
         return wait_first
 
     first, second = ValueError("the first"), KeyError("the second")
-    bodies = [failing(second, after=0.08), work, failing(first), work]
+    bodies = [failing(second, after=0.5), work, failing(first), work]
     raised = run(*map(after_all_are_here, bodies))
     assert (raised[0], raised[2]) == (second, first)
     for other in (raised[1], raised[3]):
@@ -262,7 +265,7 @@ def with_process_0(pid: int, created: float, **where: str) -> HashStore:
 
 def ended_process() -> tuple[int, float]:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    created = psutil.Process(child.pid).create_time()
+    created = module._begun(psutil.Process(child.pid))
     child.communicate(b"\n")
     return child.pid, created
 
@@ -297,7 +300,7 @@ def test_the_dead_are_reported_to_all_by_whoever_finds_them():
 
 def test_a_zombie_is_dead():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    created = psutil.Process(child.pid).create_time()
+    created = module._begun(psutil.Process(child.pid))
     child.stdin.close()
     try:
         error = Process(Peers(with_process_0(child.pid, created), 1, 2), work).end()
@@ -309,7 +312,7 @@ def test_a_zombie_is_dead():
 
 def test_a_process_id_that_is_used_again_does_not_hide_the_dead():
     me = psutil.Process()
-    error = Process(Peers(with_process_0(me.pid, me.create_time() - 100), 1, 2), work).end()
+    error = Process(Peers(with_process_0(me.pid, module._begun(me) - 100), 1, 2), work).end()
     assert type(error) is PeerError and "has died" in str(error)
 
 
@@ -366,7 +369,45 @@ class Link:
         return through
 
 
-def test_a_process_whose_heart_stops_is_reported(monkeypatch):
+@pytest.fixture
+def each_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = itertools.count()
+    monkeypatch.setattr(module, "_host", lambda: f"host {next(hosts)}")
+
+
+def test_a_process_of_this_host_lives_as_long_as_its_process_id_says_so(monkeypatch):
+    """What holds its interpreter for long stops its heart, too, and is no death."""
+    monkeypatch.setattr(module, "SILENCE", 0.2)
+    store = HashStore()
+    link = Link(store)
+
+    def freeze(peers: Peers) -> None:
+        time.sleep(0.1)
+        link.freeze()
+        time.sleep(0.8)
+        link.thaw()
+
+    processes = [Process(Peers(link, 0, 2), freeze), Process(Peers(store, 1, 2), work_for(0.7))]
+    assert [process.end() for process in processes] == [None, None]
+
+
+def test_a_clock_that_is_set_is_nobodys_death(monkeypatch):
+    """The system's creation times of processes move with it."""
+    boot_time, create_time = psutil.boot_time, psutil.Process.create_time
+    step = 0.0
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + step)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + step)
+
+    def is_set(peers: Peers) -> None:
+        nonlocal step
+        time.sleep(0.1)
+        step = 3600.0
+        work_for(0.3)(peers)
+
+    assert run(is_set, work_for(0.4)) == [None, None]
+
+
+def test_a_process_whose_heart_stops_is_reported(monkeypatch, each_on_a_host):
     """Nothing else tells of a host that is gone."""
     monkeypatch.setattr(module, "SILENCE", 0.3)
     store, ended = HashStore(), threading.Event()
@@ -386,7 +427,7 @@ def test_a_process_whose_heart_stops_is_reported(monkeypatch):
     assert all(str(error).startswith("Process 0 has given no sign of life for 0 s") for error in errors)
 
 
-def test_a_process_that_was_given_up_hears_of_it_when_it_comes_back(monkeypatch):
+def test_a_process_that_was_given_up_hears_of_it_when_it_comes_back(monkeypatch, each_on_a_host):
     """The others have left the run. It must not go on and wait for them."""
     monkeypatch.setattr(module, "SILENCE", 0.3)
     store = HashStore()

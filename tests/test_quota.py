@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 from tests.closing import in_time, may_close
 from tests.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, logprobs, prompt_ids, token_ids
 from trl_april.engine import Chunk, GenerationRequest
+from trl_april.errors import ServerError
 from trl_april.pool import Pool
 from trl_april.quota import SharedQuota
 from trl_april.rollout import RolloutDriver
@@ -361,6 +362,28 @@ def test_a_process_that_has_finished_waits_for_the_others_longer_than_its_server
     asyncio.run(run.generate())
     assert run.take() == [0, 1, 2, 3]
     assert run.drivers[0].round.seconds > 0.25
+
+
+@pytest.mark.parametrize(
+    ("waits", "closes"),
+    [
+        ([Silence(0.4), Tokens(1, 0.01), End()], True),
+        ([Tokens(1, 0.01), Silence(0.4), Tokens(1, 0.01), End()], False),
+    ],
+    ids=["queued", "begun"],
+)
+def test_requests_may_wait_behind_those_of_another_process(waits, closes):
+    """For longer than a server may be silent, as long as it serves the others. What has begun must go on."""
+    engines = [ScriptedEngine(default=completion(60, 0.01)), ScriptedEngine(default=Attempt(waits))]
+    run = Run(2, 4, engines, over_provisioning=1.0, idle_timeout=0.1)
+    run.begin_round(0)
+    if closes:
+        asyncio.run(run.generate())
+        assert run.take() == [0, 1, 2, 3]
+        assert [driver.round.aborted_requests for driver in run.drivers] == [0, 0]
+    else:
+        with pytest.raises(ServerError):
+            asyncio.run(run.generate())
 
 
 def test_a_round_that_surplus_fills_sends_nothing_and_counts_nothing():

@@ -163,6 +163,11 @@ class InFlight:
             )
         self.dispatch()
 
+    @property
+    def any_has_begun(self) -> bool:
+        """Whether a token has arrived of a request that runs."""
+        return any(request.has_begun for request in self.running.values())
+
     def spans(self, since: float) -> list[Span]:
         """The requests that were in flight in this round, as they are by now, in seconds since the time `since`.
 
@@ -322,6 +327,8 @@ class InFlight:
                         self.aborted_requests += self._ending.is_set()  # not those that others abort
                         break
                     if chunk.finish_reason is not None:
+                        if chunk.finish_reason == FinishReason.LENGTH:
+                            running.check_length()
                         self._pool.finish(sample, _finish_reason(chunk.finish_reason))
                         break
                 else:

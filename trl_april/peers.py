@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 LOOK = 0.5  # seconds between two looks at the store and at the processes of this host
 BEAT = 1.0  # seconds between two heartbeats
-SILENCE = 20.0  # seconds without a heartbeat after which a process of another host counts as dead
+SILENCE = 120.0  # seconds without a heartbeat after which a process of another host counts as dead
 HEARD = 3.0  # seconds that a failing process waits for the others to have read its report
 HOLD_BACK = 2.0  # seconds that a failed communication waits for the report of whoever caused it
 # Seconds after a report at which the main thread is interrupted, the process group aborted, and the process ended.
@@ -79,6 +79,7 @@ class Peers:
         self._left = threading.Event()
         self._ended = 0.0  # when the last run did
         self._main = threading.main_thread()
+        self._host = ""
         self._hosts: dict[int, tuple[str, int, float]] = {}
 
     # The main thread
@@ -99,7 +100,8 @@ class Peers:
         self._hosts = {}
         self._main = threading.current_thread()
         # Every process looks at the clock of its own host only, so clocks need not agree.
-        me = [_host(), os.getpid(), psutil.Process().create_time()]
+        self._host = _host()
+        me = [self._host, os.getpid(), _begun(psutil.Process())]
         self._store.set(self._key(f"host-{self._rank}"), json.dumps(me))
         thread = threading.Thread(target=self._look_out, name="trl-april-peers", daemon=True)
         thread.start()
@@ -249,19 +251,20 @@ class Peers:
             return report
         for rank, pid in self._dead_on_this_host():
             return self._publish(_lost(rank, f"has died (pid {pid}), without a word"))
-        if silent > SILENCE and not self._is_done(neighbour):
+        # One on this host has just been seen alive: what holds its interpreter for long stops its heartbeat, too.
+        is_elsewhere = self._hosts.get(neighbour, ("",))[0] != self._host
+        if silent > SILENCE and is_elsewhere and not self._is_done(neighbour):
             return self._publish(_lost(neighbour, f"has given no sign of life for {silent:.0f} s"))
         return None
 
     def _dead_on_this_host(self) -> Iterator[tuple[int, int]]:
-        host = _host()
         for rank in range(self._count):
             if rank not in self._hosts:
                 if not self._store.check([self._key(f"host-{rank}")]):
                     continue
                 self._hosts[rank] = tuple(json.loads(self._store.get(self._key(f"host-{rank}"))))
             name, pid, created = self._hosts[rank]
-            if name == host and not _is_alive(pid, created) and not self._is_done(rank):
+            if name == self._host and not _is_alive(pid, created) and not self._is_done(rank):
                 yield rank, pid
 
     def _is_done(self, rank: int) -> bool:
@@ -341,11 +344,16 @@ def _as_error(report: dict[str, Any]) -> BaseException:
     return error
 
 
+def _begun(process: psutil.Process) -> float:
+    """When it did, in seconds since the host did: no clock that somebody may set."""
+    return process.create_time() - psutil.boot_time()
+
+
 def _is_alive(pid: int, created: float) -> bool:
     try:
         process = psutil.Process(pid)
         # A process id is used again after a while. A zombie has ended, even if its parent has not looked yet.
-        return abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        return abs(_begun(process) - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:

@@ -6,6 +6,7 @@ owned here: no call waits for another process without looking whether it has fai
 
 from __future__ import annotations
 
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +18,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from .errors import PoolError
+from .gloo_interface import use_reachable_interface
 from .peers import Peers, connect
 from .pool import Pool
-from .quota import SharedQuota
+from .quota import LISTEN, SharedQuota
 from .roster import Roster
 from .shares import from_message, owner_of, part_of, shares, to_message
 from .stop import Stopped
 from .types import Group
+
+
+_trainers = itertools.count(1)  # of this process; as many in all of them
 
 
 class OneProcess:
@@ -83,7 +88,9 @@ class ManyProcesses:
     def __init__(self, accelerator: Accelerator) -> None:
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
-        self._peers = Peers(connect("peers"), self.rank, self.count)
+        # The store outlives a trainer, and what one has left there must not be found by the next.
+        self._prefix = f"trainer-{next(_trainers)}"
+        self._peers = Peers(connect(f"{self._prefix}/peers"), self.rank, self.count)
         self._quotas = 0
         self._group: Any = None
 
@@ -96,7 +103,9 @@ class ManyProcesses:
         with self._peers.watched():
             # One per run: after an error a call may be left in it half done. On the CPU for every kind of device: what
             # it carries is in ordinary memory, and its calls can be waited for while looking after the peers.
-            group = self._group = dist.new_group(backend="gloo")
+            # It has no time-out of its own, since callbacks and reward functions may take as long as they like.
+            use_reachable_interface()
+            group = self._group = dist.new_group(backend="gloo", timeout=LISTEN)
             try:
                 try:
                     yield
@@ -119,7 +128,7 @@ class ManyProcesses:
     def quota(self, roster: Roster, max_rejected: int | None = None) -> SharedQuota:
         """The quota that the processes share. To be called equally often in all of them."""
         self._quotas += 1
-        return SharedQuota(connect(f"quota-{self._quotas}"), roster, max_rejected)
+        return SharedQuota(connect(f"{self._prefix}/quota-{self._quotas}"), roster, max_rejected)
 
     def barrier(self) -> None:
         """Wait until all processes have come so far."""

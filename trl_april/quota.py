@@ -45,6 +45,8 @@ class SharedQuota:
     Attributes:
         num_finished (`int`):
             Finished groups of all processes, as of the last update.
+        num_tokens (`int`):
+            Tokens that all of them have told of in this round.
         is_closed, is_suspended (`bool`):
             How the round ended, by what was told first. The same in all processes after
             [`~SharedQuota.end_listening`], unless it ended with an error.
@@ -54,7 +56,8 @@ class SharedQuota:
         self._store = store
         self._roster = roster
         self._max_rejected = max_rejected
-        self.num_finished = 0
+        self.num_finished = self.num_tokens = 0
+        self._tokens_told = 0  # of this process, in all rounds
         self._round = 0
         self._requirements: list[Requirement] = []
         self._known: list[int] = []  # finished groups that every process knew when the round began
@@ -85,12 +88,14 @@ class SharedQuota:
         assert self._listener is not None, "begin_round comes first"
         self._listener.news.set()
 
-    async def update(self, patience: float = 0.0) -> bool:
+    async def update(self, patience: float = 0.0, tokens: Callable[[], int] = int) -> bool:
         """Count what this process has finished or rejected since the last update, and learn what others rejected.
 
         Args:
             patience (`float`, *optional*, defaults to `0.0`):
                 Seconds to wait for something to happen, here or elsewhere.
+            tokens (`Callable`, *optional*):
+                Says how many tokens this process has received so far, in all rounds. None by default.
 
         Returns:
             `bool`: Whether the round may close, in all processes.
@@ -109,7 +114,10 @@ class SharedQuota:
         _, *due = self._requirements
         # A group that falls due has gone by being rejected, too, but does not count towards the quota by it.
         added = [len(new), *(sum(b <= born for b in (*new, *rejected.values())) for born, _ in due)]
-        totals = await _in_thread(self._add, added, list(rejected))
+        received = tokens()
+        added.append(max(0, received - self._tokens_told))
+        self._tokens_told = received
+        *totals, self.num_tokens = await _in_thread(self._add, added, list(rejected))
         self.num_finished = self._known[0] + totals[0]
         if self._suffice(totals) and not self._ends:
             self._ends = True
@@ -150,7 +158,7 @@ class SharedQuota:
 
     def end_round(self) -> None:
         """Remove the counters. For one of the processes, once all of them have stopped to look at them."""
-        names = [str(number) for number in range(len(self._requirements))]
+        names = [str(number) for number in range(len(self._requirements) + 1)]  # and the tokens
         names += ["events", *(f"event-{n}" for n in range(1, self._store.add(self._key("events"), 0) + 1))]
         for name in names:
             self._store.delete_key(self._key(name))

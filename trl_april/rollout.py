@@ -436,7 +436,9 @@ class RolloutDriver:
             return
         try:
             while not self._closing.is_set():
-                if await self._quota.update(patience=1.0):
+                # Often enough for the others to hear in time that the server is not silent.
+                patience = min(1.0, self._idle_timeout / 4)
+                if await self._quota.update(patience, tokens=lambda: self.pool.tokens_generated):
                     self._closing.set()
                 await self._replace_rejected()
         except Exception as caught:  # the store, which another process may have taken with it
@@ -446,13 +448,16 @@ class RolloutDriver:
         """Until the round closes, nothing runs any more, or the engine has been silent for too long."""
         # Not by asyncio.wait on all tasks: waiting anew at the end of each of n takes n steps.
         while not self._closing.is_set():
-            tokens = self.pool.tokens_generated
+            tokens, of_all = self.pool.tokens_generated, self._tokens_of_all()
             try:
                 async with asyncio.timeout(self._idle_timeout):
                     await self._closing.wait()
             except TimeoutError:
                 # While nothing runs, it is a reward function that takes its time.
-                if self._flight.running and self.pool.tokens_generated == tokens:
+                if not self._flight.running or self.pool.tokens_generated != tokens:
+                    continue
+                # What has no token yet may wait behind the requests of other processes.
+                if self._flight.any_has_begun or self._tokens_of_all() == of_all:
                     self.failed(
                         ServerError(
                             f"The server has not sent a token for {self._idle_timeout:.0f} s with "
@@ -460,6 +465,10 @@ class RolloutDriver:
                             "vllm_server_timeout."
                         )
                     )
+
+    def _tokens_of_all(self) -> int:
+        """What all processes have received in this round, as far as known here."""
+        return 0 if self._quota is None else self._quota.num_tokens
 
 
 def _now() -> float:

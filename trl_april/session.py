@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,7 +260,9 @@ class RolloutSession:
         """
         began = time.monotonic()
         lost = isinstance(interrupted, ServerError)
-        if not lost or self.pool.tokens_generated > self._tokens_at_outage:
+        # Of any process: the others may have waited behind its requests.
+        (progressed,) = self._processes.most([float(self.pool.tokens_generated > self._tokens_at_outage)])
+        if not lost or progressed:
             self.recovery.all_is_well()
         self._tokens_at_outage = self.pool.tokens_generated
         self.recovery.wait_for_server(interrupted if lost else None)
@@ -313,15 +316,16 @@ class RolloutSession:
 
     def close(self) -> None:
         """Close connections, threads and loop, and take the bar away."""
-        if self._auto_factor is not None:
-            self._auto_factor.close()
-        if self._notebook is not None:
-            self._notebook.remove()
-        if self._dynamic is not None:
-            self._dynamic.close()
-        self._loop.run(self.driver.close())
-        self._loop.run(self._engine.close())
-        self._loop.close()
+        with ExitStack() as rest:  # also if the first of it is interrupted
+            rest.callback(self._loop.close)
+            rest.callback(lambda: self._loop.run(self._engine.close()))
+            if self._dynamic is not None:
+                rest.callback(self._dynamic.close)
+            if self._notebook is not None:
+                rest.callback(self._notebook.remove)
+            if self._auto_factor is not None:
+                rest.callback(self._auto_factor.close)
+            self._loop.run(self.driver.close())
 
     def _let_go_of_trained(self) -> None:
         args = self._trainer.args
