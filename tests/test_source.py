@@ -6,9 +6,10 @@ of `training_step` per round: `steps_per_generation * num_iterations`.
 """
 
 import random
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import islice, product
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, islice, product
 from pathlib import Path
 
 import pytest
@@ -902,21 +903,39 @@ def test_as_many_rows_more_as_groups_were_rejected(interrupted, rejected):
 # Elsewhere the number of micro-steps between two steps depends on where epochs end.
 @pytest.mark.parametrize("sizes", [sizes for sizes in RESUMED if sizes[0] * sizes[1] % sizes[2] == 0], indirect=True)
 def test_two_checkpoints_one_after_the_other(interrupted):
+    for steps in combinations(range(1, MAX_STEPS), 2):
+        assert_rows_go_on(interrupted, steps)
+
+
+@pytest.fixture
+def longer(monkeypatch):
+    """Before `interrupted`: a run that is long enough for its end to hide nothing."""
+    monkeypatch.setattr(sys.modules[__name__], "MAX_STEPS", 16)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 6), (2, 2, 2, 5)], indirect=True)
+def test_checkpoints_one_after_the_other_in_a_long_run(longer, interrupted):
+    """Inside of batches, too, so that every run has batches of its own."""
+    for steps in [*combinations(range(1, 6), 2), (1, 2, 3), (1, 3, 4), (2, 3, 5), (3, 6, 9), (1, 2, 5, 8)]:
+        assert_rows_go_on(interrupted, steps)
+
+
+def assert_rows_go_on(interrupted, steps: Sequence[int]) -> None:
+    """Resumed at each of these steps, a run goes on with the rows behind those that were handed out before."""
     quota = interrupted.quota
-    for first in range(1, MAX_STEPS):
-        for second in range(first + 1, MAX_STEPS):
-            trained = interrupted.trained_by(first)
-            cursor = interrupted.cursor(trained + quota)
-            source, unused = resumed_source(interrupted.at(first), cursor, held=quota, rejected=0, next_id=0)
-            assert unused == 0
-            source.next_rows(quota + 1)
-            handed_out = min(trained + 2 * quota + 1, trained + max(quota, len(interrupted.stock_from(first))))
-            trained += (second - first) * interrupted.accumulation // interrupted.micro * quota
-            held, needed = handed_out - trained, len(interrupted.stock_from(second))
-            if held < 0:
-                continue  # more would have been handed out by then
-            after, _ = interrupted.resumed(second, source.state_dict(), held=held)
-            assert after == interrupted.endless[handed_out:][: max(0, needed - held)], f"{first}, {second}"
+    begun, trained = steps[0], interrupted.trained_by(steps[0])
+    handed_out = trained + quota
+    cursor = interrupted.cursor(handed_out)
+    for step in steps:
+        trained += (step - begun) * interrupted.accumulation // interrupted.micro * quota
+        begun, held, needed = step, handed_out - trained, len(interrupted.stock_from(step))
+        if held < 0:
+            return  # more would have been handed out by then
+        after, _ = interrupted.resumed(step, cursor, held=held)
+        assert after == interrupted.endless[handed_out:][: max(0, needed - held)], f"{step} of {steps}"
+        source, _ = resumed_source(interrupted.at(step), cursor, held=held, rejected=0, next_id=0)
+        handed_out += len(source.next_rows((step - begun + 3) * quota + 1))
+        cursor = source.state_dict()
 
 
 def test_an_epoch_begun_anew(interrupted):

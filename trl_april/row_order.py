@@ -75,12 +75,14 @@ def resumed_source(
             "it to go on without its partial samples."
         )
     from_origin = None
-    if isinstance(trainer.train_dataset, IterableDataset) and not args.ignore_data_skip:
-        # Where a stream has ended before, `Trainer` cannot tell, and begins its next epoch anew. We have counted, so
-        # the rows can be found, if a round is what it was then.
-        from_origin = make_source(trainer, cursor["origin"])
-        if from_origin.state_dict() | {"handed_out": cursor["handed_out"]} != cursor:
-            from_origin = None
+    if not args.ignore_data_skip:
+        # Where a stream has ended before, `Trainer` cannot tell, and begins its next epoch anew. And where a run began
+        # inside of a batch, its batches are not those that the number of steps tells of. We have counted, so the rows
+        # can be found, if a round is what it was then.
+        began = make_source(trainer, cursor["origin"])
+        is_same = began.state_dict() | {"handed_out": cursor["handed_out"]} == cursor
+        if is_same and (isinstance(trainer.train_dataset, IterableDataset) or began.begins_inside_a_round):
+            from_origin = began
     if from_origin is not None and _is_between_rounds(cursor, step, ahead=held + rejected):
         return from_origin, from_origin.pass_over(cursor["handed_out"], rejected=rejected, next_id=next_id)
 
@@ -90,7 +92,7 @@ def resumed_source(
     if from_origin is not None:
         # Training needs another number of rows than if it had not been interrupted. They are counted where stock GRPO
         # is, and read where we were. (That reads the stream twice, which the case above spares.)
-        from_origin.pass_over(cursor["handed_out"], rejected=rejected, next_id=0)
+        from_origin.pass_over_all(cursor["handed_out"], rejected=rejected)
         source.hand_out_instead(from_origin)
     return source, unused
 

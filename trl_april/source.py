@@ -90,6 +90,11 @@ class RowSource:
             self._next_id += -(-micro_steps // micro_steps_per_round) * groups_per_round
             self._steps_before_epoch = start_step
 
+    @property
+    def begins_inside_a_round(self) -> bool:
+        """Whether rounds are not those of a run from the first step on, but later by a part of one."""
+        return self._offset > 0
+
     def _skip(self, start_step: int) -> None:
         """Pass over the rows of this epoch that were trained before."""
         micro_steps = (start_step - self._steps_before_epoch) * self._accumulation
@@ -188,6 +193,12 @@ class RowSource:
             passed += 1
         self._next_id = max(self._next_id, next_id)
         return rows - passed
+
+    def pass_over_all(self, rows: int, *, rejected: int) -> None:
+        """The same for a source whose rows another one hands out, which may have been more than this one plans."""
+        self.replace(rejected)
+        for _ in range(rows):
+            self._any_row()
 
     def hand_out_instead(self, other: RowSource) -> None:
         """From here on hand out the rows of another source: as many as training needs by the count of this one."""
