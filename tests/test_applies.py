@@ -1,10 +1,19 @@
 """Where the trainer runs stock GRPO and why, and which datasets are refused."""
 
+from types import SimpleNamespace
+
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from trl import GRPOConfig
 
-from trl_april.applies import check_arguments, check_dataset, check_processes, passed_over, why_stock
+from trl_april.applies import (
+    check_arguments,
+    check_dataset,
+    check_processes,
+    check_scoring,
+    passed_over,
+    why_stock,
+)
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import ConfigError
 from trl_april.trainer import APRILGRPOTrainer
@@ -82,11 +91,29 @@ def test_a_subclass_whose_methods_would_be_passed_over_runs_stock():
         def _calculate_rewards(self, *args, **kwargs):
             return super()._calculate_rewards(*args, **kwargs)
 
+    class Prompts(APRILGRPOTrainer):
+        def _generate(self, prompts):
+            return super()._generate([f"Be brief. {prompt}" for prompt in prompts])
+
     assert passed_over(APRILGRPOTrainer) == passed_over(Rewards) == []
+    assert passed_over(Prompts) == ["_generate"]
     assert passed_over(Curriculum) == ["get_train_dataloader"]
     reason = why_stock(config(), TEXT, overridden=passed_over(Generates))
     assert reason.startswith("a subclass overrides _generate_single_turn and get_train_dataloader, which")
     assert why_stock(config(), TEXT, overridden=[]) is None
+
+
+@pytest.mark.parametrize("dataset", [DatasetDict({"train": TEXT}), [{"prompt": "a"}]], ids=["splits", "list"])
+def test_what_is_no_dataset_is_left_for_trl_to_refuse(dataset):
+    assert why_stock(config(), dataset) is None
+    check_dataset(dataset, 2)
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+def test_rewards_that_dynamic_sampling_does_not_see_are_warned_of(overridden, caplog):
+    trainer = SimpleNamespace(is_fsdp_enabled=False, is_deepspeed_enabled=False, reward_funcs=[])
+    check_scoring(trainer, SimpleNamespace(count=1), overridden=overridden)
+    assert ("SimpleNamespace overrides _calculate_rewards" in caplog.text) is overridden
 
 
 def test_columns_are_those_that_a_transform_makes():

@@ -62,8 +62,8 @@ def test_a_mode_that_leaves_out_what_april_keeps(caplog):
 def test_a_reward_model_in_shards():
     trainer = SimpleNamespace(is_fsdp_enabled=True, is_deepspeed_enabled=False, reward_funcs=[torch.nn.Linear(1, 1)])
     with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*dynamic_sampling=False"):
-        applies.check_reward_models(trainer, SimpleNamespace(count=2))
-    applies.check_reward_models(trainer, SimpleNamespace(count=1))
+        applies.check_scoring(trainer, SimpleNamespace(count=2), overridden=False)
+    applies.check_scoring(trainer, SimpleNamespace(count=1), overridden=False)
 
 
 # Checkpoints

@@ -8,11 +8,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.test_trainer import DATASET, ROWS, RecordingTrainer, distinct_characters, make_config, make_trainer
-from trl_april.checkpoint import load_rollouts
+from trl_april.checkpoint import is_complete, load_rollouts
 from trl_april.errors import AprilError, CheckpointError, ConfigError
 from trl_april.pool import Pool
 from trl_april.pool_state import restore
@@ -142,6 +144,17 @@ class TestResuming:
                 before = [group for done in trainer.rounds[:step] for group in done.groups]
                 assert set(numbers(before + resumed.trained_groups).values()) == {3}
                 assert_continued(groups, resumed.trained_groups)
+
+    def test_a_training_that_is_complete_trains_nothing_more(
+        self, server, tiny_model_dir, tmp_path, whole_run, caplog
+    ):
+        """`Trainer` alone would do one step more, for which there are no rows."""
+        resumed = make_trainer(server, tiny_model_dir, tmp_path)
+        output = resumed.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir, "checkpoint-6")))
+        assert (output.global_step, resumed.state.global_step, resumed.rounds) == (6, 6, [])
+        assert "nothing is left to train" in caplog.text
+        for name, parameter in resumed.model.named_parameters():
+            assert torch.equal(parameter, whole_run.model.get_parameter(name))
 
     def test_rows_need_not_be_read_again(self, server, tiny_model_dir, tmp_path, whole_run):
         """Pinned: the rows of partial samples are in the checkpoint, so those who go on with other data lose none."""
@@ -318,6 +331,25 @@ class TestRefusals:
 
 
 class TestTheFolder:
+    def test_a_complete_one_is_not_written_over(self, server, tiny_model_dir, tmp_path):
+        """Saved a second time at one step, as at an epoch's end, the weights in it are those that they are."""
+
+        class Again(TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                trainer.save_model = trainer._save_optimizer_and_scheduler = fail
+                state.log_history.append({"step": state.global_step, "noted": "since"})
+                trainer._save_checkpoint(trainer.model, trial=None)
+
+        def fail(*args, **kwargs):
+            raise AssertionError("it is written over")
+
+        options = {"max_steps": 1, "max_completion_length": 8, "callbacks": [Again()], **SAVED}
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, **options)
+        trainer.train()
+        assert is_complete(tmp_path / "checkpoint-1")
+        assert "noted" in (tmp_path / "checkpoint-1" / "trainer_state.json").read_text()
+        assert not list((tmp_path / "checkpoint-1").glob("*.tmp"))
+
     def test_one_file_per_process_and_an_index(self, whole_run):
         folder = Path(whole_run.args.output_dir, "checkpoint-2", "april")
         index = json.loads((folder / "index.json").read_text())

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.fork_worker import Forked, Forker
 from tests.test_resume import saved_groups
-from tests.test_trainer import wait_until_idle
+from tests.test_trainer import make_trainer, rows_of, wait_until_idle
 from trl_april.checkpoint import is_complete
 
 
@@ -64,10 +65,46 @@ def test_the_second_one_leaves_at_once(forker, server, tiny_model_dir, tmp_path,
     """The server is out of reach, so that what it has generated is waited for in vain."""
     process = start(forker, server, tiny_model_dir, tmp_path, freeze=True, save_on_signal=save_on_signal)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(1.5)  # the second may not come before the first has been taken
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     output = process.communicate()
     assert process.returncode == -signal.SIGINT, output[-4000:]
     assert "have not ended in 5 s" not in output  # it did not wait
     assert not list(tmp_path.glob("told-out/checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True},
+        {"save_strategy": "best"},
+    ],
+    ids=["steps", "best"],
+)
+def test_at_the_end_of_a_step_the_checkpoint_is_written_and_stays(server, tiny_model_dir, tmp_path, saves):
+    """A training that ends there is not complete: no evaluation decides on it, and it is not removed for a better."""
+
+    class Told(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    trainer = make_trainer(
+        server, tiny_model_dir, tmp_path, reward=falling, callbacks=[Told()], eval_dataset=rows_of(4),
+        max_completion_length=20, save_on_signal=True, eval_strategy="steps", eval_steps=1,
+        metric_for_best_model="reward", greater_is_better=True, **saves,
+    )  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 143
+    assert is_complete(tmp_path / "checkpoint-3") and saved_groups(tmp_path / "checkpoint-3")
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [1, 2]
+    resumed = make_trainer(server, tiny_model_dir, tmp_path, reward=falling, max_completion_length=20)
+    resumed.train(resume_from_checkpoint=True)
+    assert [done.version for done in resumed.rounds] == [3, 4, 5]
+
+
+def falling(completions, trainer_state, **kwargs) -> list[float]:
+    """The first evaluation is the best."""
+    return [-float(trainer_state.global_step)] * len(completions)

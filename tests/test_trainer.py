@@ -30,6 +30,7 @@ from trl_april.errors import ConfigError, ServerError
 from trl_april.factor_chooser import FactorChooser
 from trl_april.report import read_run
 from trl_april.request import RequestMaker
+from trl_april.rollout import RolloutDriver
 from trl_april.server import LocalServer
 from trl_april.trainer import APRILGRPOTrainer
 
@@ -447,6 +448,41 @@ class TestDropIn:
         second_start = [entry for entry in trainer.state.log_history if entry.get("april/staleness_max") == 0]
         assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in second_start)
 
+    def test_a_second_interrupt_while_it_closes_leaves_nothing_behind(
+        self, server, tiny_model_dir, tmp_path, monkeypatch
+    ):
+        """Of a notebook whose cell is stopped twice, and then run again."""
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=2, max_completion_length=30)
+        close = RolloutDriver.close
+
+        async def interrupted(driver):
+            await close(driver)
+            raise RuntimeError("as Ctrl-C would")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="as Ctrl-C would"):
+            patch.setattr(RolloutDriver, "close", interrupted)
+            trainer.train()
+        assert not [thread for thread in threading.enumerate() if thread.name == "trl-april-rollouts"]
+        del trainer.rounds[:]
+        trainer.train()
+        assert [done.version for done in trainer.rounds] == [0, 1]
+
+    def test_an_evaluation_after_training_has_the_weights_of_the_moment(
+        self, server, tiny_model_dir, tmp_path, monkeypatch
+    ):
+        """They may be those of the best model, which has been loaded since."""
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, max_steps=1, max_completion_length=8, eval_dataset=rows_of(4),
+            eval_strategy="steps", eval_steps=1,
+        )  # fmt: skip
+        trainer.train()
+        synced = []
+        sync = trainer.vllm_generation.sync_weights
+        monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: synced.append(sync()))
+        trainer.evaluate()
+        trainer.evaluate()
+        assert len(synced) == 1
+
     def test_nothing_of_ours_outlives_training(self, server, tiny_model_dir, tmp_path):
         before = weight_folders()  # somebody else's
         trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=1, max_completion_length=8)
@@ -591,14 +627,18 @@ class TestDynamicSampling:
     ):
         """It sleeps for 2 s a call; what runs beside it goes on until the quota is met."""
 
+        class Stops(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_training_stop = True
+
         def slow(completions, **kwargs):
             time.sleep(2.0)
             return [float(index) for index in range(len(completions))]
 
         trainer = make_trainer(
-            server, tiny_model_dir, tmp_path, dynamic_sampling=True, reward=slow, max_steps=1, max_staleness=None,
+            server, tiny_model_dir, tmp_path, dynamic_sampling=True, reward=slow, max_steps=3, max_staleness=None,
             over_provisioning=3.0, max_completion_length=3000, generation_kwargs={"ignore_eos": True},
-            per_device_train_batch_size=4,
+            per_device_train_batch_size=4, callbacks=[Stops()],
         )  # fmt: skip
 
         def request(maker, group, sample, version):
@@ -613,7 +653,7 @@ class TestDynamicSampling:
         assert [len(sample) for sample in done.groups[0].samples] == [8] * 4
         # Generated while the reward function slept, and cut when it was done.
         lengths = [len(sample) for group in trainer.pool for sample in group.samples]
-        assert all(8 < length < 3000 for length in lengths)
+        assert len(lengths) == 8 and all(8 < length < 3000 for length in lengths)
 
 
 class TestMaskPolicy:

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 IMAGE_COLUMNS = ("image", "images")
 # Methods of TRL's that decide on what is generated and for which rows. While APRIL is on it does both itself.
-PASSED_OVER = ("_generate_single_turn", "get_train_dataloader")
+PASSED_OVER = ("_generate", "_generate_single_turn", "get_train_dataloader")
 
 
 def why_stock(
@@ -53,7 +53,7 @@ def why_stock(
         return f"a subclass overrides {' and '.join(overridden)}, which partial rollouts would pass over"
     if args.world_size > 1 and not dist.is_initialized():
         return f"the {args.world_size} processes do not form a torch.distributed process group"
-    if train_dataset is not None and _has_images(train_dataset):
+    if isinstance(train_dataset, (Dataset, IterableDataset)) and _has_images(train_dataset):
         return "the dataset has images, which partial rollouts do not support yet"
     return None
 
@@ -147,13 +147,27 @@ def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Data
         )
 
 
-def check_reward_models(trainer: GRPOTrainer, processes: Processes) -> None:
-    """Refuse reward models that processes would have to score with together. Under dynamic sampling each one scores
-    its groups when they are finished, so not all at the same time.
+def check_scoring(trainer: GRPOTrainer, processes: Processes, *, overridden: bool) -> None:
+    """Refuse reward models that processes would have to score with together, and warn of rewards that are changed
+    afterwards. Under dynamic sampling each process scores its groups when they are finished, so not all at the same
+    time, and by the reward functions alone.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Whose reward functions they are.
+        processes ([`OneProcess`] or [`ManyProcesses`]):
+            Those that training runs in.
+        overridden (`bool`):
+            Whether a subclass has a `_calculate_rewards` of its own.
 
     Raises:
-        ConfigError: If there is one.
+        ConfigError: If there is such a model.
     """
+    if overridden:
+        logger.warning(
+            f"dynamic_sampling is True and {type(trainer).__name__} overrides _calculate_rewards. Groups are accepted "
+            "or rejected by the reward functions alone; if it changes rewards, put that into a reward function."
+        )
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if processes.count > 1 and sharded and any(isinstance(f, torch.nn.Module) for f in trainer.reward_funcs):
         raise ConfigError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import reprlib
@@ -35,9 +36,12 @@ from .row_json import decode_row, encode_row
 from .source import CURSOR
 
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 2
 FOLDER = "april"
 INDEX = "index.json"
+UNFINISHED = "unfinished"  # the first save into this folder is under way, or was cut short
 _INDEX_KEYS = {"format", "save_id", "processes", "source", "digest"}
 _ARRAYS = {"token_ids": ("i", np.dtype("<i4")), "logprobs": ("f", np.dtype("<f4"))}
 _OTHER_CHECKSUM = "its content does not have the checksum that it was written with"
@@ -90,6 +94,9 @@ def save_rollouts(
     """
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / INDEX).exists():  # one that never came is to be told from one that is lost
+        (folder / UNFINISHED).touch()
+        _flush(folder)
     name = _file_name(save_id, rank, processes)
     _write(folder / name, lambda path: _save_pool(path, name, pool))
     barrier()
@@ -100,7 +107,7 @@ def save_rollouts(
         # What an earlier save has left, of the same step or of a run that was killed before it was complete.
         current = {INDEX, *(_file_name(save_id, number, processes) for number in range(processes))}
         for left in set(os.listdir(folder)) - current:
-            if re.fullmatch(r"pool-.*\.safetensors|\..*\.tmp", left):  # and nothing that is not ours
+            if re.fullmatch(rf"pool-.*\.safetensors|\..*\.tmp|{UNFINISHED}", left):  # and nothing that is not ours
                 (folder / left).unlink(missing_ok=True)
 
 
@@ -114,7 +121,10 @@ def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
         CheckpointError: If a file is missing, damaged, or of another format.
     """
     folder = checkpoint / FOLDER
-    if not folder.exists():
+    if not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
+        return None
+    if (folder / UNFINISHED).exists() and not (folder / INDEX).exists():
+        logger.warning("%s was not written to its end. Training resumes without partial samples.", folder)
         return None
     index = _load_index(folder)
     # One by one: whatever number of processes a damaged index has, the first file that is missing ends it.

@@ -15,12 +15,30 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers import PreTrainedConfig
 
 
 # Columns are kept in multiples of it: allocators and compilers see few shapes, and hardware even ones.
 COLUMNS = 64
 
 PerToken = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def width_matters(config: PreTrainedConfig) -> bool:
+    """Whether a token's log-probability depends on the width of its micro-batch, padding included.
+
+    It does where rotary frequencies are chosen by the longest position of an input: Dynamic NTK and LongRoPE
+    (https://huggingface.co/papers/2402.13753).
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    of_layers = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    types = [str(one.get("rope_type", one.get("type"))) for one in of_layers]
+    return any("dynamic" in name or name == "longrope" for name in types)
 
 
 def columns_needed(completion_mask: torch.Tensor, multiple: int = COLUMNS) -> torch.Tensor:

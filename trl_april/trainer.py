@@ -15,6 +15,8 @@ Everything else is inherited. Where APRIL does not apply, stock GRPO runs.
 from __future__ import annotations
 
 import os
+import textwrap
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,16 +32,16 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
-from .applies import check_arguments, check_reward_models, passed_over, why_stock
+from .applies import check_arguments, check_scoring, passed_over, why_stock
 from .batch import batch_rows, completion_columns, evaluation_columns, rollout_output, round_metrics
 from .checkpoint import FOLDER
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
 from .dashboards import order_dashboards
-from .errors import CheckpointError, PoolError, ServerError
+from .errors import CheckpointError, ConfigError, PoolError, ServerError
 from .loss import known_to_trl
 from .micro_batches import like_lengths_together, micro_batches_are_free, surely_in_one_step
-from .padding import COLUMNS, PerToken, without_padding
+from .padding import COLUMNS, PerToken, width_matters, without_padding
 from .pool import Pool
 from .processes import processes_of
 from .recovery import Recovery
@@ -75,8 +77,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     logs are inherited; the log gains keys with the prefix `april/`.
 
     APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
-    `environment_factory`, `rollout_func` or images, and unless a subclass overrides `_generate_single_turn` or
-    `get_train_dataloader`. Otherwise the trainer runs stock GRPO and says so once.
+    `environment_factory`, `rollout_func` or images, and unless a subclass overrides `_generate`,
+    `_generate_single_turn` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO and says so once.
 
     What each round took and came to is written into `april_rounds.jsonl` in `output_dir`; `trl-april report` shows it.
 
@@ -127,6 +129,13 @@ class APRILGRPOTrainer(GRPOTrainer):
     _paper = {
         "title": "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
         "id": "2509.18521",
+        "citation": textwrap.dedent("""\
+            @article{zhou2025april,
+                title        = {{APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation}},
+                author       = {Yuzhen Zhou and Jiajun Li and Yusheng Su and Gowtham Ramesh and Zilin Zhu and Xiang Long and Chenyang Zhao and Jin Pan and Xiaodong Yu and Ze Wang and Kangrui Du and Jialian Wu and Ximeng Sun and Jiang Liu and Qiaolin Yu and Hao Chen and Zicheng Liu and Emad Barsoum},
+                year         = 2025,
+                eprint       = {arXiv:2509.18521},
+            }"""),  # noqa: E501
     }
 
     def __init__(
@@ -155,7 +164,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             overridden=passed_over(type(self)),
         )  # fmt: skip
         self.april_enabled = stock_because is None
-        self._warned_of_mask = False
+        self._warned_of_mask = self._warned_of_override = False
+        self._asked_for: list[Any] | None = None  # prompts of the generation batch that TRL asks for
         self.pool: Pool | None = None
         self._session: RolloutSession | None = None
         self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
@@ -165,10 +175,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self.april_enabled:
             self._options = AprilOptions.of(args)
             check_arguments(args, self._options, train_dataset)
+        else:  # and the model card says so
+            self._tag_names, self._name, self._paper = GRPOTrainer._tag_names, GRPOTrainer._name, GRPOTrainer._paper
 
         # TRL connects to vLLM in its constructor and offers no way to do that with another class. So it is constructed
         # with vLLM off, and the server is attached afterwards.
-        with _vllm_off(args) if self.april_enabled else nullcontext(), known_to_trl(args):
+        with _vllm_off(args, model) if self.april_enabled else nullcontext(), known_to_trl(args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -188,7 +200,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self.april_enabled:
             self._processes = processes_of(self.accelerator)
             if self._options.dynamic_sampling:
-                check_reward_models(self, self._processes)
+                overridden = type(self)._calculate_rewards is not APRILGRPOTrainer._calculate_rewards
+                check_scoring(self, self._processes, overridden=overridden)
             with self._processes.watched():
                 self._attach_server()
             self.add_callback(_Steps(self))
@@ -223,12 +236,15 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool = None
         # An earlier call may have ended in the middle of a generation batch.
         self._step, self.trained_micro_steps, self._buffered_inputs = 0, 0, None
+        self._stops_with = 0  # the signal that all processes have agreed to end by
         with self._listening_to_signals():
             try:
                 with self._processes.watched():
                     output = self._train(resume_from_checkpoint, *args, **kwargs)
             except Stopped as stopped:
                 leave(stopped.signal)
+            finally:
+                self._last_loaded_step = -1  # the best model may have been loaded, and is evaluated next
             if self._stop.signal:
                 leave(self._stop.signal)
             return output
@@ -238,12 +254,15 @@ class APRILGRPOTrainer(GRPOTrainer):
         resume_from_checkpoint = self._checkpoints.open(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        except _NothingToTrain:
+            logger.warning(f"{resume_from_checkpoint} is of a training that is complete: nothing is left to train.")
+            return self._finalize_training(None, 0, time.time())
         finally:
-            if self._session is not None:
+            session, self._session = self._session, None  # the pool stays, to be looked at
+            if session is not None:
                 self.vllm_generation.before_sync = None
                 self.vllm_generation.give_up()
-                self._session.close()
-                self._session = None  # the pool stays, to be looked at
+                session.close()
                 self._run_log.close()
 
     def _listening_to_signals(self) -> Any:
@@ -265,6 +284,13 @@ class APRILGRPOTrainer(GRPOTrainer):
             if self.april_enabled and self.log_completions:
                 self._pending_extra_logs.update(evaluation_columns(len(inputs)))
             return super()._generate_and_score_completions(inputs)
+        if self._asked_for not in (None, [row["prompt"] for row in inputs]):
+            raise ConfigError(
+                f"{type(self).__name__} changes the prompts of a generation batch, but those of partial rollouts are "
+                "rows of the dataset, which they may have been for several batches. Change them there: "
+                "train_dataset.map(...), or with_transform(...)."
+            )
+        self._asked_for = None  # they are not asked for any more
         done = self._run_round()
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
@@ -282,8 +308,19 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
+        if self.april_enabled:
+            self._asked_for = [row["prompt"] for row in generation_batch] if self.model.training else None
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.april_enabled or self._buffered_inputs is before or not micro_batches_are_free(self):
+        if not self.april_enabled or self._buffered_inputs is before:
+            return inputs
+        if self._asked_for is not None and not self._warned_of_override:
+            self._warned_of_override = True
+            logger.warning(
+                f"{type(self).__name__} generates training batches by itself: its _generate_and_score_completions "
+                "does not call that of APRILGRPOTrainer. Training runs as stock GRPO, and the options of "
+                "APRILGRPOConfig have no effect."
+            )
+        if not micro_batches_are_free(self):
             return inputs
         per_step = surely_in_one_step(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
         self._buffered_inputs = like_lengths_together(self._buffered_inputs, per_step, multiple=self._column_multiple)
@@ -293,6 +330,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         # First the rollouts, then everything else: what is written last is what makes a checkpoint complete.
         if self._session is not None:
             self._checkpoints.save_rollouts(trial)
+            if self._checkpoints.has_weights:
+                self._checkpoints.save_state(trial)
+                return
         super()._save_checkpoint(model, trial)
         if self._session is not None:
             self._checkpoints.is_saved()
@@ -316,9 +356,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> PerToken:
         # TRL pads every micro-batch to the longest completion of the whole batch, which with a long tail is most of
-        # what it computes. With images, which evaluation may have, the columns are not all that there is to a row.
+        # what it computes. With images, which evaluation may have, the columns are not all that there is to a row; and
+        # some models depend on their number.
         score = super()._get_per_token_logps_and_entropies
-        if not self.april_enabled or kwargs.get("num_images") is not None:
+        if not self.april_enabled or kwargs.get("num_images") is not None or width_matters(self.model.config):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         return without_padding(
             score, model, input_ids, attention_mask, logits_to_keep, batch_size,
@@ -333,6 +374,8 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _run_round(self) -> Round:
         """Sync, fill the pool, and run until the quota is met."""
+        if self.state.global_step >= self.state.max_steps:
+            raise _NothingToTrain  # `Trainer` would do one more step
         if self._session is None:
             self._open_session()
         assert self._session is not None
@@ -412,10 +455,21 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self._options.save_on_signal:
             (number,) = self._processes.most([float(self._stop.signal)])
             if number:
-                self._stop.signal = int(number)  # `train` leaves with it
-                control.should_save = control.should_training_stop = True
+                self._stop.signal = self._stops_with = int(number)
+                # Whoever sent the signal may not wait for an evaluation, after which TRL may not save, either.
+                control.should_save, control.should_evaluate = True, False
                 if self._session is not None:
                     self._session.cut()  # so that the checkpoint has all that is generated
+
+    def checkpoint_has_been_written(self) -> None:
+        """End training if a signal has asked for it. What comes at the end of a training that is complete, such as
+        the removal of all checkpoints but the best, is not for one that is to be resumed.
+
+        Raises:
+            Stopped: In all processes.
+        """
+        if self._stops_with and self.state.global_step < self.state.max_steps:
+            raise Stopped(self._stops_with)
 
     def _oldest_trained(self, done: Round) -> int | None:
         """The oldest policy version whose tokens stay in the loss; `None` if all do."""
@@ -477,17 +531,27 @@ class APRILGRPOTrainer(GRPOTrainer):
         )
 
 
+class _NothingToTrain(Exception):
+    """Training resumes where it is complete."""
+
+
 class _Steps(TrainerCallback):
     """What there is to do when an optimiser step begins or has ended."""
 
     def __init__(self, trainer: APRILGRPOTrainer) -> None:
         self._trainer = trainer
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.step_has_begun()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_has_ended(control)
+
+    # What there is to save at the end of a step is saved behind `on_step_end`, before one of these.
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.checkpoint_has_been_written()
+        self._trainer.step_has_begun()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.checkpoint_has_been_written()
 
 
 def _api_key() -> str | None:
@@ -496,11 +560,18 @@ def _api_key() -> str | None:
 
 
 @contextmanager
-def _vllm_off(args: GRPOConfig) -> Iterator[None]:
+def _vllm_off(args: GRPOConfig, model: Any) -> Iterator[None]:
     """For TRL's constructor only: no vLLM, and none of its sampling options, which transformers does not know."""
     use_vllm, generation_kwargs = args.use_vllm, args.generation_kwargs
     args.use_vllm, args.generation_kwargs = False, None
+    # Without vLLM it asks for this one if there is an image processor, as there may be beside a model of text alone.
+    config = getattr(model, "config", None)
+    lacks_image = config is not None and not hasattr(config, "image_token_id")
+    if lacks_image:
+        config.image_token_id = 0
     try:
         yield
     finally:
         args.use_vllm, args.generation_kwargs = use_vllm, generation_kwargs
+        if lacks_image:
+            del config.image_token_id

@@ -6,6 +6,7 @@ checkpoint until it is complete again, and one that is complete for this step on
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,12 +78,27 @@ class TrainerCheckpoints:
         if self._trainer.args.save_only_model:
             return  # nobody can resume from it
         folder = self._folder(self._trainer.state.global_step, trial)
-        if self._processes.rank == 0 and self._step != self._trainer.state.global_step:
+        if self._processes.rank == 0 and not self.has_weights:
             # Until this save is complete, what an earlier run has left there is no checkpoint either.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         session = self._trainer._session
         assert session is not None
         session.save(folder)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a complete checkpoint of the present step, which is not to be written over."""
+        return self._step == self._trainer.state.global_step
+
+    def save_state(self, trial: Any = None) -> None:
+        """Write what the trainer has noted since the checkpoint of the present step was written."""
+        state, folder = self._trainer.state, self._folder(self._trainer.state.global_step, trial)
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(folder)
+        if self._trainer.args.should_save:
+            temporary = folder / f".{TRAINER_STATE_NAME}.tmp"
+            state.save_to_json(str(temporary))
+            os.replace(temporary, folder / TRAINER_STATE_NAME)
 
     def is_saved(self) -> None:
         """The checkpoint of the present step is complete."""
@@ -91,7 +107,7 @@ class TrainerCheckpoints:
     def save_now(self) -> None:
         """Write a checkpoint in the middle of a step: the weights at its beginning, and all that is generated."""
         trainer = self._trainer
-        if self._step == trainer.state.global_step:
+        if self.has_weights:
             self.save_rollouts()  # the weights are in it already
         else:
             trainer._save_checkpoint(trainer.model, trial=None)
