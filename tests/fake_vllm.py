@@ -379,6 +379,8 @@ class FakeVLLM:
             ids = [100 + place for place in range(position, position + count)]
             logprobs = [-1 / (place + 1) for place in range(position, position + count)]
             position += count
+            if cut and position == start:
+                break  # the server then has nothing to say but that it is done
             ended = "abort" if cut else reason if position == stop else None
             await stream.tokens(ids, logprobs, ended)
             if ended:

@@ -50,6 +50,12 @@ def test_bytes_may_be_cut_anywhere(size: int):
     ]
 
 
+def test_a_request_that_was_aborted_before_its_first_token():
+    """vLLM sends nothing of it but the end of the stream."""
+    assert read(b"data: [DONE]\n\n") == [Chunk([], [], "abort")]
+    assert read(event() + b"data: [DONE]\n\n") == [Chunk([5], [-1.0])]  # whereas this one has been cut short
+
+
 @pytest.mark.parametrize("ending", [event([], [], "stop"), b"data: [DONE]\n\n"])
 def test_nothing_counts_after_the_end(ending: bytes):
     """Not even what is broken: with a finish reason, or `[DONE]`, all has been said."""

@@ -272,7 +272,8 @@ def judge(case: Case, pool: Pool, sample: Sample, error: AprilError | None) -> N
         assert case.second_prompt == PROMPT + said.token_ids[:first]
 
     # It ends as it must.
-    finished = said.outcome in ("stop", "length")
+    too_short = said.outcome == "length" and 0 < len(said.token_ids) < BUDGET
+    finished = said.outcome in ("stop", "length") and not too_short
     if error is not None:
         assert type(error) in (EngineError, ServerError, PoolError), repr(error)
         assert len(str(error)) > 30 and len(str(error)) < 2000, "an error is a sentence"
@@ -293,7 +294,7 @@ def judge(case: Case, pool: Pool, sample: Sample, error: AprilError | None) -> N
         elif said.outcome in ("cut", ServerError):
             assert (error is None and asked_again) if case.retries else type(error) is ServerError
         else:
-            assert type(error) is said.outcome and not asked_again
+            assert type(error) is (EngineError if too_short else said.outcome) and not asked_again
     elif sight is Sight.SILENCE:
         # One of the streams is given up, or the whole server.
         assert type(error) is ServerError

@@ -29,6 +29,8 @@ def test_defaults():
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "stop_token_ids": [2],
         },
         min_tokens=0,
@@ -44,6 +46,8 @@ def test_every_argument_arrives():
         "top_k": 20,
         "min_p": 0.05,
         "repetition_penalty": 1.1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop_token_ids": [2],
     }
 
@@ -113,6 +117,21 @@ def test_what_a_cut_cannot_preserve_is_refused_with_value_rule_and_remedy(name, 
 )
 def test_what_is_switched_off_is_no_obstacle(name, off):
     assert options(generation_kwargs={name: off}).body["temperature"] == 1.0
+
+
+def test_the_servers_own_penalties_do_not_count():
+    """Those of its `--override-generation-config` would count the output of one request only."""
+    for given in ({}, {"presence_penalty": None, "frequency_penalty": 0}):
+        body = options(generation_kwargs=given).body
+        assert (body["presence_penalty"], body["frequency_penalty"]) == (0.0, 0.0)
+
+
+def test_what_cannot_be_sent_is_refused_before_training():
+    assert options(generation_kwargs={"logit_bias": {4: -100}}).body["logit_bias"] == {4: -100}
+    with pytest.raises(
+        ConfigError, match="generation_kwargs cannot be sent .* as JSON: .*set is not JSON serializable"
+    ):
+        options(generation_kwargs={"allowed_token_ids": {4, 5}})
 
 
 def test_a_regular_expression_of_the_config_is_refused_too():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +49,33 @@ def connect(server: ThreadingHTTPServer, path: str = "", *, seconds: float = 0.0
         api_key="key",
         keeps_cache=False,
     )
+
+
+def test_the_salt_is_where_the_server_looks_for_it(answering, monkeypatch):
+    """Beside images, too, where what is no sampling parameter has a place of its own."""
+    client = connect(answering)
+    sent = []
+
+    def post(url: str, json: dict) -> SimpleNamespace:
+        sent.append((url.rsplit(":", 1)[1].partition("/")[2], json))
+        choice = {
+            "token_ids": [5], "prompt_token_ids": [1, 2],
+            "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}],
+                         "content": [{"token": "token_id:5", "logprob": -1.0, "top_logprobs": []}]},
+        }  # fmt: skip
+        return SimpleNamespace(status_code=200, json=lambda: {"choices": [choice]})
+
+    monkeypatch.setattr(client.session, "post", post)
+    monkeypatch.setattr("trl.generation.vllm_client.parse_logprobs", lambda logprobs: ([], []))
+    for _ in range(2):
+        client.generate([[1, 2], [1, 2]], features=[{"image": 1}, None], generation_kwargs={"seed": 3})
+        client.generate([[1, 2]])
+        client.weights_have_changed()
+    assert [path for path, _ in sent] == [*["inference/v1/generate"] * 2, "v1/completions"] * 2
+    salts = [body["cache_salt"] for _, body in sent]
+    assert len(set(salts[:3])) == len(set(salts[3:])) == 1 and salts[0] != salts[3]
+    params = [body["sampling_params"] for path, body in sent if "inference" in path]
+    assert all("cache_salt" not in one and one["seed"] == 3 for one in params)
 
 
 def test_a_server_that_is_not_ready_yet_is_waited_for(answering, monkeypatch, caplog):

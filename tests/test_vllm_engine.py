@@ -95,7 +95,7 @@ def test_the_request_as_it_is_sent():
         min_p=None,
         repetition_penalty=1.1,
         stop_token_ids=[2, 5],
-        generation_kwargs={"min_tokens": 8, "seed": 3, "logit_bias": {"4": -100}},
+        generation_kwargs={"min_tokens": 8, "seed": 3, "logit_bias": {4: -100}},
     )
     request = GenerationRequest(
         "run-7-1-9", [*PROMPT, 100, 101], generated=2, max_tokens=30, cache_salt="run-4", seed=77
@@ -120,6 +120,8 @@ def test_the_request_as_it_is_sent():
         "top_k": 20,
         "min_p": 0.0,
         "repetition_penalty": 1.1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "stop_token_ids": [2, 5],
         "logit_bias": {"4": -100},
         "stream": True,

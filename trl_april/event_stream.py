@@ -45,6 +45,7 @@ class EventStream:
         self._vocab_size = vocab_size
         self._longest = BYTES_PER_LINE + BYTES_PER_TOKEN * (len(request.token_ids) + request.max_tokens)
         self._pending = bytearray()
+        self._events = 0
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
         """Read on.
@@ -93,7 +94,8 @@ class EventStream:
         data = line[len(b"data:") :].strip()
         if data == b"[DONE]":
             self.ended = True
-            return None
+            # Of a request that was aborted before its first token vLLM says nothing else.
+            return None if self._events else Chunk([], [], "abort")
         try:
             event = orjson.loads(data)
         except orjson.JSONDecodeError as error:
@@ -121,6 +123,7 @@ class EventStream:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._error("got a malformed event", data) from error
         self._check(chunk)
+        self._events += 1
         return chunk
 
     def _check_echo(self, echoed: Any) -> None:

@@ -6,6 +6,7 @@ exactly if the server then treats those tokens as it would have treated them unc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +114,16 @@ def sampling_options(
         "min_p": 0.0 if min_p is None else min_p,
         "repetition_penalty": repetition_penalty,
         **extra,
+        # Named, so that no default of the server's counts, and off: see above.
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
     }
+    try:
+        json.dumps(body)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"generation_kwargs cannot be sent to a server as JSON: {error}. They are {extra!r}."
+        ) from error
     if not body.get("ignore_eos"):
         # Named in the request, so that it does not depend on how the server reads the model's generation config.
         body["stop_token_ids"] = sorted({*stop_token_ids, *(body.get("stop_token_ids") or [])})

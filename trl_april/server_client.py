@@ -50,6 +50,14 @@ class ServerClient(VLLMClient):
         salted = {"cache_salt": self._salt, **(generation_kwargs or {})}
         return super().generate(*args, generation_kwargs=salted, **kwargs)
 
+    def _post(self, url: str, **kwargs: Any) -> Any:
+        # Beside images TRL puts everything under "sampling_params", where vLLM passes over what is not one.
+        body = kwargs.get("json")
+        if isinstance(body, dict) and "cache_salt" in (body.get("sampling_params") or {}):
+            params = dict(body["sampling_params"])  # all requests have the same
+            kwargs["json"] = {**body, "cache_salt": params.pop("cache_salt"), "sampling_params": params}
+        return super()._post(url, **kwargs)
+
     def weights_have_changed(self) -> None:
         """What was cached so far is not to be found any more."""
         # By chance and not by the policy version, which begins anew with every call of `train`.

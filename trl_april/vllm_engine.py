@@ -83,7 +83,7 @@ class VLLMEngine:
         try:
             async with self._open_session().post(
                 f"{self._base_url}/v1/completions",
-                data=orjson.dumps(body),
+                data=orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS),  # logit_bias is by token id
                 headers={"X-Request-Id": request.request_id, "Content-Type": "application/json"},
             ) as response:
                 await _raise_for_status(response)
