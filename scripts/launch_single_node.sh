@@ -25,6 +25,9 @@ Usage: launch_single_node.sh MODEL [options] -- [arguments of scripts/grpo.py] [
 The server spreads the model over all of its GPUs. Where their number does not divide its attention heads, say otherwise
 at the end: -- --tensor-parallel-size 4 --data-parallel-size 2
 
+When it is to end, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (600 unless it is set) to write the checkpoint
+of --save_on_signal.
+
 Which GPUs there are: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD) if it is set, otherwise all.
 TEXT
 }
@@ -107,6 +110,7 @@ if ((${#gpus[@]} == 0)); then
     echo "No GPU was found: server and trainer run on the CPU."
     [[ -z $server_gpus ]] || die "--server-gpus is $server_gpus, but no GPU was found. Leave it out for a CPU."
     trainer_env=(ACCELERATE_USE_CPU=true)
+    trainer_args=(--bf16 false "${trainer_args[@]}") # TRL's default is true, which transformers refuses on a CPU
     processes=${processes:-1}
     config=${config:-$here/accelerate/cpu_ddp.yaml}
 elif ((${#gpus[@]} == 1)); then
@@ -132,10 +136,13 @@ whole_number --processes "$processes"
 set -m # each in a process group of its own: Ctrl-C reaches this script alone, and it stops them in order
 server_pid='' trainer_pid=''
 
+# torchrun's own 30 s are too few to write a checkpoint in.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+
 # shellcheck disable=SC2329  # called by the trap
-end() { # PID, or -PID for its whole process group
+end() { # PID, or -PID for its whole process group; SECONDS that it has
     kill -TERM -- "$1" 2>/dev/null || return 0
-    for _ in {1..100}; do # 20 s; the server takes up to 10 to end its children
+    for ((i = 0; i < 5 * $2; i++)); do
         kill -0 -- "$1" 2>/dev/null || return 0
         sleep 0.2
     done
@@ -144,8 +151,10 @@ end() { # PID, or -PID for its whole process group
 
 # shellcheck disable=SC2329
 clean_up() {
-    [[ -z $trainer_pid ]] || end "-$trainer_pid"
-    [[ -z $server_pid ]] || end "$server_pid"
+    trap '' HUP INT TERM # an exit in here would leave processes behind
+    # Workers lead sessions of their own, so it is torchrun that has to end them.
+    [[ -z $trainer_pid ]] || end "-$trainer_pid" $((TORCH_ELASTIC_SHUTDOWN_TIMEOUT + 20))
+    [[ -z $server_pid ]] || end "$server_pid" 20 # it takes up to 10 to end its children
 }
 trap clean_up EXIT
 trap 'exit 129' HUP

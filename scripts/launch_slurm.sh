@@ -40,7 +40,11 @@ Usage: sbatch [options of sbatch] launch_slurm.sh MODEL [options] -- [arguments 
   --timeout SECONDS     that the server has to become ready (default: 3600)
 
 The GPUs of a node have one copy of the model. Where their number does not divide its attention heads, say otherwise at
-the end: -- --tensor-parallel-size 4 --data-parallel-size 2
+the end: -- --tensor-parallel-size 4 --data-parallel-size 2 (on two server nodes: --data-parallel-size 4
+--data-parallel-size-local 2)
+
+When the job is to end, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (600 unless it is set) to write the
+checkpoint of --save_on_signal. Slurm tells this script in time if sbatch gets --signal=B:TERM@600.
 TEXT
 }
 
@@ -122,7 +126,7 @@ server_list=$(join "${nodes[@]:trainer_nodes}")
 server_head=${nodes[trainer_nodes]}
 if [[ -z $server_address ]]; then
     # Asked here, on another node: on its own node a name often stands for the loopback.
-    server_address=$(getent ahostsv4 "$server_head" | awk 'NR == 1 { print $1 }')
+    server_address=$(getent ahostsv4 "$server_head" | awk 'NR == 1 { print $1 }') || true
     [[ -n $server_address && $server_address != 127.* ]] ||
         die "$server_head resolves to '$server_address', where other nodes do not reach it. Pass --server-address."
 fi
@@ -141,8 +145,12 @@ step=(srun --export=ALL --cpu-bind=none --ntasks-per-node=1 --kill-on-bad-exit=1
 
 server_pid='' trainer_pid=''
 
+# torchrun's own 30 s are too few to write a checkpoint in.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+
 # shellcheck disable=SC2329  # called by the trap
 clean_up() {
+    trap '' INT TERM # an exit in here would leave the server behind
     for pid in $trainer_pid $server_pid; do
         kill -TERM "$pid" 2>/dev/null || continue # srun ends its step
         wait "$pid" || true
@@ -159,7 +167,7 @@ if ((server_nodes > 1)); then
     # Ray joins the nodes, runs the command on the first, and ends with it.
     serve=(
         ray symmetric-run --address "$server_address:6379" --min-nodes "$server_nodes" --num-gpus "$gpus_per_node" --
-        "${serve[@]}" --data-parallel-size "$server_nodes" --data-parallel-backend ray
+        "${serve[@]}" --data-parallel-size "$server_nodes" --data-parallel-size-local 1 --data-parallel-backend ray
         --data-parallel-address "$server_address"
     )
 fi

@@ -64,6 +64,18 @@ if os.environ.get("TRAINER") == "runs":
     child = subprocess.Popen(["sleep", "600"])
     (records / "trainer-runs").write_text(str(child.pid))
     child.wait()
+if os.environ.get("TRAINER") == "saves":
+    def save(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (records / "trainer-saves").write_text("")
+        time.sleep(1)
+        (records / "trainer-saved").write_text("")
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, save)
+    (records / "trainer-runs").write_text(str(os.getpid()))
+    while True:
+        signal.pause()
 sys.exit(int(os.environ.get("TRAINER", 0)))
 """
 
@@ -97,6 +109,8 @@ print("\\n".join(arguments[2].split(",")))
 """
 
 GETENT = """
+if not os.environ["ADDRESS"]:
+    sys.exit(2)
 print(os.environ["ADDRESS"], "STREAM", arguments[1])
 print(os.environ["ADDRESS"], "DGRAM")
 """
@@ -142,17 +156,21 @@ def machine(tmp_path):
             text=True,
         )
 
-    def run(launcher: Path, *arguments: str, **environment: str) -> SimpleNamespace:
-        process = start(launcher, *arguments, **environment)
+    def finish(process: subprocess.Popen) -> SimpleNamespace:
         output, errors = process.communicate(timeout=60)
         return SimpleNamespace(returncode=process.returncode, output=output, errors=errors)
+
+    def run(launcher: Path, *arguments: str, **environment: str) -> SimpleNamespace:
+        return finish(start(launcher, *arguments, **environment))
 
     def calls(name: str) -> list[SimpleNamespace]:
         return [SimpleNamespace(**json.loads(path.read_text())) for path in sorted(records.glob(f"{name}-*.json"))]
 
     # Started in the background, the tests ignore SIGINT, and so does what they start; Bash cannot trap it then.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield SimpleNamespace(put=put, start=start, run=run, calls=calls, records=records, commands=commands)
+    yield SimpleNamespace(
+        put=put, start=start, finish=finish, run=run, calls=calls, records=records, commands=commands
+    )
     signal.signal(signal.SIGINT, before)
     started = [json.loads(path.read_text())["pid"] for path in records.glob("*.json")]
     deadline = time.monotonic() + 5
@@ -213,7 +231,7 @@ def test_without_gpus_both_run_on_the_cpu(machine):
     assert trainer.arguments == [
         "launch", "--config_file", str(SCRIPTS / "accelerate" / "cpu_ddp.yaml"), "--num_processes", "1",
         str(SCRIPTS / "grpo.py"), "--model_name_or_path", "dir/model",
-        "--vllm_server_base_url", f"http://127.0.0.1:{port}", "--output_dir", "my out",
+        "--vllm_server_base_url", f"http://127.0.0.1:{port}", "--bf16", "false", "--output_dir", "my out",
     ]  # fmt: skip
     assert trainer.environment["ACCELERATE_USE_CPU"] == "true"
     assert (machine.records / "server-stopped").exists()
@@ -308,6 +326,32 @@ def test_a_signal_stops_the_trainer_and_then_the_server(machine, number, code):
     assert not psutil.pid_exists(int(started.read_text())), "the trainer's child"
 
 
+def _wait_for(path: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _ends_after_the_checkpoint(machine, process: subprocess.Popen) -> None:
+    """Ends it by a signal, and by another one while the trainer saves."""
+    _wait_for(machine.records / "trainer-runs", process)
+    process.send_signal(signal.SIGTERM)
+    _wait_for(machine.records / "trainer-saves", process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    saved, stopped = (machine.records / name for name in ("trainer-saved", "server-stopped"))
+    assert saved.stat().st_mtime_ns < stopped.stat().st_mtime_ns
+    for call in machine.calls("accelerate"):  # after 30 seconds torchrun would kill who saves
+        assert call.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"
+
+
+def test_the_trainer_has_time_to_save_whatever_signals_come(machine):
+    process = machine.start(LAUNCHERS[0], "dir/model", "--port", str(free_port()), TRAINER="saves")
+    _ends_after_the_checkpoint(machine, process)
+
+
 def test_another_server_on_the_port_is_not_taken_for_ours(machine):
     port = free_port()
     other = subprocess.Popen(
@@ -370,14 +414,17 @@ def job(machine, tmp_path):
     (submitted / "scripts").symlink_to(SCRIPTS)
     machine.put("ray", RAY)
 
-    def run(*arguments: str, nodes: str = "n1,n2,n3", **environment: str) -> SimpleNamespace:
+    def start(*arguments: str, nodes: str = "n1,n2,n3", **environment: str) -> subprocess.Popen:
         slurm = {
             "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "grpo",
             "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(submitted), "ADDRESS": "127.0.0.1",
         }  # fmt: skip
-        return machine.run(script, "dir/model", *arguments, **{**slurm, **environment})
+        return machine.start(script, "dir/model", *arguments, **{**slurm, **environment})
 
-    return SimpleNamespace(run=run, calls=machine.calls, records=machine.records, folder=submitted, script=script)
+    def run(*arguments: str, **options: str) -> SimpleNamespace:
+        return machine.finish(start(*arguments, **options))
+
+    return SimpleNamespace(start=start, run=run, calls=machine.calls, records=machine.records, folder=submitted)
 
 
 def test_the_server_is_on_the_last_node_and_the_trainer_on_the_others(job):
@@ -444,6 +491,8 @@ def test_several_nodes_of_the_server_are_joined_by_ray(job):
     (server,) = job.calls("trl-april")
     assert option(server.arguments, "--tensor-parallel-size") == "4"
     assert option(server.arguments, "--data-parallel-size") == "2"
+    # Without it vLLM wants all copies on the first node.
+    assert option(server.arguments, "--data-parallel-size-local") == "1"
     assert option(server.arguments, "--data-parallel-backend") == "ray"
     assert option(server.arguments, "--data-parallel-address") == "127.0.0.1"
     assert option(job.calls("accelerate")[0].arguments, "--num_processes") == "12"
@@ -455,6 +504,11 @@ def test_the_server_binds_to_the_address_that_the_first_node_sees(job):
     assert "not ready after 1 s" in done.errors
     assert job.calls("getent")[0].arguments == ["ahostsv4", "n3"]
     assert option(job.calls("trl-april")[0].arguments, "--host") == "192.0.2.77"
+
+
+def test_the_trainer_of_a_job_has_time_to_save_whatever_signals_come(machine, job):
+    process = job.start("--server-address", "127.0.0.1", "--port", str(free_port()), nodes="n1,n2", TRAINER="saves")
+    _ends_after_the_checkpoint(machine, process)
 
 
 def test_the_exit_code_of_the_job_is_the_trainers(job):
@@ -477,6 +531,7 @@ def test_a_server_that_dies_ends_the_job_with_the_log(job):
         ([], {"SLURM_GPUS_ON_NODE": ""}, "Slurm gave no GPUs"),
         ([], {"SLURM_SUBMIT_DIR": "/"}, "there is no scripts/grpo.py in /"),
         ([], {}, "n3 resolves to '127.0.0.1', where other nodes do not reach it"),
+        ([], {"ADDRESS": ""}, "n3 resolves to '', where other nodes do not reach it"),
         (["--server-nodes", "3"], {}, "the job has 3 nodes, and --server-nodes is 3"),
         (["--server-nodes", "no"], {}, "--server-nodes is 'no', but it must be a whole number"),
         (["--config", "no.yaml"], {}, "--config is 'no.yaml', but there is no such file"),
