@@ -266,6 +266,7 @@ def test_where_weight_files_go_and_how_large_they_are(tiny_model_dir):
     assert environment.shared_memory() == shared_memory()
     assert environment.model_bytes(tiny_model_dir) > 100_000
     assert environment.model_bytes("org/name-on-the-hub") is None
+    assert environment.model_bytes("/no/such/folder") is None
     assert environment.model_bytes(None) is None
 
 

@@ -116,7 +116,7 @@ class TestKept:
     def test_auto_learns_from_rounds_that_open_with_requests_running(self, server, tiny_model_dir, tmp_path):
         trainer = make_trainer(
             server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning="auto",
-            max_completion_length=500, max_steps=10,
+            max_completion_length=1000, max_steps=6, generation_kwargs={"ignore_eos": True},  # they run on
         )  # fmt: skip
         trainer.train()
         times = StepTimes()
@@ -234,15 +234,16 @@ class TestServers:
         assert sum(done.aborted_requests for done in trainer.rounds) > 0
         assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
 
-    def test_one_that_was_left_paused_is_resumed(self, server, tiny_model_dir, tmp_path, caplog):
-        """By a training that was killed in a sync."""
+    @pytest.mark.parametrize("resume_kv", ["keep", "reuse", "recompute"])
+    def test_one_that_was_left_paused_is_resumed(self, server, tiny_model_dir, tmp_path, caplog, resume_kv):
+        """By a training that was killed in a sync; whatever the next one does."""
         requests.post(f"{server.base_url}/pause?mode=keep&clear_cache=false", timeout=10).raise_for_status()
         # If it were not, the first completion would be waited for in vain.
         rescue = threading.Timer(60.0, requests.post, [f"{server.base_url}/resume"])
         rescue.start()
         began = time.monotonic()
         with caplog.at_level(logging.WARNING, "trl_april"):
-            make_trainer(server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True)
+            make_trainer(server, tiny_model_dir, tmp_path, resume_kv=resume_kv, overlap_generation=True)
         rescue.cancel()
         assert "is paused. It is resumed." in caplog.text and time.monotonic() - began < 60
         assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}

@@ -171,6 +171,11 @@ BAD = [
         {"sample_sizes": {"age_1": 0.9, "age_2": 0.7, "age_3+": 0.41}},
         "3 versions old and older have.*0.41: of ten, 4 teach.*lower max_staleness to 2",
     ),
+    (  # a bound of two versions would leave nothing to carry over from one round to the next
+        advice.stale_tokens_are_lost,
+        {"sample_sizes": {"age_3+": 0.41}, "options": {"versions_per_round": 16}},
+        "3 versions old and older have.*lower over_provisioning",
+    ),
     (advice.most_are_rejected, {"rejected": 0.7}, "rejected 70%"),
     (advice.connection_is_bad, {"outage_seconds": 12.0}, "away for 12 s"),
     (advice.connection_is_bad, {"broken_streams": 3.0}, "3 streams broke"),
@@ -260,6 +265,14 @@ class TestAdvice:
             run = read_run(folder)
             gains[seconds] = predict(run, summarise(run)).gain
         assert gains[60.0] < 1.02 and gains[0.1] > 1.2
+
+    def test_only_as_a_guarantee_the_bound_holds_rounds_open(self, folders):
+        run = read_run(folders["synchronous"])
+        gains = {}
+        for policy in ("wait", "mask", "ignore"):
+            options = {**run.options, "max_staleness": 1, "staleness_policy": policy}
+            gains[policy] = predict(replace(run, options=options), summarise(run)).gain
+        assert gains["mask"] == gains["ignore"] > gains["wait"]
 
     def test_requests_that_the_server_has_no_places_for_gain_less(self, folders):
         run = read_run(folders["synchronous"])

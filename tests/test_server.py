@@ -3,6 +3,7 @@
 Most tests start a small script in the place of vLLM; those marked `server` run on the real one.
 """
 
+import asyncio
 import itertools
 import json
 import os
@@ -21,11 +22,14 @@ import psutil
 import pytest
 
 from trl_april.browser_guard import BrowserGuard
+from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import AprilError, ConfigError, ServerError
 from trl_april.generated_tokens import GeneratedTokens
 from trl_april.process_session import end_session, session_members, start_watchdog
-from trl_april.server import LocalServer, run_in_foreground
+from trl_april.sampling import SamplingOptions
+from trl_april.server import LocalServer, run_in_foreground, sees_our_devices
 from trl_april.server_command import flag_name, flag_value, server_command, server_environment
+from trl_april.vllm_engine import VLLMEngine
 
 
 HEALTHY = """
@@ -74,7 +78,7 @@ class ScriptServer(LocalServer):
         super().__init__("model", **kwargs)
 
     def command(self, port):
-        return [sys.executable, str(self.script), str(port)]
+        return [sys.executable, str(self.script), str(port), *self.vllm_args]
 
 
 @pytest.fixture
@@ -296,6 +300,29 @@ def test_a_server_can_be_started_again(script):
         assert server.pid != first and server.is_healthy()
 
 
+@pytest.mark.parametrize(
+    ("env", "ours"),
+    [(None, True), ({"OMP_NUM_THREADS": "1"}, True), ({"CUDA_VISIBLE_DEVICES": "1"}, False)],
+)
+def test_whether_it_has_the_devices_of_this_process(script, env, ours):
+    server = ScriptServer(script(HEALTHY), quiet=True, env=env)
+    with server:
+        assert sees_our_devices(server.base_url) is ours
+    assert not sees_our_devices(server.base_url)
+    assert not sees_our_devices("http://127.0.0.1:8000")
+
+
+def test_keys_are_not_shown(script):
+    secret = ["--api-key", "sk-one", "sk-two", "--hf-token=hf-three", "--seed", "3"]
+    server = ScriptServer(script(DYING), quiet=True, vllm_args=secret)
+    with pytest.raises(ServerError) as error:
+        server.start()
+    shown = server.log_path.read_text()
+    for key in ("sk-one", "sk-two", "hf-three"):
+        assert key not in shown and key not in str(error.value)
+    assert "--api-key '***' '***' '--hf-token=***' --seed 3" in shown
+
+
 def test_quiet_means_silent(script, capsys):
     with ScriptServer(script(HEALTHY), quiet=True):
         pass
@@ -493,6 +520,21 @@ def test_foreground_returns_the_exit_code():
     assert run_in_foreground([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], os.environ) == 137
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_foreground_leaves_a_signal_alone_that_is_ignored(ignored):
+    """`nohup` starts a program so, to survive the terminal."""
+    program = textwrap.dedent(f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+        from trl_april.server import run_in_foreground
+        if {ignored}: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        told = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(1); raise SystemExit(3)"
+        raise SystemExit(run_in_foreground([sys.executable, "-c", told], os.environ))
+    """)
+    process = subprocess.run([sys.executable, "-c", program], timeout=60)
+    assert (process.returncode == 3) is ignored  # it has come to its own end
+
+
 # The real server
 
 
@@ -505,6 +547,31 @@ def test_real_server_has_what_training_needs(server):
     assert model_config["generation_config"] == "vllm"
     assert model_config["max_model_len"] == 4096
     assert len(session_members(server.pid)) >= 2  # the API server and its engine
+
+
+@pytest.mark.server
+def test_real_server_ends_requests_before_their_first_token(server):
+    """It then says nothing of them but that they are done, which is an abort like any other."""
+
+    async def abort_at_once() -> list[list[Chunk]]:
+        sampling = SamplingOptions({"temperature": 1.0, "ignore_eos": True})
+        engine = VLLMEngine(server.base_url, server.model, sampling)
+        asked = [GenerationRequest(f"early-{n}", [1, *[5 + n % 50] * 3000], 0, 500, f"early-{n}") for n in range(48)]
+
+        async def collect(request: GenerationRequest) -> list[Chunk]:
+            return [chunk async for chunk in engine.generate(request)]
+
+        streams = [asyncio.create_task(collect(request)) for request in asked]
+        await asyncio.sleep(0.3)  # sent, and not all of them decoded
+        while not all(stream.done() for stream in streams):
+            await engine.abort([request.request_id for request in asked])
+            await asyncio.sleep(0.1)
+        await engine.close()
+        return [stream.result() for stream in streams]
+
+    found = asyncio.run(abort_at_once())
+    assert {chunks[-1].finish_reason for chunks in found} == {"abort"}
+    assert any(chunks == [Chunk([], [], "abort")] for chunks in found)
 
 
 @pytest.mark.server

@@ -218,6 +218,7 @@ class TestChoice:
 
         class Device:
             device = torch.device(trainer_device)
+            is_main_process = True
 
         generation.accelerator = Device()
         assert generation._choose_weight_sync() == chosen
@@ -236,10 +237,27 @@ class TestChoice:
         """NCCL does not connect a GPU with itself."""
         generation = trainer.connect(server)
         generation.facts = replace(generation.facts, device="cuda", has_weight_transfer=True)
-        generation.accelerator = SimpleNamespace(device=torch.device("cuda"))
+        generation.accelerator = SimpleNamespace(device=torch.device("cuda"), is_main_process=True)
         generation.base_url = base_url
         monkeypatch.setattr(weight_sync, "gpus_of_host", lambda: gpus)
         assert generation._choose_weight_sync() == chosen
+        # What process 0 sees is everybody's choice: others may be on other hosts.
+        generation.accelerator.is_main_process = False
+        assert generation._choose_weight_sync() == "nccl"
+        generation._processes = SimpleNamespace(most=lambda values: [1.0])
+        assert generation._choose_weight_sync() == "filesystem"
+
+    @pytest.mark.parametrize(("visible", "chosen"), [(1, "filesystem"), (2, "nccl")])
+    def test_so_have_two_that_see_but_one(self, server, trainer, monkeypatch, visible, chosen):
+        """`CUDA_VISIBLE_DEVICES=0` is for both, if the trainer's process has started the server."""
+        generation = trainer.connect(server)
+        generation.facts = replace(generation.facts, device="cuda", has_weight_transfer=True)
+        generation.accelerator = SimpleNamespace(device=torch.device("cuda"), is_main_process=True)
+        monkeypatch.setattr(weight_sync, "gpus_of_host", lambda: 8)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
+        assert generation._choose_weight_sync() == chosen
+        generation.base_url = "http://127.0.0.1:8000"  # somebody else's, who may have given it another
+        assert generation._choose_weight_sync() == "nccl"
 
     def test_gpus_that_nccl_does_not_connect(self, server, trainer, monkeypatch):
         generation = trainer.connect(server)
@@ -260,6 +278,19 @@ def test_gpus_of_a_host_are_counted_by_their_drivers(tmp_path, monkeypatch):
         (tmp_path / "amd" / str(number)).mkdir(parents=True)
         (tmp_path / "amd" / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
     assert host_gpus.gpus_of_host() == 2
+    # A container must not ask those that it must not use.
+    read_text, refused = Path.read_text, {"1": PermissionError}
+
+    def read(path: Path) -> str:
+        if error := refused.get(path.parent.name):
+            raise error
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert host_gpus.gpus_of_host() == 2
+    refused["2"] = OSError
+    assert host_gpus.gpus_of_host() is None
+    refused.clear()
     (tmp_path / "nvidia" / "0000:01:00.0").mkdir(parents=True)
     assert host_gpus.gpus_of_host() == 1
 

@@ -38,8 +38,8 @@ class APRILGRPOConfig(GRPOConfig):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
             synchronous GRPO through the same code. `"auto"` begins with 2.0 and then takes what a model of the rounds
             predicts the most trained tokens per second for, with the completion lengths and the server's speed as
-            they were seen so far. It stays within `max_staleness`, and below 8 where there is no bound; changes are
-            logged.
+            they were seen so far. It stays within `max_staleness`, and is at most 8. `april/over_provisioning` is what
+            a round had, and each change is logged at the level `INFO`.
         max_staleness (`int` or `None`, *optional*, defaults to `5`):
             Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
             version at sampling. `None` lifts it. The paper observed at most 5.

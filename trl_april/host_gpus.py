@@ -16,6 +16,17 @@ def gpus_of_host() -> int | None:
     """Returns their number; `None` if no driver says it."""
     if NVIDIA_GPUS.is_dir():
         return len(list(NVIDIA_GPUS.iterdir()))
-    if AMD_NODES.is_dir():  # the CPUs are nodes, too, with the id 0
-        return sum(node.joinpath("gpu_id").read_text().strip() != "0" for node in AMD_NODES.iterdir())
+    if AMD_NODES.is_dir():
+        try:
+            return sum(map(_is_gpu, AMD_NODES.iterdir()))
+        except OSError:
+            return None
     return None
+
+
+def _is_gpu(node: Path) -> bool:
+    """CPUs are nodes, too, with the id 0."""
+    try:
+        return node.joinpath("gpu_id").read_text().strip() != "0"
+    except PermissionError:  # what a container must not use, it must not ask: only GPUs are kept from it
+        return True

@@ -43,7 +43,8 @@ FORMAT = 1
 POINTS = 60  # of the requests in flight, per round
 POINTS_KEPT = 1000  # of the same, where it stays in memory
 # Lengths are counted in bins of a quarter of a doubling, up to 2^20 tokens; ages by version, the oldest together.
-BINS_PER_DOUBLING, BINS, AGES = 4, 81, 32
+BINS_PER_DOUBLING, BINS = 4, 81
+AGES = 1024  # in policy versions; what is older is in the last bin
 
 Reduction = Callable[[Sequence[float]], list[float]]
 

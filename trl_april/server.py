@@ -25,7 +25,7 @@ from typing import BinaryIO
 from .errors import ConfigError, ServerError
 from .process_session import end_session, start_watchdog
 from .server_address import bind, check_address, contact, warn_if_exposed
-from .server_command import check_model, server_command, server_environment
+from .server_command import check_model, server_command, server_environment, without_secrets
 
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,15 @@ ERROR_TAIL = 30  # lines of the log in an error
 FIRST_ERROR = re.compile(
     r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE
 )
+
+
+# Addresses of the servers that this process has started with its own view of the devices, and not stopped.
+_addresses: set[str] = set()
+
+
+def sees_our_devices(base_url: str) -> bool:
+    """Returns whether this process has started the server there, with the devices that it sees itself."""
+    return base_url in _addresses
 
 
 class LocalServer:
@@ -170,7 +179,7 @@ class LocalServer:
         warn_if_exposed(self.host)
         command, environment = self.command(self.port), self.environment()
         with self._open_log() as log:
-            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.write(f"$ {shlex.join(without_secrets(command))}\n".encode())
             log.flush()
             self._owner = os.getpid()
             atexit.register(self.stop)
@@ -184,6 +193,8 @@ class LocalServer:
                 start_new_session=True,
             )
         try:
+            if not any(name.endswith("_VISIBLE_DEVICES") for name in self.env or ()):
+                _addresses.add(self.base_url)
             self._watchdog = start_watchdog(self._process.pid, GRACE)
             self.wait_until_healthy()
         except BaseException:
@@ -262,6 +273,7 @@ class LocalServer:
             _end(process, watchdog)
         finally:
             self._process, self._watchdog = None, None
+            _addresses.discard(self.base_url)
             atexit.unregister(self.stop)
 
     def __enter__(self) -> LocalServer:
@@ -347,7 +359,10 @@ def _stop_signals_as_interrupts() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        signals.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in signals}
     try:
         yield
     finally:

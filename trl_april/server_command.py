@@ -45,6 +45,9 @@ REFUSED_FLAGS = {
 }
 
 
+SECRETS = ("--api-key", "--hf-token")
+
+
 def flag_name(argument: str) -> str | None:
     """Returns the name of a flag as vLLM reads it (`--logprobs_mode=x` is `--logprobs-mode`), `None` for a value."""
     if not argument.startswith("--"):
@@ -61,6 +64,18 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
             value = argument.split("=", 1)[1] if "=" in argument else following
     return value
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """Returns a command line as it may be shown: with `***` for keys and tokens, as in vLLM's own log."""
+    shown, is_secret = [], False
+    for word in command:
+        if (name := flag_name(word)) is not None:
+            is_secret = name in SECRETS
+            shown.append(f"{word.split('=', 1)[0]}=***" if is_secret and "=" in word else word)
+        else:
+            shown.append("***" if is_secret else word)
+    return shown
 
 
 def vllm_platform() -> str:

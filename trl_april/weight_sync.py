@@ -26,7 +26,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from .canary import Canary, server_logprobs, trainer_logprobs
 from .errors import AprilError, ConfigError, ServerError, WeightSyncError
 from .host_gpus import gpus_of_host
+from .padding import width_matters
 from .processes import Processes
+from .server import sees_our_devices
 from .server_address import is_of_this_host
 from .server_check import ServerFacts, ask_directly, check_server
 from .server_client import ANSWER_SECONDS, ServerClient
@@ -131,8 +133,8 @@ class ServerGeneration(VLLMGeneration):
         self._pause = ServerPause(
             lambda method, path: self._answer(method, path, timeout=ANSWER_SECONDS), self.base_url
         )
-        if self._keeps_requests and self.accelerator.is_main_process:
-            self._pause.end_foreign()
+        if self.accelerator.is_main_process:
+            self._pause.end_foreign()  # or its first answer would be waited for in vain
         self.facts = self._check_server()
         if self._keeps_requests and self.accelerator.is_main_process:
             self._keeps_requests = self._pause.is_possible()
@@ -142,7 +144,7 @@ class ServerGeneration(VLLMGeneration):
         trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
         self._canary = Canary(
             config.get_text_config().vocab_size,
-            exact=trainer_is_float32 and self.facts.dtype == "float32",
+            exact=trainer_is_float32 and self.facts.dtype == "float32" and not width_matters(config),
             comparable=not self.facts.quantized,
         )
         self._tied_names = tied_names(self.model)
@@ -164,9 +166,10 @@ class ServerGeneration(VLLMGeneration):
             )
         accelerated = self.accelerator.device.type == "cuda" and self.facts.device == "cuda"  # ROCm's name too
         if self._asked_weight_sync == "auto":
-            possible = accelerated and self.facts.has_weight_transfer
-            # NCCL does not connect a GPU with itself.
-            return "nccl" if possible and not (self._server_is_here() and gpus_of_host() == 1) else "filesystem"
+            # NCCL does not connect a GPU with itself. What one process sees is the choice of all.
+            shared = accelerated and self.accelerator.is_main_process and self._shares_gpu()
+            shared = bool(self._processes.most([float(shared)])[0])
+            return "nccl" if accelerated and self.facts.has_weight_transfer and not shared else "filesystem"
         if self._asked_weight_sync == "nccl" and not (accelerated and self.facts.has_weight_transfer):
             raise ConfigError(
                 f"weight_sync='nccl' needs a trainer on a CUDA or ROCm device (it is on {self.accelerator.device}) "
@@ -175,8 +178,11 @@ class ServerGeneration(VLLMGeneration):
             )
         return self._asked_weight_sync
 
-    def _server_is_here(self) -> bool:
-        return is_of_this_host(urlsplit(self.base_url).hostname or "")
+    def _shares_gpu(self) -> bool:
+        """Whether the server must be on the GPU of this process."""
+        if not is_of_this_host(urlsplit(self.base_url).hostname or ""):
+            return False
+        return gpus_of_host() == 1 or (torch.accelerator.device_count() == 1 and sees_our_devices(self.base_url))
 
     def _init_communicator(self) -> None:
         try:

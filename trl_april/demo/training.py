@@ -1,6 +1,7 @@
 """One training run of the demo, and what is recorded of it."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -172,6 +173,7 @@ def train(
         callbacks=[clock],
     )
     trainer.remove_callback(PrinterCallback)  # a dict of 40 entries per step
+    trainer.round_history = deque()  # of all rounds
     trainer.train()
     seconds = time.monotonic() - clock.started
 

@@ -101,10 +101,19 @@ def shared_memory() -> str:
 
 
 def model_bytes(folder: str | None) -> int | None:
-    """Bytes of the weights in a folder, `None` where there are none to be seen."""
+    """Bytes of the weights in a folder, or of a model of the hub that has been loaded before; `None` where there are
+    none to be seen.
+    """
     if folder is None:
         return None
-    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
+    from huggingface_hub import snapshot_download
+
+    try:
+        if not Path(folder).is_dir():
+            folder = snapshot_download(folder, local_files_only=True)
+        return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
+    except (OSError, ValueError):  # such as a link to nothing, or a name that is none of a model
+        return None
 
 
 def check_sync_folder(folder: str, *, is_default: bool, needed: int | None) -> Finding:

@@ -142,7 +142,9 @@ def stale_tokens_are_lost(summary: Summary) -> str | None:
         size = summary.sample_sizes.get(name)
         if size is not None and size < SAMPLE_SIZE:
             older = " and older" if age == 3 else ""
-            remedy = f"lower max_staleness to {age - 1}" if age > 1 else "lower over_provisioning"
+            # A bound below the versions of a round would leave nothing to carry over.
+            can_be_bound = age > summary.options.get("versions_per_round", 1)
+            remedy = f"lower max_staleness to {age - 1}" if can_be_bound else "lower over_provisioning"
             return (
                 f"Tokens {_versions(age)} old{older} have an effective sample size of {size:.2f}: of ten, "
                 f"{10 * size:.0f} teach. The policy moves fast; {remedy}, or the learning rate."

@@ -48,6 +48,7 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
     if bound is not None and (type(bound) is not int or bound < 0):
         return None
     places = run.options.get("max_sequences")
+    is_guarantee = run.options.get("staleness_policy", "wait") == "wait"
     overlaps, of_rounds = run.options.get("overlap_generation") is True, phases(run)
     between = [sum(one[phase] for one in of_rounds) / len(of_rounds) for phase in ("scoring", "training", "other")]
     sync_seconds = sum(one["sync"] for one in of_rounds) / len(of_rounds)
@@ -60,7 +61,8 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         seconds_per_request=max(0.0, last.seconds_per_request),
         prompt_tokens=max(0.0, last.prompt_tokens),
         overhead_seconds=summary.abort_seconds or 0.0,
-        rounds_to_wait=None if bound is None else bound // per_round,
+        # Only as a guarantee does the bound hold rounds open.
+        rounds_to_wait=bound // per_round if bound is not None and is_guarantee else None,
         reuses_kv=run.options.get("resume_kv") in ("reuse", "keep"),
         keeps=run.options.get("resume_kv") == "keep",
         overlaps=overlaps,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from ..run_log import BINS_PER_DOUBLING
+from ..run_log import AGES, BINS_PER_DOUBLING
 from .run import Run, RunRound
 
 
@@ -224,7 +224,7 @@ def _occupancy(run: Run) -> dict[str, float]:
 
 
 def _at_bound(ages: dict[int, int], bound: object) -> float | None:
-    if not ages or not isinstance(bound, int) or not bound:
+    if not ages or not isinstance(bound, int) or not 0 < bound < AGES:  # the last bin has all that are older, too
         return None
     return sum(count for age, count in ages.items() if age >= bound) / sum(ages.values())
 
