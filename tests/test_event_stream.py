@@ -56,6 +56,16 @@ def test_a_request_that_was_aborted_before_its_first_token():
     assert read(event() + b"data: [DONE]\n\n") == [Chunk([5], [-1.0])]  # whereas this one has been cut short
 
 
+def test_a_limit_of_the_servers_own_is_refused():
+    """Behind every cut it would begin anew, so that lengths would depend on where the cuts fall."""
+    stream, found = EventStream(REQUEST), []
+    with pytest.raises(EngineError, match="for its length after 49 tokens, and 50 were asked for"):
+        for chunk in stream.feed(event([5] * 48, [-1.0] * 48) + event([6], [-2.0], "length")):
+            found.append(chunk)
+    assert found == [Chunk([5] * 48, [-1.0] * 48), Chunk([6], [-2.0])]  # what it said is kept
+    assert read(event([5] * 50, [-1.0] * 50, "length"))[-1].finish_reason == "length"
+
+
 @pytest.mark.parametrize("ending", [event([], [], "stop"), b"data: [DONE]\n\n"])
 def test_nothing_counts_after_the_end(ending: bytes):
     """Not even what is broken: with a finish reason, or `[DONE]`, all has been said."""

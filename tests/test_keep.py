@@ -116,7 +116,9 @@ class TestKept:
     def test_auto_learns_from_rounds_that_open_with_requests_running(self, server, tiny_model_dir, tmp_path):
         trainer = make_trainer(
             server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning="auto",
-            max_completion_length=1000, max_steps=6, generation_kwargs={"ignore_eos": True},  # they run on
+            # They run on: what is trained is short beside what is generated meanwhile.
+            max_completion_length=1000, max_steps=6, generation_kwargs={"ignore_eos": True},
+            per_device_train_batch_size=4,
         )  # fmt: skip
         trainer.train()
         times = StepTimes()

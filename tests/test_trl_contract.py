@@ -81,6 +81,26 @@ def test_a_checkpoint_is_written_by_one_method_and_ends_with_the_trainers_state(
     assert parameters(Trainer.train)[0] == "resume_from_checkpoint"
 
 
+def test_what_comes_when_at_the_end_of_a_step():
+    """A checkpoint that a signal asks for is written behind `on_step_end`, and training ends before the next step."""
+    epoch, after = inspect.getsource(Trainer._run_epoch), inspect.getsource(Trainer._maybe_log_save_evaluate)
+    began, ended, saves = (
+        epoch.index(words)
+        for words in ("handler.on_step_begin", "handler.on_step_end", "self._maybe_log_save_evaluate(")
+    )
+    assert began < epoch.index("self.training_step(") < ended < saves < epoch.index("handler.on_epoch_end")
+    # What an evaluation says of the best model decides on saving, so there is none.
+    assert after.index("if self.control.should_evaluate:") < after.index("SaveStrategy.BEST")
+    assert after.index("self._save_checkpoint(") < after.index("handler.on_save(")
+
+
+def test_how_a_training_ends():
+    """Also one that resumes where it is complete; `Trainer` alone would do one step more."""
+    assert parameters(Trainer._finalize_training) == ["trial", "num_train_samples", "start_time"]
+    assert "global_step >= " not in inspect.getsource(Trainer._run_epoch)
+    assert "save_total_limit == 1" in inspect.getsource(Trainer._finalize_training)
+
+
 def test_the_step_counter_of_generation_batches():
     """It is set back when training begins, and read when an optimiser step ends."""
     assert "self._step += 1" in inspect.getsource(GRPOTrainer.training_step)
@@ -238,6 +258,17 @@ def test_the_client_sets_its_session_up_before_it_checks_the_server():
     source = inspect.getsource(VLLMClient.__init__)
     assert source.index("self.session = ") < source.index("self.check_server(") < source.index("/v1/models")
     assert parameters(VLLMClient.check_server) == ["total_timeout", "retry_interval"]
+
+
+def test_without_vllm_an_image_processor_asks_for_the_models_image_token():
+    assert CONSTRUCTOR.count("model.config.image_token_id") == 1
+
+
+def test_the_client_posts_by_one_method():
+    """Beside images everything is a sampling parameter, the salt of the cache too."""
+    assert "json={" in inspect.getsource(VLLMClient._generate_from_features)
+    assert '"sampling_params": sampling_params' in inspect.getsource(VLLMClient._generate_from_features)
+    assert list(inspect.signature(VLLMClient._post).parameters) == ["self", "url", "kwargs"]
 
 
 def test_the_client_takes_a_cache_salt_and_resets_the_cache_by_a_method():

@@ -46,6 +46,7 @@ class EventStream:
         self._longest = BYTES_PER_LINE + BYTES_PER_TOKEN * (len(request.token_ids) + request.max_tokens)
         self._pending = bytearray()
         self._events = 0
+        self._tokens = 0
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
         """Read on.
@@ -59,7 +60,8 @@ class EventStream:
 
         Raises:
             ServerError: If the server reports that it failed.
-            EngineError: If a line is none of an event stream, too long, or no piece of a completion of this request.
+            EngineError: If a line is none of an event stream, too long, or no piece of a completion of this request,
+                or it ends for its length before that.
         """
         if b"\n" in data:
             *lines, rest = (bytes(self._pending) + data).split(b"\n")
@@ -68,6 +70,10 @@ class EventStream:
                 self._check_length(line)
                 chunk = self._read_line(line.strip())
                 if chunk is not None:
+                    self._tokens += len(chunk.token_ids)
+                    if chunk.finish_reason == "length" and 0 < self._tokens < self._request.max_tokens:
+                        yield Chunk(chunk.token_ids, chunk.logprobs)
+                        raise self._too_short()
                     self.ended = chunk.finish_reason is not None
                     yield chunk
                 if self.ended:
@@ -151,6 +157,14 @@ class EventStream:
             # Not by isinstance: JSON's true would be a number.
             wrong = next(value for value in values if type(value) not in types)
             raise self._error(f"got a {what} that is not a number of its kind", repr(wrong).encode())
+
+    def _too_short(self) -> EngineError:
+        # A limit of the server's own would begin anew behind every cut.
+        return EngineError(
+            f"The server ended request {self._request.request_id} for its length after {self._tokens} tokens, and "
+            f"{self._request.max_tokens} were asked for. Start it without a limit of its own (max_new_tokens in "
+            "--override-generation-config), and set max_completion_length."
+        )
 
     def _error(self, what: str, received: bytes | bytearray) -> EngineError:
         return EngineError(

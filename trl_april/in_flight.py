@@ -327,8 +327,6 @@ class InFlight:
                         self.aborted_requests += self._ending.is_set()  # not those that others abort
                         break
                     if chunk.finish_reason is not None:
-                        if chunk.finish_reason == FinishReason.LENGTH:
-                            running.check_length()
                         self._pool.finish(sample, _finish_reason(chunk.finish_reason))
                         break
                 else:

@@ -75,18 +75,6 @@ class RunningRequest:
         self._received += len(chunk.token_ids)
         yield Chunk(chunk.token_ids[start:], chunk.logprobs[start:], chunk.finish_reason), self._version
 
-    def check_length(self) -> None:
-        """Raise [`EngineError`] if fewer tokens have arrived than were asked for.
-
-        A server that has a limit of its own would begin to count anew behind every cut.
-        """
-        if 0 < self._received < self._request.max_tokens:
-            raise EngineError(
-                f"The server ended request {self._request.request_id} for its length after {self._received} tokens, "
-                f"and {self._request.max_tokens} were asked for. Start it without a limit of its own (max_new_tokens "
-                "in --override-generation-config), and set max_completion_length."
-            )
-
     @property
     def has_begun(self) -> bool:
         """Whether a token has arrived."""
