@@ -28,6 +28,7 @@ settings.register_profile("busy", settings.get_profile(settings.get_current_prof
 settings.load_profile("busy")
 
 
+@pytest.hookimpl(optionalhook=True)  # also where pytest-xdist is left out
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where several processes share the tests (pytest-xdist), one has all files with tests that use the real server,
     since there is one per run. Of the others a file stays together, for the fixtures that it has made.

@@ -369,6 +369,19 @@ class Link:
         return through
 
 
+def freezes(link: Link, until: Callable[[], Any], then: Body) -> Body:
+    """A process whose connection stands still for a time."""
+
+    def body(peers: Peers) -> None:
+        time.sleep(0.1)
+        link.freeze()
+        until()
+        link.thaw()
+        then(peers)
+
+    return body
+
+
 @pytest.fixture
 def each_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = itertools.count()
@@ -381,12 +394,7 @@ def test_a_process_of_this_host_lives_as_long_as_its_process_id_says_so(monkeypa
     store = HashStore()
     link = Link(store)
 
-    def freeze(peers: Peers) -> None:
-        time.sleep(0.1)
-        link.freeze()
-        time.sleep(0.8)
-        link.thaw()
-
+    freeze = freezes(link, lambda: time.sleep(0.8), lambda peers: None)
     processes = [Process(Peers(link, 0, 2), freeze), Process(Peers(store, 1, 2), work_for(0.7))]
     assert [process.end() for process in processes] == [None, None]
 
@@ -433,15 +441,8 @@ def test_a_process_that_was_given_up_hears_of_it_when_it_comes_back(monkeypatch,
     store = HashStore()
     link = Link(store)
 
-    def come_back_late(peers: Peers) -> None:
-        time.sleep(0.1)
-        link.freeze()
-        other.join(WAIT)
-        link.thaw()
-        work_for(1.0)(peers)
-
     other = Process(Peers(store, 1, 2), work)
-    late = Process(Peers(link, 0, 2), come_back_late)
+    late = Process(Peers(link, 0, 2), freezes(link, lambda: other.join(WAIT), work_for(1.0)))
     assert type(other.end()) is PeerError
     error = late.end()
     assert type(error) is PeerError
