@@ -1,8 +1,8 @@
 """The checkpoints of a training run: where it resumes from, and what it leaves.
 
 The invariant owned here: at no moment is there less to resume from than before. A folder that is written anew is no
-checkpoint until it is complete again, and one that is complete for this step only gets the newer rollouts, and what the
-trainer has noted since.
+checkpoint until it is complete again, and one that is complete for this step only gets the newer rollouts, and what
+the trainer has noted since.
 """
 
 from __future__ import annotations
