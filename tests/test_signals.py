@@ -92,7 +92,7 @@ def test_at_the_end_of_a_step_the_checkpoint_is_written_and_stays(server, tiny_m
 
     trainer = make_trainer(
         server, tiny_model_dir, tmp_path, reward=falling, callbacks=[Told()], eval_dataset=rows_of(4),
-        max_completion_length=20, save_on_signal=True, eval_strategy="steps", eval_steps=1,
+        save_on_signal=True, eval_strategy="steps", eval_steps=1,
         metric_for_best_model="reward", greater_is_better=True, **saves,
     )  # fmt: skip
     with pytest.raises(SystemExit) as ended:
@@ -100,7 +100,7 @@ def test_at_the_end_of_a_step_the_checkpoint_is_written_and_stays(server, tiny_m
     assert ended.value.code == 143
     assert is_complete(tmp_path / "checkpoint-3") and saved_groups(tmp_path / "checkpoint-3")
     assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [1, 2]
-    resumed = make_trainer(server, tiny_model_dir, tmp_path, reward=falling, max_completion_length=20)
+    resumed = make_trainer(server, tiny_model_dir, tmp_path, reward=falling)
     resumed.train(resume_from_checkpoint=True)
     assert [done.version for done in resumed.rounds] == [3, 4, 5]
 
