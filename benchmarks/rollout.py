@@ -47,9 +47,9 @@ from calibration import Calibrator, max_sequences_of, pause_of
 from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, auto_by_best, draw, rows, table
 
 from trl_april.admission import NewGroup
+from trl_april.auto.factor_chooser import FactorChooser
 from trl_april.dynamic_sampling import DynamicSampling
 from trl_april.engine import Chunk, GenerationRequest
-from trl_april.factor_chooser import FactorChooser
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.round import Round

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_april import auto_factor
-from trl_april.auto_factor import AutoFactor
+from trl_april.auto import auto_factor
+from trl_april.auto.auto_factor import AutoFactor
 from trl_april.pool import Pool
 from trl_april.round import Round
 

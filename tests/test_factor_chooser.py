@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.simulated_rounds import LONGEST, Curve, Lengths, SimulatedRounds, bent, flat, lognormal, saturated
-from trl_april.factor_chooser import (
+from trl_april.auto.factor_chooser import (
     CANDIDATES,
     CHOICE_EVERY,
     FIELDS,
@@ -17,10 +17,10 @@ from trl_april.factor_chooser import (
     FactorChooser,
     factors,
 )
-from trl_april.measured_throughput import KEPT
+from trl_april.auto.measured_throughput import KEPT
+from trl_april.auto.throughput_model import predicted_throughput
 from trl_april.pool import Pool
 from trl_april.round import Round
-from trl_april.throughput_model import predicted_throughput
 from trl_april.types import Group
 
 
@@ -196,7 +196,7 @@ def test_what_the_server_has_no_places_for_needs_a_clear_gain(monkeypatch, gain,
     auto = Auto(lognormal(1.0), flat)
     auto.chooser = FactorChooser(auto.pool, group_size=4, max_completion_length=LONGEST, max_sequences=64)
     monkeypatch.setattr(
-        "trl_april.factor_chooser.predicted_throughput",
+        "trl_april.auto.factor_chooser.predicted_throughput",
         lambda workload, factor: {2.0: 1000.0, 4.0: 1000.0 * gain}.get(factor, 500.0),
     )
     auto.rounds(4)
@@ -226,7 +226,7 @@ def test_late_changes_are_proposed_twice(monkeypatch):
     best = {"factor": before}
     monkeypatch.setattr(auto.chooser._measured, "scale", lambda predicted: predicted)
     monkeypatch.setattr(
-        "trl_april.factor_chooser.predicted_throughput",
+        "trl_april.auto.factor_chooser.predicted_throughput",
         lambda workload, factor: 1000.0 if factor == best["factor"] else 900.0,
     )
     for once in (4.0, before, 3.0, before, 5.0):
@@ -242,7 +242,7 @@ def test_upwards_it_takes_a_gain_and_downwards_none(monkeypatch):
     auto = Auto(lognormal(1.0), flat)
     gains = {2.0: 1.0, 3.0: 1 + 0.5 * GAIN_TO_CHANGE}
     monkeypatch.setattr(
-        "trl_april.factor_chooser.predicted_throughput", lambda workload, factor: 100 * gains.get(factor, 0.5)
+        "trl_april.auto.factor_chooser.predicted_throughput", lambda workload, factor: 100 * gains.get(factor, 0.5)
     )
     auto.rounds(5)
     assert auto.changes == []
@@ -357,7 +357,7 @@ def test_a_model_that_is_wrong_is_found_out(monkeypatch, wrong):
     forgotten after a while, and it is tried again.
     """
     monkeypatch.setattr(
-        "trl_april.factor_chooser.predicted_throughput",
+        "trl_april.auto.factor_chooser.predicted_throughput",
         lambda workload, factor: 1000.0 if wrong == "nothing is gained" else 1000.0 * factor**-0.1,
     )
     auto = Auto(lognormal(1.0), flat)

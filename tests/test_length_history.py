@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from tests.simulated_rounds import LONGEST, SimulatedRounds, flat, lognormal, sampled
-from trl_april.length_history import LengthHistory, SampleLength
+from trl_april.auto.length_history import LengthHistory, SampleLength
 from trl_april.pool import Pool
 
 

@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 from tests.serverless import ServerlessTrainer
 from trl_april.batch import rollout_output
 from trl_april.config import APRILGRPOConfig
-from trl_april.loss import GSPO_EPSILON, GSPO_EPSILON_HIGH
+from trl_april.gspo import GSPO_EPSILON, GSPO_EPSILON_HIGH
 from trl_april.micro_batches import micro_batches_are_free
 from trl_april.pool import Pool
 from trl_april.types import FinishReason, Group

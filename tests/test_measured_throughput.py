@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_april.measured_throughput import KEPT, ROUNDS_TO_BELIEVE, MeasuredThroughput
+from trl_april.auto.measured_throughput import KEPT, ROUNDS_TO_BELIEVE, MeasuredThroughput
 
 
 PREDICTED = {1.0: 50.0, 2.0: 100.0, 4.0: 200.0, 8.0: 400.0}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_april.opening_cost import OpeningCost
+from trl_april.auto.opening_cost import OpeningCost
 
 
 def learned(*rounds: tuple[float, float, float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import yaml
 from trl import TrlParser
 
 from trl_april import APRILGRPOConfig
-from trl_april.loss import gspo_options
+from trl_april.gspo import gspo_options
 from trl_april.reward_functions import find_reward
 from trl_april.row_order import optimiser_steps_per_round
 from trl_april.staleness import check_bound

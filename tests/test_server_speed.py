@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.curve_engine import CurveEngine
 from tests.scripted_engine import simulate
 from tests.simulated_rounds import LONGEST, PROMPT, Curve, SimulatedRounds, bent, flat, lognormal, saturated
+from trl_april.auto.server_speed import StepTimeCurve, StepTimes
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.round import Round, Span
-from trl_april.server_speed import StepTimeCurve, StepTimes
 
 
 def span(ended: float, tokens: int, **options: object) -> Span:

@@ -19,9 +19,9 @@ from tests.simulated_rounds import (
     sampled,
     saturated,
 )
+from trl_april.auto.throughput_model import ModelledRounds, Workload, predicted_throughput
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
-from trl_april.throughput_model import ModelledRounds, Workload, predicted_throughput
 
 
 def second_per_step(count: int) -> float:

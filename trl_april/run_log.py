@@ -26,9 +26,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from .auto.server_speed import StepTimes
 from .pool import Pool
 from .round import Round
-from .server_speed import StepTimes
 
 
 if TYPE_CHECKING:

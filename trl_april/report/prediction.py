@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..factor_chooser import factors
+from ..auto.factor_chooser import factors
+from ..auto.server_speed import StepTimeCurve
+from ..auto.throughput_model import Workload, predicted_throughput
 from ..run_log import BINS_PER_DOUBLING
-from ..server_speed import StepTimeCurve
-from ..throughput_model import Workload, predicted_throughput
 from .run import Run
 from .summary import Summary, phases, sum_counts
 

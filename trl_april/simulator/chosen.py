@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..factor_chooser import FactorChooser
+from ..auto.factor_chooser import FactorChooser
 from ..pool import Pool
 from ..round import Round, Span
 from .engine import SimulatedEngine

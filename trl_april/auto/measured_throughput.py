@@ -1,6 +1,6 @@
 """What rounds came to under each over-provisioning factor, and predictions on that scale.
 
-What [`~trl_april.throughput_model`] does not know of may slow all factors down alike. And what it believes of the
+What [`~trl_april.auto.throughput_model`] does not know of may slow all factors down alike. And what it believes of the
 server at more or fewer requests in flight may be wrong: that shows under a factor which has been tried.
 
 The invariant owned here: a factor is credited only with rounds that follow another one under it.

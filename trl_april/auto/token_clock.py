@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from .round import Span
+from ..round import Span
 
 
 AT_FIRST, AT_ENDINGS = 4, 16  # parts of a round, at most: until all requests run, and from then on

@@ -1,9 +1,9 @@
 """`over_provisioning="auto"`: which factor the next round runs with.
 
-Every round says how long completions are ([`~trl_april.length_history.LengthHistory`]) and how fast the server is by
-what it has in flight ([`~trl_april.server_speed.StepTimes`]). With both, [`~trl_april.throughput_model`] predicts what
-each factor that the staleness bound allows would come to. No factor is tried out for the sake of knowing: the model
-says what it would bring.
+Every round says how long completions are ([`~trl_april.auto.length_history.LengthHistory`]) and how fast the server is
+by what it has in flight ([`~trl_april.auto.server_speed.StepTimes`]). With both,
+[`~trl_april.auto.throughput_model`] predicts what each factor that the staleness bound allows would come to. No factor
+is tried out for the sake of knowing: the model says what it would bring.
 
 The invariant owned here: a choice is a function of numbers that all processes have added up, and of nothing else. So
 all of them choose the same.
@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from ..pool import Pool
+from ..round import Round, Span
+from ..types import Group
 from .length_history import LengthHistory, SampleLength
 from .measured_throughput import MeasuredThroughput
 from .opening_cost import KEPT_PER_ROUND
-from .pool import Pool
-from .round import Round, Span
 from .server_speed import StepTimes
 from .throughput_model import Workload, predicted_throughput
-from .types import Group
 
 
 START = 2.0

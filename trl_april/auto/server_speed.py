@@ -1,8 +1,8 @@
 """How long a decode step takes by the number of requests in flight, learned from the rounds themselves.
 
 A round, which closes with far fewer requests than it opens with, has parts with every number of requests in between.
-How many steps were done in each of them the requests say together ([`~trl_april.token_clock`]). What comes before all
-of them run is what it costs to open a round ([`~trl_april.opening_cost`]).
+How many steps were done in each of them the requests say together ([`~trl_april.auto.token_clock`]). What comes before
+all of them run is what it costs to open a round ([`~trl_april.auto.opening_cost`]).
 
 What lies beyond was not seen, and is taken to go on as steeply as over the nearest octave. So the rounds of one factor
 already say how much a larger one would slow down, unless the server saturates right above it; in that case the first
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
+from ..round import Span
 from .opening_cost import KEPT_PER_ROUND, OpeningCost
-from .round import Span
 from .token_clock import Part, parts_of_round
 
 

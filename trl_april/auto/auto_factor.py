@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from ..pool import Pool
+from ..round import Round
 from .factor_chooser import Change, FactorChooser
-from .pool import Pool
-from .round import Round
 
 
 class AutoFactor:
