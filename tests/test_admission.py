@@ -9,7 +9,6 @@ import pytest
 from trl_april.admission import Admission, GroupElsewhere, NewGroup
 from trl_april.errors import ConfigError
 from trl_april.pool import Pool
-from trl_april.types import Group
 
 
 class Rows:
@@ -76,29 +75,10 @@ def test_the_rows_of_other_processes_are_known_until_their_groups_are_trained():
     here = admission(0, 2)
     here.next_groups(4)
     assert here.row_of(3)["number"] == 3
-    here.let_go([0, 1], [])
+    here.let_go([0, 1])
     with pytest.raises(KeyError):
         here.row_of(1)
     assert here.row_of(3)["number"] == 3
-
-
-def travelled(group_id: int, prompt_length: int) -> Group:
-    row = {"prompt": "x" * group_id, "number": group_id}
-    return Group(group_id, row, [1] * prompt_length, 10, 0, [])
-
-
-def test_a_group_that_has_come_belongs_to_its_row():
-    here = admission(0, 2)
-    here.next_groups(4)
-    here.let_go([0, 1], [travelled(1, 2)])
-
-
-def test_processes_that_read_other_rows_are_told_so():
-    """Or completions would be scored with somebody else's answers."""
-    here = admission(0, 2)
-    here.next_groups(4)
-    with pytest.raises(ConfigError, match=r"Process 0 has read another row 1 .* 'x'.*do not split it by process"):
-        here.let_go([0, 1], [travelled(1, 5)])
 
 
 @pytest.mark.parametrize(

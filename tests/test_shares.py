@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_april.errors import PoolError
+from trl_april.errors import ConfigError, PoolError
 from trl_april.shares import Part, from_message, owner_of, part_of, shares, to_message
 from trl_april.types import FinishReason, Group, Sample, SampleState, Score, Segment
 
@@ -132,7 +132,7 @@ def everything(group: Group) -> tuple:
 
 
 def rows_here(group_id: int) -> dict[str, str]:
-    return {"prompt": f"the same row {group_id}, as read here"}
+    return {"prompt": f"row {group_id}", "read": "here"}
 
 
 @given(groups_to_send())
@@ -175,7 +175,7 @@ def make_sample(length: int, index: int = 0) -> Sample:
 
 
 def make_group(*samples: Sample, **fields: object) -> Group:
-    return Group(1, {"prompt": "a row"}, [5, 6], 10, 0, list(samples), **fields)
+    return Group(1, {"prompt": "row 1"}, [5, 6], 10, 0, list(samples), **fields)
 
 
 def test_a_part_has_its_samples_and_leaves_the_group_as_it_was():
@@ -196,11 +196,27 @@ def test_a_part_has_the_rewards_of_its_samples():
 
 
 def test_rows_do_not_travel():
-    """Not a byte of a message depends on them."""
+    """Nor does a prompt, but for a digest of it."""
     here, there = make_group(make_sample(3)), make_group(make_sample(3))
-    here.row, there.row = {"prompt": "secret", "answer": object()}, {"prompt": "other"}
+    here.row, there.row = {"prompt": "secret", "answer": object()}, {"prompt": "secret"}
     assert to_message([here]) == to_message([there])
     assert b"secret" not in to_message([here])
+
+
+@pytest.mark.parametrize("prompt", ["other", [{"role": "user", "content": "row 1"}]])
+def test_processes_that_read_other_rows_are_told_so(prompt):
+    """Or completions would be scored with somebody else's answers."""
+    message = to_message([make_group(make_sample(3))])
+    with pytest.raises(ConfigError, match=r"has read another row 1 .*do not split it by process"):
+        from_message(message, lambda group_id: {"prompt": prompt})
+
+
+def test_a_prompt_is_compared_and_not_its_tokens():
+    """A chat template may have the date in it, and it may be another day, or another tokenizer since a checkpoint."""
+    group = make_group(make_sample(3))
+    group.row = {"prompt": [{"role": "user", "content": "hi"}]}
+    (arrived,) = from_message(to_message([group]), lambda group_id: {"prompt": [{"content": "hi", "role": "user"}]})
+    assert arrived.prompt_ids == group.prompt_ids
 
 
 def test_what_reward_functions_log_arrives_as_it_is_shown():

@@ -140,22 +140,10 @@ class Admission:
         """The row of an outstanding group of another process."""
         return self._elsewhere[group_id]
 
-    def let_go(self, batch: Iterable[int], groups: Sequence[Group]) -> None:
-        """Forget the rows of a batch that is trained now, and see that what came from elsewhere belongs to its row.
-
-        Raises:
-            ConfigError: If another process has read other rows than this one.
-        """
-        rows = {group_id: self._elsewhere.pop(group_id) for group_id in batch if group_id in self._elsewhere}
-        travelled = [group for group in groups if group.group_id in rows]
-        for group, ids in zip(travelled, self._tokenize([group.row for group in travelled]), strict=True):
-            if group.prompt_ids != ids:
-                raise ConfigError(
-                    f"Process {self._processes.rank} has read another row {group.group_id} of the training dataset "
-                    f"than the process that generated its completions: {str(group.row['prompt'])[:200]!r}. Every "
-                    "process must be given the same dataset: do not split it by process (the trainer does), and make "
-                    "what maps or shuffles it deterministic."
-                )
+    def let_go(self, batch: Iterable[int]) -> None:
+        """Forget the rows of a batch that is trained now."""
+        for group_id in batch:
+            self._elsewhere.pop(group_id, None)
 
     def _tokenize(self, rows: Sequence[Row]) -> list[list[int]]:
         if not rows:

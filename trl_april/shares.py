@@ -9,6 +9,7 @@ the same ones. Standard library only.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from array import array
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import PoolError
+from .errors import ConfigError, PoolError
 from .packing import PackedGroups, pack, plain, unpack
 from .types import Group, Score
 
@@ -76,10 +77,11 @@ def part_of(group: Group, part: Part) -> Group:
 def to_message(groups: Sequence[Group]) -> bytes:
     """Finished groups, or parts of them, as one message: a JSON head, then all token ids, then all log-probabilities.
 
-    Their dataset rows are left out.
+    Their dataset rows are left out, but for a digest of each prompt.
     """
     packed = pack(groups)
-    head = json.dumps([packed.heads, len(packed.token_ids)], default=plain).encode()
+    heads = [{**head, "row": _digest(group.row)} for head, group in zip(packed.heads, groups, strict=True)]
+    head = json.dumps([heads, len(packed.token_ids)], default=plain).encode()
     return b"".join((struct.pack("<q", len(head)), head, packed.token_ids.tobytes(), packed.logprobs.tobytes()))
 
 
@@ -94,6 +96,10 @@ def from_message(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> lis
 
     Returns:
         `list[Group]`: The groups as they were sent, with the dataset rows of this process.
+
+    Raises:
+        ConfigError: If another process has read other rows than this one.
+        PoolError: If the message is malformed.
     """
     (length,) = struct.unpack_from("<q", message)
     heads, num_tokens = json.loads(message[8 : 8 + length])
@@ -101,4 +107,19 @@ def from_message(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> lis
     middle = 8 + length + token_ids.itemsize * num_tokens
     token_ids.frombytes(message[8 + length : middle])
     logprobs.frombytes(message[middle:])
-    return unpack(PackedGroups(heads, token_ids, logprobs), [row_of(head["group_id"]) for head in heads])
+    groups = unpack(PackedGroups(heads, token_ids, logprobs), [row_of(head["group_id"]) for head in heads])
+    for head, group in zip(heads, groups, strict=True):
+        if head["row"] != _digest(group.row):
+            raise ConfigError(
+                f"This process has read another row {group.group_id} of the training dataset than the process that "
+                f"generated its completions: {str(group.row['prompt'])[:200]!r}. Every process must be given the same "
+                "dataset: do not split it by process (the trainer does), and make what maps or shuffles it "
+                "deterministic."
+            )
+    return groups
+
+
+def _digest(row: dict[str, Any]) -> str:
+    """Of its prompt, and not of the token ids: a chat template may have the time of day in it."""
+    prompt = json.dumps(row["prompt"], default=plain, sort_keys=True)
+    return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
