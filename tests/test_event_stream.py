@@ -111,7 +111,6 @@ def test_a_line_is_never_passed_over_that_may_have_been_an_event(line: bytes):
         ([[5]], [-1.0], "token id"),
         ([2**64], [-1.0], "token id"),  # JSON's numbers end at 64 bits
         ([5], [False], "log-probability that is not a number of its kind: b'False'"),
-        ([5], [None], "log-probability"),
         ([5], ["-1.0"], "log-probability"),
         ([5], [[-1.0]], "log-probability"),
         ([1000], [-1.0], "token id 1000, but the trainer's model has a vocabulary of 1000"),
@@ -235,3 +234,12 @@ def test_lines_may_be_as_long_as_what_was_asked_for():
     assert len(line) > 4 * 2**20
     pieces = [line[start : start + 2**16] for start in range(0, len(line), 2**16)]
     assert read(*pieces, request=request, vocab_size=10**6) == [Chunk(ids, logprobs, "length")]
+
+
+def test_a_log_probability_that_is_no_number_is_an_accident_of_the_server():
+    """vLLM computes NaN, JSON has `null` for it. What came before it is kept, and asked for is what follows."""
+    stream, chunks = EventStream(REQUEST), []
+    with pytest.raises(ServerError, match=r"\(NaN\)"):
+        for chunk in stream.feed(event([5, 6, 7], [-1.0, None, -2.0], "stop")):
+            chunks.append(chunk)
+    assert chunks == [Chunk([5], [-1.0])] and not stream.ended

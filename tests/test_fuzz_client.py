@@ -127,7 +127,7 @@ def _read_line(line: bytes, said: Said) -> None:
     said.ends.append(len(said.token_ids))
     if reason in ("stop", "length"):
         said.outcome = reason if said.token_ids else PoolError
-    elif reason == "abort":
+    elif reason in ("abort", "NaN"):
         said.outcome = ServerError
 
 
@@ -142,12 +142,13 @@ def _read_choice(choices: Any) -> tuple[list[int], list[float], str | None]:
     assert type(tokens) is list and type(logprobs) is list and len(tokens) == len(logprobs)
     for token in tokens:
         assert type(token) is int and 0 <= token < VOCAB_SIZE
-    for logprob in logprobs:
-        assert type(logprob) in (int, float)
+    assert all(type(logprob) in (int, float, type(None)) for logprob in logprobs)
+    sound = logprobs.index(None) if None in logprobs else len(logprobs)
+    for logprob in logprobs[:sound]:
         assert isfinite(logprob) and -LARGEST_FLOAT32 <= logprob <= 1e-3
     reason = choice.get("finish_reason")
     assert reason in (None, "stop", "length", "abort")
-    return tokens, logprobs, reason
+    return tokens[:sound], logprobs[:sound], reason if sound == len(logprobs) else "NaN"
 
 
 def _no_number(word: str) -> float:

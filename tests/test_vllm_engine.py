@@ -10,8 +10,10 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import pytest
+import requests
 
 from tests.fake_vllm import HANG_GUARD, FakeVLLM, Stream
+from trl_april import vllm_engine
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.generated_tokens import PATH as GENERATED_PATH
@@ -668,7 +670,6 @@ def run_round(server: FakeVLLM, pool: Pool) -> Round:
 @pytest.mark.parametrize(
     ("event", "sentence"),
     [
-        (lambda stream: stream.event([5], logprobs=[None]), "not a number"),
         (lambda stream: stream.event([5, 6], logprobs=[-1.0]), "2 tokens and 1 log-probabilities"),
         (lambda stream: stream.event([5]).replace(b'"logprobs": {', b'"logprobs": null, "x": {'), "1 tokens and 0"),
         (lambda stream: stream.event(["5"]), "not a number"),
@@ -676,7 +677,7 @@ def run_round(server: FakeVLLM, pool: Pool) -> Round:
         (lambda stream: stream.event([5], logprobs=[1e300]), "not finite"),
         (lambda stream: stream.event([5], logprobs=[0.5]), "not positive"),
     ],
-    ids=["None", "too few", "missing", "text", "too large", "infinite in float32", "positive"],
+    ids=["too few", "missing", "text", "too large", "infinite in float32", "positive"],
 )
 def test_tokens_without_a_usable_logprob_end_the_round(event: Callable[[Stream], bytes], sentence: str):
     """Between engine and pool no bad token gets through, and none of the good ones is lost."""
@@ -696,6 +697,27 @@ def test_tokens_without_a_usable_logprob_end_the_round(event: Callable[[Stream],
     [group] = pool
     assert list(group.samples[0].token_ids) == [1, 2]
     assert group.samples[0].state is SampleState.PARKED
+
+
+def test_a_logprob_that_is_no_number_costs_no_token():
+    """NaN, once: the sample goes on from the token before it."""
+    asked = []
+
+    async def script(stream: Stream) -> None:
+        asked.append(stream.body["prompt"])
+        await stream.tokens([1, 2])
+        if len(asked) == 1:
+            await stream.raw(stream.event([5, 6], logprobs=[-1.0, None]))
+        await stream.tokens([], finish_reason="stop")
+        await stream.done()
+
+    pool = one_group()
+    with FakeVLLM() as server:
+        server.script = script
+        done = run_round(server, pool)
+    [sample] = done.groups[0].samples
+    assert list(sample.token_ids) == [1, 2, 5, 1, 2] and done.broken_streams == 1
+    assert asked[1] == asked[0] + [1, 2, 5]
 
 
 @pytest.mark.parametrize(
@@ -791,3 +813,14 @@ def test_rounds_over_http_with_aborts_and_resumes():
         assert len(server.received_at("/abort_requests")) >= 1
         assert any(len(json.loads(prompt)) > 3 for prompt in prompts), "the schedule has to resume something"
     assert len(trained) == len(set(trained)) == 10
+
+
+def test_certificates_are_those_of_the_environment(monkeypatch, tmp_path):
+    """By which requests, and so the check of the server, trusts it."""
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert vllm_engine._certificates() is True
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", requests.certs.where())
+    assert len(vllm_engine._certificates().get_ca_certs()) > 10
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))  # a folder of none
+    assert vllm_engine._certificates().get_ca_certs() == []

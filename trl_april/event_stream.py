@@ -59,7 +59,7 @@ class EventStream:
             `Chunk`: What the lines that are complete now say, up to the end of the stream.
 
         Raises:
-            ServerError: If the server reports that it failed.
+            ServerError: If the server reports that it failed, or has computed a log-probability that is no number.
             EngineError: If a line is none of an event stream, too long, or no piece of a completion of this request,
                 or it ends for its length before that.
         """
@@ -70,6 +70,10 @@ class EventStream:
                 self._check_length(line)
                 chunk = self._read_line(line.strip())
                 if chunk is not None:
+                    if None in chunk.logprobs and len(chunk.logprobs) == len(chunk.token_ids):
+                        sound = chunk.logprobs.index(None)
+                        yield Chunk(chunk.token_ids[:sound], chunk.logprobs[:sound])
+                        raise self._not_a_number()
                     self._tokens += len(chunk.token_ids)
                     if chunk.finish_reason == "length" and 0 < self._tokens < self._request.max_tokens:
                         yield Chunk(chunk.token_ids, chunk.logprobs)
@@ -142,7 +146,7 @@ class EventStream:
 
     def _check(self, chunk: Chunk) -> None:
         self._check_types("token id", chunk.token_ids, {int})
-        self._check_types("log-probability", chunk.logprobs, {float, int})
+        self._check_types("log-probability", chunk.logprobs, {float, int, type(None)})
         if self._vocab_size is not None and chunk.token_ids and max(chunk.token_ids) >= self._vocab_size:
             raise EngineError(
                 f"Request {self._request.request_id} got token id {max(chunk.token_ids)}, but the trainer's model has "
@@ -157,6 +161,13 @@ class EventStream:
             # Not by isinstance: JSON's true would be a number.
             wrong = next(value for value in values if type(value) not in types)
             raise self._error(f"got a {what} that is not a number of its kind", repr(wrong).encode())
+
+    def _not_a_number(self) -> ServerError:
+        # JSON has no NaN. One token of it may be an accident, and is asked for again; more are not passed over.
+        return ServerError(
+            f"The vLLM server has no log-probability for a token of request {self._request.request_id}: its model "
+            "computes what is not a number (NaN). If that goes on, the weights have diverged."
+        )
 
     def _too_short(self) -> EngineError:
         # A limit of the server's own would begin anew behind every cut.
