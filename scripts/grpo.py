@@ -11,7 +11,7 @@ The server runs already, on other GPUs or another machine (`trl-april serve MODE
     ... --reward_funcs accuracy_reward my_module:my_function    # TRL's, and one of your own
     ... --use_peft --lora_r 16 --lora_target_modules all-linear # an adapter instead of the whole model
     ... --eval_strategy steps --dataset_test_split test         # a dataset with two splits
-    ... --resume_from_checkpoint true                           # the last one in output_dir, or a path
+    ... --resume_from_checkpoint true                           # the last one in output_dir; auto: if any; or a path
 
 `scripts/launch_single_node.sh` and `scripts/launch_slurm.sh` start server and trainer together.
 
@@ -32,6 +32,7 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser, get_dataset, get_p
 from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer
+from trl_april.checkpoint import resume_point
 from trl_april.errors import ConfigError
 from trl_april.reward_functions import find_reward
 
@@ -136,12 +137,6 @@ def model_options(model: ModelConfig, config: APRILGRPOConfig) -> dict:
     return options | (config.model_init_kwargs or {})
 
 
-def resume_point(value: str | bool | None) -> str | bool | None:
-    """The path of a checkpoint, or true for the last one: a command line has words only."""
-    words = {"true": True, "false": False}
-    return words.get(value.lower(), value) if isinstance(value, str) else value
-
-
 def main() -> None:
     parser = TrlParser((ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig))
     script, config, model, mixture = parser.parse_args_and_config()
@@ -166,7 +161,7 @@ def main() -> None:
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint, config.output_dir))
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         # The model card names the dataset, and a path on this machine is nobody's business.

@@ -140,10 +140,17 @@ server_pid='' trainer_pid=''
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 # shellcheck disable=SC2329  # called by the trap
+alive() { # PID, or -PID for its process group. A zombie, which nobody may ever look at, is not.
+    kill -0 -- "$1" 2>/dev/null || return 1
+    command -v ps >/dev/null || return 0
+    ps -eo pid=,pgid=,stat= | awk -v id="$1" '($1 == id || -$2 == id) && $3 !~ /^Z/ { n++ } END { exit !n }'
+}
+
+# shellcheck disable=SC2329
 end() { # PID, or -PID for its whole process group; SECONDS that it has
     kill -TERM -- "$1" 2>/dev/null || return 0
     for ((i = 0; i < 5 * $2; i++)); do
-        kill -0 -- "$1" 2>/dev/null || return 0
+        alive "$1" || return 0
         sleep 0.2
     done
     kill -KILL -- "$1" 2>/dev/null || true

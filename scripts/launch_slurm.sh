@@ -145,6 +145,18 @@ step=(srun --export=ALL --cpu-bind=none --ntasks-per-node=1 --kill-on-bad-exit=1
 
 server_pid='' trainer_pid=''
 
+# At SIGTERM srun kills its step at once. SIGUSR1 it hands on, to every process there is on the nodes: all ignore it but
+# this shell, which ends what it has started.
+# shellcheck disable=SC2016  # expanded on the node
+on_node='
+    trap "kill -TERM \$pid" USR1
+    trap : TERM # Slurm sends its own to all, and the command has it then
+    (trap "" USR1; exec "$@") &
+    pid=$!
+    while wait "$pid"; kill -0 "$pid" 2>/dev/null; do :; done
+    wait "$pid"
+'
+
 # torchrun's own 30 s are too few to write a checkpoint in.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
@@ -152,7 +164,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 clean_up() {
     trap '' INT TERM # an exit in here would leave the server behind
     for pid in $trainer_pid $server_pid; do
-        kill -TERM "$pid" 2>/dev/null || continue # srun ends its step
+        kill -USR1 "$pid" 2>/dev/null || continue
         wait "$pid" || true
     done
 }
@@ -173,7 +185,7 @@ if ((server_nodes > 1)); then
 fi
 log="${SLURM_JOB_NAME:-grpo}-${SLURM_JOB_ID:-0}-server.log"
 "${step[@]}" --nodes="$server_nodes" --ntasks="$server_nodes" --nodelist="$server_list" \
-    "${serve[@]}" "${vllm_args[@]}" >"$log" 2>&1 </dev/null &
+    bash -c "$on_node" on_node "${serve[@]}" "${vllm_args[@]}" >"$log" 2>&1 </dev/null &
 server_pid=$!
 
 healthy() {
@@ -200,7 +212,7 @@ done
 
 # shellcheck disable=SC2016  # expanded on the node
 "${step[@]}" --nodes="$trainer_nodes" --ntasks="$trainer_nodes" --nodelist="$trainer_list" \
-    bash -c 'exec accelerate launch --machine_rank "$SLURM_PROCID" "$@"' accelerate \
+    bash -c "$on_node" on_node bash -c 'exec accelerate launch --machine_rank "$SLURM_PROCID" "$@"' accelerate \
     --config_file "$config" --num_machines "$trainer_nodes" --num_processes $((trainer_nodes * gpus_per_node)) \
     --main_process_ip "${nodes[0]}" --main_process_port 29500 --rdzv_backend static --same_network \
     scripts/grpo.py --model_name_or_path "$model" --vllm_server_base_url "http://$server_address:$port" \

@@ -6,12 +6,12 @@
     python scripts/quickstart.py ... --over_provisioning 1.0                         # synchronous
     python scripts/quickstart.py ... --vllm_args="--gpu-memory-utilization 0.4"      # one GPU for both
     python scripts/quickstart.py ... --vllm_server_base_url http://127.0.0.1:8000    # a server that runs already
-    python scripts/quickstart.py ... --resume_from_checkpoint true                   # from the last checkpoint
+    python scripts/quickstart.py ... --resume_from_checkpoint true                   # the last one; auto: if any
 
 The dataset is a JSON-lines file with the columns `prompt` and `answer`, or the name of one that `load_dataset` knows.
 Every field of APRILGRPOConfig, and so of TRL's GRPOConfig and of TrainingArguments, is an option. `--config` reads
 options from a YAML file; what is given on the command line wins. `scripts/recipes` has GRPO, DAPO and GSPO as their
-papers have them.
+papers have them. It has no dataset for evaluation; `scripts/grpo.py` has.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from datasets import Dataset, load_dataset
 from trl import TrlParser
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+from trl_april.checkpoint import resume_point
 from trl_april.reward_functions import find_reward
 
 
@@ -78,9 +79,6 @@ def main() -> None:
         )
         for name in script.reward_funcs
     ]
-    resume = config.resume_from_checkpoint
-    if isinstance(resume, str):  # a command line has words only
-        resume = {"true": True, "false": False}.get(resume.lower(), resume)
     vllm_args = shlex.split(script.vllm_args)
     own_server = nullcontext() if config.vllm_server_base_url else LocalServer(script.model, vllm_args=vllm_args)
     with own_server as server:
@@ -92,7 +90,7 @@ def main() -> None:
             args=config,
             train_dataset=load(script.dataset, script.dataset_split),
         )
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint, config.output_dir))
         trainer.save_model(config.output_dir)
 
 

@@ -190,8 +190,8 @@ def _check_accelerate(arguments: list[str]) -> None:
 
 def _check_sbatch(arguments: list[str]) -> None:
     while arguments[0].startswith("--"):
-        assert "=" in arguments[0], f"write the option of sbatch as one word: {arguments[0]}"
-        arguments = arguments[1:]
+        option, *arguments = arguments
+        assert "=" in option or option == "--requeue", f"write the option of sbatch as one word: {option}"
     _check_shell_script(arguments[0], arguments[1:])
 
 

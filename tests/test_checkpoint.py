@@ -26,6 +26,7 @@ from trl_april.checkpoint import (
     is_complete,
     load_rollouts,
     resolve_checkpoint,
+    resume_point,
     save_rollouts,
 )
 from trl_april.errors import AprilError, CheckpointError, ConfigError, PoolError
@@ -949,3 +950,21 @@ def test_one_that_is_named(tmp_path):
     for wrong in (str(torn), str(tmp_path / "missing"), ""):
         with pytest.raises(CheckpointError, match="is no complete checkpoint.*Complete ones there are: checkpoint-2"):
             resolve_checkpoint(wrong, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("true", True), ("True", True), ("false", False), ("out/checkpoint-3", "out/checkpoint-3"), (None, None),
+     (True, True), (False, False)],
+)  # fmt: skip
+def test_where_a_command_line_resumes(tmp_path, value, meant):
+    assert resume_point(value, str(tmp_path)) == meant
+
+
+def test_a_command_line_resumes_where_there_is_something(tmp_path):
+    """A checkpoint that was cut short is nothing yet."""
+    assert resume_point("auto", str(tmp_path / "nowhere")) is False
+    (tmp_path / "checkpoint-2").mkdir()
+    assert resume_point("auto", str(tmp_path)) is False
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')
+    assert resume_point("auto", str(tmp_path)) is True

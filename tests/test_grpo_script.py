@@ -88,14 +88,6 @@ def test_adapters_and_loading_options():
     }
 
 
-@pytest.mark.parametrize(
-    ("value", "meant"),
-    [("true", True), ("False", False), ("out/checkpoint-5", "out/checkpoint-5"), (True, True), (None, None)],
-)
-def test_where_to_resume(value, meant):
-    assert grpo.resume_point(value) == meant
-
-
 # Rewards
 
 

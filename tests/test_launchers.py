@@ -6,6 +6,7 @@ which command runs where, with which arguments and which environment, and what i
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
+PR_SET_CHILD_SUBREAPER = 36  # of Linux
 LAUNCHERS = [SCRIPTS / "launch_single_node.sh", SCRIPTS / "launch_slurm.sh"]
 
 # A stand-in writes down how it was called before it does anything else.
@@ -64,6 +66,10 @@ if os.environ.get("TRAINER") == "runs":
     child = subprocess.Popen(["sleep", "600"])
     (records / "trainer-runs").write_text(str(child.pid))
     child.wait()
+if os.environ.get("TRAINER") == "leaves a zombie":  # SIGTERM ends both, and neither has looked at the other
+    child = subprocess.Popen(["sleep", "600"])
+    (records / "trainer-runs").write_text(str(child.pid))
+    signal.pause()
 if os.environ.get("TRAINER") == "saves":
     def save(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -84,15 +90,25 @@ SRUN = """
 options = [argument for argument in arguments if argument.startswith("--")]
 command = arguments[next(i for i, argument in enumerate(arguments) if not argument.startswith("--")):]
 (tasks,) = [int(option.split("=")[1]) for option in options if option.startswith("--ntasks=")]
+signals = {signal.SIGTERM, signal.SIGUSR1}
+
+def stop(number, _):
+    for step in steps:  # srun forwards no SIGTERM; what it forwards, every process of the step gets
+        os.killpg(step.pid, signal.SIGKILL if number == signal.SIGTERM else number)
+
+for number in signals:
+    signal.signal(number, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until all steps are there to be told
 steps = [
-    subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(rank)}) for rank in range(tasks)
+    subprocess.Popen(
+        command,
+        env={**os.environ, "SLURM_PROCID": str(rank)},
+        start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
+    )
+    for rank in range(tasks)
 ]
-
-def stop(*_):
-    for step in steps:
-        step.terminate()
-
-signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 sys.exit(max(step.wait() for step in steps))
 """
 
@@ -323,7 +339,7 @@ def test_a_signal_stops_the_trainer_and_then_the_server(machine, number, code):
     process.communicate(timeout=30)
     assert process.returncode == code
     assert (machine.records / "server-stopped").exists()
-    assert not psutil.pid_exists(int(started.read_text())), "the trainer's child"
+    assert not _lives(int(started.read_text())), "the trainer's child"
 
 
 def _wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -345,6 +361,38 @@ def _ends_after_the_checkpoint(machine, process: subprocess.Popen) -> None:
     assert saved.stat().st_mtime_ns < stopped.stat().st_mtime_ns
     for call in machine.calls("accelerate"):  # after 30 seconds torchrun would kill who saves
         assert call.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"
+
+
+@pytest.fixture
+def subreaper(machine):
+    """Orphans of what a test starts become children of the tests, as they do of an init that looks at none of them."""
+    if sys.platform != "linux":
+        pytest.skip("orphans go to init alone")
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    before = {child.pid for child in psutil.Process().children()}
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    assert prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+    for child in psutil.Process().children():
+        if child.pid not in before and child.status() == psutil.STATUS_ZOMBIE:
+            os.waitpid(child.pid, 0)
+
+
+@pytest.mark.skipif(shutil.which("ps", path="/usr/bin:/bin") is None, reason="it cannot tell zombies without ps")
+def test_a_zombie_that_nobody_looks_at_is_not_waited_for(machine, subreaper):
+    """As in a container, where the first process may be one that never does: it stays in the trainer's group."""
+    process = machine.start(LAUNCHERS[0], "dir/model", "--port", str(free_port()), TRAINER="leaves a zombie")
+    started = machine.records / "trainer-runs"
+    try:
+        _wait_for(started, process)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)  # and not TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which is 600
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 143
+    assert (machine.records / "server-stopped").exists()
+    assert psutil.Process(int(started.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_trainer_has_time_to_save_whatever_signals_come(machine):
@@ -500,8 +548,9 @@ def test_several_nodes_of_the_server_are_joined_by_ray(job):
 
 
 def test_the_server_binds_to_the_address_that_the_first_node_sees(job):
-    done = job.run("--timeout", "1", ADDRESS="192.0.2.77", SERVER="hangs")
-    assert "not ready after 1 s" in done.errors
+    # Long enough for the server to have been started: by Bash's clock, a second may be over at once.
+    done = job.run("--timeout", "5", ADDRESS="192.0.2.77", SERVER="hangs")
+    assert "not ready after 5 s" in done.errors
     assert job.calls("getent")[0].arguments == ["ahostsv4", "n3"]
     assert option(job.calls("trl-april")[0].arguments, "--host") == "192.0.2.77"
 

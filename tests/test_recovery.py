@@ -238,6 +238,9 @@ def test_a_signal_to_another_process_stops_all(training: Training):
     with pytest.raises(Stopped) as caught:
         training.recovery.stop_if_asked()
     assert caught.value.signal == signal.SIGINT
+
+
+def test_without_a_signal_nothing_is_stopped(training: Training):
     training.processes.most_of_others = lambda: [0.0]
     training.recovery.stop_if_asked()
 

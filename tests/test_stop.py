@@ -6,9 +6,11 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from trl_april import stop as stop_module
 from trl_april.errors import PeerError
 from trl_april.stop import SIGNALS, Stopped, StopRequest, leave
 
@@ -37,6 +39,13 @@ def test_the_first_signal_is_noted_and_interrupts_nothing(number: int, caplog: p
     assert stop.signal == number, "it is asked for after the training"
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals that follow each other in no time are two."""
+    monkeypatch.setattr(stop_module, "SAME_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("first", SIGNALS)
 def test_a_second_ctrl_c_leaves_at_once(first: int):
     stop = StopRequest()
@@ -46,6 +55,37 @@ def test_a_second_ctrl_c_leaves_at_once(first: int):
     assert stop.signal == first
 
 
+def test_the_same_signal_by_two_ways_is_one(caplog: pytest.LogCaptureFixture):
+    """Slurm sends it to all processes of a job, and torchrun, which is one of them, sends it to its workers again."""
+    stop = StopRequest()
+    with stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+    assert caplog.text.count("a checkpoint is written") == 1
+
+
+def test_the_signal_of_all_processes_may_come_here_last():
+    """It is the one that was agreed on, and no second one."""
+    stop = StopRequest()
+    with stop.listening():
+        assert stop.agree(SimpleNamespace(most=lambda values: [float(signal.SIGTERM)])) == signal.SIGTERM
+        assert (stop.signal, stop.agreed) == (signal.SIGTERM, signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_nothing_is_agreed_on_while_there_was_no_signal():
+    stop = StopRequest()
+
+    def most(values: list[float]) -> list[float]:
+        stop.signal = signal.SIGINT  # it comes when this process has said that there is none
+        return values
+
+    assert stop.agree(SimpleNamespace(most=most)) == 0
+    assert (stop.signal, stop.agreed) == (signal.SIGINT, 0)
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("first", SIGNALS)
 def test_a_second_sigterm_leaves_with_the_exit_code_of_a_shell(first: int):
     stop = StopRequest()
@@ -123,6 +163,7 @@ def test_the_error_of_another_process_comes_before_the_signal_that_it_has_caused
     assert stop.signal == 0
 
 
+@pytest.mark.usefixtures("at_once")
 def test_at_a_second_signal_it_is_looked_at_as_well():
     errors = [None, PeerError("Process 1 has failed.")]
 

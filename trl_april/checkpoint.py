@@ -181,6 +181,23 @@ def resolve_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output
     return path
 
 
+def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None:
+    """`--resume_from_checkpoint` of a command line, which has words only, for [`~transformers.Trainer.train`].
+
+    Args:
+        value (`str` or `bool`, *optional*):
+            `"true"` (the last complete checkpoint of `output_dir`), `"false"`, the folder of one, or `"auto"`: the
+            last complete one if there is any, as a job needs that may be put back into its queue.
+        output_dir (`str`):
+            Where the checkpoints are.
+    """
+    if not isinstance(value, str):
+        return value
+    if value.lower() == "auto":
+        return any(is_complete(path) for path in Path(output_dir).glob("checkpoint-*"))
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
 def _file_name(save_id: str, rank: int, processes: int) -> str:
     return f"pool-{save_id}-{rank:05d}-of-{processes:05d}.safetensors"
 

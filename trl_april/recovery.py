@@ -54,7 +54,9 @@ class Recovery:
         """Sync the weights, waiting for the server if it goes away.
 
         Raises:
-            ServerError: If it stays away.
+            ServerError: If it stays away, in all processes.
+            Stopped: If a signal asks one of them to end meanwhile.
+            WeightSyncError: If it does not take the weights.
         """
         while True:
             try:
@@ -64,7 +66,10 @@ class Recovery:
                 self.wait_for_server(error)
 
     def restore_weights(self) -> bool:
-        """Sync the weights if the server has lost them, as one that was started anew has; returns whether it had."""
+        """Sync the weights if the server has lost them, as one that was started anew has; returns whether it had.
+
+        It raises what [`~Recovery.sync_weights`] does.
+        """
         if self._generation.holds_weights():
             return False
         self.sync_weights()
@@ -111,9 +116,8 @@ class Recovery:
 
     def stop_if_asked(self) -> None:
         """Raise [`Stopped`] in all processes if a signal has asked one of them to end."""
-        (number,) = self._processes.most([float(self._stop.signal)])
-        if number:
-            raise Stopped(int(number))
+        if self._stop.agree(self._processes):
+            raise Stopped(self._stop.agreed)
 
     def _sleep(self) -> None:
         deadline = time.monotonic() + self._pause * random.uniform(0.5, 1.5)

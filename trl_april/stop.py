@@ -1,31 +1,43 @@
 """Ctrl-C and SIGTERM as a request: training comes to a place where a checkpoint can be written, and then ends.
 
-The invariant owned here: the first signal interrupts nothing, the second one leaves at once, and the process ends as
+The invariant owned here: the first signal interrupts nothing, a later one leaves at once, and the process ends as
 the signal asked for.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+
+if TYPE_CHECKING:
+    from .processes import Processes
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds in which another signal is the same one: a scheduler sends it to every process, and a launcher that has got
+# it hands it on.
+SAME_SECONDS = 1.0
 
 
 class Stopped(Exception):
     """Training ends because a signal asked for it, in all processes.
 
     Args:
+        number (`int`):
+            That of the signal.
+
+    Attributes:
         signal (`int`):
-            Its number.
+            The same.
     """
 
     def __init__(self, number: int) -> None:
@@ -44,10 +56,13 @@ class StopRequest:
     Attributes:
         signal (`int`):
             Number of the signal; 0 while there was none.
+        agreed (`int`):
+            The one that all processes have agreed to end by; 0 while there was none.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        self.signal = 0
+        self.signal = self.agreed = 0
+        self._since = -math.inf
         self._check = check
 
     @contextmanager
@@ -73,11 +88,30 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def agree(self, processes: Processes) -> int:
+        """The signal that has asked one of the processes to end, in all of them. A collective call.
+
+        Args:
+            processes ([`OneProcess`] or [`ManyProcesses`]):
+                Those that training runs in.
+
+        Returns:
+            `int`: Its number; 0 while there is none.
+        """
+        (number,) = processes.most([float(self.signal)])
+        if number:  # and if there is none, one may have come here since
+            if not self.signal:
+                self._since = time.monotonic()
+            self.signal = self.agreed = int(number)
+        return self.agreed
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._check()
         if self.signal:
+            if time.monotonic() - self._since < SAME_SECONDS:
+                return
             leave(number)
-        self.signal = number
+        self.signal, self._since = number, time.monotonic()
         logger.warning(
             "%s: a checkpoint is written at the next opportunity, and then training ends. A second one ends it now.",
             signal.Signals(number).name,
