@@ -318,6 +318,9 @@ class FakeVLLM:
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         if "method" not in await request.json():
             return web.json_response({"detail": "Missing 'method' in request body"}, status=400)
+        return await self._load(request)
+
+    async def _load(self, request: web.Request) -> web.Response:
         return web.json_response({"results": [None]})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:

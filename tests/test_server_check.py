@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tests.fake_vllm import FakeVLLM
 from trl_april.errors import AprilError, ConfigError, ServerError
-from trl_april.server_check import ServerFacts, check_server
+from trl_april.server_check import ServerFacts, TimedRequests, check_server
 
 
 VOCAB = 100
@@ -208,6 +208,31 @@ def test_a_server_that_fails_is_quoted():
     server.answers["/server_info"] = (500, "EngineCore died")
     assert "answered 500" in (sentence := refusal(server, ServerError))
     assert "EngineCore died" in sentence
+
+
+def test_a_server_that_is_busy_is_not_called_one_of_another_vocabulary():
+    server = FakeVLLM(vocab_size=VOCAB)
+    server.answers["/v1/completions"] = (503, "try again later")
+    assert "answered 503" in refusal(server, ServerError)
+
+
+def test_a_session_never_waits_for_ever():
+    seen = []
+
+    class Adapter(requests.adapters.BaseAdapter):
+        def send(self, request, timeout=None, **kwargs):
+            seen.append(timeout)
+            raise requests.ConnectionError("no")
+
+        def close(self):
+            pass
+
+    with TimedRequests(7.0) as session:
+        session.mount("http://", Adapter())
+        for options in ({}, {"timeout": 1.0}):
+            with pytest.raises(requests.ConnectionError):
+                session.get("http://there", **options)
+    assert seen == [7.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,21 @@ def test_a_server_that_is_not_ready_yet_is_waited_for(answering, monkeypatch, ca
     monkeypatch.setattr("trl_april.server_client.time.sleep", lambda seconds: None)
     answering.statuses = [404, 503, 502, 200]  # of whatever is in front of it
     assert connect(answering, seconds=60.0).model == "m"
-    assert caplog.text.count("is not ready: /health answered 404 what it says. Waiting, for at most 60 s.") == 1
+    assert (
+        caplog.text.count(
+            "is not ready: /health answered 404 what it says. Waiting, for at most 60 s (vllm_server_timeout)."
+        )
+        == 1
+    )
     assert [path for path, _ in answering.asked] == ["/health"] * 4 + ["/v1/models"]
     assert {key for _, key in answering.asked} == {"Bearer key"}
+
+
+def test_that_nothing_answers_is_said_while_it_is_waited_for(caplog):
+    """It is waited for without a word otherwise, for four minutes."""
+    with pytest.raises(ServerError, match="No vLLM server answered at http://127.0.0.1:9 within 0.1 s"):
+        ServerClient(base_url="http://127.0.0.1:9", connection_timeout=0.1, api_key=None, keeps_cache=False)
+    assert caplog.text.count("Start it with `trl-april serve MODEL`.") == 1
 
 
 @pytest.mark.parametrize("status", [401, 404, 503])

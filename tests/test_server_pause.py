@@ -58,6 +58,16 @@ def test_a_server_that_is_not_resumed_is_an_error_unless_there_is_another(caplog
     assert "http://there could not be resumed. no /resume" in caplog.text and not pause.is_on
 
 
+@pytest.mark.parametrize("error", [ValueError("<html>"), AttributeError("'list' object has no attribute 'get'")])
+def test_what_is_no_server_is_no_concern_of_a_pause(error):
+    """Its check says in a sentence what it is."""
+
+    def answer(method, path):
+        raise error
+
+    ServerPause(answer, "http://there").end_foreign()
+
+
 @pytest.mark.parametrize("server", [Server(), Server(failing=("is_paused",))])
 def test_a_server_that_nobody_left_paused_is_let_be(server, caplog):
     pause_of(server).end_foreign()

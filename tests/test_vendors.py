@@ -18,7 +18,7 @@ VENDOR = re.compile(r"(?<![a-z0-9])(cuda|hip|rocm|xpu|tpu|npu|hpu|mps|nvidia|amd
 # file -> (lines with a vendor's name, why it must)
 ALLOWED = {
     "host_gpus.py": (1, "asks the driver of each vendor how many GPUs there are"),
-    "weight_sync.py": (1, "TRL's NCCL transport takes devices of torch's type 'cuda' only, which ROCm's are too"),
+    "weight_transport.py": (1, "TRL's NCCL transport takes devices of torch's type 'cuda' only, which ROCm's are too"),
     "server_command.py": (1, "reads from the name of vLLM's build which platform it is for"),
 }
 

@@ -7,9 +7,7 @@ import os
 import re
 import signal
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import requests
@@ -20,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.distributed import DistributedBackend
 
 from tests.tiny import build_model
-from trl_april import host_gpus, weight_files, weight_sync
+from trl_april import host_gpus, weight_files
 from trl_april.canary import server_logprobs, trainer_logprobs
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.processes import OneProcess
@@ -99,15 +97,15 @@ class TestFileSystem:
     def test_the_folder_is_the_one_given_and_left_empty(self, server, trainer, tmp_path, monkeypatch):
         generation = trainer.connect(server, weight_sync_dir=str(tmp_path))
         paths = []
-        post = generation._post
+        ask = generation._answer
 
-        def remember(path, body=None):
+        def remember(method, path, body=None, **options):
             if path == "collective_rpc":
                 paths.append(Path(body["kwargs"]["weights_path"]))
                 assert list(paths[-1].glob("*.safetensors"))
-            return post(path, body)
+            return ask(method, path, body, **options)
 
-        monkeypatch.setattr(generation, "_post", remember)
+        monkeypatch.setattr(generation, "_answer", remember)
         generation.sync_weights()
         assert [path.parent for path in paths] == [tmp_path]
         assert list(tmp_path.iterdir()) == []
@@ -198,76 +196,27 @@ class TestChoice:
             trainer.connect(server, weight_sync_dir=str(tmp_path / "nowhere"))
 
     @pytest.mark.parametrize(
-        ("asked", "trainer_device", "server_device", "has_transfer", "chosen"),
-        [
-            ("auto", "cuda", "cuda", True, "nccl"),
-            ("auto", "cuda", "cuda", False, "filesystem"),
-            ("auto", "cpu", "cuda", True, "filesystem"),
-            ("auto", "cuda", "cpu", True, "filesystem"),
-            ("filesystem", "cuda", "cuda", True, "filesystem"),
-            ("nccl", "cuda", "cuda", True, "nccl"),
-        ],
+        "error", [RuntimeError("NCCL error: invalid usage"), OSError(98, "Address in use")], ids=["gpu", "port"]
     )
-    def test_by_devices(
-        self, server, trainer, monkeypatch, asked, trainer_device, server_device, has_transfer, chosen
-    ):
-        monkeypatch.setattr(weight_sync, "gpus_of_host", lambda: 2)
-        generation = trainer.connect(server)
-        generation._asked_weight_sync = asked
-        generation.facts = replace(generation.facts, device=server_device, has_weight_transfer=has_transfer)
-
-        class Device:
-            device = torch.device(trainer_device)
-            is_main_process = True
-
-        generation.accelerator = Device()
-        assert generation._choose_weight_sync() == chosen
-
-    @pytest.mark.parametrize(
-        ("gpus", "base_url", "chosen"),
-        [
-            (1, "http://127.0.0.1:8000", "filesystem"),
-            (1, "http://localhost:8000", "filesystem"),
-            (1, "http://192.0.2.1:8000", "nccl"),  # of another host
-            (2, "http://127.0.0.1:8000", "nccl"),
-            (None, "http://127.0.0.1:8000", "nccl"),
-        ],
-    )
-    def test_two_on_one_gpu_have_files(self, server, trainer, monkeypatch, gpus, base_url, chosen):
-        """NCCL does not connect a GPU with itself."""
-        generation = trainer.connect(server)
-        generation.facts = replace(generation.facts, device="cuda", has_weight_transfer=True)
-        generation.accelerator = SimpleNamespace(device=torch.device("cuda"), is_main_process=True)
-        generation.base_url = base_url
-        monkeypatch.setattr(weight_sync, "gpus_of_host", lambda: gpus)
-        assert generation._choose_weight_sync() == chosen
-        # What process 0 sees is everybody's choice: others may be on other hosts.
-        generation.accelerator.is_main_process = False
-        assert generation._choose_weight_sync() == "nccl"
-        generation._processes = SimpleNamespace(most=lambda values: [1.0])
-        assert generation._choose_weight_sync() == "filesystem"
-
-    @pytest.mark.parametrize(("visible", "chosen"), [(1, "filesystem"), (2, "nccl")])
-    def test_so_have_two_that_see_but_one(self, server, trainer, monkeypatch, visible, chosen):
-        """`CUDA_VISIBLE_DEVICES=0` is for both, if the trainer's process has started the server."""
-        generation = trainer.connect(server)
-        generation.facts = replace(generation.facts, device="cuda", has_weight_transfer=True)
-        generation.accelerator = SimpleNamespace(device=torch.device("cuda"), is_main_process=True)
-        monkeypatch.setattr(weight_sync, "gpus_of_host", lambda: 8)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
-        assert generation._choose_weight_sync() == chosen
-        generation.base_url = "http://127.0.0.1:8000"  # somebody else's, who may have given it another
-        assert generation._choose_weight_sync() == "nccl"
-
-    def test_gpus_that_nccl_does_not_connect(self, server, trainer, monkeypatch):
+    def test_gpus_that_nccl_does_not_connect(self, server, trainer, monkeypatch, error):
         generation = trainer.connect(server)
 
-        def duplicate(device):
-            raise RuntimeError("NCCL error: invalid usage")
+        def fails(device):
+            raise error
 
-        monkeypatch.setattr(generation.vllm_client, "init_communicator", duplicate)
-        with pytest.raises(WeightSyncError, match="NCCL error: invalid usage.*different GPUs.*'filesystem'"):
+        monkeypatch.setattr(generation.vllm_client, "init_communicator", fails)
+        with pytest.raises(WeightSyncError) as caught:
             generation._init_communicator()
+        for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
+            assert words in str(caught.value)
+
+    def test_a_new_connection_by_nccl_ends_the_one_before(self, server, trainer, monkeypatch):
+        """Which still listens on the port that the new one needs."""
+        generation, calls = trainer.connect(server), []
+        monkeypatch.setattr(generation.vllm_client, "close_communicator", lambda: calls.append("close"))
+        monkeypatch.setattr(generation.vllm_client, "init_communicator", lambda device: calls.append("init"))
+        generation._init_communicator()
+        assert calls == ["close", "init"]
 
 
 def test_gpus_of_a_host_are_counted_by_their_drivers(tmp_path, monkeypatch):
@@ -312,6 +261,7 @@ def prepare(generation: ServerGeneration, folder: Path) -> None:
     generation.accelerator, generation._processes = Accelerator(cpu=True), OneProcess()
     generation._weight_sync_dir, generation._tied_names = str(folder), {}
     generation.before_sync = generation._gone = None
+    generation.server_timeout = 10.0
 
 
 class TestMemory:
@@ -340,7 +290,7 @@ class TestMemory:
         assert size == 24 * self.SHARD
         found = []
 
-        def loaded(path, body):
+        def loaded(method, path, body, *, timeout):
             found.append([file.stat().st_size for file in Path(body["kwargs"]["weights_path"]).iterdir()])
             assert sum(found[-1]) > size
 
@@ -348,14 +298,14 @@ class TestMemory:
         generation.model = model
         prepare(generation, tmp_path)
         generation._dist = DistributedBackend(generation.accelerator)
-        monkeypatch.setattr(generation, "_post", loaded)
+        monkeypatch.setattr(generation, "_answer", loaded)
         peak = self.peak(generation._sync_through_files)
         assert [len(files) for files in found] == [24]
         assert peak < 5 * self.SHARD, f"{peak / 2**20:.0f} MiB for shards of {self.SHARD / 2**20:.0f} MiB"
 
 
 @pytest.mark.parametrize("alive", [True, False])
-@pytest.mark.parametrize("failing", ["_post", "save_file"])
+@pytest.mark.parametrize("failing", ["_answer", "save_file"])
 def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, failing, alive):
     """Other processes wait in reading them, and at the end TRL unmerges adapters that it has merged for the sync."""
     ended = []
@@ -365,7 +315,7 @@ def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, fai
             yield f"p{number}", torch.zeros(2)
         ended.append(True)
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise WeightSyncError("failed")
 
     generation = ServerGeneration.__new__(ServerGeneration)
@@ -374,7 +324,7 @@ def test_a_sync_that_fails_still_reads_all_parameters(tmp_path, monkeypatch, fai
     monkeypatch.setattr(generation, "_iter_named_params", params)
     monkeypatch.setattr(weight_files if failing == "save_file" else generation, failing, fail)
     monkeypatch.setattr(generation, "is_alive", lambda: alive)
-    is_outage = failing == "_post" and not alive
+    is_outage = failing == "_answer" and not alive
     with nullcontext() if is_outage else pytest.raises(WeightSyncError, match="failed"):
         generation._sync_through_files()
     if is_outage:

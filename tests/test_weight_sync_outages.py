@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from trl.generation.vllm_client import VLLMClient
 from tests.fake_vllm import FakeVLLM
 from tests.test_weight_sync import Trainer
 from tests.tiny import build_model
+from trl_april import weight_sync
 from trl_april.canary import trainer_logprobs
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.processes import OneProcess
@@ -33,6 +36,10 @@ class MortalVLLM(FakeVLLM):
             Path of the request that is its last.
         back_at_once (`bool`):
             Whether somebody restarts it within the same instant.
+        loses (`str`, *optional*):
+            Path of a request that is done, and whose answer is lost, once.
+        stalls (`str`, *optional*):
+            Path of requests that are never answered.
     """
 
     def __init__(self, model: torch.nn.Module, **options: Any) -> None:
@@ -41,6 +48,8 @@ class MortalVLLM(FakeVLLM):
         self.alive = True
         self.back_at_once = False
         self.dies_at: str | None = None
+        self.loses: str | None = None
+        self.stalls: str | None = None
         self._logprobs: list[float] | None = None
         self.prompt_logprobs = lambda ids: self._logprobs or [-1.0] * (len(ids) - 1)
 
@@ -59,6 +68,12 @@ class MortalVLLM(FakeVLLM):
         if not self.alive:
             request.transport.abort()
             return web.Response(status=503)
+        if request.path == self.stalls:
+            await asyncio.sleep(60)
+        if request.path == self.loses:
+            self.loses = None
+            await super()._gate(request, handler)
+            request.transport.abort()
         answer = await super()._gate(request, handler)
         if request.path == "/collective_rpc":
             token_ids = self.canary_ids
@@ -254,6 +269,74 @@ def test_a_server_that_refuses_the_weights_is_no_outage(trainer, fake, generatio
     with pytest.raises(WeightSyncError, match="500 to /collective_rpc.*out of memory"):
         generation.sync_weights()
     assert not generation.holds_weights() or fake.weight_version == "1"
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_what_stands_before_a_busy_server_is_an_outage(trainer, fake, generation, status):
+    trainer.change(0.1)
+    fake.answers = {"/collective_rpc": (status, "later")}
+    with pytest.raises(ServerError, match=f"answered {status} to /collective_rpc"):
+        generation.sync_weights()
+    fake.answers = {}
+    generation.sync_weights()
+    assert fake.weight_version == "2"
+
+
+def test_a_version_that_is_not_told_for_once_is_no_restart(trainer, fake, generation, caplog):
+    """A restart would be examined, and connected to anew."""
+    fake.answers = {"/weight_info": (503, "busy")}
+    trainer.change(0.1)
+    with pytest.raises(ServerError, match="503 to /weight_info"):
+        generation.sync_weights()
+    fake.answers = {}
+    generation.sync_weights()
+    assert "anew" not in caplog.text and "server_info" not in paths(fake)
+
+
+def test_a_sync_whose_last_answer_was_lost_is_no_restart(trainer, fake, generation, caplog):
+    trainer.change(0.1)
+    fake.loses = "/update_weight_version"
+    with pytest.raises(ServerError, match="gone away"):
+        generation.sync_weights()
+    assert fake.weight_version == "2" and not generation.holds_weights()
+    generation.sync_weights()
+    assert "anew" not in caplog.text and "server_info" not in paths(fake)
+    assert generation.holds_weights()
+
+
+@pytest.mark.parametrize("where", ["/server_info", "/v1/models"])
+def test_an_examination_that_is_not_answered_ends(trainer, fake, generation, where):
+    fake.restart()
+    fake.stalls = where
+    generation.session.seconds = 0.3
+    with pytest.raises(ServerError, match="gone away in the weight sync.*did not answer what it was asked"):
+        generation.sync_weights()
+
+
+def test_loading_may_take_longer_than_an_answer_and_has_its_files_until_then(trainer, fake, monkeypatch):
+    seen = []
+
+    async def load(request: web.Request) -> web.Response:
+        folder = Path((await request.json())["kwargs"]["weights_path"])
+        await asyncio.sleep(1.0)
+        seen.extend(folder.glob("*.safetensors"))
+        return web.json_response({"results": [None]})
+
+    monkeypatch.setattr(fake, "_load", load)
+    generation = trainer.connect(fake, server_timeout=0.5)
+    fake.canary_ids = generation._canary.token_ids
+    generation.sync_weights()
+    assert seen and not any(path.exists() for path in seen)
+
+
+def test_weights_that_have_no_room_say_how_much_they_need(trainer, fake, generation, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weight_sync, "write_weights", full)
+    with pytest.raises(WeightSyncError, match="No space left.*GiB are free.*--shm-size.*weight_sync_dir"):
+        generation.sync_weights()
+    assert "collective_rpc" not in paths(fake)
 
 
 # What the server holds

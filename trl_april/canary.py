@@ -15,7 +15,8 @@ import requests
 import torch
 from torch import nn
 
-from .errors import WeightSyncError
+from .errors import ServerError, WeightSyncError
+from .server_check import LATER
 
 
 NUM_TOKENS = 33
@@ -65,7 +66,7 @@ class Canary:
         Raises:
             WeightSyncError: If the server does not hold the trainer's weights.
         """
-        difference = _distance(trainer, server)
+        difference = distance(trainer, server)
         if not math.isfinite(difference):
             raise WeightSyncError(
                 f"After the sync of policy version {version} a log-probability is not finite on one side: the weights "
@@ -80,7 +81,7 @@ class Canary:
             )
         if self._last is not None:
             last_trainer, last_server = self._last
-            moved = _distance(trainer, last_trainer)
+            moved = distance(trainer, last_trainer)
             if moved > self._visible and list(server) == last_server:
                 raise WeightSyncError(
                     f"After the sync of policy version {version} the trainer's log-probabilities have moved by "
@@ -119,7 +120,7 @@ def server_logprobs(
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     response = session.post(f"{base_url}/v1/completions", json=body, timeout=timeout)
     if response.status_code != 200:
-        raise WeightSyncError(
+        raise (ServerError if response.status_code in LATER else WeightSyncError)(
             f"The vLLM server answered {response.status_code} to the check of its weights: {response.text[:300]}. "
             "Look at its log, and check that it is a version of vLLM that TRL supports."
         )
@@ -127,5 +128,6 @@ def server_logprobs(
     return [entry[str(token_id)]["logprob"] for token_id, entry in zip(token_ids[1:], positions[1:], strict=True)]
 
 
-def _distance(left: Sequence[float], right: Sequence[float]) -> float:
+def distance(left: Sequence[float], right: Sequence[float]) -> float:
+    """Mean absolute difference of log-probabilities, in nats."""
     return math.fsum(abs(a - b) for a, b in zip(left, right, strict=True)) / len(left)

@@ -91,7 +91,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     doctor.add_argument(
         "--max-completion-length",
         type=int,
-        default=256,
+        default=512,
         metavar="N",
         help="tokens of the longest completion, for which the context needs room (default: %(default)s)",
     )

@@ -6,7 +6,6 @@ that the correction needs, can be told to abort, and has room for prompt and com
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,11 @@ import requests
 from transformers import AutoConfig, PretrainedConfig
 
 from .errors import ConfigError, ServerError
+from .server_address import certificates
 
 
+# What stands in front of a server that has too much to do, or is not there at the moment, answers one of these.
+LATER = (429, 502, 503, 504)
 _SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -146,7 +148,7 @@ def check_context(max_model_len: int, max_completion_length: int, base_url: str)
 def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> None:
     """Compare the served model's shape with the trainer's, where the server's model can be read from here."""
     try:
-        served = AutoConfig.from_pretrained(name).get_text_config()
+        served = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
         return  # another host's folder; the vocabulary check and the canary after the first sync remain
     own = config.get_text_config()
@@ -166,6 +168,8 @@ def check_vocabulary(session: requests.Session, base_url: str, model: str, confi
     for token_id, known in ((size - 1, True), (size + 1, False)):
         body = {"model": model, "prompt": [token_id], "max_tokens": 1}
         response = session.post(f"{base_url}/v1/completions", json=body)
+        if response.status_code not in (200, 400):
+            _json(response)  # which says something of the server, and nothing of the token
         if (response.status_code == 200) != known:
             raise ConfigError(
                 f"The vLLM server at {base_url} {'does not know' if known else 'knows'} token id {token_id}, but the "
@@ -193,10 +197,29 @@ def _json(response: requests.Response) -> Any:
     return response.json()
 
 
+class TimedRequests(requests.Session):
+    """A session whose requests all have a time-out, so that no server keeps anybody waiting for ever.
+
+    Args:
+        seconds (`float`):
+            Silence after which a request is given up, unless it says otherwise.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        ask_directly(self)
+        self.seconds = seconds
+
+    def request(self, *args: Any, **kwargs: Any) -> requests.Response:
+        """As `requests.Session.request`."""
+        kwargs.setdefault("timeout", self.seconds)
+        return super().request(*args, **kwargs)
+
+
 def ask_directly(session: requests.Session) -> requests.Session:
     """Let a session take no proxy from the environment, since requests for completions take none, either. Certificates
     stay those of the environment. Returns the session.
     """
     session.trust_env = False
-    session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
+    session.verify = certificates() or True
     return session

@@ -83,8 +83,14 @@ class ServerClient(VLLMClient):
                 return
             if left <= 0:
                 break
-            if unreachable is None and not warned:
-                logger.warning("%s is not ready: %s. Waiting, for at most %g s.", self.base_url, answer, total_timeout)
+            if not warned:
+                logger.warning(
+                    "%s is not ready: %s. Waiting, for at most %g s (vllm_server_timeout).%s",
+                    self.base_url,
+                    answer,
+                    total_timeout,
+                    " Start it with `trl-april serve MODEL`." if unreachable else "",
+                )
                 warned = True
             time.sleep(min(retry_interval, left))
         if unreachable is None:

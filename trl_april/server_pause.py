@@ -58,8 +58,8 @@ class ServerPause:
                 return
             logger.warning("The vLLM server at %s is paused. It is resumed.", self._base_url)
             self._answer("POST", "resume")
-        except AprilError:
-            pass  # what is wrong with the server is said by its check
+        except (AprilError, AttributeError, ValueError):
+            pass  # what is wrong with the server, or that it is none, is said by its check
 
     def begin(self) -> bool:
         """Pause; whether the server stands still."""

@@ -7,6 +7,8 @@ what was wrong with it. Nothing is retried here; a caller that asks again knows 
 from __future__ import annotations
 
 import asyncio
+import os
+import ssl
 from collections.abc import AsyncGenerator, Sequence
 
 import aiohttp
@@ -16,7 +18,8 @@ from .engine import Chunk, GenerationRequest
 from .errors import EngineError, ServerError
 from .event_stream import EventStream
 from .generated_tokens import PATH as GENERATED_PATH
-from .sampling import SamplingOptions
+from .sampling import JSON, SamplingOptions
+from .server_address import certificates
 
 
 # A server that is well answers at once, however busy it is.
@@ -83,7 +86,7 @@ class VLLMEngine:
         try:
             async with self._open_session().post(
                 f"{self._base_url}/v1/completions",
-                data=orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS),  # logit_bias is by token id
+                data=orjson.dumps(body, option=JSON),
                 headers={"X-Request-Id": request.request_id, "Content-Type": "application/json"},
             ) as response:
                 await _raise_for_status(response)
@@ -171,13 +174,21 @@ class VLLMEngine:
                 # One connection per request in flight; the server's own scheduler decides what runs. None is used
                 # twice: the server drops idle ones after 5 s, and one that is starved of CPU has been seen to do so
                 # with a request already on its way. A new one costs far less than that request.
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=_certificates()),
                 # No total time-out: a long completion is normal. Silence is the round driver's business, because only
                 # it knows whether other requests are making progress.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers=self._headers,
             )
         return self._session
+
+
+def _certificates() -> ssl.SSLContext | bool:
+    """Those that requests takes, too, by which the server is examined and synced."""
+    place = certificates()
+    if place is None:
+        return True
+    return ssl.create_default_context(**{"capath" if os.path.isdir(place) else "cafile": place})
 
 
 def _name(request_id: str) -> str:

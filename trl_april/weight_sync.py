@@ -11,33 +11,34 @@ it reports; if it has gone away or was started anew, that is known in all proces
 from __future__ import annotations
 
 import logging
-import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 import torch
+from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .canary import Canary, server_logprobs, trainer_logprobs
-from .errors import AprilError, ConfigError, ServerError, WeightSyncError
-from .host_gpus import gpus_of_host
+from .errors import AprilError, ServerError, WeightSyncError
 from .padding import width_matters
 from .processes import Processes
-from .server import sees_our_devices
-from .server_address import is_of_this_host
-from .server_check import ServerFacts, ask_directly, check_server
+from .server_check import LATER, ServerFacts, TimedRequests, check_server
 from .server_client import ANSWER_SECONDS, ServerClient
 from .server_pause import ServerPause
 from .weight_files import tied_names, weight_folder, write_weights
+from .weight_transport import choose_transport
 
 
 logger = logging.getLogger(__name__)
 
+# Loading may take so many times as long as another answer.
+LOAD_PATIENCE = 10
 _REMEDY = (
     "Its log says more. With weight_sync='filesystem' it must see the files under the same path: set weight_sync_dir "
     "to a shared folder if it runs on another host."
@@ -109,6 +110,7 @@ class ServerGeneration(VLLMGeneration):
         self._api_key = api_key
         self.sync_seconds = 0.0
         self._stamp: str | None = None  # the server's weight version, if it is the server that was synced last
+        self._sent: str | None = None  # what it was told last, whether or not its answer came
         self._gone: Exception | None = None  # what showed, in a sync, that the server has gone away
         super().__init__(mode="server", **kwargs)
 
@@ -128,7 +130,7 @@ class ServerGeneration(VLLMGeneration):
         self.base_url = self.vllm_client.base_url
         # TRL's own session repeats what fails for a minute, and then keeps the server's words to itself. A connection
         # of its own for each request is never one that the server has dropped in the meantime.
-        self.session = ask_directly(requests.Session())
+        self.session = TimedRequests(self.server_timeout)
         self.session.headers.update({**self.vllm_client.session.headers, "Connection": "close"})
         self._pause = ServerPause(
             lambda method, path: self._answer(method, path, timeout=ANSWER_SECONDS), self.base_url
@@ -138,7 +140,14 @@ class ServerGeneration(VLLMGeneration):
         self.facts = self._check_server()
         if self._keeps_requests and self.accelerator.is_main_process:
             self._keeps_requests = self._pause.is_possible()
-        self.weight_sync = self._choose_weight_sync()
+        self.weight_sync = choose_transport(
+            self._asked_weight_sync,
+            self._weight_sync_dir,
+            device=self.accelerator.device,
+            facts=self.facts,
+            base_url=self.base_url,
+            processes=self._processes,
+        )
         if self.weight_sync == "nccl" and self.accelerator.is_main_process:
             self._init_communicator()
         trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
@@ -150,59 +159,43 @@ class ServerGeneration(VLLMGeneration):
         self._tied_names = tied_names(self.model)
 
     def _check_server(self) -> ServerFacts:
-        return check_server(
-            self.session,
-            self.base_url,
-            config=self.model.config,
-            max_completion_length=self.max_completion_length,
-            needs_logprobs=self._needs_logprobs,
-        )
-
-    def _choose_weight_sync(self) -> str:
-        if self._weight_sync_dir is not None and not os.path.isdir(self._weight_sync_dir):
-            raise ConfigError(
-                f"weight_sync_dir is {self._weight_sync_dir!r}, which is not a folder. Create it, where the server "
-                "sees it under the same path, or leave weight_sync_dir out to use shared memory."
+        try:
+            return check_server(
+                self.session,
+                self.base_url,
+                config=self.model.config,
+                max_completion_length=self.max_completion_length,
+                needs_logprobs=self._needs_logprobs,
             )
-        accelerated = self.accelerator.device.type == "cuda" and self.facts.device == "cuda"  # ROCm's name too
-        if self._asked_weight_sync == "auto":
-            # NCCL does not connect a GPU with itself. What one process sees is the choice of all.
-            shared = accelerated and self.accelerator.is_main_process and self._shares_gpu()
-            shared = bool(self._processes.most([float(shared)])[0])
-            return "nccl" if accelerated and self.facts.has_weight_transfer and not shared else "filesystem"
-        if self._asked_weight_sync == "nccl" and not (accelerated and self.facts.has_weight_transfer):
-            raise ConfigError(
-                f"weight_sync='nccl' needs a trainer on a CUDA or ROCm device (it is on {self.accelerator.device}) "
-                f"and a server on another one (it is on {self.facts.device}) started with "
-                """--weight-transfer-config '{"backend": "nccl"}'. Use weight_sync='filesystem' instead."""
-            )
-        return self._asked_weight_sync
-
-    def _shares_gpu(self) -> bool:
-        """Whether the server must be on the GPU of this process."""
-        if not is_of_this_host(urlsplit(self.base_url).hostname or ""):
-            return False
-        return gpus_of_host() == 1 or (torch.accelerator.device_count() == 1 and sees_our_devices(self.base_url))
+        except requests.RequestException as error:
+            raise ServerError(
+                f"The vLLM server at {self.base_url} is ready, but did not answer what it was asked: {error}. See its "
+                "log; a longer wait is set by vllm_server_timeout."
+            ) from error
 
     def _init_communicator(self) -> None:
+        self.vllm_client.close_communicator()  # or its port is still in use by what led to an earlier server
         try:
             self.vllm_client.init_communicator(device=self.accelerator.device)
-        except RuntimeError as error:
+        except requests.RequestException:
+            raise  # it is an OSError too, but the server may have gone away
+        except (RuntimeError, OSError) as error:
             raise WeightSyncError(
                 f"The trainer on {self.accelerator.device} and the vLLM server at {self.base_url} cannot be connected "
                 f"by NCCL (RCCL): {error}. They need different GPUs (CUDA_VISIBLE_DEVICES for the one, and for the "
-                "other), and ports between them that are open. weight_sync='filesystem' needs neither."
+                f"other), and ports between them that are open; vllm_group_port={self.group_port} must be free on the "
+                "trainer's host. weight_sync='filesystem' needs neither."
             ) from error
 
     def sync_weights(self) -> None:
         """Give the server the trainer's weights, stamp them with the policy version, and verify that they are in use.
 
+        If it fails, a server that was paused stays so until it is done again, or [`~ServerGeneration.give_up`]: what
+        it holds is to go on with the new weights.
+
         Raises:
             ServerError: If the server has gone away, in all processes. When it is back, the sync can be done again.
             WeightSyncError: If the server refuses the weights, or samples from others afterwards.
-
-            A server that was paused stays so until the sync is done again, or [`~ServerGeneration.give_up`]: what it
-            holds is to go on with the new weights.
         """
         began = time.perf_counter()
         self._sync_weights()
@@ -260,28 +253,38 @@ class ServerGeneration(VLLMGeneration):
 
     def holds_weights(self) -> bool:
         """Whether the server still has the weights of the last sync. A collective call."""
-        lost = self.accelerator.is_main_process and (self._stamp is None or self._reported_version() != self._stamp)
+        lost = False
+        if self.accelerator.is_main_process:
+            try:
+                lost = self._stamp is None or self._reported_version() != self._stamp
+            except ServerError:
+                lost = True
         return not self._processes.most([float(lost)])[0]
 
     def _reported_version(self) -> str | None:
+        """What the server says that it has; `None` if it says nothing of the kind.
+
+        Raises:
+            ServerError: If it does not answer at the moment.
+        """
         try:
-            version = self._answer("GET", "weight_info", timeout=ANSWER_SECONDS)["weight_version"]
-        except (AprilError, requests.RequestException, KeyError):
+            return str(self._answer("GET", "weight_info", timeout=ANSWER_SECONDS)["weight_version"])
+        except (WeightSyncError, requests.RequestException, KeyError, TypeError):
             return None
-        return str(version)
 
     def _attach_again(self) -> None:
         """Look whether the server is the one that was synced last. If it was started anew, it may be another one."""
         if not self.is_alive():
             raise ServerError(f"The vLLM server at {self.base_url} does not answer.")
-        if self._stamp is None or self._reported_version() == self._stamp:
+        # A sync of which the last answers were lost has changed its version all the same.
+        if self._stamp is None or self._reported_version() in (self._stamp, self._sent):
             return
         logger.warning(
             "The vLLM server at %s has been started anew, or somebody else has changed its weights. It gets those of "
             "the trainer again.",
             self.base_url,
         )
-        self._stamp = ""  # what no server reports: if the sync fails, the next one looks again
+        self._stamp = self._sent = ""  # what no server reports: if the sync fails, the next one looks again
         self.facts = self._check_server()
         self._keeps_requests = self._keeps_requests and self._pause.is_possible()
         if self._keeps_cache:
@@ -316,7 +319,8 @@ class ServerGeneration(VLLMGeneration):
     def _stamp_and_resume(self, version: int) -> None:
         if self.weight_sync == "filesystem" and not self._keeps_cache:
             self._reset_prefix_cache()
-        self._post("update_weight_version", {"new_version": str(version)})
+        self._sent = str(version)
+        self._post("update_weight_version", {"new_version": self._sent})
         reported = self._get("weight_info")["weight_version"]
         if reported != str(version):
             raise WeightSyncError(
@@ -343,7 +347,7 @@ class ServerGeneration(VLLMGeneration):
         with weight_folder(self._weight_sync_dir) if is_main else nullcontext() as folder:
             try:
                 if folder is not None and self._gone is None:
-                    write_weights(params, folder, self._tied_names)
+                    self._write_weights(params, folder)
             finally:
                 # Gathering a parameter takes all processes, so whatever has failed here, this one goes on to the end.
                 # The end is also where adapters that were merged for the sync are unmerged.
@@ -351,7 +355,20 @@ class ServerGeneration(VLLMGeneration):
                     pass
             self._make_way()
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._unless_gone(lambda: self._post("collective_rpc", body))
+            # Until it has answered, the files stay: it may still read them.
+            patience = LOAD_PATIENCE * self.server_timeout
+            self._unless_gone(lambda: self._answer("POST", "collective_rpc", body, timeout=patience))
+
+    def _write_weights(self, params: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+        try:
+            write_weights(params, folder, self._tied_names)
+        except (OSError, SafetensorError) as error:
+            size, free = sum(param.nbytes for param in self.model.parameters()), shutil.disk_usage(folder).free
+            raise WeightSyncError(
+                f"The weights cannot be written to {folder}: {error}. A copy of them must fit there (some "
+                f"{size / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free): enlarge it (docker run --shm-size), or "
+                "set weight_sync_dir to a folder that has the room and that the server sees under the same path."
+            ) from error
 
     def _reset_prefix_cache(self) -> None:
         for _ in range(10):
@@ -382,7 +399,7 @@ class ServerGeneration(VLLMGeneration):
         except requests.RequestException as error:
             raise ServerError(f"The vLLM server failed at /{path} in the weight sync: {error}. {_REMEDY}") from error
         if response.status_code != 200:
-            raise WeightSyncError(
+            raise (ServerError if response.status_code in LATER else WeightSyncError)(
                 f"The vLLM server answered {response.status_code} to /{path} in the weight sync: "
                 f"{response.text[:500]} {_REMEDY}"
             )

@@ -34,7 +34,7 @@ class DoctorOptions:
             Folder or id of the model that is to be trained. The one that the server serves if it is left out.
         json_file (`str`, *optional*):
             Where everything that was found is written as JSON.
-        max_completion_length (`int`, *optional*, defaults to `256`):
+        max_completion_length (`int`, *optional*, defaults to `512`):
             Tokens that completions will have at most; the default is TRL's.
         weight_sync_dir (`str`, *optional*):
             As in [`APRILGRPOConfig`]: where weights travel through files. Shared memory if it is left out.
@@ -51,7 +51,7 @@ class DoctorOptions:
     base_url: str | None = None
     model: str | None = None
     json_file: str | None = None
-    max_completion_length: int = 256
+    max_completion_length: int = 512
     weight_sync_dir: str | None = None
     max_sequences: int = 64
     decode_seconds: float = 1.0

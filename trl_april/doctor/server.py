@@ -244,7 +244,7 @@ def check_model(server: Server) -> Finding:
     """Whether the server's model has the shape and the vocabulary of the one that is to be trained."""
     name = server.model or server.served_path
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         return Finding(
             Mark.FAIL if server.model is not None else Mark.WARN,

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 import requests
 
 from ..errors import ServerError
-from ..server_check import ask_directly
+from ..server_check import TimedRequests
 
 
-class TimedSession(requests.Session):
-    """A session whose requests all have a time-out, and say in a sentence when the server is not there.
+class TimedSession(TimedRequests):
+    """The same, which says in a sentence when the server is not there.
 
     Args:
         seconds (`float`):
@@ -22,9 +22,7 @@ class TimedSession(requests.Session):
     """
 
     def __init__(self, seconds: float, api_key: str | None = None) -> None:
-        super().__init__()
-        ask_directly(self)
-        self.seconds = seconds
+        super().__init__(seconds)
         self.api_key = api_key
         if api_key is not None:
             self.headers["Authorization"] = f"Bearer {api_key}"
@@ -35,12 +33,12 @@ class TimedSession(requests.Session):
         Raises:
             ServerError: If there is no answer.
         """
-        kwargs.setdefault("timeout", self.seconds)
+        seconds = kwargs.setdefault("timeout", self.seconds)
         try:
             return super().request(method, url, *args, **kwargs)
         except requests.Timeout as error:
             raise ServerError(
-                f"The vLLM server did not answer {method} {urlsplit(str(url)).path} within {self.seconds:g} s. It "
+                f"The vLLM server did not answer {method} {urlsplit(str(url)).path} within {seconds:g} s. It "
                 "hangs, or has too much to do: see its log, restart it, or give it longer with --timeout."
             ) from error
         except requests.ConnectionError as error:

@@ -6,11 +6,8 @@ nothing is sent to a server that holds other weights than those of its model's f
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -26,20 +23,20 @@ from ..canary import (
     VISIBLE_FLOAT32,
     VISIBLE_OTHER,
     Canary,
+    distance,
     server_logprobs,
     trainer_logprobs,
 )
 from ..processes import OneProcess
 from ..server_check import get_json
+from ..weight_files import weight_folder
 from ..weight_sync import ServerGeneration
 from .environment import GIB, model_bytes
 from .finding import Finding, Mark
 from .server import Server
-from .session import TimedSession
 
 
 UNTRAINED = "default"  # what a server reports that no weights were sent to
-PATIENCE = 10  # loading weights may take longer than other answers, by this factor
 
 
 def check_weight_sync(server: Server, *, folder: str, is_default: bool, forced: bool) -> Finding:
@@ -97,7 +94,7 @@ def _round_trip(
     token_ids = Canary(model.config.get_text_config().vocab_size, exact=exact).token_ids
     expected = trainer_logprobs(model, token_ids, torch.device("cpu"))
     before = server_logprobs(server.session, server.base_url, server.name, token_ids)
-    apart = _distance(expected, before)
+    apart = distance(expected, before)
     # Not `>`: what is not a number is no agreement.
     if not apart <= (TOLERANCE_FLOAT32 if exact else TOLERANCE_OTHER) and not forced:
         return Finding(
@@ -108,9 +105,7 @@ def _round_trip(
             "name the folder that it serves (--model DIR), start it anew, or overwrite what it holds with --sync",
         )
     # In a folder of our own, which goes with this process even if the server never answers.
-    with tempfile.TemporaryDirectory(prefix="trl_april_doctor_", dir=folder) as place:
-        if not is_default:
-            os.chmod(place, 0o755)  # as the sync itself does, for a server that may run as another user
+    with weight_folder(None if is_default else folder) as place:
         generation = ServerGeneration(
             model=model,
             accelerator=Accelerator(cpu=True),
@@ -120,17 +115,17 @@ def _round_trip(
             # The version that it has: whatever happens from here on, there is none to be put back.
             policy_version=lambda: version,
             weight_sync="filesystem",
-            weight_sync_dir=place,
+            weight_sync_dir=str(place),
             needs_logprobs=False,
             api_key=server.session.api_key,
             server_base_url=server.base_url,
             server_timeout=server.session.seconds,
             max_completion_length=1,
         )
-        generation.session = TimedSession(PATIENCE * server.session.seconds, server.session.api_key)
+        generation.session = server.session
         generation.sync_weights()  # compares afterwards, and raises where the two sides differ
     after = server_logprobs(server.session, server.base_url, server.name, token_ids)
-    apart, moved = _distance(expected, after), _distance(before, after)
+    apart, moved = distance(expected, after), distance(before, after)
     found = f"{generation.sync_seconds:.2f} s through {folder}; server and transformers differ by {apart:.1e} nats"
     data = {"weight_sync_seconds": generation.sync_seconds}
     if moved > (VISIBLE_FLOAT32 if exact else VISIBLE_OTHER):
@@ -141,10 +136,6 @@ def _round_trip(
             data,
         )
     return Finding(Mark.OK, found, data=data)
-
-
-def _distance(left: Sequence[float], right: Sequence[float]) -> float:
-    return math.fsum(abs(a - b) for a, b in zip(left, right, strict=True)) / len(left)
 
 
 @contextmanager
