@@ -58,7 +58,7 @@ def test_april_applies_to_a_stock_config_in_server_mode():
     """Pinned: APRIL is on exactly when vLLM's server mode is, whichever config class says so."""
     stock = {"use_cpu": True, "bf16": False}
     assert why_stock(GRPOConfig("out", use_vllm=True, vllm_mode="server", **stock), TEXT) is None
-    assert why_stock(GRPOConfig("out", **stock), TEXT) == "use_vllm is False"
+    assert why_stock(GRPOConfig("out", **stock), TEXT).startswith("use_vllm is False")
     assert "'colocate'" in why_stock(GRPOConfig("out", use_vllm=True, vllm_mode="colocate", **stock), TEXT)
 
 

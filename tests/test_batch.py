@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trl_april.batch import batch_rows, length_bins, length_quantile, rollout_output, round_metrics, staleness
+from trl_april.batch import batch_rows, length_bins, length_quantile, rollout_output, round_metrics
 from trl_april.pool import Pool
 from trl_april.round import Round
 from trl_april.types import FinishReason, Group
@@ -134,13 +134,6 @@ def test_tokens_are_copies_too():
     assert batch[0].prompt_ids == [100, 0]
     assert rollout_output(batch)["completion_ids"][0] == [1, 2, 3, 5, 6]
     assert rollout_output(batch)["logprobs"][0] == [-0.25, -0.5, -0.75, -1.25, -1.5]
-
-
-def test_staleness_of_every_token():
-    (cut, early), (_, late) = (group.samples for group in groups())
-    assert staleness(cut, 5) == [2, 2, 2, 0, 0]
-    assert staleness(early, 5) == [2]
-    assert staleness(late, 6) == [1, 1]
 
 
 def test_the_figures_of_a_round_by_hand():

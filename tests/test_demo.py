@@ -89,11 +89,6 @@ def test_table_and_picture_are_of_the_recordings(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
 
-def test_a_recording_survives_json():
-    before = recording("APRIL", 2.0)
-    assert Recording.from_dict(json.loads(json.dumps(before.to_dict()))) == before
-
-
 @pytest.mark.server
 def test_quick_demo_from_start_to_end(tmp_path, capsys, one_thread):
     """On a server of its own, since it serves the demo's model."""

@@ -70,6 +70,47 @@ def test_a_subclass_that_generates_by_itself_is_told_so_once(tmp_path, caplog):
     assert caplog.text.count("Own generates training batches by itself") == 1
 
 
+def test_prompts_that_are_changed_in_their_place_are_refused_too(tmp_path):
+    """The natural way with conversations: the message is the one that the pool has not seen changed."""
+
+    class Brief(ServerlessTrainer):
+        def _generate_and_score_completions(self, inputs):
+            for row in inputs:
+                row["prompt"][-1]["content"] += " Be brief."
+            return super()._generate_and_score_completions(inputs)
+
+    chats = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{n}="}]} for n in range(16)])
+    with pytest.raises(ConfigError, match="Brief changes the prompts"):
+        make_trainer(tmp_path, Brief, arguments={"train_dataset": chats}).train()
+
+
+# Where APRIL is off
+
+
+def rollout(prompts, trainer):
+    raise NotImplementedError
+
+
+def test_that_april_is_off_is_said_before_anything_can_fail(tmp_path, caplog):
+    """Stock GRPO needs a server, too, and of another kind; if there is none, its error alone would puzzle."""
+    with pytest.raises(Exception, match="vllm|vLLM|connect"):
+        make_trainer(
+            tmp_path, APRILGRPOTrainer, arguments={"rollout_func": rollout}, vllm_server_timeout=0.1,
+            vllm_server_base_url="http://127.0.0.1:9", weight_sync="filesystem", max_staleness=3,
+        )  # fmt: skip
+    assert "APRIL is off: rollout_func is given" in caplog.text
+    assert "have no effect: max_staleness, weight_sync." in caplog.text
+    assert "a vLLM server with GPUs of its own and without an API key" in caplog.text
+
+
+def test_a_subclass_keeps_its_own_name_on_the_model_card(tmp_path):
+    class Named(APRILGRPOTrainer):
+        _name = "Mine"
+
+    trainer = make_trainer(tmp_path, Named, use_vllm=False)
+    assert (trainer._name, trainer._paper, trainer._tag_names) == ("Mine", GRPOTrainer._paper, GRPOTrainer._tag_names)
+
+
 # Processors and models
 
 
@@ -89,6 +130,21 @@ def test_a_model_of_text_beside_a_processor_of_images(tmp_path):
     trainer = make_trainer(tmp_path, arguments={"model": model, "processing_class": Beside(build_tokenizer())})
     assert trainer.april_enabled
     assert not hasattr(model.config, "image_token_id"), "it is as it was"
+
+
+def test_the_same_with_a_model_by_its_name(tmp_path):
+    build_model().save_pretrained(tmp_path / "model")
+    arguments = {"model": str(tmp_path / "model"), "processing_class": Beside(build_tokenizer())}
+    trainer = make_trainer(tmp_path, arguments=arguments)
+    assert trainer.april_enabled and not hasattr(trainer.model.config, "image_token_id")
+
+
+def test_packed_weights_are_refused(tmp_path):
+    """A server could not load what a sync would send."""
+    model = build_model()
+    model.is_loaded_in_4bit = True
+    with pytest.raises(ConfigError, match="loaded in 4 bit, and a vLLM server cannot take packed weights"):
+        make_trainer(tmp_path, arguments={"model": model})
 
 
 def rope(kind: str, **more: float) -> dict:

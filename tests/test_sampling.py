@@ -128,14 +128,12 @@ def test_the_servers_own_penalties_do_not_count():
 
 def test_what_cannot_be_sent_is_refused_before_training():
     assert options(generation_kwargs={"logit_bias": {4: -100}}).body["logit_bias"] == {4: -100}
-    with pytest.raises(
-        ConfigError, match="generation_kwargs cannot be sent .* as JSON: .*set is not JSON serializable"
-    ):
+    with pytest.raises(ConfigError, match="generation_kwargs cannot be sent .* as JSON: .*not JSON serializable: set"):
         options(generation_kwargs={"allowed_token_ids": {4, 5}})
 
 
 def test_a_regular_expression_of_the_config_is_refused_too():
-    with pytest.raises(ConfigError, match=r"structured_outputs=\{'regex': 'a\+'\}.*partial rollouts"):
+    with pytest.raises(ConfigError, match=r"vllm_structured_outputs_regex='a\+'.*partial rollouts"):
         options(structured_outputs_regex="a+")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trl.import_utils import is_vllm_available
 from .config import AprilOptions
 from .errors import ConfigError
 from .processes import Processes
-from .session import sampling_of
+from .sampling import sampling_of
 
 
 logger = get_logger(__name__)
@@ -40,7 +41,7 @@ def why_stock(
 ) -> str | None:
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
     if not args.use_vllm:
-        return "use_vllm is False"
+        return "use_vllm is False, and partial rollouts need a server (use_vllm=True, or APRILGRPOConfig as it is)"
     if args.vllm_mode != "server":
         return f"vllm_mode is {args.vllm_mode!r}, and partial rollouts need 'server'"
     if tools:
@@ -56,6 +57,21 @@ def why_stock(
     if isinstance(train_dataset, (Dataset, IterableDataset)) and _has_images(train_dataset):
         return "the dataset has images, which partial rollouts do not support yet"
     return None
+
+
+def without_effect(args: GRPOConfig) -> str:
+    """What to know where APRIL is off, as sentences with a space before them: options that have no effect then, and
+    what stock GRPO asks of a server.
+    """
+    options = AprilOptions.of(args)
+    ignored = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+    said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
+    if args.use_vllm and args.vllm_mode == "server":
+        said += (
+            " It needs a vLLM server with GPUs of its own and without an API key. Where there is none, set "
+            "use_vllm=False or vllm_mode='colocate'."
+        )
+    return said
 
 
 def passed_over(trainer_class: type[GRPOTrainer]) -> list[str]:
@@ -103,6 +119,21 @@ def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_ro
             f"The training dataset has the columns {', '.join(columns)}, but no `prompt`. Rename the column that "
             "holds the prompts: dataset.rename_column(name, 'prompt')."
         )
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse weights that no server can be given.
+
+    Raises:
+        ConfigError: If they are packed.
+    """
+    for bits in (4, 8):
+        if getattr(model, f"is_loaded_in_{bits}bit", False):
+            raise ConfigError(
+                f"The model is loaded in {bits} bit, and a vLLM server cannot take packed weights while it runs. Load "
+                "it unquantized (adapters save memory there, too), or run stock GRPO with use_vllm=False, or in 4 bit "
+                "with vllm_mode='colocate'."
+            )
 
 
 def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Dataset | IterableDataset | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .pool import Pool
 from .round import Round
-from .types import Group, Sample, SampleState
+from .types import Group, SampleState
 
 
 # Over all processes, value by value.
@@ -85,11 +85,6 @@ def evaluation_columns(count: int) -> dict[str, list[Any]]:
     TRL keeps the newest entries of every column by itself, so one that evaluations leave out would not stay aligned.
     """
     return {"april_versions": [""] * count, "april_resumed": [0] * count}
-
-
-def staleness(sample: Sample, version: int) -> list[int]:
-    """Age of every token in policy versions when trained under `version`, shape `(length,)`."""
-    return [version - sampled_under for sampled_under in sample.versions]
 
 
 def round_metrics(

@@ -30,7 +30,8 @@ class APRILGRPOConfig(GRPOConfig):
 
     `loss_type="gspo"` is accepted beside all of TRL's loss types. It stands for TRL's `"grpo"` with
     `importance_sampling_level="sequence"` and the clip range of the GSPO paper
-    (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless those are set.
+    (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless `epsilon` is
+    another than TRL's 0.2 or `epsilon_high` is set.
     `loss_type="dapo"` keeps TRL's meaning, the aggregation; `scripts/recipes/dapo.yaml` spells out the rest of DAPO.
 
     Parameters:
@@ -52,11 +53,11 @@ class APRILGRPOConfig(GRPOConfig):
             anew with the present weights. `"reuse"`: it finds the blocks that its earlier segments have left in the
             prefix cache of the server, which is not reset any more. That spares the prefill, and the tokens that
             follow are sampled from a mixture of policies; their recorded log-probabilities are those of that mixture,
-            so the correction is as exact as before. A fresh sample never finds blocks of older weights. `"keep"`, with
-            `overlap_generation`: the same mixture, and nothing is cut and resumed at all. For a weight sync the server
-            is paused, and its requests go on in their place with the new weights; where in each of them the policy
-            version changes, the server is asked. Such a server is started by `trl-april serve`; on another one
-            requests are cut as with `"reuse"`, which is said in a warning.
+            so the correction is as exact as before. A sample that is asked for the first time never finds blocks of
+            older weights. `"keep"`, with `overlap_generation`: the same mixture, and nothing is cut and resumed at
+            all. For a weight sync the server is paused, and its requests go on in their place with the new weights;
+            where in each of them the policy version changes, the server is asked. Such a server is started by
+            `trl-april serve`; on another one requests are cut as with `"reuse"`, which is said in a warning.
         overlap_generation (`bool`, *optional*, defaults to `False`):
             Whether requests that are not finished when the quota is met go on while the trainer scores and optimises,
             together with those of the next batch, and are cut only for the weight sync. What they finish meanwhile
@@ -70,8 +71,8 @@ class APRILGRPOConfig(GRPOConfig):
             batch; by default ten times as many.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to the server: `"nccl"` (TRL's own, RCCL on AMD), `"filesystem"` (any device; also
-            trainer and server on one GPU), or `"auto"`, which takes NCCL where both have a GPU and the server was
-            started for it.
+            trainer and server on one GPU), or `"auto"`, which takes NCCL where each has a GPU of its own and the
+            server was started for it.
         weight_sync_dir (`str`, *optional*):
             Existing folder that the file-system sync writes to, visible to the server under the same path. Defaults to
             shared memory of this host.

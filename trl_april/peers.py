@@ -101,7 +101,7 @@ class Peers:
         self._main = threading.current_thread()
         # Every process looks at the clock of its own host only, so clocks need not agree.
         self._host = _host()
-        me = [self._host, os.getpid(), _begun(psutil.Process())]
+        me = [self._host, os.getpid(), _begun(os.getpid())]
         self._store.set(self._key(f"host-{self._rank}"), json.dumps(me))
         thread = threading.Thread(target=self._look_out, name="trl-april-peers", daemon=True)
         thread.start()
@@ -344,16 +344,19 @@ def _as_error(report: dict[str, Any]) -> BaseException:
     return error
 
 
-def _begun(process: psutil.Process) -> float:
-    """When it did, in seconds since the host did: no clock that somebody may set."""
-    return process.create_time() - psutil.boot_time()
+def _begun(pid: int) -> float:
+    """When a process did, in seconds since the host did: no clock that somebody may set."""
+    while True:
+        before = psutil.boot_time()  # first: some versions of psutil keep it, and count from what they have kept
+        began = psutil.Process(pid).create_time() - before
+        if psutil.boot_time() == before:  # and was not set meanwhile
+            return began
 
 
 def _is_alive(pid: int, created: float) -> bool:
     try:
-        process = psutil.Process(pid)
         # A process id is used again after a while. A zombie has ended, even if its parent has not looked yet.
-        return abs(_begun(process) - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        return abs(_begun(pid) - created) < 1 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:

@@ -81,6 +81,7 @@ class SharedQuota:
         self.num_finished = len(self._counted)
         self._told, self._rejected, self._to_learn = set(self._roster.rejected), len(self._roster.rejected), []
         self._ends = self.is_closed = self.is_suspended = False
+        self.num_tokens = 0
         self._listener = _Listener(self._store, self._key("event"))
 
     def notify(self) -> None:

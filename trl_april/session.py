@@ -14,20 +14,21 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .admission import Admission, GroupElsewhere, NewGroup
-from .auto_factor import AutoFactor
+from .auto.auto_factor import AutoFactor
+from .auto.factor_chooser import START, FactorChooser, factors
 from .background import BackgroundLoop
 from .checkpoint import SavedRollouts, save_rollouts
 from .config import AprilOptions
 from .dynamic_sampling import DynamicSampling
 from .errors import RoundSuspended, ServerError
-from .factor_chooser import START, FactorChooser, factors
+from .open_files import make_room
 from .pool import Pool
 from .pool_state import restore
 from .processes import Processes
@@ -37,7 +38,7 @@ from .recovery import Recovery
 from .rollout import RolloutDriver
 from .round import Round
 from .row_order import make_source, optimiser_steps_per_round, resumed_source
-from .sampling import SamplingOptions, sampling_options
+from .sampling import sampling_of
 from .scoring import RewardScorer
 from .stop import StopRequest
 from .types import Group
@@ -82,6 +83,7 @@ class RolloutSession:
         self._trainer = trainer
         self._processes = processes
         self.pool = make_pool(args, options)
+        make_room(math.ceil(self.pool.target / processes.count) * trainer.num_generations)
         self.scorer = RewardScorer(trainer)
         elsewhere: list[Group] = []
         if saved is None:
@@ -132,7 +134,7 @@ class RolloutSession:
             chooser = FactorChooser(
                 self.pool,
                 group_size=trainer.num_generations,
-                max_completion_length=trainer.max_completion_length,
+                max_completion_length=trainer.max_completion_length or trainer.vllm_generation.facts.max_model_len,
                 reuses_kv=options.resume_kv != "recompute",
                 overlaps=options.overlap_generation,
                 max_sequences=trainer.vllm_generation.facts.max_sequences,
@@ -175,7 +177,7 @@ class RolloutSession:
             batch, row_of = self.pool.roster.delivered, self._admission.row_of
             rejected = list(self.pool.roster.rejected)
         done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
-        self._admission.let_go([*batch, *rejected], done.groups)
+        self._admission.let_go([*batch, *rejected])
         self._account_for_rejected()
         if self._overlap:
             self._go_on()
@@ -396,7 +398,8 @@ def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:
         most = options.max_staleness // versions_per_round + 1
         if over_provisioning > most:
             logger.warning(
-                f"over_provisioning is lowered from {over_provisioning} to {most}: a generation batch is trained "
+                f"over_provisioning is lowered from {over_provisioning} to {most}"
+                f"{', which is synchronous training' if most == 1 else ''}: a generation batch is trained "
                 f"for {versions_per_round} optimiser steps, so with max_staleness={options.max_staleness} a group "
                 f"can wait {most - 1} rounds. Set max_staleness to "
                 f"{math.ceil(over_provisioning - 1) * versions_per_round} or more, or None, to keep it."
@@ -410,18 +413,4 @@ def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:
         versions_per_round=versions_per_round,
         dynamic_sampling=options.dynamic_sampling,
         max_parked_tokens=options.max_parked_tokens,
-    )
-
-
-def sampling_of(args: GRPOConfig, stop_token_ids: Any = ()) -> SamplingOptions:
-    """The sampling options of every request, checked; see [`sampling_options`]."""
-    return sampling_options(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop_token_ids=stop_token_ids,
-        generation_kwargs=args.generation_kwargs,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
     )

@@ -14,32 +14,33 @@ Everything else is inherited. Where APRIL does not apply, stock GRPO runs.
 
 from __future__ import annotations
 
-import os
+import copy
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainerControl
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
-from .applies import check_arguments, check_scoring, passed_over, why_stock
+from .applies import check_arguments, check_model, check_scoring, passed_over, why_stock, without_effect
+from .attachment import api_key, attached, vllm_off
 from .batch import batch_rows, completion_columns, evaluation_columns, rollout_output, round_metrics
 from .checkpoint import FOLDER
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
 from .dashboards import order_dashboards
 from .errors import CheckpointError, ConfigError, PoolError, ServerError
-from .loss import known_to_trl
+from .gspo import known_to_trl
 from .micro_batches import like_lengths_together, micro_batches_are_free, surely_in_one_step
 from .padding import COLUMNS, PerToken, width_matters, without_padding
 from .pool import Pool
@@ -48,10 +49,10 @@ from .recovery import Recovery
 from .round import Round
 from .run_log import RunLog, outline, run_options
 from .session import RolloutSession
+from .step_callback import StepCallback
 from .stop import Stopped, StopRequest, leave
 from .trainer_checkpoints import TrainerCheckpoints
 from .types import Group
-from .weight_sync import ServerGeneration
 
 
 if TYPE_CHECKING:
@@ -111,12 +112,14 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     ```python
     from datasets import load_dataset
+    from trl.rewards import accuracy_reward
     from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 
-    with LocalServer("Qwen/Qwen3-0.6B") as server:
+    # On one GPU the server leaves the trainer its part.
+    with LocalServer("Qwen/Qwen3-0.6B", vllm_args=["--gpu-memory-utilization", "0.4"]) as server:
         trainer = APRILGRPOTrainer(
             model="Qwen/Qwen3-0.6B",
-            reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
+            reward_funcs=accuracy_reward,
             args=APRILGRPOConfig("out", vllm_server_base_url=server.base_url),
             train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
         )
@@ -175,12 +178,15 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self.april_enabled:
             self._options = AprilOptions.of(args)
             check_arguments(args, self._options, train_dataset)
-        else:  # and the model card says so
-            self._tag_names, self._name, self._paper = GRPOTrainer._tag_names, GRPOTrainer._name, GRPOTrainer._paper
+        else:
+            # First of all: the server that stock GRPO asks for may be missing, or one that it cannot use.
+            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{without_effect(args)}")
+            # And the model card says so, unless it is that of a subclass.
+            for name in ("_tag_names", "_name", "_paper"):
+                if getattr(type(self), name) is getattr(APRILGRPOTrainer, name):
+                    setattr(self, name, getattr(GRPOTrainer, name))
 
-        # TRL connects to vLLM in its constructor and offers no way to do that with another class. So it is constructed
-        # with vLLM off, and the server is attached afterwards.
-        with _vllm_off(args, model) if self.april_enabled else nullcontext(), known_to_trl(args):
+        with vllm_off(args) if self.april_enabled else nullcontext(), known_to_trl(args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -198,19 +204,15 @@ class APRILGRPOTrainer(GRPOTrainer):
                 environment_factory=environment_factory,
             )
         if self.april_enabled:
+            check_model(self.model)
             self._processes = processes_of(self.accelerator)
             if self._options.dynamic_sampling:
                 overridden = type(self)._calculate_rewards is not APRILGRPOTrainer._calculate_rewards
                 check_scoring(self, self._processes, overridden=overridden)
             with self._processes.watched():
                 self._attach_server()
-            self.add_callback(_Steps(self))
+            self.add_callback(StepCallback(self))
             order_dashboards(self)
-        else:
-            options = AprilOptions.of(args)
-            ignored = [name for name in ("dynamic_sampling", "save_on_signal") if getattr(options, name)]
-            without = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
-            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{without}")
 
     # Overrides of TRL. There are seven; all hand over to `super()`.
 
@@ -236,7 +238,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool = None
         # An earlier call may have ended in the middle of a generation batch.
         self._step, self.trained_micro_steps, self._buffered_inputs = 0, 0, None
-        self._stops_with = 0  # the signal that all processes have agreed to end by
         with self._listening_to_signals():
             try:
                 with self._processes.watched():
@@ -248,26 +249,6 @@ class APRILGRPOTrainer(GRPOTrainer):
             if self._stop.signal:
                 leave(self._stop.signal)
             return output
-
-    def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
-        self._checkpoints = TrainerCheckpoints(self, self._processes)
-        resume_from_checkpoint = self._checkpoints.open(resume_from_checkpoint)
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        except _NothingToTrain:
-            logger.warning(f"{resume_from_checkpoint} is of a training that is complete: nothing is left to train.")
-            return self._finalize_training(None, 0, time.time())
-        finally:
-            session, self._session = self._session, None  # the pool stays, to be looked at
-            if session is not None:
-                self.vllm_generation.before_sync = None
-                self.vllm_generation.give_up()
-                session.close()
-                self._run_log.close()
-
-    def _listening_to_signals(self) -> Any:
-        self._stop = StopRequest(self._processes.check)
-        return self._stop.listening() if self._options.save_on_signal else nullcontext()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.evaluation_loop`]; errors are shared as in `train`."""
@@ -309,7 +290,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         if self.april_enabled:
-            self._asked_for = [row["prompt"] for row in generation_batch] if self.model.training else None
+            prompts = [row["prompt"] for row in generation_batch]
+            self._asked_for = copy.deepcopy(prompts) if self.model.training else None  # they may change in place
         inputs = super()._prepare_inputs(generation_batch)
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
@@ -366,9 +348,28 @@ class APRILGRPOTrainer(GRPOTrainer):
             multiple=self._column_multiple, **kwargs,
         )  # fmt: skip
 
-    @property
-    def _column_multiple(self) -> int:
-        return self.pad_to_multiple_of or COLUMNS
+    # Behind `train`
+
+    def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
+        self._checkpoints = TrainerCheckpoints(self, self._processes)
+        resume_from_checkpoint = self._checkpoints.open(resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except _NothingToTrain:
+            logger.warning(f"{resume_from_checkpoint} is of a training that is complete: nothing is left to train.")
+            return self._finalize_training(None, 0, time.time())
+        finally:
+            session, self._session = self._session, None  # the pool stays, to be looked at
+            if session is not None:
+                with ExitStack() as rest:  # also if the first of it is interrupted
+                    rest.callback(self._run_log.close)
+                    rest.callback(session.close)
+                    self.vllm_generation.before_sync = None
+                    self.vllm_generation.give_up()
+
+    def _listening_to_signals(self) -> Any:
+        self._stop = StopRequest(self._processes.check)
+        return self._stop.listening() if self._options.save_on_signal else nullcontext()
 
     # The round
 
@@ -423,7 +424,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 self._options,
                 processes=self._processes,
                 stop=self._stop,
-                api_key=_api_key(),
+                api_key=api_key(),
                 saved=saved,
             )
         except PoolError as error:
@@ -444,32 +445,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             processes=self._processes.count,
         )
 
-    def step_has_begun(self) -> None:
-        """Note the time."""
-        self._run_log.step_began()
-
-    def step_has_ended(self, control: TrainerControl) -> None:
-        """Note how much of what was generated is in the weights, and end training if a signal has asked for it."""
-        self.trained_micro_steps = self._step
-        self._run_log.step_ended(self.state.global_step)
-        if self._options.save_on_signal:
-            (number,) = self._processes.most([float(self._stop.signal)])
-            if number:
-                self._stop.signal = self._stops_with = int(number)
-                # Whoever sent the signal may not wait for an evaluation, after which TRL may not save, either.
-                control.should_save, control.should_evaluate = True, False
-                if self._session is not None:
-                    self._session.cut()  # so that the checkpoint has all that is generated
-
-    def checkpoint_has_been_written(self) -> None:
-        """End training if a signal has asked for it. What comes at the end of a training that is complete, such as
-        the removal of all checkpoints but the best, is not for one that is to be resumed.
-
-        Raises:
-            Stopped: In all processes.
-        """
-        if self._stops_with and self.state.global_step < self.state.max_steps:
-            raise Stopped(self._stops_with)
+    @property
+    def _column_multiple(self) -> int:
+        return self.pad_to_multiple_of or COLUMNS
 
     def _oldest_trained(self, done: Round) -> int | None:
         """The oldest policy version whose tokens stay in the loss; `None` if all do."""
@@ -496,82 +474,11 @@ class APRILGRPOTrainer(GRPOTrainer):
                 "tokens): what APRIL saved of them trains nothing. 'token_truncate' keeps them."
             )
 
-    # The server
-
     def _attach_server(self) -> None:
-        """Connect as TRL's constructor would have, with our own weight sync."""
-        args = self.args
         self.use_vllm = True
         self._last_loaded_step = -1
-        self.vllm_generation = ServerGeneration(
-            weight_sync=self._options.weight_sync,
-            weight_sync_dir=self._options.weight_sync_dir,
-            policy_version=lambda: self.state.global_step,
-            trained_model=lambda: self.model,
-            processes=self._processes,
-            needs_logprobs=args.vllm_importance_sampling_correction,
-            api_key=_api_key(),
-            resume_kv=self._options.resume_kv,
-            model=self.model,
-            accelerator=self.accelerator,
-            processing_class=self.processing_class,
-            server_base_url=args.vllm_server_base_url,
-            server_host=args.vllm_server_host,
-            server_port=args.vllm_server_port,
-            server_timeout=args.vllm_server_timeout,
-            group_port=args.vllm_group_port,
-            repetition_penalty=self.repetition_penalty,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_completion_length=self.max_completion_length,
-            logprobs=0,  # only the sampled token's, for evaluation
-            generation_kwargs=args.generation_kwargs,
-        )
+        self.vllm_generation = attached(self, self._options, self._processes)
 
 
 class _NothingToTrain(Exception):
     """Training resumes where it is complete."""
-
-
-class _Steps(TrainerCallback):
-    """What there is to do when an optimiser step begins or has ended."""
-
-    def __init__(self, trainer: APRILGRPOTrainer) -> None:
-        self._trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.step_has_ended(control)
-
-    # What there is to save at the end of a step is saved behind `on_step_end`, before one of these.
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.checkpoint_has_been_written()
-        self._trainer.step_has_begun()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.checkpoint_has_been_written()
-
-
-def _api_key() -> str | None:
-    """Key of the server: the variable that vLLM itself reads."""
-    return os.environ.get("VLLM_API_KEY")
-
-
-@contextmanager
-def _vllm_off(args: GRPOConfig, model: Any) -> Iterator[None]:
-    """For TRL's constructor only: no vLLM, and none of its sampling options, which transformers does not know."""
-    use_vllm, generation_kwargs = args.use_vllm, args.generation_kwargs
-    args.use_vllm, args.generation_kwargs = False, None
-    # Without vLLM it asks for this one if there is an image processor, as there may be beside a model of text alone.
-    config = getattr(model, "config", None)
-    lacks_image = config is not None and not hasattr(config, "image_token_id")
-    if lacks_image:
-        config.image_token_id = 0
-    try:
-        yield
-    finally:
-        args.use_vllm, args.generation_kwargs = use_vllm, generation_kwargs
-        if lacks_image:
-            del config.image_token_id

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from .checkpoint import SavedRollouts, load_rollouts, resolve_checkpoint
 from .processes import Processes
@@ -96,6 +97,11 @@ class TrainerCheckpoints:
         state, folder = self._trainer.state, self._folder(self._trainer.state.global_step, trial)
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(folder)
+        for callback in (*self._trainer.callback_handler.callbacks, self._trainer.control):
+            # As `Trainer` does; of several of one class it keeps a list, which is left as it is.
+            name = type(callback).__name__
+            if isinstance(callback, ExportableState) and not isinstance(state.stateful_callbacks[name], list):
+                state.stateful_callbacks[name] = callback.state()
         if self._trainer.args.should_save:
             temporary = folder / f".{TRAINER_STATE_NAME}.tmp"
             state.save_to_json(str(temporary))

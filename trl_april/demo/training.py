@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainerControl, TrainerState
@@ -80,12 +80,6 @@ class Recording:
     def to_dict(self) -> dict[str, Any]:
         """The recording as what JSON can hold."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of [`~Recording.to_dict`], also after a way through JSON."""
-        curves = {name: [tuple(pair) for pair in values[name]] for name in ("rewards", "rounds", "in_flight")}
-        return cls(**{**values, **curves})
 
 
 class StepClock(TrainerCallback):

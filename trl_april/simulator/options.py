@@ -40,7 +40,7 @@ WORKLOAD = (
     ("seed", int, "seed of the lengths"),
 )
 SERVERS = (
-    ("servers", int, "inference servers"),
+    ("servers", int, "inference servers: copies of the model"),
     ("max_batched_tokens", int, "tokens of one step of a server"),
     ("kv_block", int, "tokens of a block of the prefix cache"),
     ("request_stall_seconds", float, "what a request takes from the server's steps beside its prefill"),
@@ -96,7 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
         f"for batches of more than {LARGE} samples)",
     )
     grid.add_argument(
-        "--rounds", type=int, metavar="N", help=f"rounds that are (default: {ROUNDS[1]}, or {LARGE_ROUNDS[1]})"
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"rounds that are measured (default: {ROUNDS[1]}, or {LARGE_ROUNDS[1]})",
     )
 
     lengths = parser.add_argument_group("how long completions are (one of: lognormal, --histogram, --log)")
