@@ -88,11 +88,17 @@ class Browser:
             assert self._process.poll() is None, self._log.read_text()
             await asyncio.sleep(0.05)
         self._session = aiohttp.ClientSession()
-        async with self._session.get(f"http://{found[1]}/json/list") as answer:
-            (page,) = [one for one in await answer.json() if one["type"] == "page"]
+        while not (pages := await self._pages(found[1])):  # it listens before it has opened one
+            assert self._process.poll() is None, self._log.read_text()
+            await asyncio.sleep(0.05)
+        (page,) = pages
         self._socket = await self._session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
         for domain in ("Page", "Network", "Runtime"):
             await self._ask(f"{domain}.enable")
+
+    async def _pages(self, address: str) -> list[dict[str, Any]]:
+        async with self._session.get(f"http://{address}/json/list") as answer:
+            return [one for one in await answer.json() if one["type"] == "page"]
 
     async def _close(self) -> None:
         if hasattr(self, "_session"):

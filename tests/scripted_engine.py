@@ -75,13 +75,21 @@ class Raw:
 
 
 @dataclass(frozen=True)
+class Until:
+    """Nothing arrives before `condition` holds, on the real clock, unless the request is aborted."""
+
+    condition: Callable[[], bool]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Silence:
     """Nothing arrives any more unless the request is aborted."""
 
     seconds: float = inf
 
 
-Step = Tokens | End | Break | Raw | Silence
+Step = Tokens | End | Break | Raw | Until | Silence
 
 
 @dataclass(frozen=True)
@@ -199,6 +207,9 @@ class ScriptedEngine:
                         raise error
                     case Raw(chunk):
                         yield chunk
+                    case Until(condition):
+                        while not condition() and not live.aborted.is_set():
+                            await asyncio.sleep(0.001)
             if live.aborted.is_set():
                 await asyncio.sleep(attempt.abort_seconds)
                 end = position + attempt.tail

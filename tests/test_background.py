@@ -123,9 +123,11 @@ def test_an_exception_in_this_thread_cancels_and_waits_for_the_clean_up(
 ):
     """Ctrl-C arrives in the calling thread. By the time it goes on, the coroutine has put everything back."""
     steps: list[str] = []
+    began = threading.Event()
 
     async def careful() -> None:
         steps.append("began")
+        began.set()
         try:
             await asyncio.sleep(GUARD)
             steps.append("was never cancelled")
@@ -134,7 +136,8 @@ def test_an_exception_in_this_thread_cancels_and_waits_for_the_clean_up(
             steps.append("cleaned up")
 
     def interrupt() -> None:
-        raise exception
+        if began.is_set():  # or there is nothing to be cleaned up
+            raise exception
 
     with pytest.raises(exception):
         loop.run(careful(), poll=interrupt, interval=0.01)
@@ -143,17 +146,23 @@ def test_an_exception_in_this_thread_cancels_and_waits_for_the_clean_up(
 
 
 def test_an_error_of_the_clean_up_does_not_hide_the_interrupt(loop: BackgroundLoop):
+    began, failed = threading.Event(), threading.Event()
+
     async def clumsy() -> None:
+        began.set()
         try:
             await asyncio.sleep(GUARD)
         finally:
+            failed.set()
             raise LookupError("in the clean-up")
 
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        if began.is_set():  # or there is no clean-up
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         loop.run(clumsy(), poll=interrupt, interval=0.01)
+    assert failed.is_set()
 
 
 def test_close_ends_the_thread():

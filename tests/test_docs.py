@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Self
@@ -147,7 +148,7 @@ class RunningServer:
 
     base_url = "http://127.0.0.1:1"
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, vllm_args: Sequence[str] = ()) -> None:
         self.model = model
 
     def __enter__(self) -> Self:

@@ -13,14 +13,15 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tests.test_overlap_trainer import counter
 from tests.test_resume import SAVED, assert_continued, numbers, saved_groups
 from tests.test_trainer import make_trainer, rows_of, wait_until_idle
+from trl_april.auto.server_speed import StepTimes
 from trl_april.engine import GenerationRequest
 from trl_april.errors import ServerError
 from trl_april.generated_tokens import PATH
 from trl_april.sampling import sampling_options
 from trl_april.server_pause import ServerPause
-from trl_april.server_speed import StepTimes
 from trl_april.vllm_engine import VLLMEngine
 
 
@@ -59,16 +60,16 @@ def kept(server, tiny_model_dir, tmp_path_factory, one_thread):
 
 def fail_once_while_paused(generation, server, error: Exception) -> list[bool]:
     """Let the server's answer to new weights be lost. Returns where it is noted that it was."""
-    post, failed = generation._post, []
+    answer, failed = generation._answer, []
 
-    def fail(path, body=None):
+    def fail(method, path, *args, **options):
         if path == "collective_rpc" and not failed:
             if requests.get(f"{server.base_url}/is_paused", timeout=10).json()["is_paused"]:  # or nothing ran
                 failed.append(True)
                 raise error
-        return post(path, body)
+        return answer(method, path, *args, **options)
 
-    generation._post = fail
+    generation._answer = fail
     return failed
 
 
@@ -166,7 +167,11 @@ class TestEndpoint:
             tasks = [asyncio.create_task(completion(engine, r, b)) for r, b in zip(wanted, begun, strict=True)]
             for event in begun:
                 await event.wait()
-            await asyncio.sleep(0.3)
+            name = "vllm:generation_tokens_total"
+            before = await asyncio.to_thread(counter, server, name)
+            async with asyncio.timeout(60):
+                while await asyncio.to_thread(counter, server, name) < before + 100:
+                    await asyncio.sleep(0.02)
             await asyncio.to_thread(requests.post, f"{server.base_url}/pause?mode=keep&clear_cache=false", timeout=10)
             names = [request.request_id for request in wanted]
             first = await engine.generated([*names, "counted-never"])
@@ -208,7 +213,8 @@ class TestEndpoint:
 # One round's requests after the other's, each longer than the trainer's step: something runs in every sync but one.
 ONE_AFTER_THE_OTHER = {
     "over_provisioning": 1.0,
-    "max_completion_length": 300,
+    "max_completion_length": 1000,
+    "per_device_train_batch_size": 4,
     "generation_kwargs": {"ignore_eos": True},
     "max_steps": 2,
 }
@@ -252,9 +258,8 @@ class TestServers:
 
     def test_a_sync_that_fails_leaves_none_paused(self, server, tiny_model_dir, tmp_path):
         trainer = make_trainer(
-            server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, max_completion_length=300,
-            over_provisioning=4.0, max_steps=10,
-        )  # fmt: skip
+            server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, **ONE_AFTER_THE_OTHER
+        )
         fail_once_while_paused(trainer.vllm_generation, server, ValueError("that cannot be loaded"))
         with pytest.raises(ValueError, match="that cannot be loaded"):
             trainer.train()

@@ -47,7 +47,7 @@ def overlapped(server, tiny_model_dir, tmp_path_factory, one_thread):
         tmp_path_factory.mktemp("overlapped"),
         over_provisioning=4.0,
         overlap_generation=True,
-        max_completion_length=500,
+        max_completion_length=1000,
         max_steps=10,
         eval_strategy="steps",
         eval_steps=4,
@@ -103,7 +103,7 @@ class TestOverlap:
             tmp_path,
             over_provisioning=4.0,
             overlap_generation=True,
-            max_completion_length=500,
+            max_completion_length=1000,
             max_steps=10,
         )
         resumed.train(resume_from_checkpoint=str(checkpoint))

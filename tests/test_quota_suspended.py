@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tests.scripted_engine import Attempt, Break, End, ScriptedEngine, Silence, Tokens, key_of, prompt_ids
+from tests.scripted_engine import Attempt, Break, End, ScriptedEngine, Silence, Tokens, Until, key_of, prompt_ids
 from tests.test_quota import Processes, Run, completion
 from trl_april.admission import GroupElsewhere, NewGroup
 from trl_april.dynamic_sampling import DynamicSampling
@@ -251,6 +251,12 @@ class OneAtATime:
     def hold(self) -> None:
         self.executor.submit(self._wait)
 
+    async def until_one_waits(self) -> None:
+        """Until the thread is held, and something has been asked of it that has to wait."""
+        async with asyncio.timeout(10):
+            while not (self.held.is_set() and self.executor._work_queue.qsize()):
+                await asyncio.sleep(0.001)
+
     def _wait(self) -> None:
         self.held.set()
         assert self.go_on.wait(10)
@@ -291,7 +297,7 @@ def test_a_rejection_that_counts_as_told_has_been_told_when_the_round_is_broken_
         roster.reject(0)
         threads.hold()
         updating = asyncio.create_task(quota.update())
-        await asyncio.sleep(0.05)
+        await threads.until_one_waits()
         updating.cancel()
         await asyncio.sleep(0.01)
         threads.go_on.set()
@@ -317,9 +323,7 @@ def test_a_process_that_has_seen_that_the_round_is_closed_says_so_although_it_is
         roster.finish(0)
         roster.finish(1)
         updating = asyncio.create_task(quota.update())
-        while not threads.held.is_set():
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
+        await threads.until_one_waits()
         updating.cancel()
         await asyncio.sleep(0.01)
         threads.go_on.set()
@@ -392,9 +396,10 @@ def test_a_round_that_one_process_cannot_go_on_with_is_suspended_in_all_and_gone
 
 def test_a_process_whose_server_goes_away_after_the_round_was_closed_delivers_normally(caplog):
     """It has not heard yet; its error is no news to anybody then."""
+    closed = Until(lambda: run.quotas[0].is_closed and run.pools[1].tokens_generated == 2)
     engines = [
         ScriptedEngine(default=completion(2, 0.001)),
-        ScriptedEngine(default=Attempt([Tokens(1, 0.001), Break(ServerError("gone"), 0.2)])),
+        ScriptedEngine(default=Attempt([Tokens(1, 0.001), closed, Break(ServerError("gone"))])),
     ]
     run = SuspendedRun(2, 2, engines)
     run.begin_round(0)
@@ -408,9 +413,10 @@ def test_a_process_whose_server_goes_away_after_the_round_was_closed_delivers_no
 
 
 def test_an_error_that_is_none_of_the_server_is_raised_though_the_round_was_closed():
+    closed = Until(lambda: run.quotas[0].is_closed)
     engines = [
         ScriptedEngine(default=completion(2, 0.001)),
-        ScriptedEngine(default=Attempt([Break(EngineError("Garbled."), 0.2)])),
+        ScriptedEngine(default=Attempt([closed, Break(EngineError("Garbled."))])),
     ]
     run = SuspendedRun(2, 2, engines)
     run.begin_round(0)

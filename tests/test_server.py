@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trl_april import process_session
 from trl_april.browser_guard import BrowserGuard
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import AprilError, ConfigError, ServerError
@@ -421,8 +422,10 @@ def test_a_killed_owner_leaves_no_server(owner, number):
 
 
 def test_a_fork_of_the_owner_does_not_stop_the_server(owner):
-    process, pid = owner("child = os.fork()\n    if child: os.waitpid(child, 0); time.sleep(600)".replace("    ", ""))
-    time.sleep(1.0)
+    process, pid = owner(
+        "child = os.fork()\nif child: os.waitpid(child, 0); print('the fork has ended', flush=True); time.sleep(600)"
+    )
+    assert process.stdout.readline() == "the fork has ended\n"
     assert session_members(pid)
     process.kill()
     process.communicate(timeout=30)
@@ -477,7 +480,9 @@ HOARDER = """
 """
 
 
-def test_shared_memory_of_a_killed_server_is_freed():
+def test_shared_memory_of_a_killed_server_is_freed(monkeypatch):
+    monkeypatch.setattr(process_session, "TRACKER_WAIT", 30.0)  # of a busy machine
+    monkeypatch.setattr(process_session, "KILL_WAIT", 40.0)
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOARDER)], start_new_session=True, stdout=subprocess.PIPE, text=True
     )
@@ -499,11 +504,29 @@ def test_a_process_that_left_the_session_is_found_through_its_parent():
     assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
 
 
-def test_the_watchdog_does_nothing_while_its_owner_lives():
+# Runs the watchdog, and leaves a mark whenever it has found its owner alive.
+MARKING = """
+    import runpy, time
+    from pathlib import Path
+
+    def sleep_and_mark(seconds, sleep=time.sleep):
+        with Path({marks!r}).open("a") as marks:
+            marks.write("alive\\n")
+        sleep(seconds)
+
+    time.sleep = sleep_and_mark
+    runpy.run_path({watchdog!r}, run_name="__main__")
+"""
+
+
+def test_the_watchdog_does_nothing_while_its_owner_lives(tmp_path, monkeypatch):
+    marks, marking = tmp_path / "marks", tmp_path / "marking.py"
+    marking.write_text(textwrap.dedent(MARKING).format(marks=str(marks), watchdog=process_session.__file__))
+    monkeypatch.setattr(process_session, "__file__", str(marking))
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     watchdog = start_watchdog(process.pid, grace=1.0)
     try:
-        time.sleep(1.5)
+        wait_for(lambda: watchdog.poll() is not None or marks.exists() and marks.read_text().count("alive") >= 2)
         assert process.poll() is None and watchdog.poll() is None
     finally:
         watchdog.kill()
@@ -528,7 +551,8 @@ def test_foreground_leaves_a_signal_alone_that_is_ignored(ignored):
         sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
         from trl_april.server import run_in_foreground
         if {ignored}: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        told = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(1); raise SystemExit(3)"
+        told = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep({1 if ignored else 60})"
+        told += "; raise SystemExit(3)"
         raise SystemExit(run_in_foreground([sys.executable, "-c", told], os.environ))
     """)
     process = subprocess.run([sys.executable, "-c", program], timeout=60)

@@ -40,6 +40,8 @@ def test_a_server_that_stays_away_ends_training_with_a_checkpoint(server, tiny_m
         proxy.break_off()
 
     def run_round_and_break_off():
+        # So long that the round is not over before the connections are.
+        trainer.max_completion_length = 4 * LENGTH if trainer.state.global_step == 2 else LENGTH
         if trainer.state.global_step == 2:
             threading.Thread(target=break_off_in_round).start()
         return run_round()

@@ -14,6 +14,7 @@ from tests.fork_worker import Forked, Forker
 from tests.test_resume import saved_groups
 from tests.test_trainer import make_trainer, rows_of, wait_until_idle
 from trl_april.checkpoint import is_complete
+from trl_april.stop import SAME_SECONDS
 
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
@@ -23,7 +24,7 @@ def start(forker: Forker, server, model_dir: str, folder: Path, *, freeze: bool 
     """A training whose second round runs now, and for a long time."""
     run = {"name": "told", "kind": "train_until_told", "freeze": freeze}
     run["options"] = {
-        "max_steps": 4, "max_completion_length": 400, "generation_kwargs": {"ignore_eos": True},
+        "max_steps": 4, "max_completion_length": 3000, "generation_kwargs": {"ignore_eos": True},
         "over_provisioning": 1.0,
         "save_strategy": "steps", "save_steps": 100, "log_level": "warning", **options,
     }  # fmt: skip
@@ -65,7 +66,11 @@ def test_the_second_one_leaves_at_once(forker, server, tiny_model_dir, tmp_path,
     """The server is out of reach, so that what it has generated is waited for in vain."""
     process = start(forker, server, tiny_model_dir, tmp_path, freeze=True, save_on_signal=save_on_signal)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.5)  # the second may not come before the first has been taken
+    # The second may not come before the first has been taken, which is said, nor pass for the same one.
+    while save_on_signal and "a checkpoint is written at the next opportunity" not in process.output():
+        assert process.poll() is None, process.output()[-4000:]
+        time.sleep(0.05)
+    time.sleep(SAME_SECONDS + 0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     output = process.communicate()
@@ -92,7 +97,7 @@ def test_at_the_end_of_a_step_the_checkpoint_is_written_and_stays(server, tiny_m
 
     trainer = make_trainer(
         server, tiny_model_dir, tmp_path, reward=falling, callbacks=[Told()], eval_dataset=rows_of(4),
-        save_on_signal=True, eval_strategy="steps", eval_steps=1,
+        save_on_signal=True, eval_strategy="steps", eval_steps=1, over_provisioning=4.0,
         metric_for_best_model="reward", greater_is_better=True, **saves,
     )  # fmt: skip
     with pytest.raises(SystemExit) as ended:

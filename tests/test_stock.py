@@ -11,6 +11,8 @@ from trl_april.config import APRILGRPOConfig
 from trl_april.trainer import APRILGRPOTrainer
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # several may add numbers up in another order the next time
+
 DATASET = Dataset.from_list([{"prompt": f"{number}+{number}="} for number in range(16)])
 OPTIONS = {
     "per_device_train_batch_size": 8,

@@ -153,7 +153,10 @@ def train(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """In the third step no process reaches the server for a while, and meanwhile it loses its weights."""
+    """In the third step no process reaches the server for a while, and meanwhile it loses its weights.
+
+    Completions are as long as they may be in that step only.
+    """
     proxy = Proxy(spec["url"])
 
     def go_away(driver: Any) -> None:
@@ -168,6 +171,7 @@ def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
 
     class UnluckyTrainer(RecordingTrainer):
         def _run_round(self):
+            self.max_completion_length = self.args.max_completion_length if self.state.global_step == 2 else 40
             if self.state.global_step == 2:
                 threading.Thread(target=go_away, args=[self._session.driver], daemon=True).start()
             return super()._run_round()
@@ -178,11 +182,15 @@ def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
 
 
 def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Leaves a file when requests run in the second step, and lets nothing through from there if that is wanted."""
+    """Leaves a file when requests run in the second step, and lets nothing through from there if that is wanted.
+
+    Completions are as long as they may be in that step only.
+    """
     proxy = Proxy(spec["url"])
 
     class MarkingTrainer(RecordingTrainer):
         def _run_round(self):
+            self.max_completion_length = self.args.max_completion_length if self.state.global_step == 1 else 8
             if self.state.global_step == 1:
                 threading.Thread(target=self.mark, daemon=True).start()
             return super()._run_round()
@@ -205,21 +213,27 @@ def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
 
 
 def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Process 1 gets a signal, in the middle of a round or while it trains."""
+    """Process 1 gets a signal, in the middle of a round or while it trains.
+
+    Completions are as long as they may be in the round that a signal comes in only.
+    """
 
     class SignalledTrainer(RecordingTrainer):
         def _run_round(self):
+            is_long = run["when"] == "round" and self.state.global_step == 2
+            self.max_completion_length = self.args.max_completion_length if is_long else 40
             if RANK == 1 and self.state.global_step == 2:
                 if run["when"] == "round":
-                    threading.Thread(target=self.wait_for_requests, daemon=True).start()
+                    before = self.pool.tokens_generated
+                    threading.Thread(target=self.wait_for_tokens, args=[before], daemon=True).start()
                     return super()._run_round()
                 done = super()._run_round()
                 os.kill(os.getpid(), run["signal"])
                 return done
             return super()._run_round()
 
-        def wait_for_requests(self) -> None:
-            while not self._session.driver.in_flight:
+        def wait_for_tokens(self, before: int) -> None:
+            while self.pool.tokens_generated == before:
                 time.sleep(0.01)
             os.kill(os.getpid(), run["signal"])
 
