@@ -45,7 +45,7 @@ docs: $(STAMP)  ## Write docs/api.md and docs/april.svg anew
 bench: $(STAMP)  ## Measure rollout throughput against a real server
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
-clean:  ## Remove .venv and everything that was generated
+clean:  ## Remove .venv and what was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

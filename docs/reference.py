@@ -52,8 +52,6 @@ TITLES = {
     DocstringSectionKind.returns: "Returns",
     DocstringSectionKind.raises: "Raises",
 }
-# Public in Python's sense only: what our own callbacks call.
-LEFT_OUT = {"trainer.APRILGRPOTrainer.step_has_ended"}
 REFERENCE = re.compile(r"\[`~?([\w.]+)`\]")
 NAMES = {path.rpartition(".")[2]: path for paths in CHAPTERS.values() for path in paths}
 
@@ -84,7 +82,7 @@ def entry(thing: Object, path: str) -> str:
     lines += described(thing)
     if isinstance(thing, Class):
         for name, member in thing.members.items():
-            if name.startswith("_") or not member.docstring or f"{path}.{name}" in LEFT_OUT:
+            if name.startswith("_") or not member.docstring:
                 continue
             is_property = "property" in member.labels
             lines.append(f"#### `{thing.name}.{name if is_property else signature(member)}`\n")
