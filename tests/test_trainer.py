@@ -265,13 +265,15 @@ class TestStaleness:
         assert [(float(old), float(new)) for old, new in said] == changes
         assert len(trainer.pool) == 0
 
-    def test_auto_without_a_limit_of_the_completions(self, server, tiny_model_dir, tmp_path):
-        """It is the server's context then."""
+    def test_auto_without_a_limit_of_the_completions(self, server, tiny_model_dir, tmp_path, monkeypatch):
+        """It is the server's context then. And for the connections of all that may be in flight there is room."""
+        room = []
+        monkeypatch.setattr("trl_april.session.make_room", room.append)
         trainer = make_trainer(
             server, tiny_model_dir, tmp_path, over_provisioning="auto", max_completion_length=None, max_steps=5
         )
         trainer.train()
-        assert len(trainer.rounds) == 5 and len(trainer.pool) == 0
+        assert len(trainer.rounds) == 5 and len(trainer.pool) == 0 and room == [8 * 4]
 
     def test_auto_predicts_while_the_trainer_trains(self, server, tiny_model_dir, tmp_path, monkeypatch):
         """The first prediction waits for a training step, which would not come if the trainer waited for it."""
