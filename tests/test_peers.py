@@ -459,6 +459,20 @@ def test_a_clock_that_is_set_is_nobodys_death_where_psutil_keeps_the_time_of_the
     assert run(is_set, work_for(0.4)) == [None, None]
 
 
+def test_a_clock_that_is_set_while_it_is_looked_at(monkeypatch):
+    before, boot, create = module._begun(os.getpid()), psutil.boot_time(), psutil.Process().create_time()
+    step = 0.0
+
+    def boot_time() -> float:
+        nonlocal step
+        told, step = boot + step, 3600.0
+        return told
+
+    monkeypatch.setattr(psutil, "boot_time", boot_time)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create + step)
+    assert module._begun(os.getpid()) == pytest.approx(before, abs=0.5)
+
+
 def test_a_process_whose_heart_stops_is_reported(monkeypatch, each_on_a_host):
     """Nothing else tells of a host that is gone."""
     monkeypatch.setattr(module, "SILENCE", 0.5)

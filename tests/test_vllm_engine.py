@@ -822,5 +822,14 @@ def test_certificates_are_those_of_the_environment(monkeypatch, tmp_path):
     assert vllm_engine._certificates() is True
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", requests.certs.where())
     assert len(vllm_engine._certificates().get_ca_certs()) > 10
+
+    async def context() -> Any:
+        engine = VLLMEngine("https://there", "m", SamplingOptions({}))
+        try:
+            return engine._open_session().connector._ssl
+        finally:
+            await engine.close()
+
+    assert len(guarded(context()).get_ca_certs()) > 10
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))  # a folder of none
     assert vllm_engine._certificates().get_ca_certs() == []

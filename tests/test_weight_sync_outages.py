@@ -271,11 +271,13 @@ def test_a_server_that_refuses_the_weights_is_no_outage(trainer, fake, generatio
     assert not generation.holds_weights() or fake.weight_version == "1"
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_what_stands_before_a_busy_server_is_an_outage(trainer, fake, generation, status):
+@pytest.mark.parametrize(
+    ("where", "status"), [*(("/collective_rpc", status) for status in (429, 502, 503, 504)), ("/v1/completions", 503)]
+)
+def test_what_stands_before_a_busy_server_is_an_outage(trainer, fake, generation, where, status):
     trainer.change(0.1)
-    fake.answers = {"/collective_rpc": (status, "later")}
-    with pytest.raises(ServerError, match=f"answered {status} to /collective_rpc"):
+    fake.answers = {where: (status, "later")}
+    with pytest.raises(ServerError, match=f"has gone away in the weight sync.*answered {status} to "):
         generation.sync_weights()
     fake.answers = {}
     generation.sync_weights()
