@@ -421,6 +421,15 @@ def test_a_process_of_this_host_lives_as_long_as_its_process_id_says_so(monkeypa
     assert [process.end() for process in processes] == [None, None]
 
 
+def between_two_looks(happens: Callable[[], None]) -> Body:
+    def body(peers: Peers) -> None:
+        time.sleep(0.1)
+        happens()
+        work_for(0.3)(peers)
+
+    return body
+
+
 def test_a_clock_that_is_set_is_nobodys_death(monkeypatch):
     """The system's creation times of processes move with it."""
     boot_time, create_time = psutil.boot_time, psutil.Process.create_time
@@ -428,13 +437,11 @@ def test_a_clock_that_is_set_is_nobodys_death(monkeypatch):
     monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + step)
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + step)
 
-    def is_set(peers: Peers) -> None:
+    def set_it() -> None:
         nonlocal step
-        time.sleep(0.1)
         step = 3600.0
-        work_for(0.3)(peers)
 
-    assert run(is_set, work_for(0.4)) == [None, None]
+    assert run(between_two_looks(set_it), work_for(0.4)) == [None, None]
 
 
 def test_a_clock_that_is_set_is_nobodys_death_where_psutil_keeps_the_time_of_the_boot(monkeypatch):
@@ -450,13 +457,11 @@ def test_a_clock_that_is_set_is_nobodys_death_where_psutil_keeps_the_time_of_the
     monkeypatch.setattr(psutil, "boot_time", boot_time)
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) - booted + kept)
 
-    def is_set(peers: Peers) -> None:
+    def set_it() -> None:
         nonlocal step
-        time.sleep(0.1)
         step = 3600.0
-        work_for(0.3)(peers)
 
-    assert run(is_set, work_for(0.4)) == [None, None]
+    assert run(between_two_looks(set_it), work_for(0.4)) == [None, None]
 
 
 def test_a_clock_that_is_set_while_it_is_looked_at(monkeypatch):

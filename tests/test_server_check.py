@@ -11,7 +11,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tests.fake_vllm import FakeVLLM
 from trl_april.errors import AprilError, ConfigError, ServerError
-from trl_april.server_check import ServerFacts, TimedRequests, check_server
+from trl_april.server_check import ServerFacts, check_server
+from trl_april.server_session import TimedRequests
 
 
 VOCAB = 100

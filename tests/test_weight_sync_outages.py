@@ -16,7 +16,7 @@ from trl.generation.vllm_client import VLLMClient
 from tests.fake_vllm import FakeVLLM
 from tests.test_weight_sync import Trainer
 from tests.tiny import build_model
-from trl_april import weight_sync
+from trl_april import weight_files
 from trl_april.canary import trainer_logprobs
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.processes import OneProcess
@@ -335,7 +335,7 @@ def test_weights_that_have_no_room_say_how_much_they_need(trainer, fake, generat
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weight_sync, "write_weights", full)
+    monkeypatch.setattr(weight_files, "save_file", full)
     with pytest.raises(WeightSyncError, match="No space left.*GiB are free.*--shm-size.*weight_sync_dir"):
         generation.sync_weights()
     assert "collective_rpc" not in paths(fake)

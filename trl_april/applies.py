@@ -68,7 +68,7 @@ def without_effect(args: GRPOConfig) -> str:
     said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
     if args.use_vllm and args.vllm_mode == "server":
         said += (
-            " It needs a vLLM server with GPUs of its own and without an API key. Where there is none, set "
+            " Stock GRPO needs a vLLM server with GPUs of its own and without an API key. Where there is none, set "
             "use_vllm=False or vllm_mode='colocate'."
         )
     return said

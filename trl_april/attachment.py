@@ -1,7 +1,8 @@
 """How a trainer that TRL has constructed without vLLM comes to its server.
 
 TRL connects to vLLM in its constructor and offers no way to do that with another class. So it is constructed with vLLM
-off, and the server is attached afterwards.
+off, and the server is attached afterwards. The invariant owned here: whatever becomes of that constructor, the user's
+arguments are as they were behind it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def attached(trainer: APRILGRPOTrainer, options: AprilOptions, processes: Proces
 
     Raises:
         ServerError: If there is none, or not one to train with.
+        ConfigError: If its model does not fit the trainer's, or the weight sync asked for is not possible.
     """
     args = trainer.args
     return ServerGeneration(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .errors import ServerError, WeightSyncError
-from .server_check import LATER
+from .server_session import LATER
 
 
 NUM_TOKENS = 33

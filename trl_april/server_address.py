@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
-import os
 import re
 import socket
 from urllib.parse import urlsplit
@@ -24,13 +23,6 @@ REMEDIES = {
     errno.EADDRNOTAVAIL: "Give an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them.",
     errno.EACCES: "Choose a port above 1023; the others are the system's.",
 }
-
-
-def certificates() -> str | None:
-    """File or folder of the certificates that a server is trusted by, if the environment names one: as requests does,
-    and so for all connections.
-    """
-    return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or None
 
 
 def check_address(host: str, port: int | None) -> None:

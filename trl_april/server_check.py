@@ -13,11 +13,8 @@ import requests
 from transformers import AutoConfig, PretrainedConfig
 
 from .errors import ConfigError, ServerError
-from .server_address import certificates
 
 
-# What stands in front of a server that has too much to do, or is not there at the moment, answers one of these.
-LATER = (429, 502, 503, 504)
 _SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -195,31 +192,3 @@ def _json(response: requests.Response) -> Any:
             "log, and check that it is a version of vLLM that TRL supports."
         )
     return response.json()
-
-
-class TimedRequests(requests.Session):
-    """A session whose requests all have a time-out, so that no server keeps anybody waiting for ever.
-
-    Args:
-        seconds (`float`):
-            Silence after which a request is given up, unless it says otherwise.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        ask_directly(self)
-        self.seconds = seconds
-
-    def request(self, *args: Any, **kwargs: Any) -> requests.Response:
-        """As `requests.Session.request`."""
-        kwargs.setdefault("timeout", self.seconds)
-        return super().request(*args, **kwargs)
-
-
-def ask_directly(session: requests.Session) -> requests.Session:
-    """Let a session take no proxy from the environment, since requests for completions take none, either. Certificates
-    stay those of the environment. Returns the session.
-    """
-    session.trust_env = False
-    session.verify = certificates() or True
-    return session

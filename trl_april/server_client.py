@@ -15,7 +15,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from .errors import ServerError
 from .server_address import remedy_for_address
-from .server_check import ask_directly
+from .server_session import ask_directly
 
 
 logger = logging.getLogger(__name__)

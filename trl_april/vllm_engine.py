@@ -19,7 +19,7 @@ from .errors import EngineError, ServerError
 from .event_stream import EventStream
 from .generated_tokens import PATH as GENERATED_PATH
 from .sampling import JSON, SamplingOptions
-from .server_address import certificates
+from .server_session import certificates
 
 
 # A server that is well answers at once, however busy it is.

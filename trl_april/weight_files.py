@@ -17,7 +17,10 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+from .errors import WeightSyncError
 
 
 # Bytes of parameters collected before a shard file is written: what the sync costs in memory beside the model.
@@ -84,9 +87,23 @@ def write_weights(
             Where to.
         tied_names (`Mapping[str, Sequence[str]]`):
             Further names of some of them; see [`tied_names`].
+
+    Raises:
+        WeightSyncError: If the folder does not take them.
     """
+    written = 0
     for number, shard in enumerate(shards(_under_all_names(params, tied_names), SHARD_BYTES)):
-        save_file(shard, folder / f"model-{number:05d}.safetensors")
+        try:
+            save_file(shard, folder / f"model-{number:05d}.safetensors")
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(folder).free
+            raise WeightSyncError(
+                f"The weights cannot be written to {folder}: {error}. A copy of all of them must fit there, and "
+                f"behind {written / 2**30:.1f} GiB of it {free / 2**30:.1f} GiB are free. Enlarge it (docker run "
+                "--shm-size), or set weight_sync_dir to a folder that has the room and that the server sees under "
+                "the same path."
+            ) from error
+        written += sum(tensor.nbytes for tensor in shard.values())
 
 
 def _under_all_names(

@@ -11,16 +11,13 @@ it reports; if it has gone away or was started anew, that is known in all proces
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import requests
 import torch
-from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -28,9 +25,10 @@ from .canary import Canary, server_logprobs, trainer_logprobs
 from .errors import AprilError, ServerError, WeightSyncError
 from .padding import width_matters
 from .processes import Processes
-from .server_check import LATER, ServerFacts, TimedRequests, check_server
+from .server_check import ServerFacts, check_server
 from .server_client import ANSWER_SECONDS, ServerClient
 from .server_pause import ServerPause
+from .server_session import LATER, TimedRequests
 from .weight_files import tied_names, weight_folder, write_weights
 from .weight_transport import choose_transport
 
@@ -347,7 +345,7 @@ class ServerGeneration(VLLMGeneration):
         with weight_folder(self._weight_sync_dir) if is_main else nullcontext() as folder:
             try:
                 if folder is not None and self._gone is None:
-                    self._write_weights(params, folder)
+                    write_weights(params, folder, self._tied_names)
             finally:
                 # Gathering a parameter takes all processes, so whatever has failed here, this one goes on to the end.
                 # The end is also where adapters that were merged for the sync are unmerged.
@@ -358,17 +356,6 @@ class ServerGeneration(VLLMGeneration):
             # Until it has answered, the files stay: it may still read them.
             patience = LOAD_PATIENCE * self.server_timeout
             self._unless_gone(lambda: self._answer("POST", "collective_rpc", body, timeout=patience))
-
-    def _write_weights(self, params: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-        try:
-            write_weights(params, folder, self._tied_names)
-        except (OSError, SafetensorError) as error:
-            size, free = sum(param.nbytes for param in self.model.parameters()), shutil.disk_usage(folder).free
-            raise WeightSyncError(
-                f"The weights cannot be written to {folder}: {error}. A copy of them must fit there (some "
-                f"{size / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free): enlarge it (docker run --shm-size), or "
-                "set weight_sync_dir to a folder that has the room and that the server sees under the same path."
-            ) from error
 
     def _reset_prefix_cache(self) -> None:
         for _ in range(10):

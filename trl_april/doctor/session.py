@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import requests
 
 from ..errors import ServerError
-from ..server_check import TimedRequests
+from ..server_session import TimedRequests
 
 
 class TimedSession(TimedRequests):
