@@ -235,7 +235,7 @@ def test_rewards_are_gathered_by_one_name_that_can_be_bound_otherwise():
 
 
 def test_generation_takes_our_place():
-    """ServerGeneration overrides these two and calls the others."""
+    """ServerGeneration overrides these three and calls the others."""
     assert parameters(VLLMGeneration._init_vllm) == [] == parameters(VLLMGeneration.sync_weights)
     assert parameters(VLLMGeneration._iter_named_params) == []
     assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
@@ -250,7 +250,7 @@ def test_generation_takes_our_place():
         for name in vars(ServerGeneration)
         if name in vars(VLLMGeneration) and callable(getattr(VLLMGeneration, name))
     }
-    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights"}
+    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights", "_iter_named_params"}
 
 
 def test_the_client_sets_its_session_up_before_it_checks_the_server():

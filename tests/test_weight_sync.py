@@ -7,22 +7,24 @@ import os
 import re
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import requests
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl.distributed import DistributedBackend
 
-from tests.tiny import build_model
-from trl_april import host_gpus, weight_files
+from tests.tiny import build_tokenizer
+from trl_april import LocalServer, host_gpus, weight_files, weight_sync
 from trl_april.canary import server_logprobs, trainer_logprobs
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.processes import OneProcess
-from trl_april.weight_files import shards, tied_names
+from trl_april.weight_files import shards
 from trl_april.weight_sync import ServerGeneration
 
 
@@ -78,6 +80,48 @@ class TestFileSystem:
             trainer.change(0.3)
             generation.sync_weights()
             assert trainer.distance(generation) < 1e-4
+
+    def test_no_name_is_sent_twice_to_a_server_that_is_none_of_a_cpu(self, server, trainer, monkeypatch):
+        """Elsewhere nothing needs it, and some models have no output layer to give it to."""
+        generation = trainer.connect(server)
+        names = [name for name, _ in generation._iter_named_params()]
+        assert sorted(names) == sorted(dict(trainer.model.named_parameters(remove_duplicate=False)))
+        facts = replace(generation.facts, device="cuda")
+        monkeypatch.setattr(ServerGeneration, "_check_server", lambda self: facts)
+        names = [name for name, _ in trainer.connect(server, weight_sync="filesystem")._iter_named_params()]
+        assert names == [name for name, _ in trainer.model.named_parameters()]
+
+    def test_adapters_are_unmerged_whatever_fails(self, server, trainer, monkeypatch):
+        trainer.model = get_peft_model(trainer.model, LoraConfig(target_modules=["q_proj"]))
+        generation = trainer.connect(server)
+
+        def fail(params, model):
+            yield next(params)
+            raise RuntimeError("cannot be converted")
+
+        monkeypatch.setattr(weight_sync, "in_checkpoint_format", fail)
+        with pytest.raises(RuntimeError, match="cannot be converted"):
+            generation.sync_weights()
+        assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+    def test_a_model_that_evaluation_casts_is_held_to_what_its_type_allows(self, server, trainer):
+        """`bf16_full_eval` does so outside of training."""
+        generation = trainer.connect(server)
+        for dtype, exact in ((torch.bfloat16, False), (torch.float32, True)):
+            trainer.model.to(dtype)
+            generation.sync_weights()
+            assert generation._canary.exact is exact
+
+    def test_where_the_frequencies_are_chosen_by_other_things_a_difference_is_no_error(self, server, trainer):
+        """LongRoPE: vLLM goes by its context, transformers by each input."""
+        rope = trainer.model.config.rope_parameters
+        trainer.model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
+        generation = trainer.connect(server)
+        trainer.model.config.rope_parameters = rope
+        expected = generation._canary
+        assert expected.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0
+        with pytest.raises(WeightSyncError, match="has kept its old weights"):
+            expected.compare([-2.0] * 32, [-3.0] * 32, 1)
 
     def test_without_the_sync_the_two_sides_differ(self, server, trainer):
         """The test above would not pass by itself."""
@@ -251,17 +295,47 @@ def test_a_shard_holds_no_more_than_asked_beside_its_first_parameter():
     assert [list(shard) for shard in found] == [["p0", "p1"], ["p2"], ["p3"], ["p4", "p5"]]
 
 
-def test_shared_parameters_are_named_twice():
-    assert tied_names(build_model(tie_word_embeddings=True)) == {"model.embed_tokens.weight": ["lm_head.weight"]}
-    assert tied_names(build_model(tie_word_embeddings=False)) == {}
-
-
 def prepare(generation: ServerGeneration, folder: Path) -> None:
     """Let it have what a sync through files needs but for the model, without a server."""
     generation.accelerator, generation._processes = Accelerator(cpu=True), OneProcess()
-    generation._weight_sync_dir, generation._tied_names = str(folder), {}
+    generation.weight_sync, generation._weight_sync_dir, generation._tied_names = "filesystem", str(folder), {}
     generation.before_sync = generation._gone = None
     generation.server_timeout = 10.0
+
+
+@pytest.mark.server
+def test_experts_come_under_the_names_that_the_server_knows(tmp_path, one_thread):
+    """With those that the model has for them here, the server would end.
+
+    What the experts compute is left out, since vLLM's CPU build does not pack their weights when it loads them again.
+    """
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    tokenizer = build_tokenizer()
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, **sizes, **experts,
+    )  # fmt: skip
+
+    def without_their_output(model):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("experts.down_proj"):
+                    parameter.zero_()
+
+    model = MixtralForCausalLM(config)
+    without_their_output(model)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    trainer = Trainer(str(tmp_path))
+    arguments = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
+    with LocalServer(tmp_path, vllm_args=arguments, quiet=True) as server:
+        generation = trainer.connect(server)
+        trainer.change(0.1)
+        without_their_output(trainer.model)
+        generation.sync_weights()
+        assert trainer.distance(generation) < 1e-4
 
 
 class TestMemory:

@@ -38,16 +38,21 @@ class Canary:
         exact (`bool`):
             Whether both sides compute in float32.
         comparable (`bool`, *optional*, defaults to `True`):
-            Whether the two sides can be expected to agree at all; a quantized server's cannot, and only has to move.
+            Whether the two sides can be expected to agree at all. A quantized server's cannot, nor can those of a
+            model with LongRoPE or Dynamic NTK, whose frequencies vLLM chooses by its context, and transformers by
+            each input. Such a server only has to move.
+
+    Attributes:
+        exact (`bool`):
+            As given. It may change between two comparisons.
     """
 
     def __init__(self, vocab_size: int, *, exact: bool, comparable: bool = True) -> None:
         generator = random.Random(0)
         self.token_ids = [generator.randrange(vocab_size) for _ in range(NUM_TOKENS)]
-        self._tolerance = TOLERANCE_FLOAT32 if exact else TOLERANCE_OTHER
-        self._visible = VISIBLE_FLOAT32 if exact else VISIBLE_OTHER
+        self.exact = exact
         self._comparable = comparable
-        self._last: tuple[list[float], list[float]] | None = None
+        self._last: tuple[list[float], list[float], bool] | None = None
 
     def compare(self, trainer: Sequence[float], server: Sequence[float], version: int) -> float:
         """Compare the log-probabilities of `token_ids[1:]` after a sync.
@@ -66,29 +71,31 @@ class Canary:
         Raises:
             WeightSyncError: If the server does not hold the trainer's weights.
         """
+        tolerance = TOLERANCE_FLOAT32 if self.exact else TOLERANCE_OTHER
         difference = distance(trainer, server)
         if not math.isfinite(difference):
             raise WeightSyncError(
                 f"After the sync of policy version {version} a log-probability is not finite on one side: the weights "
                 "have diverged, or did not arrive whole. Check the loss before it, and the server's log."
             )
-        if self._comparable and difference > self._tolerance:
+        if self._comparable and difference > tolerance:
             raise WeightSyncError(
                 f"After the sync of policy version {version} the log-probabilities of server and trainer differ by "
-                f"{difference:.3g} nats in the mean, more than {self._tolerance:g}: the server does not hold the "
+                f"{difference:.3g} nats in the mean, more than {tolerance:g}: the server does not hold the "
                 "trainer's weights. Check that it serves the model that is trained, and its log for errors while "
                 "loading weights."
             )
         if self._last is not None:
-            last_trainer, last_server = self._last
+            last_trainer, last_server, was_exact = self._last
+            visible = VISIBLE_FLOAT32 if self.exact and was_exact else VISIBLE_OTHER
             moved = distance(trainer, last_trainer)
-            if moved > self._visible and list(server) == last_server:
+            if moved > visible and list(server) == last_server:
                 raise WeightSyncError(
                     f"After the sync of policy version {version} the trainer's log-probabilities have moved by "
                     f"{moved:.3g} nats and the server's not at all: the server has kept its old weights. Check its "
                     "log for errors while loading weights."
                 )
-        self._last = (list(trainer), list(server))
+        self._last = (list(trainer), list(server), self.exact)
         return difference
 
 

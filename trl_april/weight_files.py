@@ -1,4 +1,4 @@
-"""The files that weights travel in: safetensors in a folder of their own, under all names that a checkpoint has.
+"""The files that weights travel in: safetensors in a folder of their own.
 
 The invariant owned here: no more than a shard is held in memory beside the model, and no folder is left behind; that
 of a process which was killed goes when the next one begins to write.
@@ -11,12 +11,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -75,24 +74,20 @@ def remove_abandoned() -> None:
             os.close(lock)
 
 
-def write_weights(
-    params: Iterator[tuple[str, torch.Tensor]], folder: Path, tied_names: Mapping[str, Sequence[str]]
-) -> None:
+def write_weights(params: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Write parameters into `folder`.
 
     Args:
         params (`Iterator[tuple[str, torch.Tensor]]`):
-            Name and value of each.
+            Name and value of each. The same value may come under several names.
         folder (`Path`):
             Where to.
-        tied_names (`Mapping[str, Sequence[str]]`):
-            Further names of some of them; see [`tied_names`].
 
     Raises:
         WeightSyncError: If the folder does not take them.
     """
     written = 0
-    for number, shard in enumerate(shards(_under_all_names(params, tied_names), SHARD_BYTES)):
+    for number, shard in enumerate(shards(_copies(params), SHARD_BYTES)):
         try:
             save_file(shard, folder / f"model-{number:05d}.safetensors")
         except (OSError, SafetensorError) as error:
@@ -106,21 +101,12 @@ def write_weights(
         written += sum(tensor.nbytes for tensor in shard.values())
 
 
-def _under_all_names(
-    params: Iterator[tuple[str, torch.Tensor]], tied_names: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters under every name that a checkpoint of the model may have for them.
-
-    The CPU build of vLLM keeps a packed copy of a tied output layer and refreshes it only if the checkpoint names it
-    too; elsewhere the second name is passed over.
-    """
+def _copies(params: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of parameters that live on, each in memory of its own, as a safetensors file wants it."""
     for name, param in params:
-        # A copy also where the parameter is on the CPU: it changes as soon as the iteration goes on (merged adapters
-        # are unmerged, gathered parameters are scattered), and the shard is written later.
-        tensor = param.detach().to("cpu", copy=True).contiguous()
-        yield name, tensor
-        for other_name in tied_names.get(name, ()):
-            yield other_name, tensor.clone()  # a safetensors file does not take shared memory
+        # Also where it is on the CPU: it changes as soon as the iteration goes on (merged adapters are unmerged,
+        # gathered parameters are scattered), and the shard is written later.
+        yield name, param.detach().to("cpu", copy=True).contiguous()
 
 
 def shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -135,20 +121,6 @@ def shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iter
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Further names of parameters that are shared between modules, by the name that is iterated."""
-    base = model.get_base_model() if is_peft_model(model) else model
-    first: dict[int, str] = {}
-    others: dict[str, list[str]] = {}
-    for name, param in base.named_parameters(remove_duplicate=False):
-        name = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
-        if id(param) in first:
-            others.setdefault(first[id(param)], []).append(name)
-        else:
-            first[id(param)] = name
-    return others
 
 
 def shared_memory() -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .canary import Canary, server_logprobs, trainer_logprobs
+from .checkpoint_names import in_checkpoint_format, tied_names, under_all_names
 from .errors import AprilError, ServerError, WeightSyncError
 from .padding import width_matters
 from .processes import Processes
@@ -29,7 +30,7 @@ from .server_check import ServerFacts, check_server
 from .server_client import ANSWER_SECONDS, ServerClient
 from .server_pause import ServerPause
 from .server_session import LATER, TimedRequests
-from .weight_files import tied_names, weight_folder, write_weights
+from .weight_files import weight_folder, write_weights
 from .weight_transport import choose_transport
 
 
@@ -148,13 +149,19 @@ class ServerGeneration(VLLMGeneration):
         )
         if self.weight_sync == "nccl" and self.accelerator.is_main_process:
             self._init_communicator()
-        trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
         self._canary = Canary(
             config.get_text_config().vocab_size,
-            exact=trainer_is_float32 and self.facts.dtype == "float32" and not width_matters(config),
-            comparable=not self.facts.quantized,
+            exact=self._is_exact(),
+            comparable=not self.facts.quantized and not width_matters(config),
         )
-        self._tied_names = tied_names(self.model)
+        # The CPU build keeps a packed copy of a tied output layer, and refreshes it only under its own name. Others
+        # have no use for a second name.
+        self._tied_names = tied_names(self.model) if self.facts.device == "cpu" else {}
+
+    def _is_exact(self) -> bool:
+        """Whether trainer and server compute in float32. Evaluation may be set to change the model's type."""
+        trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
+        return trainer_is_float32 and self.facts.dtype == "float32"
 
     def _check_server(self) -> ServerFacts:
         try:
@@ -206,6 +213,7 @@ class ServerGeneration(VLLMGeneration):
         # Everything that does not need the server comes before what runs there has to make way. Reading sharded
         # weights and computing with them takes all processes.
         self.model = self._trained_model()
+        self._canary.exact = self._is_exact()
         expected = trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device)
         _reshard(self.model)
         if self.weight_sync == "filesystem":
@@ -221,6 +229,17 @@ class ServerGeneration(VLLMGeneration):
         self._tell_if_gone()  # none may ask for tokens before the server has the weights
         self._stamp = str(version)
         self.vllm_client.weights_have_changed()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """TRL's iteration over the parameters, as vLLM's loader knows them."""
+        params = super()._iter_named_params()
+        try:
+            yield from in_checkpoint_format(under_all_names(params, self._tied_names), self.model)
+        finally:
+            # Whatever has failed, TRL's own goes on to its end: gathering a parameter takes all processes, and
+            # adapters that were merged for the sync are unmerged there.
+            for _ in params:
+                pass
 
     def _make_way(self) -> None:
         if self.before_sync is not None:
@@ -345,11 +364,9 @@ class ServerGeneration(VLLMGeneration):
         with weight_folder(self._weight_sync_dir) if is_main else nullcontext() as folder:
             try:
                 if folder is not None and self._gone is None:
-                    write_weights(params, folder, self._tied_names)
+                    write_weights(params, folder)
             finally:
-                # Gathering a parameter takes all processes, so whatever has failed here, this one goes on to the end.
-                # The end is also where adapters that were merged for the sync are unmerged.
-                for _ in params:
+                for _ in params:  # where nothing was written, or the folder did not take it all
                     pass
             self._make_way()
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
