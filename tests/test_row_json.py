@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from datasets import Dataset
@@ -145,7 +146,41 @@ def test_what_datasets_hands_out():
 @pytest.mark.parametrize(
     "value",
     [
+        pandas.Timestamp("2026-01-02 03:04:05.123456789"),
+        pandas.Timestamp("1600-01-01").as_unit("s"),
+        pandas.Timestamp("2026-10-25 02:30", tz="UTC").tz_convert("Europe/Berlin"),
+        pandas.Timestamp("2026-10-25 00:30", tz="UTC").tz_convert("Europe/Berlin"),  # the same time of day
+        pandas.Timestamp("2026-01-01", tz=datetime.timezone(datetime.timedelta(hours=-3))),
+        pandas.Timedelta("-1 days 00:00:00.000000005"),
+        pandas.Timedelta(5, "s").as_unit("ms"),
+    ],
+)
+def test_what_came_from_pandas(value: Any):
+    """Columns of the types that pandas makes are `timestamp[ns]` and `duration[ns]`, for which Python has no types."""
+    found = through_json({"x": value})["x"]
+    assert type(found) is type(value) and found == value and found.unit == value.unit
+    assert str(getattr(found, "tz", None)) == str(getattr(value, "tz", None))
+
+
+def test_datasets_hands_them_out():
+    frame = pandas.DataFrame({"when": pandas.to_datetime(["2026-01-02 03:04:05.000000007"]).as_unit("ns")})
+    row = Dataset.from_pandas(frame)[0]
+    assert type(row["when"]) is pandas.Timestamp and same(through_json(row), row)
+
+
+@pytest.mark.parametrize(
+    "found", [["Period", 1, "ns", None], ["Timestamp", 1, "D", None], ["Timestamp", 1, "ns", "Mars"]]
+)
+def test_what_pandas_did_not_write(found: list[Any]):
+    with pytest.raises((ValueError, KeyError)):
+        decode_row({"x": {"$pandas": found}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
         object(),
+        pandas.NaT,
         SimpleNamespace(),
         {1, 2},
         np.array([object()], dtype=object),

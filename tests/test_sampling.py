@@ -75,6 +75,12 @@ def test_stop_token_ids_of_user_and_model_are_both_sent():
     assert options(generation_kwargs={"stop_token_ids": None}).body["stop_token_ids"] == [2]
 
 
+def test_a_tokenizer_without_an_end_stops_nothing():
+    """TRL's `eos_token_ids` hold its `None`, beside those of the model's generation config."""
+    assert options(stop_token_ids=[None]).body["stop_token_ids"] == []
+    assert options(stop_token_ids=[None, 9, 2]).body["stop_token_ids"] == [2, 9]
+
+
 def test_nothing_stops_a_completion_under_ignore_eos():
     assert "stop_token_ids" not in options(generation_kwargs={"ignore_eos": True}).body
     assert options(generation_kwargs={"ignore_eos": False}).body["stop_token_ids"] == [2]

@@ -25,6 +25,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _MAX_BITS = 10_000  # Python reads no longer ones from text
 # Numbers, bytes, text, dates; not "O" or "T", whose memory holds pointers, nor "V", which may have fields.
 _ARRAY_KINDS = "biufcmMSU"
+_UNITS = ("s", "ms", "us", "ns")
 
 
 def encode_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +74,8 @@ def _encode(value: Any) -> Any:
         return {MARK + "scalar": _encode_array(np.asarray(value))}
     if kind.__module__.startswith("torch") and kind.__name__ == "Tensor":
         return {MARK + "tensor": _encode_tensor(value)}
+    if kind.__module__.startswith("pandas") and kind.__name__ in ("Timestamp", "Timedelta"):
+        return {MARK + "pandas": _encode_pandas(value, kind.__name__)}
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -93,6 +96,8 @@ def _decode(value: Any) -> Any:
         return scalar[()]
     if name == "tensor":
         return _decode_tensor(inner)
+    if name == "pandas":
+        return _decode_pandas(*inner)
     if name not in _KINDS:
         raise ValueError(f"a value of the unknown kind {name!r}")
     return _KINDS[name][2](inner)
@@ -188,6 +193,26 @@ def _encode_time(value: datetime.time) -> list[Any]:
 def _decode_time(encoded: list[Any]) -> datetime.time:
     text, fold = encoded
     return datetime.time.fromisoformat(text).replace(fold=fold)
+
+
+def _encode_pandas(value: Any, kind: str) -> list[Any]:
+    """A date or a duration that is exact to the nanosecond, as `datasets` hands out what came from pandas."""
+    zone = None if getattr(value, "tz", None) is None else str(value.tz)
+    encoded = [kind, int(value.asm8.view("i8")), value.unit, zone]
+    if (read := _decode_pandas(*encoded)) != value or str(getattr(read, "tz", None)) != str(zone):
+        raise TypeError(f"a pandas.{kind} in the time zone {zone}")
+    return encoded
+
+
+def _decode_pandas(kind: str, count: int, unit: str, zone: str | None) -> Any:
+    import pandas
+
+    if kind not in ("Timestamp", "Timedelta") or unit not in _UNITS:
+        raise ValueError(f"a pandas.{kind} in the unit {unit!r}")
+    if kind == "Timedelta":
+        return pandas.Timedelta(np.timedelta64(count, unit))
+    value = pandas.Timestamp(np.datetime64(count, unit))
+    return value if zone is None else value.tz_localize("UTC").tz_convert(zone)
 
 
 def _encode_bytes(value: Any) -> str:

@@ -78,7 +78,7 @@ def sampling_options(
     top_k: int,
     min_p: float | None,
     repetition_penalty: float,
-    stop_token_ids: Sequence[int],
+    stop_token_ids: Sequence[int | None],
     generation_kwargs: Mapping[str, Any] | None = None,
     structured_outputs_regex: str | None = None,
 ) -> SamplingOptions:
@@ -88,7 +88,8 @@ def sampling_options(
         temperature, top_p, top_k, min_p, repetition_penalty:
             As in [`~trl.GRPOConfig`].
         stop_token_ids (`Sequence[int]`):
-            Every token that ends a completion (the trainer's `eos_token_ids`); unused under `ignore_eos`.
+            Every token that ends a completion (the trainer's `eos_token_ids`, which hold `None` for a tokenizer that
+            has none); unused under `ignore_eos`.
         generation_kwargs (`Mapping`, *optional*):
             Further fields of the request, which win over the others, as in TRL.
         structured_outputs_regex (`str`, *optional*):
@@ -136,11 +137,11 @@ def sampling_options(
         ) from error
     if not body.get("ignore_eos"):
         # Named in the request, so that it does not depend on how the server reads the model's generation config.
-        body["stop_token_ids"] = sorted({*stop_token_ids, *(body.get("stop_token_ids") or [])})
+        body["stop_token_ids"] = sorted({*stop_token_ids, *(body.get("stop_token_ids") or [])} - {None})
     return SamplingOptions(body, min_tokens, None if seed is None else int(seed))
 
 
-def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int] = ()) -> SamplingOptions:
+def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int | None] = ()) -> SamplingOptions:
     """The sampling options of every request of a training run, checked; see [`sampling_options`]."""
     return sampling_options(
         temperature=args.temperature,
