@@ -182,6 +182,7 @@ IMAGES = {
     "column of an iterable dataset": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}).to_iterable_dataset(),
     "column of a stream": stream({"prompt": "a", "images": ["x.png"]}),
     "part of a prompt": Dataset.from_dict({"prompt": [parts("image", "text")]}),
+    "a later prompt": Dataset.from_dict({"prompt": [parts("text"), parts("text", "image")]}),
     "last part of a streamed prompt": stream({"prompt": parts("text", "image")}),
     "second message": stream({"prompt": [{"role": "system", "content": "s"}, *parts("image")]}),
 }

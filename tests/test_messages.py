@@ -53,6 +53,13 @@ def test_options_that_do_not_go_together(options, words):
         applies.check_arguments(args, AprilOptions.of(args), ROWS)
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_no_time_for_an_answer(seconds):
+    args = config(vllm_server_timeout=seconds)
+    with pytest.raises(ConfigError, match=f"vllm_server_timeout is {seconds}; every answer .* Leave it at 240 s"):
+        applies.check_arguments(args, AprilOptions.of(args), ROWS)
+
+
 def test_a_mode_that_leaves_out_what_april_keeps(caplog):
     args = config(vllm_importance_sampling_mode="sequence_mask")
     applies.check_arguments(args, AprilOptions.of(args), ROWS)
@@ -69,6 +76,14 @@ def test_a_reward_model_in_shards():
 # Checkpoints
 
 
+def trainer_that_resumes():
+    return SimpleNamespace(
+        num_generations=4,
+        model=build_model(),
+        vllm_generation=SimpleNamespace(facts=SimpleNamespace(max_model_len=30)),
+    )
+
+
 @pytest.mark.parametrize(
     ("samples", "token_id", "longest", "words"),
     [
@@ -83,15 +98,27 @@ def test_a_reward_model_in_shards():
     ],
 )
 def test_partial_samples_that_do_not_fit_this_training(samples, token_id, longest, words):
-    trainer = SimpleNamespace(
-        num_generations=4,
-        model=build_model(),
-        vllm_generation=SimpleNamespace(facts=SimpleNamespace(max_model_len=30)),
-    )
+    trainer = trainer_that_resumes()
     trainer.model.config.vocab_size = 50
     group = Group.fresh(7, {"prompt": "1+"}, [1, token_id], samples, longest, born=0)
     with pytest.raises(CheckpointError, match=f"{words}.*or remove the folder"):
-        Admission(trainer, None, None).resume([group], [])
+        Admission(trainer, None, None).resume([group], [], ["prompt"])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_column_that_rows_of_the_checkpoint_do_not_have(elsewhere):
+    group = Group.fresh(7, {"prompt": "1+", "answer": 2}, [1, 5], 4, 20, born=0)
+    here, there = ([], [group]) if elsewhere else ([group], [])
+    with pytest.raises(CheckpointError, match="Group 7 of the .* has no column 'level', 'unit', .*or remove the f"):
+        Admission(trainer_that_resumes(), None, None).resume(here, there, ["prompt", "level", "unit"])
+
+
+def test_a_column_that_the_dataset_has_no_more_is_left_out():
+    """TRL takes the columns of a batch from its first row, and asks each row for them."""
+    here, elsewhere = (Group.fresh(number, {"prompt": "1+", "answer": 2}, [1, 5], 4, 20, born=0) for number in (7, 8))
+    admission = Admission(trainer_that_resumes(), None, None)
+    admission.resume([here], [elsewhere], ["prompt"])
+    assert here.row == {"prompt": "1+"} == admission.row_of(8)
 
 
 def test_partial_samples_that_cannot_be_resumed(tiny_model_dir, tmp_path, monkeypatch):

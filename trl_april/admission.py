@@ -7,7 +7,7 @@ row is admitted once over all processes, and each process knows the row of a gro
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class Admission:
                 groups.append(GroupElsewhere(group_id))
         return groups
 
-    def resume(self, groups: Iterable[Group], elsewhere: Iterable[Group]) -> None:
+    def resume(self, groups: Iterable[Group], elsewhere: Iterable[Group], columns: Collection[str]) -> None:
         """Take note of groups that were admitted before a checkpoint, and hold them against the present training.
 
         Args:
@@ -108,6 +108,9 @@ class Admission:
                 Those that are in the pool of this process.
             elsewhere (`Iterable[Group]`):
                 Those in the pools of others.
+            columns (`Collection[str]`):
+                Those of the training dataset. What a row has beyond them is left out: all rows of a batch have to have
+                the same.
 
         Raises:
             CheckpointError: If they cannot be trained on, or not be resumed on this server.
@@ -115,6 +118,15 @@ class Admission:
         trainer = self._trainer
         vocab_size = trainer.model.config.get_text_config().vocab_size
         context = trainer.vllm_generation.facts.max_model_len
+        groups, elsewhere = list(groups), list(elsewhere)
+        for group in (*groups, *elsewhere):
+            found = f"Group {group.group_id} of the checkpoint"
+            if missing := [column for column in columns if column not in group.row]:
+                raise CheckpointError(
+                    f"{found} has no column {', '.join(map(repr, missing))}, which the training dataset has now. "
+                    f"Resume with the dataset that it was written with, or {_WITHOUT}"
+                )
+            group.row = {column: value for column, value in group.row.items() if column in columns}
         self._elsewhere = {group.group_id: group.row for group in elsewhere}
         for group in groups:
             found = f"Group {group.group_id} of the checkpoint"

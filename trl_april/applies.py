@@ -111,7 +111,7 @@ def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_ro
             "prompts (generation_batch_size / num_generations). Add rows, lower per_device_train_batch_size or "
             "steps_per_generation, or raise num_generations."
         )
-    columns = _columns(train_dataset)
+    columns = columns_of(train_dataset)
     if not columns:
         raise ConfigError("The training dataset is empty. Check how it was loaded or filtered.")
     if "prompt" not in columns:
@@ -155,6 +155,11 @@ def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Data
         raise ConfigError(
             f"max_rejected_groups_per_round is {most}, but a round that is given up is filled with rejected groups "
             f"and may need {quota} of them. Raise it to at least {quota}, or leave it out for ten times as many."
+        )
+    if not args.vllm_server_timeout > 0:
+        raise ConfigError(
+            f"vllm_server_timeout is {args.vllm_server_timeout}; every answer of the server is waited for so long, "
+            "and it needs a moment. Leave it at 240 s, or set some seconds more than your server needs for a prompt."
         )
     sampling_of(args)
     if args.vllm_importance_sampling_correction:
@@ -208,15 +213,25 @@ def check_scoring(trainer: GRPOTrainer, processes: Processes, *, overridden: boo
         )
 
 
-def _columns(dataset: Dataset | IterableDataset) -> list[str]:
+def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
+    """The columns that rows of a dataset have when they come out of it."""
     # By a row, since a transform may make others of those that are stored, and a stream need not know them.
     return list(next(iter(dataset), dataset.column_names or []))
 
 
 def _has_images(dataset: Dataset | IterableDataset) -> bool:
-    if any(column in IMAGE_COLUMNS for column in _columns(dataset)):
+    if any(column in IMAGE_COLUMNS for column in columns_of(dataset)):
         return True
-    prompt = next(iter(dataset), {}).get("prompt")
+    first = next(iter(dataset), {})
+    if not _parts(first):
+        return False
+    # Contents have parts, and those of any prompt may be images. A stream is believed by its first.
+    rows = dataset if isinstance(dataset, Dataset) else [first]
+    return any(part.get("type") == "image" for row in rows for part in _parts(row))
+
+
+def _parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts that the messages of a prompt are made of, where they are more than text."""
+    prompt = row.get("prompt")
     messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
-    parts = [part for message in messages for part in message.get("content") or [] if isinstance(part, dict)]
-    return any(part.get("type") == "image" for part in parts)
+    return [part for message in messages for part in message.get("content") or [] if isinstance(part, dict)]

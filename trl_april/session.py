@@ -21,6 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .admission import Admission, GroupElsewhere, NewGroup
+from .applies import columns_of
 from .auto.auto_factor import AutoFactor
 from .auto.factor_chooser import START, FactorChooser, factors
 from .background import BackgroundLoop
@@ -92,7 +93,7 @@ class RolloutSession:
             elsewhere = self._restore(saved)
         will_save = args.save_strategy != SaveStrategy.NO or options.save_on_signal
         self._admission = Admission(trainer, self._source, processes, will_save=will_save)
-        self._admission.resume(self.pool, elsewhere)
+        self._admission.resume(self.pool, elsewhere, columns_of(trainer.train_dataset))
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # the batches of this process, by first micro-step
         self._engine = VLLMEngine(
             trainer.vllm_generation.base_url,

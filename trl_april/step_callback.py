@@ -31,9 +31,12 @@ class StepCallback(TrainerCallback):
         self._end_if_agreed(state)
         self._trainer._run_log.step_began()
 
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Not at the end of the step, where other callbacks may save before it is this one's turn.
+        self._trainer.trained_micro_steps = self._trainer._step
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = self._trainer
-        trainer.trained_micro_steps = trainer._step
         trainer._run_log.step_ended(state.global_step)
         if trainer._options.save_on_signal and trainer._stop.agree(trainer._processes):
             # Whoever sent the signal may not wait for an evaluation, after which TRL may not save, either. That of a
