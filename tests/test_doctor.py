@@ -596,6 +596,17 @@ def test_another_model_than_the_one_to_train(tiny_model_dir, tmp_path):
         assert (finding.mark, "vocabulary" in finding.found) == (FAIL, True)
 
 
+def test_experts_that_a_cpu_cannot_be_given_again(tiny_model_dir, tmp_path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    config.num_experts = 8
+    config.save_pretrained(tmp_path)
+    with well(tiny_model_dir) as server:
+        finding = examine(server, model=str(tmp_path))["model"]
+        assert (finding.mark, "has 8 experts" in finding.found) == (FAIL, True)
+
+
 def test_a_model_that_cannot_be_read_from_here():
     with well("/elsewhere") as server:
         findings = examine(server)

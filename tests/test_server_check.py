@@ -136,6 +136,20 @@ def test_other_logprobs_than_those_sampled_with(mode: str):
     assert "--logprobs-mode processed_logprobs" in sentence
 
 
+@pytest.mark.parametrize("experts", [{"num_experts": 8}, {"num_local_experts": 8}, {"n_routed_experts": 8}])
+def test_experts_on_a_cpu(experts: dict[str, int]):
+    sentence = refusal(FakeVLLM(vocab_size=VOCAB), ConfigError, trainer=config(**experts))
+    assert "has 8 experts" in sentence and "a server on GPUs" in sentence
+    with FakeVLLM(vocab_size=VOCAB, device="cuda") as server:
+        check(server, trainer=config(**experts))
+
+
+@pytest.mark.parametrize("none", [0, 1, None])
+def test_a_model_that_could_have_experts_and_has_none(none: int | None):
+    with FakeVLLM(vocab_size=VOCAB) as server:
+        check(server, trainer=config(num_local_experts=none))
+
+
 def test_other_logprobs_do_not_matter_where_none_are_used():
     """Without the importance-sampling correction nothing reads them."""
     with FakeVLLM(vocab_size=VOCAB, logprobs_mode="raw_logprobs") as server:

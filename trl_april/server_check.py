@@ -15,6 +15,8 @@ from transformers import AutoConfig, PretrainedConfig
 from .errors import ConfigError, ServerError
 
 
+# How many experts a layer has, by the names that configurations have for it.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -72,8 +74,8 @@ def check_server(
 
     Raises:
         ServerError: If the server does not have the development endpoints, or does not answer as vLLM does.
-        ConfigError: If it serves another model or vocabulary, reports other log-probabilities, or its context is too
-            short.
+        ConfigError: If it serves another model or vocabulary, reports other log-probabilities, its context is too
+            short, or it cannot be given the weights of such a model.
     """
     try:
         info = server_info(session, base_url)
@@ -98,6 +100,7 @@ def check_server(
     if max_completion_length is not None:
         check_context(facts.max_model_len, max_completion_length, base_url)
     check_architecture(served_model, base_url, config)
+    check_experts(facts.device, base_url, config)
     check_vocabulary(session, base_url, facts.model, config)
     return facts
 
@@ -156,6 +159,20 @@ def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> No
                 f"The vLLM server at {base_url} serves {name!r} with {field}={theirs}, but the trainer's model has "
                 f"{field}={ours}. Start it with the model that is trained."
             )
+
+
+def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:
+    """Refuse a mixture of experts on a CPU: vLLM packs their weights when it starts, and not when it loads them again.
+
+    What it would compute with then is so close to the right thing that the canary may not notice.
+    """
+    experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
+    if device == "cpu" and experts > 1:
+        raise ConfigError(
+            f"The trainer's model has {experts} experts, and the vLLM server at {base_url} runs on a CPU, where vLLM "
+            "cannot load the weights of experts anew. Train it with a server on GPUs, or run stock GRPO with "
+            "use_vllm=False."
+        )
 
 
 def check_vocabulary(session: requests.Session, base_url: str, model: str, config: PretrainedConfig) -> None:

@@ -21,6 +21,7 @@ from ..server_address import remedy_for_address
 from ..server_check import (
     check_architecture,
     check_context,
+    check_experts,
     check_logprobs_mode,
     check_vocabulary,
     get_json,
@@ -254,6 +255,7 @@ def check_model(server: Server) -> Finding:
         )
     server.config = config
     check_architecture(server.served_path, server.base_url, config)
+    check_experts(server.device, server.base_url, config)
     check_vocabulary(server.session, server.base_url, server.name, config)
     text = config.get_text_config()
     architecture = (config.architectures or [config.model_type])[0]
