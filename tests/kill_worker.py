@@ -61,6 +61,7 @@ def main() -> None:
     rng = random.Random(spec["seed"])
     for attempt in range(spec["kills"] + 1):
         journal = Path(spec["folder"], f"journal-{attempt:02d}.jsonl")
+        journal.touch()  # an attempt may be killed before it gets to open it
         child = os.fork()
         if child == 0:
             try:
