@@ -104,7 +104,7 @@ class Tokens:
 
 def admit(pool: Pool, count: int, tokens: Tokens) -> None:
     """Put so many groups into the pool."""
-    first_id = pool.groups_admitted
+    first_id = pool.ledger.groups_admitted
     for group_id in range(first_id, first_id + count):
         pool.admit(
             group_id,

@@ -9,6 +9,10 @@
 # On a machine without GPUs both run on the CPU. The server stops with the trainer, whose exit code is the script's.
 
 set -euo pipefail
+if ((BASH_VERSINFO[0] < 5)); then
+    echo "launch_single_node.sh: error: this is bash $BASH_VERSION, and it needs 5 (macOS: brew install bash)" >&2
+    exit 1
+fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 usage() {

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import GRPOConfig
 
+from tests.tiny import build_model
 from trl_april.applies import (
     check_arguments,
     check_dataset,
+    check_model,
     check_processes,
     check_scoring,
     passed_over,
@@ -245,3 +248,13 @@ def test_a_dataset_that_no_round_can_be_made_of(dataset, words):
         check_dataset(dataset, 3)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [PrefixTuningConfig, PromptTuningConfig])
+def test_adapters_that_are_no_part_of_the_weights_are_refused(config):
+    model = build_model()
+    check_model(model)
+    check_model(get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"])))
+    adapted = get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ConfigError, match="an adapter of the type P.*_TUNING, .*such as LoRA, or .*use_vllm=False"):
+        check_model(adapted)

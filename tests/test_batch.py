@@ -26,7 +26,7 @@ def round_of_a_small_pool() -> tuple[Round, Pool]:
     pool = Pool(2, over_provisioning=2.0, versions_per_round=2)
 
     def admit(count):
-        for group_id in range(pool.groups_admitted, pool.groups_admitted + count):
+        for group_id in range(pool.ledger.groups_admitted, pool.ledger.groups_admitted + count):
             row = {"prompt": f"p{group_id}", "tags": [group_id]}
             pool.admit(group_id, row, [100, group_id], num_generations=2, max_completion_length=20)
 

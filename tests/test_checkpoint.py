@@ -964,6 +964,8 @@ def test_where_a_command_line_resumes(tmp_path, value, meant):
 def test_a_command_line_resumes_where_there_is_something(tmp_path):
     """A checkpoint that was cut short is nothing yet."""
     assert resume_point("auto", str(tmp_path / "nowhere")) is False
+    (tmp_path / "checkpoint-2-best").mkdir()  # a copy that somebody keeps
+    (tmp_path / "checkpoint-2-best" / "trainer_state.json").write_text('{"global_step": 2}')
     (tmp_path / "checkpoint-2").mkdir()
     assert resume_point("auto", str(tmp_path)) is False
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')

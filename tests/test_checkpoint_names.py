@@ -14,7 +14,6 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.tiny import build_model
-from trl_april import checkpoint_names
 from trl_april.checkpoint_names import base_model, in_checkpoint_format, tied_names, under_all_names
 
 
@@ -119,13 +118,6 @@ def test_one_parameter_is_looked_at_a_time(model):
 
     for _ in in_checkpoint_format(gathered(), model):
         assert len(live) == 1
-
-
-@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
-def test_with_transformers_4_names_stay_as_they_are(model, monkeypatch):
-    """It has no conversions, and its models have the names of their checkpoints."""
-    monkeypatch.setattr(checkpoint_names, "core_model_loading", None)
-    assert_same(sent(model), dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)

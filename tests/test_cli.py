@@ -90,6 +90,7 @@ def bad(tmp_path):
             "The model is '{folder}/nothing', but there is no such folder.*saved to, or a model",
         ),
         ("serve ./nothing", "The model is './nothing', but there is no such folder"),
+        ("serve ~/model", "The model is '~/model', and neither vLLM nor transformers knows what ~ is. Give the whole"),
         ("serve {folder}/empty", "The model is the folder '{folder}/empty', which has no config.json.*saved to"),
         ("serve m --port {port}", "bind to 127.0.0.1, port {port}: Address already in use. Stop what runs there"),
         ("serve m --port 0", "port is 0, but it must be a whole number from 1 to 65535"),

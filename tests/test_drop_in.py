@@ -52,7 +52,9 @@ def test_prompts_that_a_subclass_changes_are_refused(tmp_path, in_place):
                 row["prompt"] = f"Be brief. {row['prompt']}"
             return super()._generate_and_score_completions(rows)
 
-    with pytest.raises(ConfigError, match=r"Brief changes the prompts of a generation batch.*train_dataset\.map"):
+    with pytest.raises(
+        ConfigError, match=r"Brief changes the prompts or the columns of a generation batch.*train_dataset\.map"
+    ):
         make_trainer(tmp_path, Brief).train()
 
 
@@ -82,6 +84,31 @@ def test_prompts_that_are_changed_in_their_place_are_refused_too(tmp_path):
     chats = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{n}="}]} for n in range(16)])
     with pytest.raises(ConfigError, match="Brief changes the prompts"):
         make_trainer(tmp_path, Brief, arguments={"train_dataset": chats}).train()
+
+
+def test_columns_that_a_subclass_adds_are_refused(tmp_path):
+    """They would be those of other rows than the ones that are trained."""
+
+    class Weighted(ServerlessTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions([{**row, "weight": 1.0} for row in inputs])
+
+    with pytest.raises(ConfigError, match="Weighted changes the prompts or the columns"):
+        make_trainer(tmp_path, Weighted).train()
+
+
+def test_a_batch_that_is_asked_for_twice_is_refused(tmp_path):
+    class Stubborn(ServerlessTrainer):
+        def _run_round(self):
+            raise ZeroDivisionError
+
+        def _generate_and_score_completions(self, inputs):
+            with pytest.raises(ZeroDivisionError):
+                super()._generate_and_score_completions(inputs)
+            return super()._generate_and_score_completions(inputs)
+
+    with pytest.raises(ConfigError, match="Stubborn asks twice for one generation batch.*dynamic_sampling"):
+        make_trainer(tmp_path, Stubborn).train()
 
 
 # Where APRIL is off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -17,7 +18,6 @@ from trl_april.auto.factor_chooser import (
     FactorChooser,
     factors,
 )
-from trl_april.auto.measured_throughput import KEPT
 from trl_april.auto.throughput_model import predicted_throughput
 from trl_april.pool import Pool
 from trl_april.round import Round
@@ -308,6 +308,11 @@ def test_the_factors_that_can_be_chosen(quota, max_staleness, versions_per_round
     assert factors(quota, max_staleness, versions_per_round) == expected
 
 
+@pytest.mark.parametrize(("max_groups", "most"), [(math.inf, 8.0), (64, 8.0), (63, 7.0), (20, 2.5), (8, 1.0)])
+def test_factors_with_more_groups_than_may_be_in_flight_are_left_out(max_groups, most):
+    assert factors(8, None, max_groups=max_groups)[-1] == most
+
+
 @pytest.mark.parametrize("bound", [0, 1, 2, 5])
 def test_the_bound_is_kept_whatever_is_chosen(bound):
     """The pool refuses a factor beyond the bound, and would not deliver a token older than it."""
@@ -346,8 +351,7 @@ def test_predictions_are_on_the_scale_of_what_was_measured():
     change = auto.chooser.choose()
     _, second, third = auto.run.history
     assert change is not None
-    earlier = [KEPT * value for value in (second.generated_tokens, second.seconds)]
-    measured = (earlier[0] + third.generated_tokens) / (earlier[1] + third.seconds)
+    measured = (second.generated_tokens + third.generated_tokens) / (second.seconds + third.seconds)
     assert change.predicted_before == pytest.approx(measured)
 
 
@@ -374,8 +378,8 @@ def test_the_first_round_under_a_factor_does_not_count_for_it():
     auto.chooser._rounds = 10  # no choices meanwhile
     auto.rounds(1)
     assert auto.chooser._measured[4.0] == 0
-    (done,) = auto.rounds(1)
-    assert auto.chooser._measured[4.0] == pytest.approx(throughput([done]))
+    done = auto.rounds(4)
+    assert auto.chooser._measured[4.0] == pytest.approx(throughput(done))
 
 
 def test_what_a_checkpoint_left_outstanding_says_where_it_starts():

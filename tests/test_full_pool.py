@@ -385,4 +385,4 @@ def test_rounds_of_a_full_pool_under_dynamic_sampling_close(seed: int, bound: in
 
     simulate(main())
     assert len({group.group_id for group in arena.taken}) == 40
-    assert arena.pool.groups_admitted == arena.handed_out
+    assert arena.pool.ledger.groups_admitted == arena.handed_out

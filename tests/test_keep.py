@@ -84,7 +84,7 @@ class TestKept:
         assert sorted(group.group_id for group in kept.trained_groups) == list(range(40))
         assert set(numbers(kept.trained_groups).values()) == {1}
         tokens = sum(group.num_tokens for group in kept.trained_groups)
-        assert tokens == kept.pool.tokens_generated == kept.pool.tokens_taken
+        assert tokens == kept.pool.ledger.tokens_generated == kept.pool.ledger.tokens_taken
 
     def test_every_token_has_the_version_that_sampled_it(self, kept, tiny_model_dir):
         """To the token, also in the middle of what is streamed as one chunk."""

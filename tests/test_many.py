@@ -62,6 +62,21 @@ RUNS = [
             "max_completion_length": 8,
         },
     },
+    {
+        # Of the groups that replace what is rejected, some fall due in this round.
+        "name": "hopeless and due",
+        "kind": "train_dynamically",
+        "batch": 16,
+        "every": 1000,
+        "rows": 90,
+        "options": {
+            "max_steps": 2,
+            "max_staleness": 1,
+            "dynamic_sampling": True,
+            "max_rejected_groups_per_round": 8,
+            "max_completion_length": 8,
+        },
+    },
 ]
 
 
@@ -245,8 +260,9 @@ class TestDynamicSampling:
         assert sum(entry["april/rejected_groups"] for entry in lines) == sum(r["rejected"] for r in results)
         assert all(entry["calls"] == 1.0 for entry in lines)
 
-    def test_a_hopeless_round_is_filled_with_what_any_process_has_rejected(self, launched, count):
-        results = launched[count].results("hopeless", count)
+    @pytest.mark.parametrize("name", ["hopeless", "hopeless and due"])
+    def test_a_hopeless_round_is_filled_with_what_any_process_has_rejected(self, launched, count, name):
+        results = launched[count].results(name, count)
         for step in range(2):
             samples = trained(results, step)
             assert samples == sorted(samples) and len(set(samples)) == 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 
 import pytest
 
@@ -49,8 +50,9 @@ def limits(monkeypatch):
 )
 def test_the_limit_is_raised_as_far_as_it_may_be(limits, soft, hard, raised):
     given = limits(soft, hard)
-    make_room(2048)
+    room = make_room(2048)
     assert given.limits == (raised, hard)
+    assert room == (sys.maxsize if raised == resource.RLIM_INFINITY else raised - OTHERS)
 
 
 def test_more_than_that_is_refused_before_connections_fail(limits):

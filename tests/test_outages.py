@@ -97,19 +97,19 @@ class KilledServerTrainer(RecordingTrainer):
         while self._session.driver.in_flight:  # until what was on its way has arrived
             assert time.monotonic() < deadline, "requests of a server that is dead go on"
             time.sleep(0.01)
-        received = self.pool.tokens_generated - self.received_before
+        received = self.pool.ledger.tokens_generated - self.received_before
         self.lost.append((self.server.generated[-1] - received, in_flight))
         self.kill_in_training()
 
     def kill_in_training(self) -> None:
-        self.received_before = self.pool.tokens_generated
+        self.received_before = self.pool.ledger.tokens_generated
         self.server.revive()
 
 
 def wait_for_tokens(trainer: RecordingTrainer, tokens: int = 2000) -> None:
     """Until the round that begins now has so many of its own."""
-    before = trainer.pool.tokens_generated
-    while trainer.pool.tokens_generated < before + tokens:
+    before = trainer.pool.ledger.tokens_generated
+    while trainer.pool.ledger.tokens_generated < before + tokens:
         time.sleep(0.01)
 
 

@@ -18,6 +18,7 @@ from tests.test_rollout import SILENT, admit, assert_at_rest, assert_tokens, fin
 from trl_april.dynamic_sampling import DynamicSampling
 from trl_april.errors import EngineError, RoundSuspended, ServerError
 from trl_april.pool import Pool
+from trl_april.round import linger
 from trl_april.types import Group, Score
 
 
@@ -123,7 +124,7 @@ def test_the_round_goes_on_after_an_outage_as_one_round():
         assert max(count for _, count in done.in_flight) == 4
         times = [time for time, _ in done.in_flight]
         assert times == sorted(times)
-        assert done.seconds == pytest.approx(2.5 + 100 + 4)
+        assert done.seconds == pytest.approx(2.5 + 100 + 4 + linger(106.5))
         batch = driver.take()
         assert batch is done and ids(batch.groups) == [2, 4]
         assert batch.carried_tokens == 1
@@ -292,7 +293,7 @@ def test_a_suspended_round_keeps_all_tokens_and_goes_on():
         assert done is first and ids(done.groups) == [0, 1]
         assert [request.generated for request in engine.requests_of(1)] == [0, 5]
         assert len(engine.requests_of(0)) == 1
-        assert done.requests == 4 and done.generated_tokens == pool.tokens_generated
+        assert done.requests == 4 and done.generated_tokens == pool.ledger.tokens_generated
 
     simulate(suspended())
     assert_at_rest(pool, engine)
@@ -407,7 +408,7 @@ class TestDynamicSampling:
             assert ids(done.groups) == [1, 2]
             assert arena.calls[0] == [0] and arena.replaced == [1]
             assert (done.rejected_groups, done.requests) == (1, 6)
-            assert arena.pool.groups_admitted == arena.handed_out == 3
+            assert arena.pool.ledger.groups_admitted == arena.handed_out == 3
             assert_at_rest(arena.pool, arena.engine)
 
         run(main())
@@ -423,12 +424,12 @@ class TestDynamicSampling:
             arena = Arena(lambda group: USELESS if group == 0 else USEFUL, seconds=1.0)
             begin(arena)
             await suspended_after(arena, seconds)
-            assert arena.pool.groups_admitted == arena.handed_out
+            assert arena.pool.ledger.groups_admitted == arena.handed_out
             assert arena.dynamic.replaced == sum(arena.replaced)
             done = await arena.driver.run_round()
             assert ids(done.groups) == [1]
             assert arena.replaced == [1]
-            assert arena.pool.groups_admitted == arena.handed_out == 2
+            assert arena.pool.ledger.groups_admitted == arena.handed_out == 2
             assert arena.pool.num_rejected == arena.dynamic.replaced == 1
 
         run(main())
@@ -506,7 +507,7 @@ class TestDynamicSampling:
                 await arena.driver.generate()
             assert {key_of(request.request_id)[0] for request in arena.engine.requests} == {0}
             assert arena.engine.asked_for == [0]
-            assert arena.pool.groups_admitted == arena.handed_out == 2
+            assert arena.pool.ledger.groups_admitted == arena.handed_out == 2
             arena.engine.held = 0
             done = await arena.driver.run_round()
             assert ids(done.groups) == [1] and arena.replaced == [1]

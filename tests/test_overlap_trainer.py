@@ -72,7 +72,7 @@ class TestOverlap:
         assert sorted(group.group_id for group in trainer.trained_groups) == list(range(40))
         assert set(numbers(trainer.trained_groups).values()) == {1}
         tokens = sum(group.num_tokens for group in trainer.trained_groups)
-        assert tokens == trainer.pool.tokens_generated == trainer.pool.tokens_taken
+        assert tokens == trainer.pool.ledger.tokens_generated == trainer.pool.ledger.tokens_taken
         assert tokens == sum(done.generated_tokens + done.overlap_tokens for done in trainer.rounds)
 
     def test_log_probabilities_are_those_of_the_tagged_version(self, overlapped):
@@ -136,7 +136,7 @@ class TestOverlap:
         trained = trainer.trained_groups
         assert len(trained) == 24 and set(numbers(trained).values()) == {1}
         assert all(group.row["number"] % 3 for group in trained)
-        assert len(trainer.pool) == 0 and trainer.pool.groups_rejected > 0
+        assert len(trainer.pool) == 0 and trainer.pool.ledger.groups_rejected > 0
 
     def test_nothing_runs_on_after_an_error_of_the_trainer(self, server, tiny_model_dir, tmp_path):
         class Fails(TrainerCallback):

@@ -15,7 +15,7 @@ BUDGET = 10
 
 def admit(pool: Pool, count: int, *, samples: int = 1, budget: int = BUDGET, first: int | None = None) -> list[Group]:
     """Admits groups with consecutive ids, from `first` or from the number of those admitted before."""
-    start = pool.groups_admitted if first is None else first
+    start = pool.ledger.groups_admitted if first is None else first
     return [
         pool.admit(group_id, {"prompt": f"p{group_id}"}, [1, 2], num_generations=samples, max_completion_length=budget)
         for group_id in range(start, start + count)
@@ -141,7 +141,7 @@ def test_what_was_taken_cannot_be_taken_or_touched_again():
         pool.take()
     with pytest.raises(PoolError, match="not in the pool"):
         pool.start(group.samples[0])
-    assert (pool.groups_admitted, pool.groups_taken) == (1, 1)
+    assert (pool.ledger.groups_admitted, pool.ledger.groups_taken) == (1, 1)
 
 
 def test_an_id_is_admitted_once():
@@ -167,7 +167,7 @@ def test_counters_and_sizes_by_hand():
     complete(pool, old)
     pool.start(young.samples[0])
     generate(pool, young.samples[0], 1, 2, 3)
-    assert (len(pool), pool.num_finished, pool.tokens_held, pool.tokens_generated) == (2, 1, 5, 5)
+    assert (len(pool), pool.num_finished, pool.tokens_held, pool.ledger.tokens_generated) == (2, 1, 5, 5)
     assert {state: pool.count(state) for state in SampleState} == {
         SampleState.WAITING: 1,
         SampleState.RUNNING: 1,
@@ -177,7 +177,7 @@ def test_counters_and_sizes_by_hand():
     assert young.samples[0].nbytes == 3 * (4 + 4)
     assert young.num_tokens == 3
     pool.take()
-    assert (pool.tokens_taken, pool.tokens_held, pool.groups_taken) == (2, 3, 1)
+    assert (pool.ledger.tokens_taken, pool.tokens_held, pool.ledger.groups_taken) == (2, 3, 1)
 
 
 # Rule 2: tokens only append
@@ -193,7 +193,7 @@ def test_tokens_append_and_keep_their_log_probabilities():
     assert sample.token_ids == array("i", [4, 5, 6])
     assert sample.logprobs == array("f", [-0.5, -0.25, -1.0])
     assert [(segment.version, segment.length) for segment in sample.segments] == [(0, 3)]
-    assert pool.tokens_generated == 3
+    assert pool.ledger.tokens_generated == 3
 
 
 @pytest.mark.parametrize(

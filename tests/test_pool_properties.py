@@ -286,10 +286,10 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_is_lost_and_nothing_counted_twice(self):
         held = sum(len(sample.tokens) for group in self.groups.values() for sample in group.samples)
         assert self.generated == self.trained + held
-        assert (self.pool.tokens_generated, self.pool.tokens_taken) == (self.generated, self.trained)
+        assert (self.pool.ledger.tokens_generated, self.pool.ledger.tokens_taken) == (self.generated, self.trained)
         assert self.pool.tokens_held == held
-        assert self.pool.groups_taken == len(self.taken) == len(set(self.taken))
-        assert self.pool.groups_admitted == len(self.taken) + len(self.groups)
+        assert self.pool.ledger.groups_taken == len(self.taken) == len(set(self.taken))
+        assert self.pool.ledger.groups_admitted == len(self.taken) + len(self.groups)
 
     @invariant()
     def ready_lists_what_can_be_started(self):

@@ -66,7 +66,7 @@ def view(pool: Pool) -> tuple:
 
 def untouched(pool: Pool) -> bool:
     roster = pool.roster
-    counters = [getattr(pool, name) for name in COUNTERS]
+    counters = [getattr(pool.ledger, name) for name in COUNTERS]
     return (len(pool), len(roster), roster.last_id, roster.version, roster.finished) == (
         0,
         0,
@@ -108,7 +108,7 @@ def check_restored(
 
     # Counters add up over all processes to what they were, less the tokens of what is started over.
     before = {name: sum(state[name] for state in states) for name in COUNTERS}
-    after = {name: sum(getattr(pool, name) for pool in pools) for name in COUNTERS}
+    after = {name: sum(getattr(pool.ledger, name) for pool in pools) for name in COUNTERS}
     before["tokens_generated"] -= sum(saved[group_id].num_tokens for group_id in over)
     assert after == before
 
@@ -239,7 +239,7 @@ def test_what_was_in_training_is_started_over_where_it_would_make_others_too_old
         (1, {"number": 1}, [1, 2], 0, 1),
         (2, {"number": 0}, [1, 2], 1, 0),
     ]
-    assert (over.roster.last_id, over.groups_admitted, over.tokens_generated) == (2, 2, 1)
+    assert (over.roster.last_id, over.ledger.groups_admitted, over.ledger.tokens_generated) == (2, 2, 1)
     over.begin_round(1)
     assert over.quota_met and [group.group_id for group in over.take()] == [1]
 

@@ -486,7 +486,7 @@ def test_a_store_that_fails_ends_the_round_with_its_error(calls):
     run.assert_at_rest()
     assert len(engine.aborts) >= 1
     assert run.pools[0].tokens_held == 12
-    assert run.pools[0].groups_taken == 0
+    assert run.pools[0].ledger.groups_taken == 0
 
 
 def test_an_error_of_the_engine_ends_the_round_of_its_process_at_once():

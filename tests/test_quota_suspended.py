@@ -396,7 +396,7 @@ def test_a_round_that_one_process_cannot_go_on_with_is_suspended_in_all_and_gone
 
 def test_a_process_whose_server_goes_away_after_the_round_was_closed_delivers_normally(caplog):
     """It has not heard yet; its error is no news to anybody then."""
-    closed = Until(lambda: run.quotas[0].is_closed and run.pools[1].tokens_generated == 2)
+    closed = Until(lambda: run.quotas[0].is_closed and run.pools[1].ledger.tokens_generated == 2)
     engines = [
         ScriptedEngine(default=completion(2, 0.001)),
         ScriptedEngine(default=Attempt([Tokens(1, 0.001), closed, Break(ServerError("gone"))])),
@@ -649,7 +649,7 @@ def test_rounds_under_dynamic_sampling_with_random_suspensions(most_parked: int 
 
     asyncio.run(rounds())
     assert len(set(trained)) == len(trained) == 160
-    rejected = sum(pool.groups_rejected for pool in run.pools)
+    rejected = sum(pool.ledger.groups_rejected for pool in run.pools)
     held = [group.group_id for pool in run.pools for group in pool]
     assert run.next_ids[0] == len(trained) + rejected + len(held)
     assert run.suspended > 5
@@ -721,8 +721,46 @@ def test_overlapping_rounds_under_dynamic_sampling_with_random_targets_and_suspe
 
     asyncio.run(rounds())
     assert len(set(trained)) == len(trained) == 160
-    rejected = sum(pool.groups_rejected for pool in run.pools)
+    rejected = sum(pool.ledger.groups_rejected for pool in run.pools)
     assert run.next_ids[0] == len(trained) + rejected + sum(len(pool) for pool in run.pools)
     assert run.suspended > 3
+    for dynamic in run.dynamics:
+        dynamic.close()
+
+
+def test_a_reward_function_that_takes_its_time_does_not_keep_the_end_of_the_round_from_anybody():
+    """The rows that replace what another process has rejected come behind it, on one thread."""
+    lengths = {0: 1, 1: 1, 2: 50, 3: 5}
+
+    def attempt(request: Any) -> Attempt:
+        return completion(lengths.get(key_of(request.request_id)[0], 50), 0.01)(request)
+
+    run = JudgedRun(random.Random(0), 2, 1, [ScriptedEngine(default=attempt) for _ in range(2)],
+                    over_provisioning=4.0, max_staleness=None)  # fmt: skip
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(groups: list[Group]) -> list[Score]:
+        begun.set()
+        assert ended.wait(20)
+        return [Score([[0.0], [1.0]]) for _ in groups]
+
+    def quick(groups: list[Group]) -> list[Score]:
+        assert begun.wait(20)  # what replaces group 1 comes behind the slow one
+        return [Score([[0.0], [float(group.group_id != 1)]]) for group in groups]
+
+    for dynamic, score in zip(run.dynamics, (slow, quick), strict=True):
+        dynamic._score = score
+
+    async def rounds() -> None:
+        run.begin(0)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(driver.generate() for driver in run.drivers))
+
+    try:
+        asyncio.run(rounds())
+    finally:
+        ended.set()
+    run.agree()
+    assert run.take() == [3]
     for dynamic in run.dynamics:
         dynamic.close()

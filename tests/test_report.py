@@ -110,6 +110,7 @@ class TestSummary:
     def test_what_the_trainers_log_does_not_tell_is_unknown(self, folders):
         summary = summarise(read_run(folders["without"]))
         assert summary.seconds is summary.engine_idle is summary.trained_tokens is summary.at_bound is None
+        assert summary.staleness_max is None and summary.staleness_mean is not None
         assert summary.shares == {}
         assert summary.lengths[0.99] > summary.lengths[0.5] > 0
         assert summary.sample_sizes["age_0"] == 1.0 and summary.reward_last > summary.reward_first

@@ -288,7 +288,7 @@ class TestDynamicSampling:
             trained = before + resumed.trained_groups
             assert len(trained) == 24 and set(numbers(trained).values()) == {1}
             assert all(group.row["number"] % 3 for group in trained)
-            assert resumed.pool.groups_rejected >= state["groups_rejected"]
+            assert resumed.pool.ledger.groups_rejected >= state["groups_rejected"]
             useful = {i: g for i, g in saved_groups(checkpoint).items() if g.row["number"] % 3}
             assert_continued(useful, resumed.trained_groups, may_be_none=step == 4)
             assert len(resumed.pool) == 0

@@ -32,7 +32,7 @@ from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool import Pool
 from trl_april.request import RequestMaker, derive_seed
 from trl_april.rollout import RolloutDriver
-from trl_april.round import Round
+from trl_april.round import Round, linger
 from trl_april.types import FinishReason, Group, Sample, SampleState
 
 
@@ -124,7 +124,26 @@ def test_the_round_closes_when_the_quota_is_met():
     assert ids(done.groups) == [1, 3]
     assert {group.group_id: group.num_tokens for group in pool} == {0: 5, 2: 5}
     assert all(sample.state is SampleState.PARKED for group in pool for sample in group.samples)
-    assert done.seconds == pytest.approx(5.0)
+    assert done.seconds == pytest.approx(5.0 + linger(5.0))
+
+
+@pytest.mark.parametrize(("seconds", "late", "cut"), [(5.0, 0.04, False), (5.0, 0.06, True), (500.0, 1.1, True)])
+def test_what_is_about_to_end_is_not_cut(seconds, late, cut):
+    """Within a hundredth of the time that the quota took, a second at most: it would be prefilled again for little."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    script = {(0, 0): Attempt([Tokens(1, seconds), End()]), (1, 0): Attempt([Tokens(1, seconds + late), End()])}
+    done = run(pool, ScriptedEngine(script), idle_timeout=1000.0)
+    assert ids(done.groups) == [0]
+    assert finished(pool) == ([] if cut else [1])
+    assert done.seconds == pytest.approx(seconds + linger(seconds))
+    assert done.abort_seconds == pytest.approx(0.0)
+
+
+def test_where_nothing_runs_any_more_nothing_is_waited_for():
+    pool = make_pool(1, outstanding=1)
+    admit(pool, 0)
+    assert run(pool, ScriptedEngine(default=natural(5))).seconds == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
@@ -166,7 +185,7 @@ def test_a_group_counts_when_its_last_sample_is_finished():
     done = run(pool, ScriptedEngine(script, default=natural(1)))
     assert ids(done.groups) == [1]
     assert [sample.state for group in pool for sample in group.samples] == ["finished", "finished", "parked"]
-    assert done.seconds == pytest.approx(10.0)
+    assert done.seconds == pytest.approx(10.0 + linger(10.0))
 
 
 def test_samples_without_budget_for_more_than_one_token():
@@ -898,14 +917,14 @@ def test_the_account_of_a_round():
     assert ids(first.groups) == [1]
     assert (first.version, first.requests, first.resumed_groups, first.aborted_requests) == (0, 2, 0, 1)
     assert (first.generated_tokens, first.carried_tokens, first.launched_tokens) == (6, 0, 6)
-    assert (first.started, first.seconds) == (0.0, pytest.approx(3.0))
-    assert first.in_flight_mean == pytest.approx(2.0)
+    assert (first.started, first.seconds) == (0.0, pytest.approx(3.0 + linger(3.0)))
+    assert first.in_flight_mean == pytest.approx((3 + 2 + 1 + linger(3.0)) / first.seconds)
     assert [count for _, count in first.in_flight] == [1, 2, 1, 0]
 
     assert ids(second.groups) == [0]
     assert (second.version, second.requests, second.resumed_groups, second.aborted_requests) == (1, 2, 1, 1)
     assert (second.generated_tokens, second.carried_tokens, second.launched_tokens) == (6, 3, 9)
-    assert second.started == pytest.approx(3.0)
+    assert second.started == pytest.approx(3.0 + linger(3.0))
     assert second.seconds == pytest.approx(4.0)
 
 

@@ -488,7 +488,7 @@ def test_the_batch_is_what_the_pools_take_together():
     assert [ids(taken) for taken in pools.take()] == [[6], [4], [2, 5]]
     assert [pool.finished_here for pool in pools] == [[], [7], []]
     assert [pool.num_finished for pool in pools] == [1, 1, 1]
-    assert [(pool.groups_admitted, pool.groups_taken, pool.tokens_taken) for pool in pools] == [
+    assert [(pool.ledger.groups_admitted, pool.ledger.groups_taken, pool.ledger.tokens_taken) for pool in pools] == [
         (3, 1, 2),
         (3, 1, 2),
         (2, 2, 4),
@@ -545,7 +545,7 @@ def test_a_group_elsewhere_is_admitted_by_the_same_rules():
     refused_by_pool(pool, pool.admit_elsewhere, 0, words="must ascend")
     pool.admit(1, {}, [1], num_generations=1, max_completion_length=1)
     refused_by_pool(pool, pool.admit_elsewhere, 2, words="2 groups are outstanding")
-    assert (len(pool), pool.groups_admitted, pool.room) == (1, 1, 0)
+    assert (len(pool), pool.ledger.groups_admitted, pool.room) == (1, 1, 0)
     pool.check()
 
 
@@ -640,7 +640,11 @@ def run_schedule(seed: int, rounds: int = 7) -> int:
     # Rule 9: every row once, and nothing is left.
     assert sorted(trained) == list(range(rounds * quota)), what
     assert [len(pool) for pool in pools] == [0] * count
-    assert sum(pool.groups_admitted for pool in pools) == sum(pool.groups_taken for pool in pools) == rounds * quota
+    assert (
+        sum(pool.ledger.groups_admitted for pool in pools)
+        == sum(pool.ledger.groups_taken for pool in pools)
+        == rounds * quota
+    )
     return bound - oldest
 
 

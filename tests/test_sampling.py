@@ -2,6 +2,8 @@
 
 import pytest
 
+from trl_april.attachment import evaluation_kwargs
+from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError
 from trl_april.sampling import SamplingOptions, sampling_options
 
@@ -170,3 +172,16 @@ def test_what_is_set_elsewhere_is_refused_with_the_place(name, value, place):
 def test_a_negative_least_length_is_refused():
     with pytest.raises(ConfigError, match="min_tokens=-1; it cannot be negative"):
         options(generation_kwargs={"min_tokens": -1})
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (None, {"stop_token_ids": [2, 5]}),
+        ({"stop_token_ids": [7], "logit_bias": {3: 1.0}}, {"stop_token_ids": [2, 5, 7], "logit_bias": {3: 1.0}}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+    ],
+)
+def test_evaluation_ends_where_training_does(own, expected):
+    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, generation_kwargs=own)
+    assert evaluation_kwargs(args, [5, None, 2]) == expected

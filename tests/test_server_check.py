@@ -265,3 +265,9 @@ def test_something_that_does_not_answer_as_vllm_does(path: str, answer: str):
     server = FakeVLLM(vocab_size=VOCAB)
     server.answers[path] = (200, answer)
     refusal(server, ServerError)
+
+
+def test_a_server_that_cannot_say_the_version_of_its_weights():
+    server = FakeVLLM(vocab_size=VOCAB)
+    server.answers = {"/weight_info": (404, "Not Found")}
+    assert "before vLLM 0.27. Install a newer one: pip install" in refusal(server, ServerError)

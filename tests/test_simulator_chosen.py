@@ -30,10 +30,7 @@ def scenario(sigma=0.5, **settings):
     ("sigma", "mode"),
     [
         (0.5, Mode.ABORT), (0.0, Mode.BOTH), (0.5, Mode.REUSE), (0.5, Mode.KEEP), (1.0, Mode.OVERLAP),
-        (0.01, Mode.ABORT),
-        (1.0, Mode.KEEP),
-        # Factor 4 looks better after three rounds. What it begins stays out of step by a few tokens, also under 2.
-        pytest.param(0.0, Mode.ABORT, marks=pytest.mark.xfail(strict=True, reason="0.85: not good enough yet")),
+        (0.0, Mode.ABORT), (0.01, Mode.ABORT), (0.0, Mode.REUSE), (0.0, Mode.OVERLAP), (1.0, Mode.KEEP),
     ],
 )  # fmt: skip
 def test_after_ten_rounds_no_factor_is_faster_by_more_than_a_twentieth(sigma, mode):

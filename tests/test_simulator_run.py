@@ -73,7 +73,7 @@ def test_no_token_is_lost_or_counted_twice(mode):
     simulate(simulation.run())
     engine, pool = simulation.engine, simulation.pool
     if mode.can_be_trained:
-        assert pool.tokens_generated == engine.tokens
+        assert pool.ledger.tokens_generated == engine.tokens
         assert all(
             len(sample) == engine._progress.get((sample.group_id, sample.index), len(sample))
             for group in pool

@@ -190,8 +190,12 @@ class Rows:
         pool.check()
         held = [group.group_id for group in pool]
         assert all(self._trained[group_id] == 0 for group_id in held)
-        assert sum(self._trained) + pool.groups_rejected + len(held) == self._next == pool.groups_admitted
-        assert pool.tokens_generated == pool.tokens_taken + pool.tokens_rejected + pool.tokens_held
+        assert (
+            sum(self._trained) + pool.ledger.groups_rejected + len(held) == self._next == pool.ledger.groups_admitted
+        )
+        assert (
+            pool.ledger.tokens_generated == pool.ledger.tokens_taken + pool.ledger.tokens_rejected + pool.tokens_held
+        )
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,7 @@ def soak(rounds: int, *, dynamic: bool = False) -> Result:
         rows.check(pool)
         await engine.close()
         assert warm is not None
-        return Result(warm, end, engine.requests, engine.broken, engine.aborted, pool.groups_rejected)
+        return Result(warm, end, engine.requests, engine.broken, engine.aborted, pool.ledger.groups_rejected)
 
     return simulate(main())
 

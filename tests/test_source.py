@@ -5,6 +5,7 @@ it is what they do is shown by real training runs of stock GRPO on a tiny model.
 of `training_step` per round: `steps_per_generation * num_iterations`.
 """
 
+import math
 import random
 import sys
 from collections import Counter
@@ -29,6 +30,7 @@ from trl_april.row_order import (
     open_stream,
     optimiser_steps_per_round,
     resumed_source,
+    row_columns,
 )
 from trl_april.source import RowSource
 from trl_april.trainer import APRILGRPOTrainer
@@ -501,12 +503,52 @@ def test_permutations_are_those_of_trls_sampler(model_and_tokenizer, tmp_path, r
     )
     quota = 3
     sampler = RepeatSampler(range(rows), mini_repeat_count=1, batch_size=quota, shuffle=shuffle, seed=seed)
-    open_epoch = open_permutation(trainer, quota)
+    rounds, open_epoch = open_permutation(trainer, quota)
+    assert rounds == rows // quota
     epochs = [list(open_epoch(epoch)) for epoch in range(3)]
     assert [[row["number"] for row in epoch] for epoch in epochs] == [list(sampler) for _ in range(3)]
     assert all(row["prompt"] == f"p{row['number']}" for epoch in epochs for row in epoch)
     if shuffle and rows == 12:
         assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_come_through_the_collator(model_and_tokenizer, tmp_path, streamed):
+    trainer = make_trainer(model_and_tokenizer, tmp_path, (stream_of if streamed else rows_of)(4), max_steps=1)
+    trainer.data_collator = lambda rows: [{"prompt": f"Be brief. {row['prompt']}", "level": 1} for row in rows]
+    _, opened = (open_stream if streamed else open_permutation)(trainer, 2)
+    rows = list(opened(0))
+    assert len(rows) == 4 and all(row["prompt"].startswith("Be brief. p") for row in rows)
+    assert row_columns(trainer) == ["prompt", "level"] == list(rows[0])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("remove", [False, True])
+def test_the_columns_of_rows_are_those_that_training_has(model_and_tokenizer, tmp_path, streamed, remove):
+    """TRL removes columns, if it is told to."""
+    trainer = make_trainer(
+        model_and_tokenizer, tmp_path, (stream_of if streamed else rows_of)(4), max_steps=1,
+        remove_unused_columns=remove,
+    )  # fmt: skip
+    _, opened = (open_stream if streamed else open_permutation)(trainer, 2)
+    assert sorted(row_columns(trainer)) == sorted(next(opened(0))) == (["prompt"] if remove else ["number", "prompt"])
+
+
+@pytest.mark.parametrize(("times", "rounds"), [(0.5, 4), (1, 8), (3, 24)])
+def test_a_sampler_of_another_length_has_other_epochs(model_and_tokenizer, tmp_path, times, rounds):
+    """Of a subclass that shows some rows more often than others, or leaves some out."""
+    trainer = make_trainer(model_and_tokenizer, tmp_path, rows_of(8), max_steps=1)
+    stock = trainer._get_train_sampler
+
+    def sampler(dataset=None):
+        indices = list(stock(dataset))
+        return (indices * math.ceil(times))[: round(len(indices) * times)]
+
+    trainer._get_train_sampler = sampler
+    number, open_epoch = open_permutation(trainer, 1)
+    assert number == rounds == len(list(open_epoch(0)))
+    # Behind so many, training is resumed in the next epoch.
+    assert [make_source(trainer, start_step=step)._epoch for step in (rounds - 1, rounds)] == [0, 1]
 
 
 @pytest.mark.parametrize("rows", [4, 7, 12])
@@ -519,7 +561,7 @@ def test_streams_are_in_trls_order(model_and_tokenizer, tmp_path, rows, shuffle)
     if shuffle:
         stream = stream.shuffle(seed=7)
     stream = repeat_iterable_dataset(stream, mini_repeat_count=2, batch_size=3, repeat_count=4)
-    open_epoch = open_stream(trainer, 3)
+    _, open_epoch = open_stream(trainer, 3)
     for epoch in range(3):
         stream.set_epoch(epoch)
         numbers = [row["number"] for row in stream]
@@ -592,7 +634,7 @@ def check_source_of(trainer: APRILGRPOTrainer, start_step: int = 0) -> None:
         prompt for _, prompts in trainer.generations for prompt in prompts
     ]
 
-    open_epoch = open_stream(trainer, quota) if is_stream else open_permutation(trainer, quota)
+    _, open_epoch = (open_stream if is_stream else open_permutation)(trainer, quota)
     epochs: dict[int, list] = {}
 
     def chunks(epoch):
@@ -796,7 +838,7 @@ class Interrupted:
         self.micro = args.steps_per_generation * args.num_iterations
         self.accumulation = args.gradient_accumulation_steps
         self.rounds_per_epoch = rows // self.quota
-        opened = (open_stream if self.is_stream else open_permutation)(trainer, self.quota)
+        _, opened = (open_stream if self.is_stream else open_permutation)(trainer, self.quota)
         self.epochs = [[row["number"] for row in opened(epoch)] for epoch in range(1 + 4 * MAX_STEPS)]
         self.endless = [number for epoch in self.epochs for number in epoch]
 

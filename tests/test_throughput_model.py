@@ -19,13 +19,21 @@ from tests.simulated_rounds import (
     sampled,
     saturated,
 )
+from trl_april.auto import throughput_model
 from trl_april.auto.throughput_model import ModelledRounds, Workload, predicted_throughput
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
+from trl_april.round import linger
 
 
 def second_per_step(count: int) -> float:
     return 1.0
+
+
+@pytest.fixture(autouse=True)
+def close_at_once(monkeypatch):
+    """As the rounds of the closed forms here, and of the simulation that the model is held against, step by step."""
+    monkeypatch.setattr(throughput_model, "linger", lambda seconds: 0.0)
 
 
 # By hand
@@ -67,6 +75,17 @@ def test_what_is_cut_goes_on_where_it_was():
     assert [one.seconds for one in done] == [2.0, 2.0, 2.0, 1.0]
     assert [one.generated_tokens for one in done] == [4.0, 4.0, 4.0, 2.0]
     assert [one.delivered_tokens for one in done] == [2.0, 2.0, 2.0, 7.0]
+
+
+@pytest.mark.parametrize("more", [1, 2, 3])
+def test_what_is_about_to_end_ends_with_the_round(monkeypatch, more):
+    """100 tokens in a second, behind which there is time for one."""
+    monkeypatch.setattr(throughput_model, "linger", linger)
+    work = Workload(1, [[100], [100 + more]], lambda count: 0.01)
+    rounds = in_order(work, 2.0, [[100], [100 + more], [100], [100]])
+    first, second = rounds.run_round(), rounds.run_round()
+    assert (first.seconds, first.generated_tokens) == pytest.approx((1.01, 201))
+    assert second.seconds == pytest.approx(0.01 * (more - 1) + linger(0.01 * (more - 1)))
 
 
 def test_a_group_that_falls_due_holds_the_round_open():

@@ -85,11 +85,13 @@ def make_config(server: LocalServer, output_dir: Path, **options) -> APRILGRPOCo
     return APRILGRPOConfig(str(output_dir), vllm_server_base_url=server.base_url, **{**defaults, **options})
 
 
-def make_trainer(server, model_dir, output_dir, *, dataset=DATASET, reward=distinct_characters, **options):
+def make_trainer(
+    server, model_dir, output_dir, *, dataset=DATASET, reward=distinct_characters, trainer_class=None, **options
+):
     trainer_options = {
         name: options.pop(name) for name in ("callbacks", "eval_dataset", "peft_config") if name in options
     }
-    return RecordingTrainer(
+    return (trainer_class or RecordingTrainer)(
         model=model_dir,
         reward_funcs=reward,
         args=make_config(server, output_dir, **options),
@@ -130,11 +132,11 @@ def long_run(server, tiny_model_dir, tmp_path_factory, one_thread):
 class TestConservation:
     def test_the_pool_is_empty_when_max_steps_is_reached(self, long_run):
         assert len(long_run.pool) == 0
-        assert long_run.pool.groups_taken == 10 * 4
+        assert long_run.pool.ledger.groups_taken == 10 * 4
 
     def test_every_generated_token_is_trained(self, long_run):
         trained = sum(group.num_tokens for group in long_run.trained_groups)
-        assert trained == long_run.pool.tokens_taken == long_run.pool.tokens_generated
+        assert trained == long_run.pool.ledger.tokens_taken == long_run.pool.ledger.tokens_generated
         assert trained == sum(done.generated_tokens for done in long_run.rounds)
 
     def test_no_group_is_trained_twice(self, long_run):
@@ -199,7 +201,7 @@ class TestLogProbabilities:
                     recorded = torch.tensor(sample.logprobs.tolist())
                     assert (expected - recorded)[here].abs().max() < 1e-4
                     compared += int(here.sum())
-        assert compared == long_run.pool.tokens_taken
+        assert compared == long_run.pool.ledger.tokens_taken
 
     def test_versions_differ_by_more_than_the_tolerance(self, long_run):
         """The test above means something: the same tokens under the version after differ."""
@@ -427,6 +429,24 @@ class TestDropIn:
             expected = tokenizer.apply_chat_template(group.row["prompt"], add_generation_prompt=True, tokenize=False)
             assert tokenizer.decode(group.prompt_ids) == expected
 
+    def test_a_subclass_goes_on_with_the_rows_of_the_batch(self, server, tiny_model_dir, tmp_path):
+        """As in stock, where the i-th of the inputs is what the i-th completion answers."""
+        seen = []
+
+        class Watching(RecordingTrainer):
+            def _generate_and_score_completions(self, inputs):
+                batch = super()._generate_and_score_completions(inputs)
+                seen.append([row["number"] for row in inputs])
+                return batch
+
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, trainer_class=Watching, max_steps=4, max_completion_length=40
+        )
+        trainer.train()
+        assert seen == [[g.row["number"] for g in done.groups for _ in g.samples] for done in trainer.rounds]
+        assert any(sample.segments[0].version < done.version
+                   for done in trainer.rounds for g in done.groups for sample in g.samples)  # fmt: skip
+
     def test_lora_adapters(self, server, tiny_model_dir, tmp_path):
         """The merged weights reach the server: the canary and the on-policy log-probabilities agree."""
         from peft import LoraConfig
@@ -550,17 +570,17 @@ class TestDynamicSampling:
         """Four samples per row; the 24 trained rows and as many rejected ones, which are all in one epoch."""
         trainer, reward = dynamic_run
         assert set(reward.scored.values()) == {4}
-        assert len(reward.scored) == trainer.pool.groups_taken + trainer.pool.groups_rejected
+        assert len(reward.scored) == trainer.pool.ledger.groups_taken + trainer.pool.ledger.groups_rejected
 
     def test_rows_are_accounted_for(self, dynamic_run):
         trainer, _ = dynamic_run
         pool = trainer.pool
         assert len(pool) == 0
-        assert pool.groups_rejected >= 0.3 * pool.groups_admitted
-        assert pool.groups_admitted == pool.groups_taken + pool.groups_rejected
-        assert pool.tokens_generated == pool.tokens_taken + pool.tokens_rejected
+        assert pool.ledger.groups_rejected >= 0.3 * pool.ledger.groups_admitted
+        assert pool.ledger.groups_admitted == pool.ledger.groups_taken + pool.ledger.groups_rejected
+        assert pool.ledger.tokens_generated == pool.ledger.tokens_taken + pool.ledger.tokens_rejected
         logged = [entry for entry in trainer.state.log_history if "april/rejected_groups" in entry]
-        assert sum(entry["april/rejected_groups"] for entry in logged) == pool.groups_rejected
+        assert sum(entry["april/rejected_groups"] for entry in logged) == pool.ledger.groups_rejected
 
     def test_what_the_reward_function_logs_belongs_to_the_trained_samples(self, dynamic_run):
         trainer, _ = dynamic_run
@@ -783,7 +803,7 @@ class TestBadInput:
         def interrupt():
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
-                if trainer.pool is not None and trainer.pool.tokens_generated > 500:
+                if trainer.pool is not None and trainer.pool.ledger.tokens_generated > 500:
                     return _thread.interrupt_main()
                 time.sleep(0.02)
 

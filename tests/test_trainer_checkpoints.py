@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import pytest
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -29,3 +30,20 @@ def test_the_states_of_callbacks_are_those_of_the_second_save(tmp_path):
         states = json.loads(saved.read_text())["stateful_callbacks"]
         assert states["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"] == counter
         assert "TrainerControl" in states
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_checkpoint_that_was_moved_away_is_written_anew(tmp_path, moved):
+    """By a callback that uploads it, say."""
+    trainer = SimpleNamespace(state=TrainerState(global_step=7), _get_output_dir=lambda trial: str(tmp_path))
+    checkpoints = TrainerCheckpoints(trainer, OneProcess())
+    assert not checkpoints.has_weights()
+    folder = tmp_path / "checkpoint-7"
+    folder.mkdir()
+    trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+    checkpoints.is_saved()
+    if moved:
+        folder.rename(tmp_path / "uploaded")
+    assert checkpoints.has_weights() is not moved
+    trainer.state.global_step = 8
+    assert not checkpoints.has_weights()

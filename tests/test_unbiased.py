@@ -252,7 +252,7 @@ def pooled(count: int, draw: Callable[[int, int], Iterator[tuple[int, list[int],
     pool = Pool(count, over_provisioning=1.0, max_staleness=None)
     for version in range(NEWEST + 1):
         pool.begin_round(version)
-        for group_id in range(pool.groups_admitted, count):
+        for group_id in range(pool.ledger.groups_admitted, count):
             pool.admit(
                 group_id, {"prompt": "a"}, PROMPT, num_generations=NUM_GENERATIONS, max_completion_length=LENGTH
             )  # fmt: skip

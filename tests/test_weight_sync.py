@@ -9,6 +9,7 @@ import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from stat import S_IMODE
 
 import pytest
 import requests
@@ -146,7 +147,10 @@ class TestFileSystem:
         def remember(method, path, body=None, **options):
             if path == "collective_rpc":
                 paths.append(Path(body["kwargs"]["weights_path"]))
-                assert list(paths[-1].glob("*.safetensors"))
+                files = list(paths[-1].glob("*.safetensors"))
+                # The server may run as another user.
+                assert files and {S_IMODE(path.stat().st_mode) for path in files} == {0o644}
+                assert S_IMODE(paths[-1].stat().st_mode) == 0o755
             return ask(method, path, body, **options)
 
         monkeypatch.setattr(generation, "_answer", remember)

@@ -219,6 +219,20 @@ def test_a_server_that_was_restarted_is_checked_as_at_the_beginning(trainer, fak
     assert generation.holds_weights()
 
 
+def test_a_server_that_goes_away_in_the_first_sync_is_checked_when_it_is_back(trainer, fake):
+    """And connected again, where weights travel by NCCL: what the trainer was connected with is gone."""
+    generation = trainer.connect(fake, server_timeout=10.0)
+    fake.canary_ids = generation._canary.token_ids
+    fake.dies_at = "/collective_rpc"
+    with pytest.raises(ServerError, match="gone away"):
+        generation.sync_weights()
+    fake.restart()
+    fake.received.clear()
+    generation.sync_weights()
+    assert paths(fake)[:4] == ["health", "weight_info", "server_info", "v1/models"]
+    assert generation.holds_weights()
+
+
 def test_somebody_else_who_has_changed_the_weights_is_found_out(trainer, fake, generation, caplog):
     requests.post(f"{fake.base_url}/update_weight_version", json={"new_version": "77"}, timeout=10)
     assert not generation.holds_weights()

@@ -132,7 +132,7 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
         "log": trainer.state.log_history,
         "completions": completions_of(trainer),
         "left": len(trainer.pool),
-        "taken": trainer.pool.groups_taken,
+        "taken": trainer.pool.ledger.groups_taken,
     }
 
 
@@ -224,7 +224,7 @@ def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str,
             self.max_completion_length = self.args.max_completion_length if is_long else 40
             if RANK == 1 and self.state.global_step == 2:
                 if run["when"] == "round":
-                    before = self.pool.tokens_generated
+                    before = self.pool.ledger.tokens_generated
                     threading.Thread(target=self.wait_for_tokens, args=[before], daemon=True).start()
                     return super()._run_round()
                 done = super()._run_round()
@@ -233,7 +233,7 @@ def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str,
             return super()._run_round()
 
         def wait_for_tokens(self, before: int) -> None:
-            while self.pool.tokens_generated == before:
+            while self.pool.ledger.tokens_generated == before:
                 time.sleep(0.01)
             os.kill(os.getpid(), run["signal"])
 
@@ -330,9 +330,9 @@ def train_dynamically(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
     return {
         **outcome(trainer),
         "scored": scored,
-        "rejected": pool.groups_rejected,
-        "admitted": pool.groups_admitted,
-        "tokens": [pool.tokens_generated, pool.tokens_taken, pool.tokens_rejected],
+        "rejected": pool.ledger.groups_rejected,
+        "admitted": pool.ledger.groups_admitted,
+        "tokens": [pool.ledger.tokens_generated, pool.ledger.tokens_taken, pool.ledger.tokens_rejected],
         "filled": [done.filled_groups for done in trainer.rounds],
         "logged_rows": list(trainer._logs["extra"]["row"]),
         "logged_rewards": list(trainer._logs["rewards"]["reward"]),

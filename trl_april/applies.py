@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.import_utils import is_vllm_available
@@ -125,7 +126,7 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuse weights that no server can be given.
 
     Raises:
-        ConfigError: If they are packed.
+        ConfigError: If they are packed, or cannot be merged with what is trained.
     """
     for bits in (4, 8):
         if getattr(model, f"is_loaded_in_{bits}bit", False):
@@ -134,6 +135,12 @@ def check_model(model: torch.nn.Module) -> None:
                 "it unquantized (adapters save memory there, too), or run stock GRPO with use_vllm=False, or in 4 bit "
                 "with vllm_mode='colocate'."
             )
+    if is_peft_model(model) and not hasattr(model, "merge_adapter"):
+        kind = model.active_peft_config.peft_type.value
+        raise ConfigError(
+            f"The model has an adapter of the type {kind}, which is no part of its weights and so cannot be given to "
+            "a vLLM server. Use one that can be merged, such as LoRA, or run stock GRPO with use_vllm=False."
+        )
 
 
 def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Dataset | IterableDataset | None) -> None:

@@ -8,15 +8,16 @@ arguments are as they were behind it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 from trl import GRPOConfig
 
 from .config import AprilOptions
 from .processes import Processes
+from .sampling import sampling_of
 from .weight_sync import ServerGeneration
 
 
@@ -70,8 +71,16 @@ def attached(trainer: APRILGRPOTrainer, options: AprilOptions, processes: Proces
         min_p=trainer.min_p,
         max_completion_length=trainer.max_completion_length,
         logprobs=0,  # only the sampled token's, for evaluation
-        generation_kwargs=args.generation_kwargs,
+        generation_kwargs=evaluation_kwargs(args, trainer.eos_token_ids),
     )
+
+
+def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> dict[str, Any]:
+    """The user's own fields of a request, and the tokens that end a completion in training: in evaluation they do so,
+    too, whatever the server takes for an end.
+    """
+    body = sampling_of(args, eos_token_ids).body
+    return {**(args.generation_kwargs or {}), **{name: body[name] for name in ("stop_token_ids",) if name in body}}
 
 
 def api_key() -> str | None:

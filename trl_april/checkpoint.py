@@ -156,13 +156,8 @@ def resolve_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output
     """
     if resume_from is None or resume_from is False:
         return None
-    # The name decides, as in transformers: with a limit on their number, an older one may have been written later.
-    names = [path.name for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    complete = [
-        name
-        for name in sorted(names, key=lambda name: int(name.removeprefix("checkpoint-")), reverse=True)
-        if is_complete(Path(output_dir, name))
-    ]
+    names = _checkpoints(output_dir)
+    complete = [name for name in names if is_complete(Path(output_dir, name))]
     if resume_from is True:
         if complete:
             return os.path.join(output_dir, complete[0])
@@ -181,6 +176,13 @@ def resolve_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output
     return path
 
 
+def _checkpoints(output_dir: str) -> list[str]:
+    """The checkpoints of a training run, complete or not, the last one first."""
+    # The name decides, as in transformers: with a limit on their number, an older one may have been written later.
+    names = [path.name for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(names, key=lambda name: int(name.removeprefix("checkpoint-")), reverse=True)
+
+
 def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None:
     """`--resume_from_checkpoint` of a command line, which has words only, for [`~transformers.Trainer.train`].
 
@@ -194,7 +196,7 @@ def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None
     if not isinstance(value, str):
         return value
     if value.lower() == "auto":
-        return any(is_complete(path) for path in Path(output_dir).glob("checkpoint-*"))
+        return any(is_complete(Path(output_dir, name)) for name in _checkpoints(output_dir))
     return {"true": True, "false": False}.get(value.lower(), value)
 
 

@@ -14,13 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from accelerate.utils import extract_model_from_parallel, is_peft_model
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 
-
-try:
-    from transformers import conversion_mapping, core_model_loading
-except ImportError:  # transformers 4, which loads a checkpoint as it is
-    core_model_loading = None
 
 # What is undone: putting the tensors of a checkpoint side by side. Others compute with them (what was dequantized as
 # it was loaded would be quantized again), or look at more than one parameter.
@@ -58,7 +53,7 @@ def _is_convertible(model: torch.nn.Module) -> bool:
 
     Otherwise the names stay as they are, which is what TRL sends.
     """
-    if core_model_loading is None or not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):
         return False
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:

@@ -391,7 +391,7 @@ class InFlight:
             self._engine,
             tasks,
             running=running,
-            progress=lambda: (self._pool.tokens_generated, len(self.running)),
+            progress=lambda: (self._pool.ledger.tokens_generated, len(self.running)),
             sweep_interval=self._sweep_interval,
             patience=self._idle_timeout,
         )

@@ -6,6 +6,7 @@ The invariant owned here: what has no room is said before the first request, and
 from __future__ import annotations
 
 import resource
+import sys
 
 from .errors import ConfigError
 
@@ -14,12 +15,15 @@ MOST = 65536  # nobody needs more: a host has no more ports for one server
 OTHERS = 256  # files of the dataset, of shared libraries, of other connections
 
 
-def make_room(connections: int) -> None:
+def make_room(connections: int) -> int:
     """Raise the limit of this process as far as it may be.
 
     Args:
         connections (`int`):
             That are needed at once.
+
+    Returns:
+        `int`: How many it may have.
 
     Raises:
         ConfigError: If that is not enough.
@@ -35,3 +39,4 @@ def make_room(connections: int) -> None:
             "files open. Raise the limit (`ulimit -Hn`), or lower over_provisioning or the batch, or train in more "
             "processes."
         )
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft - OTHERS

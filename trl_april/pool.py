@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .errors import PoolError
+from .ledger import Ledger
 from .pool_state import restore, state_of
 from .roster import Roster
 from .types import FinishReason, Group, GroupState, Sample, SampleState, Score
@@ -73,12 +74,7 @@ class Pool:
         )
         self.dynamic_sampling = dynamic_sampling
         self.max_parked_tokens = max_parked_tokens
-        self.groups_admitted = 0
-        self.groups_taken = 0
-        self.groups_rejected = 0
-        self.tokens_generated = 0
-        self.tokens_taken = 0
-        self.tokens_rejected = 0
+        self.ledger = Ledger()
         self.held_for: int | None = None  # the version under which requests go on that live through a weight sync
         self._groups: dict[int, Group] = {}  # in the order of admission, which is that of the ids
         self._rejected: dict[int, Group] = {}  # of this round
@@ -175,7 +171,7 @@ class Pool:
         assert self.version is not None  # or the roster had refused
         group = Group.fresh(group_id, row, prompt_ids, num_generations, max_completion_length, self.version)
         self._groups[group_id] = group
-        self.groups_admitted += 1
+        self.ledger.groups_admitted += 1
         return group
 
     def admit_elsewhere(self, group_id: int) -> None:
@@ -271,7 +267,7 @@ class Pool:
                 f"{group.remaining(sample)} of its {group.max_completion_length} left."
             )
         sample.append(token_ids, logprobs, version)
-        self.tokens_generated += len(token_ids)
+        self.ledger.tokens_generated += len(token_ids)
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """The request of `sample` ended by itself: the completion is whole."""
@@ -316,8 +312,7 @@ class Pool:
         group.score = score
         del self._groups[group.group_id]
         self.roster.reject(group.group_id)
-        self.groups_rejected += 1
-        self.tokens_rejected += group.num_tokens
+        self.ledger.reject(group)
         self._rejected[group.group_id] = group
 
     @property
@@ -338,8 +333,7 @@ class Pool:
         here = [group for group in groups if group is not None]
         for group in here:
             self._groups[group.group_id] = group
-            self.groups_rejected -= 1
-            self.tokens_rejected -= group.num_tokens
+            self.ledger.readmit(group)
         self._groups = dict(sorted(self._groups.items()))
         return len(here)
 
@@ -356,8 +350,7 @@ class Pool:
         self.roster.withdraw(youngest)
         for group in here:
             del self._groups[group.group_id]
-            self.groups_rejected += 1
-            self.tokens_rejected += group.num_tokens
+            self.ledger.reject(group)
 
     def _expect_unscored(self, group: Group, score: Score) -> None:
         if not self.dynamic_sampling or self._groups.get(group.group_id) is not group:
@@ -390,8 +383,7 @@ class Pool:
             PoolError: If the quota is not met.
         """
         taken = [self._groups.pop(group_id) for group_id in self.roster.deliver() if group_id in self._groups]
-        self.groups_taken += len(taken)
-        self.tokens_taken += sum(group.num_tokens for group in taken)
+        self.ledger.take(taken)
         return taken
 
     # What is inside
@@ -416,7 +408,7 @@ class Pool:
     @property
     def tokens_held(self) -> int:
         """Completion tokens of all outstanding groups."""
-        return self.tokens_generated - self.tokens_taken - self.tokens_rejected
+        return self.ledger.tokens_held
 
     @property
     def is_full(self) -> bool:
@@ -444,17 +436,7 @@ class Pool:
         Raises:
             PoolError: Naming the invariant that does not hold.
         """
-        if self.groups_admitted != self.groups_taken + self.groups_rejected + len(self._groups):
-            raise PoolError(
-                f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken, {self.groups_rejected} "
-                f"rejected and {len(self._groups)} are in the pool: a group was lost or taken twice."
-            )
-        held = sum(group.num_tokens for group in self)
-        if self.tokens_generated != self.tokens_taken + self.tokens_rejected + held:
-            raise PoolError(
-                f"{self.tokens_generated} tokens were generated, {self.tokens_taken} trained, {self.tokens_rejected} "
-                f"rejected and {held} are in the pool: tokens were lost or counted twice."
-            )
+        self.ledger.check(list(self))
         if list(self._groups) != sorted(self._groups):
             raise PoolError("The groups of the pool are not in the order of their ids.")
         finished = [group.group_id for group in self if self._deliverable(group)]
@@ -495,19 +477,14 @@ class Pool:
         self,
         groups: dict[int, Group],
         owns: Callable[[int], bool],
-        counters: dict[str, int],
+        ledger: Ledger,
         *,
         version: int | None,
         last_id: int,
     ) -> None:
         """Put checked groups into an empty pool, those that are its own, and all of them on the roster."""
         self._groups = {group_id: group for group_id, group in groups.items() if owns(group_id)}
-        self.groups_taken, self.groups_rejected = counters["groups_taken"], counters["groups_rejected"]
-        self.tokens_taken, self.tokens_rejected = counters["tokens_taken"], counters["tokens_rejected"]
-        # These two follow, since groups may have changed the pool, or been started over.
-        self.groups_admitted = self.groups_taken + self.groups_rejected + len(self._groups)
-        held = sum(group.num_tokens for group in self)
-        self.tokens_generated = self.tokens_taken + self.tokens_rejected + held
+        self.ledger = ledger.go_on(list(self))
         born = {group_id: group.born for group_id, group in groups.items()}
         finished = [group_id for group_id, group in groups.items() if self._deliverable(group)]
         self.roster.restore(born, finished, version=version, last_id=last_id)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from .errors import PoolError
+from .ledger import Ledger
 from .packing import PackedGroups, pack, unpack
 from .roster import Roster
 from .types import Group
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
     from .pool import Pool
 
 STATE_FORMAT = 3
-COUNTERS = (
-    "groups_admitted", "groups_taken", "groups_rejected", "tokens_generated", "tokens_taken", "tokens_rejected",
-)  # fmt: skip
+COUNTERS = tuple(field.name for field in fields(Ledger))
 _KEYS = {
     "format",
     "version",
@@ -42,15 +42,14 @@ def state_of(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
     """See [`Pool.state_dict`]."""
     groups = sorted([*pool, *in_training], key=lambda group: group.group_id)
     packed = pack(groups)
-    state = {name: getattr(pool, name) for name in COUNTERS}
-    state["groups_taken"] -= len(in_training)
-    state["tokens_taken"] -= sum(group.num_tokens for group in in_training)
+    ledger = replace(pool.ledger)
+    ledger.take_back(in_training)
     return {
         "format": STATE_FORMAT,
         "version": pool.version,
         "held_for": pool.held_for,
         "last_id": pool.roster.last_id,
-        **state,
+        **asdict(ledger),
         "groups": packed.heads,
         "rows": [group.row for group in groups],
         "in_training": sorted(group.group_id for group in in_training),
@@ -92,13 +91,14 @@ def restore(
             break an invariant, are not of one moment, or cannot be kept within the staleness bound. The pool is then
             as it was before.
     """
-    if pool.groups_admitted or pool.roster.last_id >= 0:
+    if pool.ledger.groups_admitted or pool.roster.last_id >= 0:
         raise PoolError("A state can only be loaded into an empty pool.")
     if not states:
         raise PoolError("There is no state to load.")
     groups: dict[int, Group] = {}
     for state in states:
-        _check_counters(state, found := _groups_of(state))
+        found = _groups_of(state)
+        _ledger_of(state).check(found)
         if not groups.keys().isdisjoint(group.group_id for group in found):
             raise PoolError("The pool states hold a group twice.")
         groups.update((group.group_id, group) for group in found)
@@ -127,8 +127,8 @@ def restore(
             f"{pool.roster.bound} versions at {pool.quota} groups per round. Resume with the max_staleness that they "
             "were saved under, or None."
         )
-    counters = {name: sum(state[name] for state in states) if has_totals else 0 for name in COUNTERS}
-    pool._restore(groups, owns, counters, version=version, last_id=last_id)
+    ledger = Ledger(*(sum(state[name] for state in states) for name in COUNTERS)) if has_totals else Ledger()
+    pool._restore(groups, owns, ledger, version=version, last_id=last_id)
     return [group for group_id, group in groups.items() if not owns(group_id)]
 
 
@@ -184,12 +184,8 @@ def _newest(state: dict[str, Any]) -> int | None:
     return version if version is None else max(version, state["held_for"] or 0)
 
 
-def _check_counters(state: dict[str, Any], groups: Sequence[Group]) -> None:
-    tokens = sum(group.num_tokens for group in groups)
-    if state["groups_admitted"] != state["groups_taken"] + state["groups_rejected"] + len(groups):
-        raise PoolError(f"The pool state counts other groups than the {len(groups)} that it holds.")
-    if state["tokens_generated"] != state["tokens_taken"] + state["tokens_rejected"] + tokens:
-        raise PoolError(f"The pool state counts other tokens than the {tokens} that it holds.")
+def _ledger_of(state: dict[str, Any]) -> Ledger:
+    return Ledger(*(state[name] for name in COUNTERS))
 
 
 def _check_together(states: Sequence[dict[str, Any]], version: int | None) -> None:

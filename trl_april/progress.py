@@ -96,7 +96,7 @@ class RoundProgress:
         self._driver = driver
         self._quota = quota
         self._started = time.monotonic()
-        self._tokens = pool.tokens_generated
+        self._tokens = pool.ledger.tokens_generated
         self._bar: Any
         if notebook is None or disable:
             self._bar = tqdm(total=pool.quota, desc="rollout", unit="group", leave=False, disable=disable)
@@ -108,7 +108,7 @@ class RoundProgress:
         if self._bar.disable:
             return
         elapsed = time.monotonic() - self._started
-        rate = (self._pool.tokens_generated - self._tokens) / elapsed if elapsed else 0.0
+        rate = (self._pool.ledger.tokens_generated - self._tokens) / elapsed if elapsed else 0.0
         finished = self._pool.num_finished if self._quota is None else self._quota.num_finished
         self._bar.n = min(finished, self._pool.quota)
         rejected = f", {self._pool.num_rejected} rejected" if self._pool.num_rejected else ""

@@ -19,9 +19,9 @@ from .in_flight import InFlight
 from .pool import Pool
 from .quota import SharedQuota
 from .request import RequestMaker
-from .round import Round
+from .round import Round, linger
 from .round_recorder import RoundRecorder
-from .types import Group
+from .types import Group, SampleState
 
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class RolloutDriver:
         self._has_asked = False  # whether what was admitted to it has been asked for
         self._is_taken = False  # whether its batch has been taken
         self._closes_at_once = False  # whether what was finished before is enough
-        self._watching = 0  # tasks that could close the round
+        self._watching: set[asyncio.Task[None]] = set()  # tasks that could close the round
         self._closing = asyncio.Event()
         self._group_finished = asyncio.Event()
         self._error: BaseException | None = None
@@ -308,16 +308,20 @@ class RolloutDriver:
         self.round.waited = True
         self._flight.dispatch()
         self._has_asked = True
-        watching = [self._watched(self._judge()), self._watched(self._watch_quota())]
+        self._watched(self._judge())
+        self._watched(self._watch_quota())
         runs_on = False
         try:
             await self._wait_for_quota()
+            if self._error is None and not self._overlap:
+                await self._linger(clock() - self.round.started)
             closing_began = clock()
             if self._error is None and not self._overlap:
                 await self._cut()
             self.round.abort_seconds = clock() - closing_began
             runs_on = self._overlap
         finally:
+            watching = list(self._watching)
             for task in watching:
                 task.cancel()
             # Also on cancellation: cut what runs and keep what has arrived.
@@ -330,6 +334,11 @@ class RolloutDriver:
     def _can_wait(self, error: BaseException) -> bool:
         """Whether a round that waits for nothing can do without what has failed beside it. The next sync cannot."""
         return self._closes_at_once and isinstance(error, ServerError)
+
+    async def _linger(self, seconds: float) -> None:
+        """Requests that are about to end need not be cut: to be resumed, they would be prefilled again for little."""
+        if self.pool.count(SampleState.RUNNING):
+            await asyncio.sleep(linger(seconds))
 
     async def _cut(self) -> None:
         try:
@@ -352,13 +361,13 @@ class RolloutDriver:
 
     def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task whose end closes the round if it was the last."""
-        self._watching += 1
         task = asyncio.create_task(work)
+        self._watching.add(task)
         task.add_done_callback(self._watched_ended)
         return task
 
-    def _watched_ended(self, _: asyncio.Task[None]) -> None:
-        self._watching -= 1
+    def _watched_ended(self, task: asyncio.Task[None]) -> None:
+        self._watching.remove(task)
         self.task_ended()
 
     async def _judge(self) -> None:
@@ -389,21 +398,28 @@ class RolloutDriver:
         """Go on with others in the place of rejected groups, unless the round closes."""
         if self._dynamic is None or self._closing.is_set():
             return
-        if await self._dynamic.replace(self.pool) or self._flight.holds_back:
-            if not self._closing.is_set():
-                await self._flight.dispatch_more()
+        try:
+            if await self._dynamic.replace(self.pool) or self._flight.holds_back:
+                if not self._closing.is_set():
+                    await self._flight.dispatch_more()
+        except Exception as caught:  # of the dataset, or of the server
+            self.failed(caught)
 
     async def _watch_quota(self) -> None:
         """Count what is finished and rejected in all processes, until that closes the round."""
         if self._quota is None:
             return
+        replacing: asyncio.Task[None] | None = None
         try:
             while not self._closing.is_set():
                 # Often enough for the others to hear in time that the server is not silent.
                 patience = min(1.0, self._idle_timeout / 4)
-                if await self._quota.update(patience, tokens=lambda: self.pool.tokens_generated):
+                if await self._quota.update(patience, tokens=lambda: self.pool.ledger.tokens_generated):
                     self._closing.set()
-                await self._replace_rejected()
+                if replacing is None or replacing.done():
+                    # Beside this, since the rows come behind a reward function that runs, and what others tell of the
+                    # round is to be heard meanwhile.
+                    replacing = self._watched(self._replace_rejected())
         except Exception as caught:  # the store, which another process may have taken with it
             self.failed(caught)
 
@@ -411,13 +427,13 @@ class RolloutDriver:
         """Until the round closes, nothing runs any more, or the engine has been silent for too long."""
         # Not by asyncio.wait on all tasks: waiting anew at the end of each of n takes n steps.
         while not self._closing.is_set():
-            tokens, of_all = self.pool.tokens_generated, self._tokens_of_all()
+            tokens, of_all = self.pool.ledger.tokens_generated, self._tokens_of_all()
             try:
                 async with asyncio.timeout(self._idle_timeout):
                     await self._closing.wait()
             except TimeoutError:
                 # While nothing runs, it is a reward function that takes its time.
-                if not self._flight.running or self.pool.tokens_generated != tokens:
+                if not self._flight.running or self.pool.ledger.tokens_generated != tokens:
                     continue
                 # What has no token yet may wait behind the requests of other processes.
                 if self._flight.any_has_begun or self._tokens_of_all() == of_all:

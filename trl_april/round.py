@@ -11,6 +11,15 @@ from dataclasses import dataclass, field, replace
 from .types import Group
 
 
+LINGER = 0.01  # of the time that the quota took
+LINGER_AT_MOST = 1.0  # seconds
+
+
+def linger(seconds: float) -> float:
+    """How long a round goes on once its quota is met, if that took so many seconds and what runs is cut behind it."""
+    return min(LINGER * seconds, LINGER_AT_MOST)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One request of a round. Times are seconds since the round was opened.

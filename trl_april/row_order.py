@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
+from operator import length_hint
 
 from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
@@ -27,10 +28,8 @@ def make_source(trainer: GRPOTrainer, start_step: int | None = None) -> RowSourc
     if start_step is None:
         start_step = trainer.state.global_step
     quota = args.generation_batch_size // args.num_generations
-    if isinstance(trainer.train_dataset, IterableDataset):
-        rounds_per_epoch, open_epoch = None, open_stream(trainer, quota)
-    else:
-        rounds_per_epoch, open_epoch = len(trainer.train_dataset) // quota, open_permutation(trainer, quota)
+    opened = open_stream if isinstance(trainer.train_dataset, IterableDataset) else open_permutation
+    rounds_per_epoch, open_epoch = opened(trainer, quota)
     return RowSource(
         open_epoch,
         groups_per_round=quota,
@@ -109,8 +108,15 @@ def _is_between_rounds(cursor: dict[str, int], step: int, *, ahead: int) -> bool
     return micro_steps % accumulation == 0 and rest == 0 and cursor["handed_out"] == trained + ahead
 
 
-def open_permutation(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterator[Row]]:
-    """Epochs of a map-style dataset, in the order of TRL's own sampler."""
+def row_columns(trainer: GRPOTrainer) -> list[str]:
+    """The columns that rows have when they come to training."""
+    # By a row, since a transform or a collator may make others of those that are stored.
+    first = list(islice(trainer.train_dataset, 1))
+    return list(trainer._get_collator_with_removed_columns(trainer.data_collator)(first)[0]) if first else []
+
+
+def open_permutation(trainer: GRPOTrainer, quota: int) -> tuple[int, Callable[[int], Iterator[Row]]]:
+    """Epochs of a map-style dataset, in the order of TRL's own sampler, and how many rounds each of them has."""
     dataset = trainer._remove_unused_columns(trainer.train_dataset, description="Rollout")
     sampler = trainer._get_train_sampler(dataset)
     per_batch = quota * trainer.num_generations
@@ -122,16 +128,18 @@ def open_permutation(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterat
         repeated = iter(sampler)
         first = list(islice(repeated, 1))  # with it the sampler draws the permutation of this epoch
         return (
-            dataset[index]
+            trainer.data_collator([dataset[index]])[0]
             for place, index in enumerate(chain(first, repeated))
             if place % per_round < per_batch and place % trainer.num_generations == 0
         )
 
-    return open_epoch
+    # A subclass may have a sampler of its own, of another length.
+    length = length_hint(sampler, len(dataset) // quota * per_round)
+    return max(1, length // per_round), open_epoch
 
 
-def open_stream(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterator[Row]]:
-    """Epochs of an iterable dataset, shuffled as TRL shuffles it."""
+def open_stream(trainer: GRPOTrainer, quota: int) -> tuple[None, Callable[[int], Iterator[Row]]]:
+    """Epochs of an iterable dataset, shuffled as TRL shuffles it, of which nobody knows how long they are."""
     dataset = trainer.train_dataset
     if trainer.shuffle_dataset:
         dataset = dataset.shuffle(seed=trainer.args.seed)
@@ -143,7 +151,7 @@ def open_stream(trainer: GRPOTrainer, quota: int) -> Callable[[int], Iterator[Ro
         dataset.set_epoch(epoch)
         return (collate([row])[0] for row in dataset)
 
-    return open_epoch
+    return None, open_epoch
 
 
 def optimiser_steps_per_round(args: GRPOConfig) -> int:

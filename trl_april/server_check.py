@@ -95,6 +95,7 @@ def check_server(
             f"What answers at {base_url} does not answer as a vLLM server does: {error!r}. Check "
             "vllm_server_base_url, and that the server is a version of vLLM that TRL supports."
         ) from error
+    check_weight_version(session, base_url)
     if needs_logprobs:
         check_logprobs_mode(logprobs_mode, base_url)
     if max_completion_length is not None:
@@ -122,6 +123,15 @@ def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
         )
     info: dict[str, Any] = _json(response)["vllm_config"]
     return info
+
+
+def check_weight_version(session: requests.Session, base_url: str) -> None:
+    """The server must say which version its weights have."""
+    if session.get(f"{base_url}/weight_info").status_code == 404:
+        raise ServerError(
+            f"The vLLM server at {base_url} does not say which version its weights have, as before vLLM 0.27. Install "
+            "a newer one: pip install 'trl-april[vllm]' says which."
+        )
 
 
 def check_logprobs_mode(mode: str, base_url: str) -> None:

@@ -104,7 +104,12 @@ def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
 
     vLLM would say so, too, after half a minute and in a traceback of some hundred lines.
     """
-    path = Path(model).expanduser()
+    if model.startswith("~"):
+        raise ConfigError(
+            f"The model is {model!r}, and neither vLLM nor transformers knows what ~ is. Give the whole path; a shell "
+            "does so where the ~ is not quoted."
+        )
+    path = Path(model)
     if path.is_dir():
         # Of transformers, or of Mistral.
         if "--hf-config-path" in map(flag_name, vllm_args) or any(

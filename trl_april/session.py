@@ -21,7 +21,6 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .admission import Admission, GroupElsewhere, NewGroup
-from .applies import columns_of
 from .auto.auto_factor import AutoFactor
 from .auto.factor_chooser import START, FactorChooser, factors
 from .background import BackgroundLoop
@@ -38,7 +37,7 @@ from .quota import SharedQuota
 from .recovery import Recovery
 from .rollout import RolloutDriver
 from .round import Round
-from .row_order import make_source, optimiser_steps_per_round, resumed_source
+from .row_order import make_source, optimiser_steps_per_round, resumed_source, row_columns
 from .sampling import sampling_of
 from .scoring import RewardScorer
 from .stop import StopRequest
@@ -84,16 +83,19 @@ class RolloutSession:
         self._trainer = trainer
         self._processes = processes
         self.pool = make_pool(args, options)
-        make_room(math.ceil(self.pool.target / processes.count) * trainer.num_generations)
         self.scorer = RewardScorer(trainer)
         elsewhere: list[Group] = []
         if saved is None:
             self._source = make_source(trainer)
         else:
             elsewhere = self._restore(saved)
+        # Groups may be there beyond the target, of a checkpoint that was written under another one.
+        groups_here = math.ceil(max(self.pool.target, len(self.pool.roster)) / processes.count)
+        connections = make_room(groups_here * trainer.num_generations)
         will_save = args.save_strategy != SaveStrategy.NO or options.save_on_signal
         self._admission = Admission(trainer, self._source, processes, will_save=will_save)
-        self._admission.resume(self.pool, elsewhere, columns_of(trainer.train_dataset))
+        if saved is not None:
+            self._admission.resume(self.pool, elsewhere, row_columns(trainer))
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # the batches of this process, by first micro-step
         self._engine = VLLMEngine(
             trainer.vllm_generation.base_url,
@@ -139,6 +141,7 @@ class RolloutSession:
                 reuses_kv=options.resume_kv != "recompute",
                 overlaps=options.overlap_generation,
                 max_sequences=trainer.vllm_generation.facts.max_sequences,
+                max_groups=-processes.most([-(connections // trainer.num_generations) * processes.count])[0],
                 total=processes.total,
                 is_first=processes.rank == 0,
             )
@@ -164,12 +167,10 @@ class RolloutSession:
             if change is not None:
                 self.pool.over_provisioning = change.after
             self._open_round(version)
-        while not self._generate(silent=silent):
+        while not (self._generate(silent=silent) and self._may_close()):
             pass
         self.recovery.all_is_well()
         with self._loop.paused():
-            if self.quota is not None:
-                self._agree(self.quota)
             done = self.driver.take()
             self._let_go_of_trained()
             self._in_training.append((self._trainer._step, done.groups))
@@ -254,6 +255,19 @@ class RolloutSession:
         self._recover(interrupted)
         return False
 
+    def _may_close(self) -> bool:
+        """Agree on what is finished; whether that closes the round.
+
+        One that is given up closes for its number of rejected groups, as far as it is counted while it runs. That
+        groups which fall due are among those that have replaced them shows here, and then the round goes on.
+        """
+        if self.quota is not None:
+            with self._loop.paused():
+                self._agree(self.quota)
+        roster = self.pool.roster
+        is_over = len(roster.finished) == len(roster)  # whatever that is: going on would not change it
+        return self._dynamic is None or is_over or self._dynamic.may_close(self.pool)
+
     def _recover(self, interrupted: ServerError | RoundSuspended) -> None:
         """Get over what has suspended the round; every process comes here.
 
@@ -264,10 +278,10 @@ class RolloutSession:
         began = time.monotonic()
         lost = isinstance(interrupted, ServerError)
         # Of any process: the others may have waited behind its requests.
-        (progressed,) = self._processes.most([float(self.pool.tokens_generated > self._tokens_at_outage)])
+        (progressed,) = self._processes.most([float(self.pool.ledger.tokens_generated > self._tokens_at_outage)])
         if not lost or progressed:
             self.recovery.all_is_well()
-        self._tokens_at_outage = self.pool.tokens_generated
+        self._tokens_at_outage = self.pool.ledger.tokens_generated
         self.recovery.wait_for_server(interrupted if lost else None)
         self.recovery.restore_weights()
         assert self.driver.round is not None

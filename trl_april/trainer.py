@@ -18,7 +18,7 @@ import copy
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,7 +168,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         )  # fmt: skip
         self.april_enabled = stock_because is None
         self._warned_of_mask = self._warned_of_override = False
-        self._asked_for: list[Any] | None = None  # prompts of the generation batch that TRL asks for
+        self._asked_for: list[Any] | None = None  # of the generation batch that TRL asks for, see below
         self.pool: Pool | None = None
         self._session: RolloutSession | None = None
         self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
@@ -265,21 +265,27 @@ class APRILGRPOTrainer(GRPOTrainer):
             if self.april_enabled and self.log_completions:
                 self._pending_extra_logs.update(evaluation_columns(len(inputs)))
             return super()._generate_and_score_completions(inputs)
-        if self._asked_for not in (None, [row["prompt"] for row in inputs]):
+        if self._asked_for == []:
             raise ConfigError(
-                f"{type(self).__name__} changes the prompts of a generation batch, but those of partial rollouts are "
-                "rows of the dataset, which they may have been for several batches. Change them there: "
-                "train_dataset.map(...), or with_transform(...)."
+                f"{type(self).__name__} asks twice for one generation batch, and the second one would be of rows that "
+                "nobody has planned for. Use `dynamic_sampling=True` to replace groups that teach nothing."
             )
-        self._asked_for = None  # they are not asked for any more
+        if self._asked_for not in (None, _questions(inputs)):
+            raise ConfigError(
+                f"{type(self).__name__} changes the prompts or the columns of a generation batch, but those of "
+                "partial rollouts are rows of the dataset, which they may have been for several batches. Change them "
+                "there: train_dataset.map(...), or with_transform(...)."
+            )
+        self._asked_for = [] if self._asked_for else None  # it has its answer
         done = self._run_round()
+        inputs[:] = batch_rows(done.groups)  # a subclass may go on with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
         self.groups_in_training = done.groups
         self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=self._oldest_trained(done))
         try:
             with self._run_log.timing("scoring"):
-                batch = super()._generate_and_score_completions(batch_rows(done.groups))
+                batch = super()._generate_and_score_completions(inputs)
         finally:
             self.rollout_func = self.groups_in_training = None
         self._log_correction(batch, done)
@@ -290,12 +296,13 @@ class APRILGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         if self.april_enabled:
-            prompts = [row["prompt"] for row in generation_batch]
-            self._asked_for = copy.deepcopy(prompts) if self.model.training else None  # they may change in place
+            # A copy, since they may be changed in place.
+            self._asked_for = copy.deepcopy(_questions(generation_batch)) if self.model.training else None
         inputs = super()._prepare_inputs(generation_batch)
+        asked_for, self._asked_for = self._asked_for, None
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
-        if self._asked_for is not None and not self._warned_of_override:
+        if asked_for and not self._warned_of_override:
             self._warned_of_override = True
             logger.warning(
                 f"{type(self).__name__} generates training batches by itself: its _generate_and_score_completions "
@@ -311,8 +318,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # First the rollouts, then everything else: what is written last is what makes a checkpoint complete.
         if self._session is not None:
-            self._checkpoints.save_rollouts(trial)
-            if self._checkpoints.has_weights:
+            has_weights = self._checkpoints.has_weights(trial)
+            self._checkpoints.save_rollouts(trial, beside_weights=has_weights)
+            if has_weights:
                 self._checkpoints.save_state(trial)
                 return
         super()._save_checkpoint(model, trial)
@@ -478,6 +486,11 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.use_vllm = True
         self._last_loaded_step = -1
         self.vllm_generation = attached(self, self._options, self._processes)
+
+
+def _questions(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """What rows ask, and with which columns."""
+    return [(row["prompt"], sorted(row)) for row in rows]
 
 
 class _NothingToTrain(Exception):

@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from .checkpoint import SavedRollouts, load_rollouts, resolve_checkpoint
+from .checkpoint import SavedRollouts, is_complete, load_rollouts, resolve_checkpoint
 from .processes import Processes
 
 
@@ -75,22 +75,28 @@ class TrainerCheckpoints:
         rollouts, self._rollouts = self._rollouts, None
         return rollouts
 
-    def save_rollouts(self, trial: Any = None) -> None:
+    def save_rollouts(self, trial: Any = None, *, beside_weights: bool) -> None:
         """Write the rollouts into the checkpoint of the present step, before the trainer writes everything else."""
         if self._trainer.args.save_only_model:
             return  # nobody can resume from it
         folder = self._folder(self._trainer.state.global_step, trial)
-        if self._processes.rank == 0 and not self.has_weights:
+        if self._processes.rank == 0 and not beside_weights:
             # Until this save is complete, what an earlier run has left there is no checkpoint either.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         session = self._trainer._session
         assert session is not None
         session.save(folder)
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether there is a complete checkpoint of the present step, which is not to be written over."""
-        return self._step == self._trainer.state.global_step
+    def has_weights(self, trial: Any = None) -> bool:
+        """Whether there is a complete checkpoint of the present step, which is not to be written over. A collective
+        call.
+        """
+        step = self._trainer.state.global_step
+        if self._step != step:
+            return False
+        # A callback may have moved it to another place.
+        gone = self._processes.rank == 0 and not is_complete(self._folder(step, trial))
+        return not any(self._processes.most([float(gone)]))
 
     def save_state(self, trial: Any = None) -> None:
         """Write what the trainer has noted since the checkpoint of the present step was written."""
@@ -114,8 +120,8 @@ class TrainerCheckpoints:
     def save_now(self) -> None:
         """Write a checkpoint in the middle of a step: the weights at its beginning, and all that is generated."""
         trainer = self._trainer
-        if self.has_weights:
-            self.save_rollouts()  # the weights are in it already
+        if self.has_weights():
+            self.save_rollouts(beside_weights=True)
         else:
             trainer._save_checkpoint(trainer.model, trial=None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)

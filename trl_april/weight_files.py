@@ -1,7 +1,8 @@
 """The files that weights travel in: safetensors in a folder of their own.
 
-The invariant owned here: no more than a shard is held in memory beside the model, and no folder is left behind; that
-of a process which was killed goes when the next one begins to write.
+The invariant owned here: no more than a shard is held in memory beside the model, and no folder is left behind in
+shared memory; that of a process which was killed goes when the next one begins to write. In a folder that was chosen
+it stays: other hosts may write there, whose locks are not always seen.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def weight_folder(parent: str | None) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or shared_memory()))
     try:
         if parent is not None:
-            folder.chmod(0o755)  # a shared folder is for a server that may run as another user
+            folder.chmod(0o755)  # a folder that was chosen is for a server that may run as another user
         with nullcontext() if parent is not None else _locked(folder):
             yield folder
     finally:
@@ -89,7 +90,8 @@ def write_weights(params: Iterator[tuple[str, torch.Tensor]], folder: Path) -> N
     written = 0
     for number, shard in enumerate(shards(_copies(params), SHARD_BYTES)):
         try:
-            save_file(shard, folder / f"model-{number:05d}.safetensors")
+            save_file(shard, path := folder / f"model-{number:05d}.safetensors")
+            path.chmod(0o644)  # safetensors keeps it to this user; who may come here, the folder says
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(folder).free
             raise WeightSyncError(

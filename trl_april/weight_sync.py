@@ -294,7 +294,10 @@ class ServerGeneration(VLLMGeneration):
         if not self.is_alive():
             raise ServerError(f"The vLLM server at {self.base_url} does not answer.")
         # A sync of which the last answers were lost has changed its version all the same.
-        if self._stamp is None or self._reported_version() in (self._stamp, self._sent):
+        if self._stamp is None:
+            self._stamp = self._sent = ""  # as below: the server of a first sync that fails may be another one by then
+            return
+        if self._reported_version() in (self._stamp, self._sent):
             return
         logger.warning(
             "The vLLM server at %s has been started anew, or somebody else has changed its weights. It gets those of "

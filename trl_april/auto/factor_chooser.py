@@ -62,15 +62,18 @@ class Change(NamedTuple):
         )
 
 
-def factors(quota: int, max_staleness: int | None, versions_per_round: int = 1) -> list[float]:
+def factors(
+    quota: int, max_staleness: int | None, versions_per_round: int = 1, max_groups: float = math.inf
+) -> list[float]:
     """The factors that can be chosen, ascending.
 
     Those above the staleness bound are left out under every policy: where it is no guarantee, tokens older than it are
-    masked or unwelcome. Of factors that come to the same number of groups, the highest stays.
+    masked or unwelcome. So are those that would have more groups in flight than may be. Of factors that come to the
+    same number of groups, the highest stays.
     """
     most = CANDIDATES[-1] if max_staleness is None else max_staleness // versions_per_round + 1
     by_target = {math.ceil(factor * quota - 1e-9): factor for factor in CANDIDATES if factor <= most}
-    return list(by_target.values())
+    return [factor for target, factor in by_target.items() if target <= max_groups]
 
 
 class FactorChooser:
@@ -96,6 +99,8 @@ class FactorChooser:
             Whether requests go on while the trainer trains.
         max_sequences (`int`, *optional*):
             Requests that the server decodes at once, if that is known; more wait, and gain nothing.
+        max_groups (`float`, *optional*, defaults to infinity):
+            Groups that may be in flight at once; those of its quota are taken to be fewer.
         total (`Callable[[Sequence[float]], list[float]]`, *optional*):
             Adds values up over all processes. By default there is one.
         is_first (`bool`, *optional*, defaults to `True`):
@@ -111,6 +116,7 @@ class FactorChooser:
         reuses_kv: bool = False,
         overlaps: bool = False,
         max_sequences: int | None = None,
+        max_groups: float = math.inf,
         total: Reduction = list,
         is_first: bool = True,
     ) -> None:
@@ -120,7 +126,7 @@ class FactorChooser:
         self._reuses_kv, self._overlaps = reuses_kv, overlaps
         self._keeps = False  # whether requests ran on from one round into the next; a server may not let them
         self._total, self._is_first = total, is_first
-        self.candidates = factors(roster.quota, roster.max_staleness, roster.versions_per_round)
+        self.candidates = factors(roster.quota, roster.max_staleness, roster.versions_per_round, max_groups)
         needed = max(min(START, self.candidates[-1]), len(roster) / roster.quota)
         self.factor = next((factor for factor in self.candidates if factor >= needed), self.candidates[-1])
         # Of many groups, every so manyth: what is remembered and sent stays small.

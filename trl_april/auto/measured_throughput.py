@@ -3,13 +3,17 @@
 What [`~trl_april.auto.throughput_model`] does not know of may slow all factors down alike. And what it believes of the
 server at more or fewer requests in flight may be wrong: that shows under a factor which has been tried.
 
-The invariant owned here: a factor is credited only with rounds that follow another one under it.
+Where lengths are even, groups end together, and a pool of factor 3 generates in every third round only. So rounds
+count by as many as such a pattern has.
+
+The invariant owned here: a factor is credited only with rounds that follow another one under it, and only with whole
+patterns.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -25,6 +29,7 @@ class MeasuredThroughput:
     def __init__(self) -> None:
         self._by_factor: dict[float, _Rounds] = {}
         self._ran_with = 0.0  # the factor of the round before
+        self._pattern = _Rounds()  # under it, until it is whole
 
     def __getitem__(self, factor: float) -> float:
         """What rounds under this factor came to; 0 where there were none."""
@@ -37,11 +42,13 @@ class MeasuredThroughput:
         """
         for rounds in self._by_factor.values():
             rounds.fade()
-        if counts and factor == self._ran_with:
-            rounds = self._by_factor.setdefault(factor, _Rounds())
-            rounds.tokens += tokens
-            rounds.seconds += seconds
-            rounds.number += 1
+        if not counts or factor != self._ran_with:
+            self._pattern = _Rounds()
+        else:
+            self._pattern.add(tokens, seconds, 1.0)
+            if self._pattern.number >= math.ceil(factor):
+                self._by_factor.setdefault(factor, _Rounds()).add(*astuple(self._pattern))
+                self._pattern = _Rounds()
         self._ran_with = factor
 
     def scale(self, predicted: dict[float, float]) -> dict[float, float]:
@@ -68,6 +75,11 @@ class _Rounds:
     tokens: float = 0.0
     seconds: float = 0.0
     number: float = 0.0
+
+    def add(self, tokens: float, seconds: float, number: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+        self.number += number
 
     def fade(self) -> None:
         self.tokens *= KEPT

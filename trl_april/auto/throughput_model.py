@@ -6,7 +6,8 @@ tokens and no requests, only three facts about a round:
 - Requests are all sent when the round opens, and one decode step gives every running sample one token. So all of them
   share a token clock, and a sample with r tokens left ends at r on it; later by as much as it has to wait for a place.
 - A round closes at one point of that clock: where the last of its requirements is reached (those of
-  [`~trl_april.roster.Roster.requirements`]: the quota, and the groups that fall due).
+  [`~trl_april.roster.Roster.requirements`]: the quota, and the groups that fall due), and, without overlap, a moment
+  later.
 - A step takes as long as the number of running samples says, so the seconds up to that point are a sum over the
   endings before it. Nothing is done per token.
 
@@ -29,6 +30,8 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
+
+from ..round import linger
 
 
 # More samples per quota than this are modelled by fewer, each of which stands for several.
@@ -167,11 +170,12 @@ class ModelledRounds:
             added = self._add(self._target - self.outstanding)
             runs = self._runs()
             until = self._closes_at(runs)
-            seconds = (
-                self._opening(added if self._work.keeps else self._groups)
-                + float(np.interp(until, runs.clock, runs.seconds))
-                + self._work.overhead_seconds
-            )
+            opening = self._opening(added if self._work.keeps else self._groups)
+            seconds = float(np.interp(until, runs.clock, runs.seconds))
+            if not self._work.overlaps and until < runs.clock[-1]:
+                seconds += linger(opening + seconds)
+                until = float(np.interp(seconds, runs.seconds, runs.clock))
+            seconds += opening + self._work.overhead_seconds
             generated = self._generate(runs, until)
         delivered = self._deliver()
         if self._work.overlaps:

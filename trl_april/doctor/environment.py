@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..open_files import MOST
 from ..server_command import usable_cores, vllm_platform
 from . import probe
 from .finding import Finding, Mark
@@ -144,13 +145,16 @@ def check_sync_folder(folder: str, *, is_default: bool, needed: int | None) -> F
 
 
 def check_open_files() -> Finding:
-    """Whether every request in flight can have its connection."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
+    """Whether every request in flight can have its connection, with the limit that training raises for itself."""
+    soft, hard = (
+        sys.maxsize if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    limit = max(soft, min(hard, MOST))
     if limit >= MANY_OPEN_FILES:
         return Finding(Mark.OK, "no limit" if limit == sys.maxsize else f"{limit} allowed")
     return Finding(
         Mark.FAIL if limit < FEW_OPEN_FILES else Mark.WARN,
         f"{limit} allowed, and every request in flight needs a connection",
-        "ulimit -n 65536 before training, unless over_provisioning x generation_batch_size stays well below",
+        "raise the hard limit (ulimit -Hn 65536), unless over_provisioning x generation_batch_size stays well below",
     )

@@ -126,8 +126,10 @@ def summarise(run: Run) -> Summary:
         trained_per_second=None if trained is None or seconds is None else trained / seconds,
         carried=_mean(rounds, "carried_fraction", weight="trained_tokens"),
         staleness_mean=staleness,
+        # What `Trainer` logs are means over several steps.
         staleness_max=max(
-            (one.metrics["staleness_max"] for one in rounds if "staleness_max" in one.metrics), default=None
+            (one.metrics["staleness_max"] for one in rounds if run.has_log and "staleness_max" in one.metrics),
+            default=None,
         ),
         at_bound=_at_bound(ages, run.options.get("max_staleness")),
         lengths=_lengths(rounds, run.options.get("max_completion_length")),
