@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.
 
 # So many in one run are asked of us; the others are for those who want to be sure.
 KILLS = int(os.environ.get("TRL_APRIL_KILLS", "2"))
-LENGTH = 300  # tokens of every completion: a round of them lasts long enough to be interrupted
+LENGTH = 400  # tokens of every completion: a round of them lasts long enough to be interrupted
 FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
 
 
@@ -106,7 +106,7 @@ class KilledServerTrainer(RecordingTrainer):
         self.server.revive()
 
 
-def wait_for_tokens(trainer: RecordingTrainer, tokens: int = 2000) -> None:
+def wait_for_tokens(trainer: RecordingTrainer, tokens: int = 500) -> None:
     """Until the round that begins now has so many of its own."""
     before = trainer.pool.ledger.tokens_generated
     while trainer.pool.ledger.tokens_generated < before + tokens:

@@ -270,7 +270,7 @@ class TestStaleness:
     def test_auto_without_a_limit_of_the_completions(self, server, tiny_model_dir, tmp_path, monkeypatch):
         """It is the server's context then. And for the connections of all that may be in flight there is room."""
         room = []
-        monkeypatch.setattr("trl_april.session.make_room", room.append)
+        monkeypatch.setattr("trl_april.session.make_room", lambda connections: room.append(connections) or 10**6)
         trainer = make_trainer(
             server, tiny_model_dir, tmp_path, over_provisioning="auto", max_completion_length=None, max_steps=5
         )
