@@ -15,6 +15,20 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 NUMS_PROCESSES = (1, 2, 4)
 TABLE = {"log_completions": True, "num_completions_to_print": 0}
+# No row teaches anything.
+HOPELESS = {
+    "name": "hopeless",
+    "kind": "train_dynamically",
+    "batch": 16,
+    "every": 1000,
+    "rows": 90,
+    "options": {
+        "max_steps": 2,
+        "dynamic_sampling": True,
+        "max_rejected_groups_per_round": 8,
+        "max_completion_length": 8,
+    },
+}
 RUNS = [
     # 24 rows in batches of 4 groups of 4 samples, two epochs.
     {"name": "plain", "kind": "train", "options": {"num_train_epochs": 2, "max_steps": -1, **TABLE}},
@@ -48,35 +62,9 @@ RUNS = [
         "rows": 90,
         "options": {"max_steps": 6, "dynamic_sampling": True, "max_completion_length": 24, **TABLE},
     },
-    # No row teaches anything.
-    {
-        "name": "hopeless",
-        "kind": "train_dynamically",
-        "batch": 16,
-        "every": 1000,
-        "rows": 90,
-        "options": {
-            "max_steps": 2,
-            "dynamic_sampling": True,
-            "max_rejected_groups_per_round": 8,
-            "max_completion_length": 8,
-        },
-    },
-    {
-        # Of the groups that replace what is rejected, some fall due in this round.
-        "name": "hopeless and due",
-        "kind": "train_dynamically",
-        "batch": 16,
-        "every": 1000,
-        "rows": 90,
-        "options": {
-            "max_steps": 2,
-            "max_staleness": 1,
-            "dynamic_sampling": True,
-            "max_rejected_groups_per_round": 8,
-            "max_completion_length": 8,
-        },
-    },
+    HOPELESS,
+    # Of the groups that replace what is rejected, some fall due in this round.
+    {**HOPELESS, "name": "hopeless and due", "options": {**HOPELESS["options"], "max_staleness": 1}},
 ]
 
 
