@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextvars import ContextVar
 from itertools import count
 
 import pytest
@@ -147,6 +148,31 @@ def run(arena: Arena, rounds: int = 1) -> Round:
 
 def ids(groups) -> list[int]:
     return [group.group_id for group in groups]
+
+
+def test_reward_functions_run_in_the_context_of_who_trains():
+    """trackio keeps its run there, and TRL logs to it how long a reward function took."""
+    run_of_tracker = ContextVar("run", default="none")
+    seen = []
+
+    def score(groups):
+        seen.append(run_of_tracker.get())
+        return [TestPool.SCORE for _ in groups]
+
+    def replace(number):
+        seen.append(run_of_tracker.get())
+        return []
+
+    pool = TestPool().pool()
+    (first, second) = TestPool().finish(pool, 0, 1)
+    dynamic = DynamicSampling(score, lambda score: False, replace, max_rejected=9)
+    run_of_tracker.set("mine")
+    try:
+        assert asyncio.run(dynamic.judge(pool))
+        asyncio.run(dynamic.replace(pool))
+    finally:
+        dynamic.close()
+    assert seen == ["mine", "mine"]
 
 
 class TestVerdicts:

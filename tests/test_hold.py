@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scripted_engine import Attempt, Break, End, ScriptedEngine, Silence, Tokens, natural, simulate
+from tests.scripted_engine import Attempt, Break, End, ScriptedEngine, Silence, Tokens, key_of, natural, simulate
 from tests.test_overlap import overlapping
 from tests.test_rollout import admit, assert_at_rest, ids, make_pool
 from trl_april.config import AprilOptions
@@ -133,6 +133,7 @@ class TestDriver:
             first = await driver.run_round()
             await asyncio.sleep(seconds + 0.5)  # not in the instant of a token
             await driver.stop_asking()
+            await driver.cut_waiting()
             await driver.hold(1)
             if between is not None:
                 await between(driver)
@@ -169,6 +170,22 @@ class TestDriver:
         assert segments == [(0, 8 + ahead), (1, 16 - ahead)]
         (span,) = second.spans
         assert (span.held, span.tokens) == (8 + ahead, 16 - ahead)
+
+    def test_what_waits_for_a_place_does_not_wait_on_a_paused_server(self):
+        """It would come before the canary there, behind what runs."""
+        pool = make_pool(1, outstanding=3)
+        admit(pool, 0, 1, 2)
+        waits = [Attempt([Tokens(1, 100.0), End()]), natural(4)]
+        engine = ScriptedEngine({(0, 0): natural(3), (2, 0): waits}, default=natural(20))
+
+        async def between(driver):
+            assert [key_of(request_id) for request_id in engine.live] == [(1, 0)]
+
+        _, second = self.run(engine, pool, between=between)
+        assert [[key_of(request_id) for request_id in abort] for abort in engine.aborts] == [[(2, 0)]]
+        (waited,) = [group for group in [*second.groups, *pool] if group.group_id == 2]
+        assert {segment.version for segment in waited.samples[0].segments} == {1}
+        assert len(engine.requests_of(1)) == 1
 
     def test_it_lives_through_several_syncs(self):
         pool = make_pool(1)

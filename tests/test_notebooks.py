@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import os
 import re
@@ -12,6 +13,9 @@ import nbformat
 import psutil
 import pytest
 from nbclient import NotebookClient
+
+from trl_april import APRILGRPOConfig
+from trl_april.row_order import optimiser_steps_per_round
 
 
 ROOT = Path(__file__).parent.parent
@@ -103,3 +107,8 @@ def test_long_tail(tmp_path):
     recommended = done.printed[done.printed.index("APRILGRPOConfig(\n") :]
     assert re.search(r"^    over_provisioning=(1\.0|1\.5|2\.0|3\.0),$", recommended, re.MULTILINE)
     assert "    max_staleness=5,\n" in recommended
+    # Trained with them, the factor stays as it was simulated.
+    (call,) = ast.parse(recommended.strip()).body
+    settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}
+    args = APRILGRPOConfig(str(tmp_path), bf16=False, **settings)
+    assert optimiser_steps_per_round(args) == 1

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, TrainerCallback
 from tests.test_outages import check_logprobs
 from tests.test_resume import SAVED, assert_continued, numbers, saved_groups
 from tests.test_trainer import make_trainer, rows_of, running_requests, wait_until_idle
+from trl_april.rollout import RolloutDriver
+from trl_april.session import RolloutSession
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
@@ -113,6 +115,32 @@ class TestOverlap:
         assert len(before + resumed.trained_groups) == 40
         assert set(numbers(before + resumed.trained_groups).values()) == {1}
         assert len(resumed.pool) == 0
+
+    def test_nothing_ends_between_agreeing_on_a_round_and_taking_it(
+        self, server, tiny_model_dir, tmp_path, monkeypatch
+    ):
+        """What ended there would be finished in one process only, and perhaps older than what the others deliver."""
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, overlap_generation=True, max_steps=2)
+        may_close, take, passed = RolloutSession._may_close, RolloutDriver.take, []
+
+        def agree(session):
+            session._loop.call(lambda: passed.append(True))
+            return may_close(session)
+
+        def take_then(driver):
+            assert not passed
+            return take(driver)
+
+        def begin(session, version):
+            passed.clear()
+            return open_round(session, version)
+
+        open_round = RolloutSession._open_round
+        monkeypatch.setattr(RolloutSession, "_may_close", agree)
+        monkeypatch.setattr(RolloutSession, "_open_round", begin)
+        monkeypatch.setattr(RolloutDriver, "take", take_then)
+        trainer.train()
+        assert passed and len(trainer.rounds) == 2
 
     def test_several_rounds_in_a_step_share_their_requests(self, server, tiny_model_dir, tmp_path):
         """Without a sync in between, nothing is cut."""

@@ -58,6 +58,16 @@ def test_a_constant_step_makes_a_synchronous_round_as_long_as_its_longest_comple
     assert result.trained_tokens == sum(sum(batch) for batch in lengths[2:])
 
 
+def test_a_batch_of_several_updates_ages_what_waits_by_as_many_versions():
+    one = run(scenario(max_staleness=3), Mode.KEEP, 2.0)
+    four = run(scenario(max_staleness=12, updates_per_batch=4), Mode.KEEP, 2.0)
+    assert four.seconds == one.seconds and four.trained_tokens == one.trained_tokens
+    assert four.staleness == {4 * age: share for age, share in one.staleness.items()}
+    grid = simulate_grid(scenario(max_staleness=5, updates_per_batch=4), [Mode.ABORT], [2.0, 3.0])
+    assert [result.factor for result in grid.results] == [1.0, 2.0]
+    assert "up to 4 policy version(s) per round" in grid.left_out[0]
+
+
 def test_more_servers_are_so_many_times_as_many_tokens():
     """Equal lengths: every server has its share of the groups and is as fast as one alone with it."""
     one = run(without_latency(lengths=Lognormal(200, 0.0, 8, 3500)), Mode.SYNCHRONOUS, 1)

@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.tiny import build_tokenizer
 from trl_april import LocalServer, host_gpus, server_check, weight_files, weight_sync
@@ -265,6 +266,60 @@ class TestChoice:
         monkeypatch.setattr(generation.vllm_client, "init_communicator", lambda device: calls.append("init"))
         generation._init_communicator()
         assert calls == ["close", "init"]
+
+
+@pytest.mark.server
+class TestNccl:
+    """What can be tested of it without GPUs."""
+
+    @pytest.fixture
+    def generation(self, server, trainer):
+        generation = trainer.connect(server)
+        generation.weight_sync = "nccl"
+        return generation
+
+    @pytest.mark.parametrize("sent", [0, 2])
+    def test_parameters_are_gathered_to_the_end_though_the_server_goes_away(
+        self, generation, trainer, monkeypatch, sent
+    ):
+        """Which takes all processes, and the others do not know."""
+        gathered, named = [], VLLMGeneration._iter_named_params
+
+        def noted(self):
+            gathered.append([])
+            for name, param in named(self):
+                gathered[-1].append(name)
+                yield name, param
+
+        def update(metadata, params):
+            for _ in range(sent):
+                next(params)
+            raise requests.ConnectionError("The server has gone away.")
+
+        monkeypatch.setattr(VLLMGeneration, "_iter_named_params", noted)
+        monkeypatch.setattr(generation.vllm_client, "update_named_params", update)
+        with pytest.raises(ServerError, match="has gone away"):
+            generation.sync_weights()
+        everything = [name for name, _ in trainer.model.named_parameters()]
+        assert gathered == [everything, everything]  # TRL asks what they are called first
+
+    @pytest.mark.parametrize(("status", "error"), [(503, ServerError), (500, WeightSyncError)])
+    def test_an_answer_has_a_time_and_a_name(self, generation, monkeypatch, status, error):
+        client, asked = generation.vllm_client, []
+
+        def post(url, **kwargs):
+            asked.append((url, kwargs.get("timeout")))
+            response = requests.Response()
+            response.status_code, response._content = status, b"no"
+            return response
+
+        monkeypatch.setattr(client.session, "post", post)
+        with pytest.raises(error, match=f"{status} to .*/update_weights .*no"):
+            client._post(f"{client.base_url}/update_weights", json={})
+        assert asked == [(f"{client.base_url}/update_weights", 10 * generation.server_timeout)]
+        with pytest.raises(Exception, match="Request failed"):  # TRL's
+            client._post(f"{client.base_url}/v1/completions", json={})
+        assert asked[-1][1] is None  # completions take as long as they take
 
 
 def test_gpus_of_a_host_are_counted_by_their_drivers(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ The invariant owned here: what cannot be trained with is said before a model is 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -67,6 +67,12 @@ def without_effect(args: GRPOConfig) -> str:
     options = AprilOptions.of(args)
     ignored = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
     said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
+    default = GRPOConfig.__dataclass_fields__["vllm_importance_sampling_mode"].default
+    if args.use_vllm and args.vllm_importance_sampling_mode != default:
+        said += (
+            f" vllm_importance_sampling_mode stays {args.vllm_importance_sampling_mode!r}; TRL's default is "
+            f"{default!r}."
+        )
     if args.use_vllm and args.vllm_mode == "server":
         said += (
             " Stock GRPO needs a vLLM server with GPUs of its own and without an API key. Where there is none, set "
@@ -233,7 +239,10 @@ def _has_images(dataset: Dataset | IterableDataset) -> bool:
     if not _parts(first):
         return False
     # Contents have parts, and those of any prompt may be images. A stream is believed by its first.
-    rows = dataset if isinstance(dataset, Dataset) else [first]
+    rows: Iterable[dict[str, Any]] = [first]
+    if isinstance(dataset, Dataset):
+        # Reading other columns takes as long again, or longer; but a transform may need them.
+        rows = dataset if dataset.format["type"] == "custom" else dataset.select_columns(["prompt"])
     return any(part.get("type") == "image" for row in rows for part in _parts(row))
 
 

@@ -30,8 +30,8 @@ class APRILGRPOConfig(GRPOConfig):
 
     `loss_type="gspo"` is accepted beside all of TRL's loss types. It stands for TRL's `"grpo"` with
     `importance_sampling_level="sequence"` and the clip range of the GSPO paper
-    (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless `epsilon` is
-    another than TRL's 0.2 or `epsilon_high` is set.
+    (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, each if it was not
+    set. An `epsilon` of 0.2, TRL's default, counts as not set; with another, `epsilon_high` follows it as in TRL.
     `loss_type="dapo"` keeps TRL's meaning, the aggregation; `scripts/recipes/dapo.yaml` spells out the rest of DAPO.
 
     Parameters:

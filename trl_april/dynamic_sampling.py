@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Protocol
 
 from .pool import Pool
@@ -84,7 +85,8 @@ class DynamicSampling:
             groups = pool.unscored()
             if not groups:
                 return False
-            self._scoring = groups, self._thread.submit(self._score, groups)
+            # Trackio keeps its run in a context, which threads do not inherit; TRL logs to it what a reward took.
+            self._scoring = groups, self._thread.submit(copy_context().run, self._score, groups)
         groups, call = self._scoring
         # If the round closes meanwhile, the call goes on and the next round finds it here.
         scores = await asyncio.shield(asyncio.wrap_future(call))
@@ -127,7 +129,7 @@ class DynamicSampling:
         if missing <= 0 or self._given_up(pool):
             return False
         self.replaced += missing
-        call = self._thread.submit(self._replace, missing)
+        call = self._thread.submit(copy_context().run, self._replace, missing)
         try:
             groups = await asyncio.wrap_future(call)
         except asyncio.CancelledError:

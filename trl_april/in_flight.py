@@ -191,6 +191,16 @@ class InFlight:
         self._ending.set()
         await self._end(self._tasks, lambda: list(self.running))
 
+    async def cut_waiting(self) -> None:
+        """Abort those of which no token has arrived, and let the others run on. Nothing is asked for meanwhile.
+
+        Raises:
+            ServerError: As [`~InFlight.cut`].
+        """
+        waiting = {name: request for name, request in self.running.items() if not request.has_begun}
+        tasks = [self._asked[id(request.sample)] for request in waiting.values() if id(request.sample) in self._asked]
+        await self._end(tasks, lambda: [name for name in waiting if name in self.running])
+
     async def hold(self, version: int) -> None:
         """Let what runs live through a weight sync: note behind which of its tokens it is of `version`.
 

@@ -234,6 +234,17 @@ class RolloutDriver:
         """Send no more requests until the next round is opened. What runs goes on."""
         self._flight.stop_asking()
 
+    async def cut_waiting(self) -> None:
+        """Abort those requests of which no token has arrived, once no more are sent.
+
+        They wait for a place on the server, perhaps, and what is asked for behind a weight sync to see whether the
+        weights have arrived would wait behind all of them.
+        """
+        try:
+            await self._flight.cut_waiting()
+        except ServerError as error:
+            self.failed(error)
+
     async def hold(self, version: int) -> None:
         """Let what runs live through the weight sync that follows, on an engine that stands still.
 

@@ -13,15 +13,17 @@ from typing import Any
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from .errors import ServerError
+from .errors import ServerError, WeightSyncError
 from .server_address import remedy_for_address
-from .server_session import ask_directly
+from .server_session import LATER, LOAD_PATIENCE, ask_directly
 
 
 logger = logging.getLogger(__name__)
 
 # Seconds for an answer that needs no work.
 ANSWER_SECONDS = 10.0
+# Of a sync, all of it. What else is posted are completions, which take as long as they take.
+SYNC_PATHS = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache")
 
 
 class ServerClient(VLLMClient):
@@ -32,6 +34,8 @@ class ServerClient(VLLMClient):
             Key of the server.
         keeps_cache (`bool`):
             Whether a reset of the prefix cache does nothing.
+        connection_timeout (`float`):
+            Seconds to wait for a server that is not ready. In a weight sync an answer may take ten times as long.
         args, kwargs:
             As for TRL's `VLLMClient`.
 
@@ -39,11 +43,14 @@ class ServerClient(VLLMClient):
         ServerError: If no server that is ready answers in time, or at once if the address is one of OpenAI's API.
     """
 
-    def __init__(self, *args: Any, api_key: str | None, keeps_cache: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, api_key: str | None, keeps_cache: bool, connection_timeout: float, **kwargs: Any
+    ) -> None:
         self._api_key = api_key
         self._keeps_cache = keeps_cache
+        self._sync_seconds = LOAD_PATIENCE * connection_timeout
         self.weights_have_changed()
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, connection_timeout=connection_timeout, **kwargs)
 
     def generate(self, *args: Any, generation_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         # Evaluation must not find blocks of older weights, even if the cache was not reset.
@@ -56,7 +63,16 @@ class ServerClient(VLLMClient):
         if isinstance(body, dict) and "cache_salt" in (body.get("sampling_params") or {}):
             params = dict(body["sampling_params"])  # all requests have the same
             kwargs["json"] = {**body, "cache_salt": params.pop("cache_salt"), "sampling_params": params}
-        return super()._post(url, **kwargs)
+        if not url.endswith(SYNC_PATHS):
+            return super()._post(url, **kwargs)
+        # TRL's waits for ever, and raises a bare Exception for an answer that a server may give while it restarts.
+        response = self.session.post(url, **{"timeout": self._sync_seconds, **kwargs})
+        if response.status_code != 200:
+            raise (ServerError if response.status_code in LATER else WeightSyncError)(
+                f"The vLLM server answered {response.status_code} to {url} in the weight sync: {response.text[:500]} "
+                "Its log says more."
+            )
+        return response.json()
 
     def weights_have_changed(self) -> None:
         """What was cached so far is not to be found any more."""

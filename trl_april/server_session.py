@@ -15,6 +15,10 @@ import requests
 LATER = (429, 502, 503, 504)
 
 
+# Loading weights may take so many times as long as another answer.
+LOAD_PATIENCE = 10
+
+
 class TimedRequests(requests.Session):
     """A session whose requests all have a time-out, so that no server keeps anybody waiting for ever.
 

@@ -22,7 +22,7 @@ from trl import GRPOConfig
 
 from .admission import Admission, GroupElsewhere, NewGroup
 from .auto.auto_factor import AutoFactor
-from .auto.factor_chooser import START, FactorChooser, factors
+from .auto.factor_chooser import START, FactorChooser
 from .background import BackgroundLoop
 from .checkpoint import SavedRollouts, save_rollouts
 from .config import AprilOptions
@@ -167,17 +167,15 @@ class RolloutSession:
             if change is not None:
                 self.pool.over_provisioning = change.after
             self._open_round(version)
-        while not (self._generate(silent=silent) and self._may_close()):
-            pass
+        done = None
+        while done is None:
+            if self._generate(silent=silent):
+                # In one standstill: what ends after the processes have agreed has ended in this one only.
+                with self._loop.paused():
+                    done = self._take() if self._may_close() else None
         self.recovery.all_is_well()
-        with self._loop.paused():
-            done = self.driver.take()
-            self._let_go_of_trained()
-            self._in_training.append((self._trainer._step, done.groups))
-            if self._auto_factor is not None:
-                self._auto_factor.observe(done)
-            batch, row_of = self.pool.roster.delivered, self._admission.row_of
-            rejected = list(self.pool.roster.rejected)
+        batch, row_of = self.pool.roster.delivered, self._admission.row_of
+        rejected = list(self.pool.roster.rejected)
         done.groups = self._processes.deal(done.groups, batch, row_of, self._trainer.num_generations)
         self._admission.let_go([*batch, *rejected])
         self._account_for_rejected()
@@ -185,6 +183,15 @@ class RolloutSession:
             self._go_on()
         if self._auto_factor is not None:
             self._auto_factor.predict()
+        return done
+
+    def _take(self) -> Round:
+        """The round, with the groups that this process delivers."""
+        done = self.driver.take()
+        self._let_go_of_trained()
+        self._in_training.append((self._trainer._step, done.groups))
+        if self._auto_factor is not None:
+            self._auto_factor.observe(done)
         return done
 
     def _open_round(self, version: int) -> None:
@@ -224,6 +231,7 @@ class RolloutSession:
     def _pause(self) -> bool:
         """Let the server stand still, if anything runs on it and nothing more is sent; whether it does."""
         self._loop.run(self.driver.stop_asking())
+        self._loop.run(self.driver.cut_waiting(), poll=self._processes.check)
         (running,) = self._processes.most([float(self.driver.in_flight)])  # none sends any more behind this
         return running > 0 and self._trainer.vllm_generation.pause()
 
@@ -262,8 +270,7 @@ class RolloutSession:
         groups which fall due are among those that have replaced them shows here, and then the round goes on.
         """
         if self.quota is not None:
-            with self._loop.paused():
-                self._agree(self.quota)
+            self._agree(self.quota)
         roster = self.pool.roster
         is_over = len(roster.finished) == len(roster)  # whatever that is: going on would not change it
         return self._dynamic is None or is_over or self._dynamic.may_close(self.pool)
@@ -403,22 +410,22 @@ class RolloutSession:
 def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:
     """The pool that a training run with these arguments needs."""
     versions_per_round = optimiser_steps_per_round(args)
-    if isinstance(options.over_provisioning, str):  # "auto"
-        quota = args.generation_batch_size // args.num_generations
-        over_provisioning = min(START, factors(quota, options.max_staleness, versions_per_round)[-1])
-    else:
-        over_provisioning = options.over_provisioning
-    if options.staleness_policy == "wait" and options.max_staleness is not None:
+    is_auto = isinstance(options.over_provisioning, str)  # which keeps to the bound under every policy
+    over_provisioning = START if isinstance(options.over_provisioning, str) else options.over_provisioning
+    if options.max_staleness is not None and (is_auto or options.staleness_policy == "wait"):
         # A round of several optimiser steps ages what waits by as many versions.
         most = options.max_staleness // versions_per_round + 1
         if over_provisioning > most:
-            logger.warning(
-                f"over_provisioning is lowered from {over_provisioning} to {most}"
-                f"{', which is synchronous training' if most == 1 else ''}: a generation batch is trained "
-                f"for {versions_per_round} optimiser steps, so with max_staleness={options.max_staleness} a group "
-                f"can wait {most - 1} rounds. Set max_staleness to "
-                f"{math.ceil(over_provisioning - 1) * versions_per_round} or more, or None, to keep it."
-            )
+            # "auto" has no factor that would have to be lowered, but may be left without any to choose.
+            if not is_auto or most == 1 < versions_per_round:
+                what = "is 'auto' and stays" if is_auto else f"is lowered from {over_provisioning} to"
+                logger.warning(
+                    f"over_provisioning {what} {most}{', which is synchronous training' if most == 1 else ''}: a "
+                    f"generation batch is trained for {versions_per_round} optimiser steps, so with "
+                    f"max_staleness={options.max_staleness} a group can wait {most - 1} rounds. Set max_staleness to "
+                    f"{math.ceil(over_provisioning - 1) * versions_per_round} or more for a factor of "
+                    f"{over_provisioning:g}; None, or null in YAML, lifts the bound."
+                )
             over_provisioning = most
     return Pool(
         args.generation_batch_size // args.num_generations,

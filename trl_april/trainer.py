@@ -77,9 +77,10 @@ class APRILGRPOTrainer(GRPOTrainer):
     pool of groups on a vLLM server. Arguments, dataset order, evaluation, rewards, advantages, loss, callbacks and
     logs are inherited; the log gains keys with the prefix `april/`.
 
-    APRIL is on exactly when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
+    APRIL is on when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
     `environment_factory`, `rollout_func` or images, and unless a subclass overrides `_generate`,
-    `_generate_single_turn` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO and says so once.
+    `_generate_single_turn` or `get_train_dataloader`; several processes need a `torch.distributed` group. Otherwise
+    the trainer runs stock GRPO and says so once.
 
     What each round took and came to is written into `april_rounds.jsonl` in `output_dir`; `trl-april report` shows it.
 

@@ -29,15 +29,13 @@ from .processes import Processes
 from .server_check import ServerFacts, check_server
 from .server_client import ANSWER_SECONDS, ServerClient
 from .server_pause import ServerPause
-from .server_session import LATER, TimedRequests
+from .server_session import LATER, LOAD_PATIENCE, TimedRequests
 from .weight_files import weight_folder, write_weights
 from .weight_transport import choose_transport
 
 
 logger = logging.getLogger(__name__)
 
-# Loading may take so many times as long as another answer.
-LOAD_PATIENCE = 10
 _REMEDY = (
     "Its log says more. With weight_sync='filesystem' it must see the files under the same path: set weight_sync_dir "
     "to a shared folder if it runs on another host."
@@ -110,6 +108,7 @@ class ServerGeneration(VLLMGeneration):
         self.sync_seconds = 0.0
         self._stamp: str | None = None  # the server's weight version, if it is the server that was synced last
         self._sent: str | None = None  # what it was told last, whether or not its answer came
+        self._params: Iterator[tuple[str, torch.Tensor]] = iter(())  # those that were asked for last
         self._gone: Exception | None = None  # what showed, in a sync, that the server has gone away
         super().__init__(mode="server", **kwargs)
 
@@ -220,10 +219,7 @@ class ServerGeneration(VLLMGeneration):
             self._sync_through_files()
         else:
             self._make_way()
-            if self._processes.count == 1:
-                self._unless_gone(super().sync_weights)  # resets the prefix cache too
-            else:
-                super().sync_weights()  # a collective call, which must not be left behind in one process
+            self._sync_by_nccl()
         self._unless_gone(lambda: self._stamp_and_resume(version))
         self._unless_gone(lambda: self._verify(version, expected))
         self._tell_if_gone()  # none may ask for tokens before the server has the weights
@@ -232,7 +228,10 @@ class ServerGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's iteration over the parameters, as vLLM's loader knows them."""
-        params = super()._iter_named_params()
+        self._params = self._in_checkpoint_format(super()._iter_named_params())
+        return self._params
+
+    def _in_checkpoint_format(self, params: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             yield from in_checkpoint_format(under_all_names(params, self._tied_names), self.model)
         finally:
@@ -358,6 +357,21 @@ class ServerGeneration(VLLMGeneration):
             timeout=self.server_timeout,
         )
         self._canary.compare(expected, found, version)
+
+    # NCCL
+
+    def _sync_by_nccl(self) -> None:
+        """TRL's own sync, which resets the prefix cache too. A collective call."""
+        if not self.accelerator.is_main_process:
+            super().sync_weights()
+            return
+        self._params = iter(())
+        try:
+            self._unless_gone(super().sync_weights)
+        finally:
+            # The others gather to the end, also if the server went away before it was sent anything.
+            for _ in self._params:
+                pass
 
     # File system
 

@@ -104,7 +104,8 @@ def _configurations(
             if factor == 1.0 and not (mode.overlaps or mode is Mode.UNINTERRUPTED):
                 continue  # nothing is left over that could be cut: the synchronous one again
             try:
-                check_bound(factor, grid.scenario.max_staleness if mode.can_be_trained else None, "wait")
+                bound = grid.scenario.max_staleness if mode.can_be_trained else None
+                check_bound(factor, bound, "wait", grid.scenario.updates_per_batch)
             except ConfigError as error:
                 grid.left_out.append(f"{mode} with factor {factor:g} is left out: {error}")
                 continue

@@ -50,6 +50,7 @@ TRAINER = (
     ("request_seconds", float, "what a process takes to send one request"),
     ("abort_seconds", float, "from the abort until the last stream has ended; generation goes on for half of it"),
     ("train_seconds", float, "training on a batch"),
+    ("updates_per_batch", int, "optimiser steps of it, each of which makes what waits a policy version older"),
     ("sync_seconds", float, "weight sync after it"),
 )
 # Rounds before those that are measured, and those. Of large batches fewer will do, and more would take minutes.

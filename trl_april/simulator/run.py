@@ -69,6 +69,7 @@ class _Simulation:
             over_provisioning=fixed,
             # Only what comes out of a pool has an age.
             max_staleness=scenario.max_staleness if mode.can_be_trained else None,
+            versions_per_round=scenario.updates_per_batch,
         )
         self.engine = SimulatedEngine(scenario)
         self._chosen: ChosenFactor | None = None
@@ -103,8 +104,9 @@ class _Simulation:
         """Rounds by the round driver, as in training."""
         clock = asyncio.get_running_loop().time
         driver = self._driver()
-        for version in self._rounds():
-            self._begin_measurement_at(version)
+        for number in self._rounds():
+            self._begin_measurement_at(number)
+            version = number * self.scenario.updates_per_batch
             self.pool.begin_round(version)
             self._admit(self.pool.room)
             began = clock()
@@ -124,7 +126,7 @@ class _Simulation:
             if self.mode is Mode.KEEP:
                 await driver.stop_asking()
                 await self.engine.pause()
-                await driver.hold(version + 1)
+                await driver.hold(version + self.scenario.updates_per_batch)
             elif self.mode.overlaps:
                 await driver.cut()
             await asyncio.sleep(self.scenario.sync_seconds)

@@ -56,8 +56,10 @@ class Scenario:
             Training on a batch.
         sync_seconds (`float`, *optional*, defaults to `0.0`):
             Weight sync after it, as long as nothing is generated for it.
+        updates_per_batch (`int`, *optional*, defaults to `1`):
+            Optimiser steps that a batch is trained for: policy versions from one round to the next.
         max_staleness (`int`, *optional*, defaults to `5`):
-            Bound that the pool guarantees, in policy versions, one for each batch. `None` lifts it.
+            Bound that the pool guarantees, in policy versions. `None` lifts it.
         warmup (`int`, *optional*, defaults to `4`):
             Rounds that are not measured, until the pool has settled.
         rounds (`int`, *optional*, defaults to `8`):
@@ -89,6 +91,7 @@ class Scenario:
     abort_seconds: float = 0.02
     train_seconds: float = 0.0
     sync_seconds: float = 0.0
+    updates_per_batch: int = 1
     max_staleness: int | None = 5
     warmup: int = 4
     rounds: int = 8
@@ -99,7 +102,7 @@ class Scenario:
         least = dict.fromkeys(
             (
                 "quota", "group_size", "prompt_tokens", "servers", "processes", "max_sequences",
-                "max_batched_tokens", "kv_block", "rounds",
+                "max_batched_tokens", "kv_block", "updates_per_batch", "rounds",
             ),
             1,
         )  # fmt: skip
@@ -111,7 +114,7 @@ class Scenario:
                 raise ConfigError(f"{name} is {value}; it must be at least {bound}, and finite.")
         if not 0 <= self.group_correlation <= 1:
             raise ConfigError(f"group_correlation is {self.group_correlation}; it must be between 0 and 1.")
-        check_bound(1.0, self.max_staleness, "wait")
+        check_bound(1.0, self.max_staleness, "wait", self.updates_per_batch)
         if self.quantum < 0:
             raise ConfigError(f"quantum is {self.quantum}; it must be at least 1 token, or 0 to have it chosen.")
         if not self.quantum:
