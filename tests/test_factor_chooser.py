@@ -21,7 +21,7 @@ from trl_april.auto.factor_chooser import (
 from trl_april.auto.throughput_model import predicted_throughput
 from trl_april.pool import Pool
 from trl_april.round import Round
-from trl_april.types import Group
+from trl_april.types import FinishReason, Group
 
 
 BOUND = 5
@@ -132,7 +132,7 @@ def test_what_every_request_costs_limits_how_many_there_should_be():
     predicted = {factor: predicted_throughput(workload, factor) for factor in (1.25, 1.5, 2.0, 2.5, 3.0, 6.0)}
     for factor, value in predicted.items():
         # Far from where it runs they are further off; with other seeds, from 4.0 on, by up to 23 %.
-        rel = 0.05 if factor <= 3.0 else 0.1
+        rel = 0.05 if factor <= 3.0 else 0.15
         assert value / predicted[2.0] == pytest.approx(tried[factor] / tried[2.0], rel=rel)
 
 
@@ -384,7 +384,7 @@ def test_the_first_round_under_a_factor_does_not_count_for_it():
 
 def test_what_a_checkpoint_left_outstanding_says_where_it_starts():
     saved = Auto(lognormal(1.0), flat)
-    saved.rounds(8)
+    saved.rounds(6)
     assert saved.factors[-1] > 3.0
     pool = make_pool(2.0)
     pool.load_state_dict(saved.pool.state_dict())
@@ -485,7 +485,7 @@ def test_what_one_process_does_not_know_holds_no_other_up():
         chooser.observe(done, [*done.groups, *auto.pool])
     sent.clear()
     assert chooser.choose() is None and chooser.factor == 2.0
-    assert sent == [len([factor for factor in chooser.candidates if 1.0 <= factor <= 4.0])]
+    assert sent == [len([factor for factor in chooser.candidates if 1.0 <= factor <= 2.0])]
 
 
 def test_of_many_groups_a_part_is_looked_at():
@@ -551,12 +551,42 @@ def test_an_evaluation_does_not_count_against_the_factor_that_it_happens_under()
     assert usual > measured(600.0) == measured(60.0) > 0.85 * usual
 
 
+def test_the_factor_is_doubled_again_only_when_a_pattern_of_it_was_measured():
+    auto = Auto(lognormal(1.0), flat)
+    auto.rounds(3)
+    assert auto.chooser.factor == 4.0
+    for measured in (False, False, False, False, True):  # the first is not its own
+        auto.run.pool.over_provisioning = 4.0
+        one = auto.run.run_round()
+        auto.chooser.observe(one, [*one.groups, *auto.pool])
+        auto.chooser._rounds = 10
+        assert (max(auto.chooser.predict()) > 4.0) == measured
+
+
+def test_a_request_is_judged_by_what_it_was_when_the_round_closed():
+    """With overlap a sample may go on, and end, before the round is looked at."""
+    auto, seen = Auto(lognormal(0.5), flat), []
+    auto.chooser._step_times.observe = lambda spans, **options: seen.extend(spans)
+    one = auto.run.run_round()
+    (group, *_) = [group for group in auto.pool if not group.is_finished]
+    sample = next(sample for sample in group.samples if sample.finish_reason is None)
+    auto.pool.start(sample)
+    auto.pool.record(sample, [1] * 3, [-1.0] * 3)
+    auto.pool.finish(sample, FinishReason.STOP)
+    auto.chooser.observe(one, [*one.groups, *auto.pool])
+    assert sorted(seen, key=repr) == sorted(one.spans, key=repr)
+
+
 def test_the_factor_is_doubled_again_only_when_the_server_was_seen_with_twice_as_many():
     """A round that closes at once, by what was finished before, asks for nothing and shows nothing."""
     auto = Auto(lognormal(1.0), flat)
     auto.rounds(3)
     assert auto.chooser.factor == 4.0
     auto.chooser.observe(Round(3, over_provisioning=4.0), [])
+    assert max(auto.chooser.predict()) == 4.0
+    auto.chooser._measured.add(4.0, 1000.0, 1.0)
+    for _ in range(4):
+        auto.chooser._measured.add(4.0, 1000.0, 1.0)
     assert max(auto.chooser.predict()) == 4.0
     auto.rounds(2)
     auto.chooser._rounds = 10

@@ -73,6 +73,16 @@ def test_every_factor_that_was_tried_comes_to_have_a_scale_of_its_own_and_others
     assert 0.5 < scales[4.0] < 0.7 and scales[4.0] < scales[3.0] < scales[2.0] < 1.0
 
 
+def test_good_news_of_a_factor_are_none_of_higher_ones():
+    measured = MeasuredThroughput()
+    for factor, tokens in ((2.0, 100.0), (4.0, 400.0)):
+        for _ in range(ROUNDS_TO_BELIEVE):
+            measured.add(factor, tokens, 1.0)
+    scaled = measured.scale({1.0: 1.0, 2.0: 100.0, 4.0: 200.0, 8.0: 1.0})
+    scales = {1.0: scaled[1.0], 2.0: scaled[2.0] / 100, 4.0: scaled[4.0] / 200, 8.0: scaled[8.0]}
+    assert scales[1.0] == scales[2.0] < scales[8.0] < scales[4.0]
+
+
 def test_what_is_predicted_to_take_no_time_says_nothing():
     measured = MeasuredThroughput()
     for _ in range(3):

@@ -53,9 +53,18 @@ def test_a_curve_never_says_that_more_in_flight_are_slower_altogether():
     assert all(curve(count) > 0 for count in range(1, 9))
 
 
-def test_one_point_is_a_flat_curve():
+def test_what_was_not_seen_rises_half_as_steeply_as_in_proportion():
+    """A flat curve would say that any number of requests more takes no time."""
     curve = StepTimeCurve.through([(8.0, 2.0)])
-    assert curve(1) == curve(8) == curve(100) == 2.0
+    assert (curve(4), curve(8), curve(16), curve(32)) == (1.5, 2.0, 3.0, 5.0)
+    # Over a quarter of the octave below it rises by 0.2, and over the rest half as steeply as in proportion.
+    curve = StepTimeCurve.through([(7.0, 1.8), (8.0, 2.0)])
+    assert curve(12) == pytest.approx(2.0 + 4 * (0.2 + 3 * 0.5 * 1.8 / 7) / 4)
+
+
+def steps(times: StepTimes) -> list[float]:
+    """Seconds of a step where they were seen."""
+    return [seconds for _, seconds in times.curve.points]
 
 
 def test_nothing_is_known_before_the_first_round():
@@ -94,14 +103,14 @@ def test_a_bin_that_is_faster_than_the_one_below_is_one_with_it():
     """Noise: the step of four seems faster than that of two."""
     times = StepTimes()
     times.observe([span(5.0, 11), span(5.0, 11), span(15.0, 21), span(15.0, 21)])
-    assert times.curve(2) == times.curve(4) == about((4.0 + 10.0) / 20)
+    ((_, seconds),) = times.curve.points
+    assert seconds == about((4.0 + 10.0) / 20)
 
 
 def test_what_was_cut_counts_as_in_flight_and_measures_nothing():
     times = StepTimes()
     times.observe([span(11.0, 11), span(50.0, 12, finished=False)])
-    assert times.curve(2) == about(1.0)
-    assert times.curve(1) == about(1.0), "or the 39 s to the end of the cut request were counted"
+    assert steps(times) == about([1.0]), "or the 39 s to the end of the cut request were counted"
 
 
 def test_what_came_later_in_the_round_began_at_another_place_of_the_clock():
@@ -119,8 +128,7 @@ def test_requests_that_began_one_after_the_other_are_on_one_clock():
     firsts = [1.0, 3.0, 5.0, 7.0, 9.0]
     spans = [span(30.0, 26 - k, first=first) for k, first in enumerate(firsts)]
     times.observe([*spans, span(40.0, 36)])
-    assert times.curve(6) == about(1.0)
-    assert times.curve(1) == about(1.0)
+    assert steps(times) == about([1.0])
     opening = times.seconds_per_request * 6 + times.seconds_per_prefilled_token * 60
     assert opening == about(9.0 - 5.0), "five tokens of the first request"
 
@@ -129,8 +137,7 @@ def test_requests_that_begin_and_end_one_after_the_other_say_nothing_of_how_many
     """Twenty of equal lengths, and what is open is taken to be even."""
     times = StepTimes()
     times.observe([span(100.0 + 0.5 * k, 91, first=10.0 + 0.5 * k) for k in range(20)])
-    for count in (5, 10, 20):
-        assert times.curve(count) == about(1.0)
+    assert steps(times) == about([1.0])
 
 
 def test_what_came_later_is_not_taken_for_a_long_prefill():
@@ -138,7 +145,7 @@ def test_what_came_later_is_not_taken_for_a_long_prefill():
     times = StepTimes()
     wave = [span(16.0, 11, first=6.0, prompt=25), span(26.0, 21, first=6.0, prompt=25)]
     times.observe([*wave, span(30.0, 18, began=7.0, first=8.0, prompt=25)])
-    assert times.curve(3) == pytest.approx(1.0, rel=0.05)
+    assert steps(times) == about([1.0])
     assert times.seconds_per_prefilled_token == pytest.approx((6.0 - 1.0) / 50, rel=0.05)
 
 

@@ -20,7 +20,7 @@ from tests.simulated_rounds import (
     saturated,
 )
 from trl_april.auto import throughput_model
-from trl_april.auto.throughput_model import ModelledRounds, Workload, predicted_throughput
+from trl_april.auto.throughput_model import ModelledRound, ModelledRounds, Workload, predicted_throughput
 from trl_april.pool import Pool
 from trl_april.rollout import RolloutDriver
 from trl_april.round import linger
@@ -195,6 +195,26 @@ def test_what_was_cut_and_not_needed_for_a_round_is_sent_in_the_time_of_training
     kept = in_order(replace(work, keeps=True), 3.0, [[2], [2], [20], [20], [20], [20]])
     kept.run_round()
     assert kept.run_round() == (4, 9, 2)
+
+
+def test_what_takes_longer_to_send_than_training_takes_is_waited_for():
+    """What is being sent is sent before it can be cut."""
+    work = Workload(
+        1, [[2], [9]], second_per_step, seconds_per_request=1.0, train_seconds=1.0, overlaps=True, rounds_to_wait=9
+    )
+    rounds = in_order(work, 3.0, [[2], [2], [20], [20], [20], [20]])
+    assert rounds.run_round() == (3 + 2 + 1, 6, 2)
+    # It closes at once; two that were cut and a new one are sent in 3 s, 1 s of which the trainer trains.
+    assert rounds.run_round() == (3, 0, 2)
+
+
+@pytest.mark.parametrize("factor", [3.0, 7.0, 8.0])
+def test_whole_patterns_of_rounds_are_predicted(monkeypatch, factor):
+    """Of even lengths, one round of as many as the factor generates all. Two samples are modelled in 96 rounds."""
+    run = []
+    monkeypatch.setattr(ModelledRounds, "run_round", lambda self: run.append(0) or ModelledRound(1.0, 1.0, 1.0))
+    predicted_throughput(Workload(1, [[4, 4]], second_per_step), factor)
+    assert (len(run) - 6) % factor == 0
 
 
 def test_a_workload_without_lengths_is_refused():

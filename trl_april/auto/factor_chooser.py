@@ -40,7 +40,7 @@ MOST_AT_ONCE = 2.0
 MAX_GROUPS = 512  # that are looked at per round and remembered
 ROUNDS_REMEMBERED = 24
 USUAL_OF = 9  # rounds
-FIELDS = 7  # of a sample, in what the processes add up
+FIELDS = 8  # of a sample, in what the processes add up
 
 Reduction = Callable[[Sequence[float]], list[float]]
 
@@ -210,7 +210,8 @@ class FactorChooser:
         if not (self._rounds in EARLY_CHOICES or self._rounds > EARLY_CHOICES[-1] and self._rounds % every == 0):
             return None
         least, most = self.factor / MOST_AT_ONCE, self.factor
-        if self._known_under == self.factor:  # or the server has not been seen with as many requests yet
+        # Or the server has not been seen with as many requests yet, or what they have come to.
+        if self._known_under == self.factor and self._measured[self.factor]:
             most *= MOST_AT_ONCE
         within = [factor for factor in self.candidates if least <= factor <= most]
         if not (self._is_first and self._step_times.is_known and len(self._lengths)):
@@ -285,7 +286,9 @@ class FactorChooser:
                 one = spans.get((group_id, index), [])
                 if len(one) == 1:
                     (span,) = one
-                    yield from (span.began, span.first, span.head, span.ended, span.tokens, span.prompt - span.held)
+                    # By now the sample may have ended, or come further than in the round.
+                    prompt = span.prompt if span.finished else -span.prompt
+                    yield from (span.began, span.first, span.head, span.ended, span.tokens, prompt, span.held)
                 else:
                     yield from [0.0] * (FIELDS - 1)
 
@@ -296,15 +299,14 @@ class FactorChooser:
         for group_id in group_ids:
             samples = []
             for index in range(self._group_size):
-                signed, began, first, head, ended, tokens, prompt = fields[place : place + FIELDS]
+                signed, began, first, head, ended, tokens, prompt, held = fields[place : place + FIELDS]
                 place += FIELDS
                 samples.append(SampleLength(round(abs(signed)), signed > 0))
                 if prompt:
-                    held = round(abs(signed) - tokens)
                     spans.append(
                         Span(
-                            group_id, index, began, first, round(head), ended, round(tokens), round(prompt) + held,
-                            held, finished=signed > 0,
+                            group_id, index, began, first, round(head), ended, round(tokens), round(abs(prompt)),
+                            round(held), finished=prompt > 0,
                         )
                     )  # fmt: skip
             self._lengths.observe(group_id, samples)

@@ -55,7 +55,8 @@ class MeasuredThroughput:
         """Predictions, by factor, on the scale of what was measured.
 
         Every factor that has been tried has its own ratio of what was measured to what is predicted, the nearer to
-        that of all the fewer its rounds; others are between the nearest two.
+        that of all the fewer its rounds; others are between the nearest two. Above all that were tried, only bad news
+        counts: that a factor came to more than was predicted says nothing of higher ones.
         """
         tried = [factor for factor in predicted if self[factor] and 0 < predicted[factor] < math.inf]
         if not tried:
@@ -64,7 +65,8 @@ class MeasuredThroughput:
         ratios = np.log([self[factor] / predicted[factor] for factor in tried])
         of_all = rounds @ ratios / rounds.sum()
         ratios = of_all + (ratios - of_all) * rounds / (rounds + ROUNDS_TO_BELIEVE)
-        scales = np.exp(np.interp(np.log(list(predicted)), np.log(tried), ratios))
+        beyond = min(ratios[-1], of_all)
+        scales = np.exp(np.interp(np.log(list(predicted)), np.log(tried), ratios, right=beyond))
         return {factor: float(scale) * predicted[factor] for factor, scale in zip(predicted, scales, strict=True)}
 
 

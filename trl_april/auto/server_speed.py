@@ -26,6 +26,7 @@ from .token_clock import Part, parts_of_round
 
 BINS_PER_OCTAVE = 2
 BINS = 24 * BINS_PER_OCTAVE
+HALF = 0.5  # of in proportion to the requests: neither a server that has places left, nor one that is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,11 @@ class StepTimeCurve:
     def through(cls, points: Sequence[tuple[float, float]]) -> StepTimeCurve:
         """A curve through points that goes on beyond them as steeply as it rises over the nearest octave.
 
-        But not more steeply than in proportion: a server that has more to do than it can lets the rest wait.
+        But not more steeply than in proportion: a server that has more to do than it can lets the rest wait. What of
+        that octave was not seen is taken to rise half as steeply as that.
         """
-        known = cls(points)
         (first, least), (last, most) = points[0], points[-1]
+        known = cls(points, HALF * least / first, HALF * most / last)
         below = min((known(2 * first) - least) / first, least / first)
         above = min((most - known(last / 2)) / (last / 2), most / last)
         return cls(points, below, above)

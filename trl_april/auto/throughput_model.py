@@ -184,6 +184,7 @@ class ModelledRounds:
             sent = ahead if waits or self._work.keeps else self._groups
             runs = self._runs()
             train_seconds = self._work.train_seconds - self._opening(sent)
+            seconds += max(0.0, -train_seconds)  # what is being sent is sent before anything can be cut
             generated += self._generate(runs, float(np.interp(train_seconds, runs.seconds, runs.clock)))
         return ModelledRound(seconds + self._work.train_seconds + self._work.sync_seconds, generated, delivered)
 
@@ -368,7 +369,9 @@ def predicted_throughput(
     rounds = ModelledRounds(workload, factor, seed=seed, modelled_samples=modelled_samples)
     group_size = len(list(chain.from_iterable(workload.lengths))) / len(workload.lengths)
     counted = min(96, max(16, round(MODELLED_TOTAL / (workload.quota * group_size))))
-    for _ in range(6 + 2 * math.ceil(factor)):
+    pattern = math.ceil(factor)  # of even lengths, only one round of as many generates anything
+    counted = pattern * round(counted / pattern)
+    for _ in range(6 + 2 * pattern):
         rounds.run_round()
     done = [rounds.run_round() for _ in range(counted)]
     seconds = sum(one.seconds for one in done)
