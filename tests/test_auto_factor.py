@@ -50,17 +50,20 @@ def test_the_pool_has_the_factor_of_the_chooser_and_each_prediction_is_used_once
 
 def test_training_is_what_is_not_standstill(clock):
     auto = AutoFactor(chooser := Chooser(), Pool(4))
+    auto.choose()
     for trains, syncs in ((7.0, 2.0), (5.0, 1.0)):
-        auto.choose()
-        auto.observe(Round(0))
+        done = Round(0, started=clock.now, seconds=20.0)
+        clock.now += 20.0 + 0.5  # groups are exchanged
+        auto.observe(done)
         auto.predict()
-        clock.now += trains
+        clock.now += trains - 1.0
         auto.made_way()
         clock.now += 1.5  # the sync is done again
         auto.made_way()
         clock.now += syncs
-    auto.choose()
-    auto.observe(Round(0))
+        auto.choose()
+        clock.now += 0.5  # prompts are read
+    auto.observe(Round(0, started=clock.now))
     auto.close()
     assert chooser.seen == [(0.0, 0.0), (7.0, 3.5), (5.0, 2.5)]
 
@@ -71,12 +74,12 @@ def test_a_sync_in_the_middle_of_a_round_is_not_one_between_two(clock):
     auto.choose()
     auto.made_way()
     clock.now += 30.0
-    auto.observe(Round(0))
+    auto.observe(Round(0, started=clock.now - 30.0, seconds=30.0))
     auto.predict()
     clock.now += 4.0
     auto.made_way()
     clock.now += 1.0
     auto.choose()
-    auto.observe(Round(1))
+    auto.observe(Round(1, started=clock.now))
     auto.close()
     assert chooser.seen[-1] == (4.0, 1.0)

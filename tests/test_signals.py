@@ -113,3 +113,20 @@ def test_at_the_end_of_a_step_the_checkpoint_is_written_and_stays(server, tiny_m
 def falling(completions, trainer_state, **kwargs) -> list[float]:
     """The first evaluation is the best."""
     return [-float(trainer_state.global_step)] * len(completions)
+
+
+def test_one_that_comes_behind_the_last_step_ends_all_processes(server, tiny_model_dir, tmp_path, monkeypatch):
+    """Of which only another one has got it."""
+    trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=1, save_on_signal=True)
+    train, most = trainer._train, trainer._processes.most
+
+    def train_then(*args, **kwargs):
+        output = train(*args, **kwargs)
+        monkeypatch.setattr(
+            trainer._processes, "most", lambda values: [max(one, signal.SIGINT) for one in most(values)]
+        )
+        return output
+
+    monkeypatch.setattr(trainer, "_train", train_then)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()

@@ -31,17 +31,14 @@ class AutoFactor:
         self._thread = ThreadPoolExecutor(1, "trl-april-predictor")
         self._predicting: Future[dict[float, float] | None] | None = None
         self._ended: float | None = None  # when the last round did
-        self._between = 0.0  # seconds from there to the present round
-        self._standstill = 0.0  # the last of them, in which nothing ran
+        self._standstill = 0.0  # seconds before the present one, in which nothing ran
         self._made_way: float | None = None  # when requests first did, since the last round, for weights to come
 
     def choose(self) -> Change | None:
         """A round begins. The factor that it is to have, if what was predicted since the last one speaks for another.
         A collective call.
         """
-        now = time.monotonic()
-        self._between = 0.0 if self._ended is None else now - self._ended
-        self._standstill = 0.0 if self._made_way is None else now - self._made_way
+        self._standstill = 0.0 if self._made_way is None else time.monotonic() - self._made_way
         self._made_way = None
         if self._predicting is None:
             return None
@@ -50,17 +47,19 @@ class AutoFactor:
 
     def observe(self, done: Round) -> None:
         """Learn from the round that has just delivered its groups. A collective call."""
+        # By the round's own times, which are those of the same clock: whatever is done between two belongs there.
+        between = 0.0 if self._ended is None else done.started - self._ended
+        self._ended = done.started + done.seconds
         self._chooser.observe(
             done,
             [*done.groups, *self._pool],
-            train_seconds=max(0.0, self._between - self._standstill),
+            train_seconds=max(0.0, between - self._standstill),
             sync_seconds=self._standstill,
         )
 
     def predict(self) -> None:
         """The round is over, and training begins. Requests may run: nothing of a group is read."""
         self._predicting = self._thread.submit(self._chooser.predict)
-        self._ended = time.monotonic()
         self._made_way = None  # as for a server that was started anew in the round
 
     def made_way(self) -> None:
