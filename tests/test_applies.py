@@ -16,6 +16,7 @@ from trl_april.applies import (
     check_scoring,
     passed_over,
     why_stock,
+    without_effect,
 )
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import ConfigError
@@ -210,6 +211,17 @@ def test_an_empty_dataset_is_no_reason_for_stock():
     assert why_stock(config(), stream()) is None
 
 
+def test_a_transform_has_all_columns_that_it_needs():
+    """Where prompts are looked through for images, other columns are left alone unless one is made of them."""
+
+    def prompts(rows):
+        return {"prompt": [parts("text") if n % 2 else parts("image") for n in rows["number"]]}
+
+    assert "images" in why_stock(config(), Dataset.from_dict({"number": [1, 2]}).with_transform(prompts))
+    read = Dataset.from_dict({"prompt": [parts("text")] * 3, "number": [1, 2, 3]})
+    assert why_stock(config(), read) is None
+
+
 def test_looking_at_a_stream_takes_nothing_from_it():
     dataset = stream({"prompt": "a"}, {"prompt": "b"})
     why_stock(config(), dataset)
@@ -258,3 +270,9 @@ def test_adapters_that_are_no_part_of_the_weights_are_refused(config):
     adapted = get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError, match="an adapter of the type P.*_TUNING, .*such as LoRA, or .*use_vllm=False"):
         check_model(adapted)
+
+
+def test_an_importance_sampling_mode_that_is_not_trls_is_named():
+    assert "vllm_importance_sampling_mode stays 'token_truncate'; TRL's default is" in without_effect(config())
+    assert "importance_sampling" not in without_effect(config(vllm_importance_sampling_mode="sequence_mask"))
+    assert "importance_sampling" not in without_effect(config(use_vllm=False))

@@ -6,6 +6,8 @@ import gc
 import os
 import re
 import signal
+import socket
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,41 @@ from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.processes import OneProcess
 from trl_april.weight_files import shards
 from trl_april.weight_sync import ServerGeneration
+
+
+class AnsweringServer:
+    """Answers the first request with a status, or leaves it without an answer. Its address, in a `with` block."""
+
+    def __init__(self, status: int | None) -> None:
+        self._status = status
+        self.asked = 0
+
+    def __enter__(self) -> str:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def _answer(self) -> None:
+        self._connections = []
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            self.asked += 1
+            connection.recv(65536)
+            if self._status is not None:
+                connection.sendall(f"HTTP/1.1 {self._status} -\r\nContent-Length: 2\r\n\r\nno".encode())
+
+    def __exit__(self, *args: object) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+        for connection in self._connections:
+            connection.close()
+        assert self.asked == 1
 
 
 class Trainer:
@@ -304,22 +341,17 @@ class TestNccl:
         assert gathered == [everything, everything]  # TRL asks what they are called first
 
     @pytest.mark.parametrize(("status", "error"), [(503, ServerError), (500, WeightSyncError)])
-    def test_an_answer_has_a_time_and_a_name(self, generation, monkeypatch, status, error):
-        client, asked = generation.vllm_client, []
+    def test_an_answer_is_asked_for_once_and_has_a_name(self, generation, monkeypatch, status, error):
+        """TRL's session would ask again, and nothing is broadcast again."""
+        with AnsweringServer(status) as url:
+            with pytest.raises(error, match=f"{status} to .*/update_weights .*no") as caught:
+                generation.vllm_client._post(f"{url}/update_weights", json={"update_info": 1})
+        assert type(caught.value) is error
 
-        def post(url, **kwargs):
-            asked.append((url, kwargs.get("timeout")))
-            response = requests.Response()
-            response.status_code, response._content = status, b"no"
-            return response
-
-        monkeypatch.setattr(client.session, "post", post)
-        with pytest.raises(error, match=f"{status} to .*/update_weights .*no"):
-            client._post(f"{client.base_url}/update_weights", json={})
-        assert asked == [(f"{client.base_url}/update_weights", 10 * generation.server_timeout)]
-        with pytest.raises(Exception, match="Request failed"):  # TRL's
-            client._post(f"{client.base_url}/v1/completions", json={})
-        assert asked[-1][1] is None  # completions take as long as they take
+    def test_none_is_waited_for_without_an_end(self, generation, monkeypatch):
+        monkeypatch.setattr(generation.vllm_client, "_sync_seconds", 0.2)
+        with AnsweringServer(None) as url, pytest.raises(requests.Timeout):
+            generation.vllm_client._post(f"{url}/update_weights", json={})
 
 
 def test_gpus_of_a_host_are_counted_by_their_drivers(tmp_path, monkeypatch):

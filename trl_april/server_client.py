@@ -15,7 +15,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from .errors import ServerError, WeightSyncError
 from .server_address import remedy_for_address
-from .server_session import LATER, LOAD_PATIENCE, ask_directly
+from .server_session import LATER, LOAD_PATIENCE, TimedRequests, ask_directly
 
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 # Seconds for an answer that needs no work.
 ANSWER_SECONDS = 10.0
 # Of a sync, all of it. What else is posted are completions, which take as long as they take.
-SYNC_PATHS = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache")
+SYNC_PATHS = (
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/reset_prefix_cache",
+)  # fmt: skip
 
 
 class ServerClient(VLLMClient):
@@ -65,14 +68,18 @@ class ServerClient(VLLMClient):
             kwargs["json"] = {**body, "cache_salt": params.pop("cache_salt"), "sampling_params": params}
         if not url.endswith(SYNC_PATHS):
             return super()._post(url, **kwargs)
-        # TRL's waits for ever, and raises a bare Exception for an answer that a server may give while it restarts.
-        response = self.session.post(url, **{"timeout": self._sync_seconds, **kwargs})
+        # TRL's waits for ever, and raises a bare Exception for an answer that a server may give while it restarts. Its
+        # session asks again, and what is received only once cannot be sent again.
+        with TimedRequests(self._sync_seconds) as session:
+            session.headers.update(self.session.headers)
+            response = session.post(url, **kwargs)
         if response.status_code != 200:
             raise (ServerError if response.status_code in LATER else WeightSyncError)(
                 f"The vLLM server answered {response.status_code} to {url} in the weight sync: {response.text[:500]} "
                 "Its log says more."
             )
-        return response.json()
+        answer: Any = response.json() if response.content else {}
+        return answer
 
     def weights_have_changed(self) -> None:
         """What was cached so far is not to be found any more."""

@@ -243,7 +243,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             try:
                 with self._processes.watched():
                     output = self._train(resume_from_checkpoint, *args, **kwargs)
-                    self._stop.agree(self._processes)  # by one that came last, too, no process leaves alone
+                    self._stop.agree(self._processes)  # of which only one process may have got the last
             except Stopped as stopped:
                 leave(stopped.signal)
             finally:
