@@ -246,7 +246,6 @@ class Contestant:
         """What comes before the weights change. They do not: that takes all modes the same time."""
         if self._keeps and self.driver.in_flight:
             await self.driver.stop_asking()
-            await self.driver.cut_waiting()
             await asyncio.to_thread(self._pause.begin)
             await self.driver.hold(self._version)
             await asyncio.to_thread(self._pause.end)

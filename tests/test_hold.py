@@ -125,7 +125,7 @@ def test_each_token_has_the_version_that_it_was_sampled_under(sizes: list[int], 
 
 
 class TestDriver:
-    def run(self, engine, pool, *, seconds: float = 10.0, between=None):
+    def run(self, engine, pool, *, seconds: float = 10.0, is_full: bool = False, between=None):
         """A round of version 0, a hold after so many seconds, and a round of version 1."""
         driver = overlapping(pool, engine)
 
@@ -133,7 +133,8 @@ class TestDriver:
             first = await driver.run_round()
             await asyncio.sleep(seconds + 0.5)  # not in the instant of a token
             await driver.stop_asking()
-            await driver.cut_waiting()
+            if is_full:
+                await driver.make_place()
             await driver.hold(1)
             if between is not None:
                 await between(driver)
@@ -171,21 +172,23 @@ class TestDriver:
         (span,) = second.spans
         assert (span.held, span.tokens) == (8 + ahead, 16 - ahead)
 
-    def test_what_waits_for_a_place_does_not_wait_on_a_paused_server(self):
-        """It would come before the canary there, behind what runs."""
-        pool = make_pool(1, outstanding=3)
-        admit(pool, 0, 1, 2)
-        waits = [Attempt([Tokens(1, 100.0), End()]), natural(4)]
-        engine = ScriptedEngine({(0, 0): natural(3), (2, 0): waits}, default=natural(20))
+    def test_a_full_engine_has_a_place_for_what_asks_for_the_weights(self):
+        """What waits for one would come first, and what has one keeps it, but for the one with the fewest tokens."""
+        pool = make_pool(1, outstanding=4)
+        admit(pool, 0, 1, 2, 3)
+        waits, late = Attempt([Tokens(1, 100.0), End()]), Attempt([Tokens(1, 9.0), *[Tokens(1, 1.0)] * 9, End()])
+        engine = ScriptedEngine({(0, 0): natural(3), (2, 0): [waits, natural(4)], (3, 0): [late, natural(9)]},
+                                default=natural(40))  # fmt: skip
 
         async def between(driver):
             assert [key_of(request_id) for request_id in engine.live] == [(1, 0)]
 
-        _, second = self.run(engine, pool, between=between)
-        assert [[key_of(request_id) for request_id in abort] for abort in engine.aborts] == [[(2, 0)]]
-        (waited,) = [group for group in [*second.groups, *pool] if group.group_id == 2]
-        assert {segment.version for segment in waited.samples[0].segments} == {1}
-        assert len(engine.requests_of(1)) == 1
+        _, second = self.run(engine, pool, is_full=True, between=between)
+        assert {key_of(request_id) for abort in engine.aborts for request_id in abort} == {(2, 0), (3, 0)}
+        groups = {group.group_id: group for group in [*second.groups, *pool]}
+        assert {segment.version for segment in groups[2].samples[0].segments} == {1}
+        assert [segment.version for segment in groups[3].samples[0].segments] == [0, 1]
+        assert [len(engine.requests_of(group_id)) for group_id in (1, 2, 3)] == [1, 2, 2]
 
     def test_it_lives_through_several_syncs(self):
         pool = make_pool(1)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,43 @@ class TestServers:
         trainer.train()
         assert sum(done.aborted_requests for done in trainer.rounds) > 0
         assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
+
+    @pytest.mark.parametrize(
+        ("places", "waiting", "each"), [(4, 0, 1), (None, None, 1), (5, None, 0)], ids=["full", "mute", "one free"]
+    )
+    def test_one_that_is_full_has_a_place_for_the_canary(
+        self, server, tiny_model_dir, tmp_path, places, waiting, each
+    ):
+        """All but one run on where four run: the sync would wait for the end of one of them otherwise."""
+        trainer = self.full(server, tiny_model_dir, tmp_path, places, waiting)
+        trainer.train()
+        assert trainer.synced_beside == [4 - each]
+        assert sum(done.aborted_requests for done in trainer.rounds) == each
+        assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
+
+    def test_one_that_has_preempted_requests_has_all_cut(self, server, tiny_model_dir, tmp_path):
+        """They come before the canary, whatever else is cut."""
+        trainer = self.full(server, tiny_model_dir, tmp_path, 256, 17)
+        trainer.train()
+        assert sum(done.aborted_requests for done in trainer.rounds) == 4 and trainer.synced_beside == []
+        assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
+
+    def full(self, server, model_dir, output_dir, places, waiting):
+        """A trainer of such a server; it notes how many requests each sync has let run on."""
+        trainer = make_trainer(
+            server, model_dir, output_dir, resume_kv="keep", overlap_generation=True, **ONE_AFTER_THE_OTHER
+        )
+        generation = trainer.vllm_generation
+        generation.facts = replace(generation.facts, max_sequences=places)
+        generation.requests_waiting = lambda: waiting
+        pause, trainer.synced_beside = generation.pause, []
+
+        def noted() -> bool:
+            trainer.synced_beside.append(trainer._session.driver.in_flight)
+            return pause()
+
+        generation.pause = noted
+        return trainer
 
     @pytest.mark.parametrize("resume_kv", ["keep", "reuse", "recompute"])
     def test_one_that_was_left_paused_is_resumed(self, server, tiny_model_dir, tmp_path, caplog, resume_kv):

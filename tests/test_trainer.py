@@ -32,6 +32,7 @@ from trl_april.report import read_run
 from trl_april.request import RequestMaker
 from trl_april.rollout import RolloutDriver
 from trl_april.server import LocalServer
+from trl_april.server_load import server_load
 from trl_april.trainer import APRILGRPOTrainer
 
 
@@ -100,14 +101,13 @@ def make_trainer(
     )
 
 
-def running_requests(server: LocalServer) -> float:
+def running_requests(server: LocalServer) -> int:
     """Requests that the server runs or has queued, by its own account."""
-    text = requests.get(f"{server.base_url}/metrics", timeout=10).text
-    gauges = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(gauges))
+    load = server_load(requests, server.base_url, timeout=10)
+    return load.running + load.waiting
 
 
-def wait_until_idle(server: LocalServer, seconds: float = 10) -> float:
+def wait_until_idle(server: LocalServer, seconds: float = 10) -> int:
     deadline = time.monotonic() + seconds
     while running_requests(server) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -168,6 +168,11 @@ class InFlight:
         """Whether a token has arrived of a request that runs."""
         return any(request.has_begun for request in self.running.values())
 
+    @property
+    def num_unbegun(self) -> int:
+        """Requests of which no token has arrived."""
+        return sum(not request.has_begun for request in self.running.values())
+
     def spans(self, since: float) -> list[Span]:
         """The requests that were in flight in this round, as they are by now, in seconds since the time `since`.
 
@@ -191,15 +196,21 @@ class InFlight:
         self._ending.set()
         await self._end(self._tasks, lambda: list(self.running))
 
-    async def cut_waiting(self) -> None:
-        """Abort those of which no token has arrived, and let the others run on. Nothing is asked for meanwhile.
+    async def make_place(self) -> None:
+        """Abort those of which no token has arrived, and of the others the one with the fewest tokens.
+
+        Nothing is asked for meanwhile.
 
         Raises:
             ServerError: As [`~InFlight.cut`].
         """
-        waiting = {name: request for name, request in self.running.items() if not request.has_begun}
-        tasks = [self._asked[id(request.sample)] for request in waiting.values() if id(request.sample) in self._asked]
-        await self._end(tasks, lambda: [name for name in waiting if name in self.running])
+        cut = {name: request for name, request in self.running.items() if not request.has_begun}
+        begun = [name for name in self.running if name not in cut]
+        if begun:
+            shortest = min(begun, key=lambda name: len(self.running[name].sample))
+            cut[shortest] = self.running[shortest]
+        tasks = [self._asked[id(request.sample)] for request in cut.values() if id(request.sample) in self._asked]
+        await self._end(tasks, lambda: [name for name in cut if name in self.running])
 
     async def hold(self, version: int) -> None:
         """Let what runs live through a weight sync: note behind which of its tokens it is of `version`.

@@ -110,6 +110,11 @@ class RolloutDriver:
         """Requests that run now."""
         return len(self._flight.running)
 
+    @property
+    def unbegun(self) -> int:
+        """Requests that run, or wait for a place on the engine, and of which no token has arrived."""
+        return self._flight.num_unbegun
+
     async def run_round(self) -> Round:
         """Run the pool's current round and take its batch; see [`~RolloutDriver.generate`]."""
         await self.generate()
@@ -234,14 +239,13 @@ class RolloutDriver:
         """Send no more requests until the next round is opened. What runs goes on."""
         self._flight.stop_asking()
 
-    async def cut_waiting(self) -> None:
-        """Abort those requests of which no token has arrived, once no more are sent.
+    async def make_place(self) -> None:
+        """Make a place on a full engine for a request that is to be answered soon, once no more are sent.
 
-        They wait for a place on the server, perhaps, and what is asked for behind a weight sync to see whether the
-        weights have arrived would wait behind all of them.
+        Cut is what may wait for a place itself, since it would come first, and the one that takes least to resume.
         """
         try:
-            await self._flight.cut_waiting()
+            await self._flight.make_place()
         except ServerError as error:
             self.failed(error)
 

@@ -229,11 +229,21 @@ class RolloutSession:
         self._processes.barrier()
 
     def _pause(self) -> bool:
-        """Let the server stand still, if anything runs on it and nothing more is sent; whether it does."""
+        """Let the server stand still, if anything runs on it and nothing more is sent; whether it does.
+
+        Where it is full, what asks it behind the sync whether the weights are there would wait for a place, behind all
+        that waits for one already: as long as completions take.
+        """
+        server = self._trainer.vllm_generation
         self._loop.run(self.driver.stop_asking())
-        self._loop.run(self.driver.cut_waiting(), poll=self._processes.check)
-        (running,) = self._processes.most([float(self.driver.in_flight)])  # none sends any more behind this
-        return running > 0 and self._trainer.vllm_generation.pause()
+        running, unbegun = self._processes.total([self.driver.in_flight, self.driver.unbegun])
+        waiting = server.requests_waiting() if running else 0
+        if waiting is not None and waiting > unbegun:
+            return False  # some have tokens and were preempted. They come first whatever is cut of the others
+        if waiting or running >= (server.facts.max_sequences or 0):
+            self._loop.run(self.driver.make_place(), poll=self._processes.check)
+        (running,) = self._processes.total([self.driver.in_flight])  # none sends any more behind this
+        return running > 0 and server.pause()
 
     def cut(self) -> None:
         """End what runs beside the training, in all processes, so that the weights can change. A collective call."""

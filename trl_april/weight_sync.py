@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import requests
@@ -28,6 +28,7 @@ from .padding import width_matters
 from .processes import Processes
 from .server_check import ServerFacts, check_server
 from .server_client import ANSWER_SECONDS, ServerClient
+from .server_load import server_load
 from .server_pause import ServerPause
 from .server_session import LATER, LOAD_PATIENCE, TimedRequests
 from .weight_files import weight_folder, write_weights
@@ -255,6 +256,18 @@ class ServerGeneration(VLLMGeneration):
         """
         stands = self.accelerator.is_main_process and self._keeps_requests and self._pause.begin()
         return bool(self._processes.most([float(stands)])[0])
+
+    def requests_waiting(self) -> int | None:
+        """Requests that the server has no place for, by its own account; `None` if it does not say.
+
+        A collective call.
+        """
+        load = None
+        if self.accelerator.is_main_process:
+            with suppress(AprilError, requests.RequestException):
+                load = server_load(self.session, self.base_url, timeout=ANSWER_SECONDS)
+        (waiting,) = self._processes.most([-1.0 if load is None else load.waiting])
+        return None if waiting < 0 else int(waiting)
 
     def give_up(self) -> None:
         """A sync that has failed is not done again: let a server that was paused for it go on."""

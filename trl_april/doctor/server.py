@@ -28,6 +28,7 @@ from ..server_check import (
     max_sequences,
     server_info,
 )
+from ..server_load import server_load
 from .finding import Finding, Mark
 from .session import TimedSession
 
@@ -46,7 +47,6 @@ ENDPOINTS = (
 ROUND_TRIPS = 20
 SLOW_ROUND_TRIP = 0.05  # seconds: what some decode steps take
 SETTLING_SECONDS = 2.0  # in which the server stops counting a request that has ended, such as ours of the check before
-IN_USE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass
@@ -279,27 +279,19 @@ def check_room(server: Server, max_completion_length: int) -> Finding:
 def check_idle(server: Server) -> Finding:
     """Whether others use the server now. Then nothing is done that would slow them down."""
     deadline = time.monotonic() + SETTLING_SECONDS
-    numbers = _in_use(server)
-    while sum(numbers) > 0 and time.monotonic() < deadline:
+    load = server_load(server.session, server.base_url)
+    while load and load.running + load.waiting and time.monotonic() < deadline:
         time.sleep(SETTLING_SECONDS / 10)
-        numbers = _in_use(server)
-    if not numbers:
+        load = server_load(server.session, server.base_url)
+    if load is None:
         return Finding(
             Mark.WARN,
             "the server does not say whether others use it, so that speeds are only right if none do",
             "start it without --disable-log-stats",
         )
-    if sum(numbers) > 0:
-        return Finding(
-            Mark.SKIP, f"others have {sum(numbers):.0f} requests on the server; run this again when they are done"
-        )
+    if others := load.running + load.waiting:
+        return Finding(Mark.SKIP, f"others have {others} requests on the server; run this again when they are done")
     return Finding(Mark.OK, "none")
-
-
-def _in_use(server: Server) -> list[float]:
-    """Requests that run and that wait, as far as the server says."""
-    response = server.session.get(f"{server.base_url}/metrics")
-    return [float(number) for number in IN_USE.findall(response.text)] if response.status_code == 200 else []
 
 
 def check_round_trip(server: Server) -> Finding:
