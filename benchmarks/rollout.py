@@ -205,10 +205,14 @@ class Contestant:
 
     async def run_block(self, rounds: int, warmup: int) -> None:
         """Run so many rounds and then leave the server to the others; the first `warmup` do not count."""
+        total = self.measurement
+        tokens, seconds = total.generated_tokens, total.seconds
         for number in range(rounds):
             began = time.perf_counter()
             done = await self._run_round()
             self._count(done, time.perf_counter() - began, counts=number >= warmup)
+        if rounds > warmup:
+            total.blocks.append((total.generated_tokens - tokens, total.seconds - seconds))
         await self.driver.cut()
 
     async def _run_round(self) -> Round:

@@ -6,12 +6,14 @@ The JSON file is whole after every turn, and a benchmark that was stopped goes o
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from intervals import interval
 from report import machine, markdown, new_figure, replace_text
 
 
@@ -43,6 +45,7 @@ class Measurement:
     request_seconds: float = 0.0
     round_seconds: float = 0.0
     factors: float = 0.0  # summed up over the rounds
+    blocks: list[tuple[int, float]] = field(default_factory=list)  # generated tokens and seconds of each
 
     @property
     def factor_mean(self) -> float:
@@ -175,6 +178,23 @@ def ratios(measurements: list[Measurement], first: list[Measurement], rate: str)
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
+def interval_of_blocks(pairs: Sequence[tuple[Measurement, Measurement]]) -> str:
+    """Geometric mean of the ratios of generated tok/s, block by block, and its two-sided 95 % interval.
+
+    Blocks of a turn that were measured one after the other, and so by a machine of the same speed, are a pair.
+    """
+    logarithms = [
+        math.log((tokens / seconds) / (other_tokens / other_seconds))
+        for one, other in pairs
+        for (tokens, seconds), (other_tokens, other_seconds) in zip(one.blocks, other.blocks, strict=True)
+        if tokens and other_tokens
+    ]
+    if len(logarithms) < 2:
+        return ""
+    mean, half = interval(logarithms)
+    return f"{math.exp(mean):.3f} ({math.exp(mean - half):.3f} to {math.exp(mean + half):.3f})"
+
+
 def cells_of(measurements: list[Measurement]) -> dict[float, dict[tuple[str, float | str], list[Measurement]]]:
     """The turns of each mode and factor, by sigma."""
     found: dict[float, dict[tuple[str, float | str], list[Measurement]]] = {}
@@ -220,14 +240,20 @@ def table(rows: list[dict[str, str]], columns: Sequence[str] = ()) -> str:
 
 
 def auto_by_best(measurements: list[Measurement]) -> list[dict[str, str]]:
-    """How `auto` does against the fixed factor of its mode that generates most: each turn's ratio."""
+    """How `auto` does against the fixed factor of its mode that generates most: each turn's ratio, and of blocks.
+
+    Behind the cells come the modes, over all sigmas, if there are several.
+    """
     found = []
+    pairs: dict[str, list[tuple[Measurement, Measurement]]] = {}
     for sigma, cells in cells_of(measurements).items():
         for (mode, factor), cell in cells.items():
             fixed = [k for k in cells if (k[0] == mode or k[1] == 1.0) and k[1] != AUTO]
             if factor != AUTO or not fixed:
                 continue
             best = max(fixed, key=lambda k: statistics.median(m.generated_per_second for m in cells[k]))
+            beside = list(zip(cell, cells[best], strict=True))
+            pairs.setdefault(mode, []).extend(beside)
             found.append(
                 {
                     "sigma": f"{sigma:g}",
@@ -235,8 +261,13 @@ def auto_by_best(measurements: list[Measurement]) -> list[dict[str, str]]:
                     "best": named(best[1], cells[best]),
                     "chosen": f"{statistics.median(m.factor_mean for m in cell):.2g}",
                     "auto by best, generated tok/s (range)": ratios(cell, cells[best], "generated_per_second"),
+                    "of blocks (95 % interval)": interval_of_blocks(beside),
                 }
             )
+    for mode, beside in pairs.items():
+        if len(found) > len(pairs):
+            of_all = ["all", NAMES.get(mode, mode), "", "", "", interval_of_blocks(beside)]
+            found.append(dict(zip(found[0], of_all, strict=True)))
     return found
 
 

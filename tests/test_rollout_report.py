@@ -72,8 +72,29 @@ def test_auto_is_held_against_the_fixed_factor_of_its_mode_that_generates_most()
         "best": "2",
         "chosen": "3",
         "auto by best, generated tok/s (range)": "1.07 (1.07 to 1.07)",
+        "of blocks (95 % interval)": "",
     }
     assert auto_by_best([one for one in turns(3) if one.mode == "discard"]) == []
+
+
+def test_auto_is_held_against_it_block_by_block():
+    """By hand: the logarithms are ln(2), ln(0.5), 0 and 0 at sigma 1, and once more at sigma 0."""
+    measured = turns(2)
+    for one in measured:
+        # A machine that gets slower does not matter, and neither do blocks in which one of them generated nothing.
+        one.blocks = [(800, 1.0), (800, 2.0), (100, 1.0)]
+        if one.factor == "auto":
+            one.blocks = [(1600, 1.0), (800, 4.0), (0, 1.0)] if one.turn else [(800, 1.0), (400, 1.0), (0, 1.0)]
+    (found,) = auto_by_best(measured)
+    # Student's t of 3 degrees of freedom is 3.182, the standard deviation ln(2) sqrt(2/3), its error half of that.
+    assert found["of blocks (95 % interval)"] == "1.000 (0.406 to 2.461)"
+    even = turns(2)
+    for one, other in zip(even, measured, strict=True):
+        one.sigma, one.blocks = 0.0, other.blocks
+    *cells, of_all = auto_by_best(measured + even)
+    assert [cell["sigma"] for cell in cells] == ["1", "0"]
+    assert (of_all["sigma"], of_all["mode"], of_all["best"]) == ("all", "overlap and reuse", "")
+    assert of_all["of blocks (95 % interval)"].startswith("1.000 (0.64")
 
 
 def test_synchronous_is_a_fixed_factor_of_every_mode():
@@ -110,8 +131,11 @@ def test_it_goes_on_where_it_was(tmp_path):
     assert report.measurements == [] and not report.has(1.0, 0)
     report.measurements += turns(1)
     report.calibrations["1/0"] = {"steps": [[1, 0.5]]}
+    report.measurements[1].blocks = [(700, 1.5), (600, 0.5)]
     report.write(path)
     again = Report.of({**OPTIONS, "sigma": [1.0, 0.5], "turns": 3, "json": path}, path)
+    assert [tuple(block) for block in again.measurements[1].blocks] == [(700, 1.5), (600, 0.5)]
+    again.measurements[1].blocks = report.measurements[1].blocks  # tuples are lists in JSON
     assert again.measurements == report.measurements and again.calibrations == report.calibrations
     assert again.settings["turns"] == 3 and "json" not in again.settings
     assert again.has(1.0, 0) and not again.has(1.0, 1) and not again.has(0.5, 0)
