@@ -174,11 +174,13 @@ trap 'exit 143' TERM
 
 # The server
 
+url_host=$server_address
+[[ $server_address == *:* ]] && url_host="[$server_address]" # IPv6
 serve=(trl-april serve "$model" --host "$server_address" --port "$port" --tensor-parallel-size "$gpus_per_node")
 if ((server_nodes > 1)); then
     # Ray joins the nodes, runs the command on the first, and ends with it.
     serve=(
-        ray symmetric-run --address "$server_address:6379" --min-nodes "$server_nodes" --num-gpus "$gpus_per_node" --
+        ray symmetric-run --address "$url_host:6379" --min-nodes "$server_nodes" --num-gpus "$gpus_per_node" --
         "${serve[@]}" --data-parallel-size "$server_nodes" --data-parallel-size-local 1 --data-parallel-backend ray
         --data-parallel-address "$server_address"
     )
@@ -215,7 +217,7 @@ done
     bash -c "$on_node" on_node bash -c 'exec accelerate launch --machine_rank "$SLURM_PROCID" "$@"' accelerate \
     --config_file "$config" --num_machines "$trainer_nodes" --num_processes $((trainer_nodes * gpus_per_node)) \
     --main_process_ip "${nodes[0]}" --main_process_port 29500 --rdzv_backend static --same_network \
-    scripts/grpo.py --model_name_or_path "$model" --vllm_server_base_url "http://$server_address:$port" \
+    scripts/grpo.py --model_name_or_path "$model" --vllm_server_base_url "http://$url_host:$port" \
     "${trainer_args[@]}" </dev/null &
 trainer_pid=$!
 code=0

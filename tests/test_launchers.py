@@ -38,7 +38,7 @@ record = {{"arguments": arguments, "environment": dict(os.environ), "pid": os.ge
 """
 
 SERVER = """
-import http.server
+import http.server, socket
 
 print("loading weights", flush=True)
 behaviour = os.environ.get("SERVER", "serves")
@@ -58,6 +58,7 @@ def stop(*_):
 
 signal.signal(signal.SIGTERM, stop)
 host = arguments[arguments.index("--host") + 1] if "--host" in arguments else "127.0.0.1"
+http.server.ThreadingHTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 http.server.ThreadingHTTPServer((host, int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
 """
 
@@ -473,6 +474,14 @@ def job(machine, tmp_path):
         return machine.finish(start(*arguments, **options))
 
     return SimpleNamespace(start=start, run=run, calls=machine.calls, records=machine.records, folder=submitted)
+
+
+def test_an_ipv6_address_is_in_brackets_where_a_port_follows(job):
+    done = job.run("--server-address", "::1", "--port", port := str(free_port()))
+    assert done.returncode == 0, done.errors
+    (server,), trainer = job.calls("trl-april"), job.calls("accelerate")[0]
+    assert option(server.arguments, "--host") == "::1"
+    assert option(trainer.arguments, "--vllm_server_base_url") == f"http://[::1]:{port}"
 
 
 def test_the_server_is_on_the_last_node_and_the_trainer_on_the_others(job):

@@ -45,6 +45,33 @@ def overlapping(pool, engine, **options):
 
 
 class TestBetweenTheRounds:
+    def test_the_time_of_an_outage_is_that_of_the_round_which_it_interrupted(self):
+        """And not once more of the time between that round and the next."""
+        pool = make_pool(1)
+        admit(pool, 0, 1)
+        engine = ScriptedEngine({(0, 0): [Attempt([Tokens(2, 2.0), Silence()]), natural(3)]}, default=natural(40))
+        driver = overlapping(pool, engine)
+
+        async def two_rounds():
+            suspended = asyncio.create_task(driver.generate())
+            await asyncio.sleep(5.0)
+            driver.suspend("A signal has asked training to end.")
+            with pytest.raises(RoundSuspended):
+                await suspended
+            await asyncio.sleep(100.0)
+            first = await driver.run_round()
+            await asyncio.sleep(10.0)
+            await driver.cut()
+            pool.begin_round(1)
+            return first, await driver.run_round()
+
+        first, second = simulate(two_rounds())
+        assert first.seconds > 100
+        assert [time for time, _ in second.overlap_in_flight][0] == pytest.approx(-10.0, abs=1e-3)
+        began = second.started - first.started
+        times = [time for time, _ in first.in_flight] + [time + began for time, _ in second.overlap_in_flight]
+        assert times == sorted(times)
+
     def test_what_is_not_finished_goes_on_and_counts_for_the_next_round(self):
         """Rule 6 with time in between: group 1 finishes while the batch of group 0 is trained."""
         pool = make_pool(1)

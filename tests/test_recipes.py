@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -12,6 +13,7 @@ import yaml
 from trl import TrlParser
 
 from trl_april import APRILGRPOConfig
+from trl_april.errors import ConfigError
 from trl_april.gspo import gspo_options
 from trl_april.reward_functions import find_reward
 from trl_april.row_order import optimiser_steps_per_round
@@ -60,6 +62,29 @@ def test_flags_of_the_server_that_it_starts(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         quickstart.main()
     assert started == [(parse()[0].model, ["--gpu-memory-utilization", "0.4"])]
+
+
+@pytest.mark.parametrize(
+    ("options", "starts"),
+    [
+        ([], True),
+        (["--vllm_server_base_url", "http://gpu7:8000"], False),
+        (["--vllm_server_host", "gpu7"], False),
+        (["--vllm_server_port", "8001"], False),
+        (["--use_vllm", "false"], False),
+        (["--vllm_mode", "colocate"], False),
+    ],
+)
+def test_it_starts_a_server_only_where_one_is_needed(options, starts, monkeypatch):
+    monkeypatch.setattr(quickstart, "LocalServer", lambda model, *, vllm_args: contextlib.nullcontext("started"))
+    with quickstart.own_server(*parse(*options)) as server:
+        assert (server == "started") is starts
+    with_args = parse(*options, "--vllm_args=--seed 3")
+    if starts:
+        quickstart.own_server(*with_args)
+    else:
+        with pytest.raises(ConfigError, match="no server is started"):
+            quickstart.own_server(*with_args)
 
 
 def updates_per_round(config: APRILGRPOConfig) -> int:

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from trl_april.report.prediction import predict
 from trl_april.report.summary import summarise
 from trl_april.report.table import rows
 from trl_april.round import Round
-from trl_april.run_log import AGES, BINS, FILE, POINTS, POINTS_KEPT, RunLog, bin_edges, outline, thinned
+from trl_april.run_log import AGES, BINS, FILE, POINTS, POINTS_KEPT, RunLog, _plain, bin_edges, outline, thinned
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -58,6 +59,12 @@ class TestWhatIsWritten:
         worked = sum(end - begin for step in run.steps for begin, end in step.training)
         assert worked == pytest.approx(6 * 0.3, abs=1e-4)
         assert run.rewards[2] == (pytest.approx(run.rounds[2].scoring[1]), run.rounds[2].reward)
+
+    def test_times_of_a_long_run_are_exact(self, tmp_path):
+        before = time.time()
+        WrittenRun(tmp_path, 2.0)
+        assert before - 1 <= lines_of(tmp_path)[0]["time"] <= time.time() + 1
+        assert _plain(1e6 + 0.3) == 1e6 + 0.3  # seconds since the beginning, after eleven days
 
     def test_lengths_fall_into_their_bins(self, tmp_path):
         written = WrittenRun(tmp_path, 1.0)

@@ -29,6 +29,7 @@ from trl_april.generated_tokens import GeneratedTokens
 from trl_april.process_session import end_session, session_members, start_watchdog
 from trl_april.sampling import SamplingOptions
 from trl_april.server import LocalServer, run_in_foreground, sees_our_devices
+from trl_april.server_address import bind
 from trl_april.server_command import flag_name, flag_value, server_command, server_environment
 from trl_april.vllm_engine import VLLMEngine
 
@@ -202,6 +203,23 @@ def test_a_port_in_use_is_refused_because_a_stranger_would_answer():
             LocalServer("m", port=stranger.getsockname()[1])
 
 
+def test_a_name_stands_for_its_ipv4_address_as_for_vllm(monkeypatch):
+    """Or a stranger who listens there would answer in the server's place."""
+    resolve = socket.getaddrinfo
+
+    def both(host, port, family=0, *rest, **options):
+        found = resolve("127.0.0.1" if host == "localhost" else host, port, family, *rest, **options)
+        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0))
+        return [six, *found] if host == "localhost" and family == 0 else found
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        with pytest.raises(ConfigError, match="cannot bind to localhost"):
+            bind("localhost", stranger.getsockname()[1])
+
+
 def test_vllm_that_is_not_installed_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"trl-april\[cpu\]"):
@@ -299,6 +317,26 @@ def test_a_server_can_be_started_again(script):
         first = server.pid
     with server:
         assert server.pid != first and server.is_healthy()
+
+
+def test_one_that_has_died_is_started_again(script):
+    server = ScriptServer(script(HEALTHY), quiet=True)
+    with server:
+        first = server.pid
+        assert server.start().pid == first
+        os.kill(first, signal.SIGKILL)
+        server._process.wait(20)
+        assert server.start().pid != first and server.is_healthy()
+
+
+def test_the_first_error_is_that_of_this_start(script):
+    server = ScriptServer(script(DYING), quiet=True)
+    with pytest.raises(ServerError, match="first error: ValueError: the KV cache is too small"):
+        server.start()
+    script(DYING.replace("KV cache is too small", "model is of another kind"))
+    with pytest.raises(ServerError, match="first error: ValueError: the model is of another kind"):
+        server.start()
+    assert "KV cache" in server.log_path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -527,6 +529,24 @@ class TestAbandoned:
         with weight_files.weight_folder(None) as folder:
             assert list(memory.iterdir()) == [folder]
         assert list(memory.iterdir()) == []
+
+    def test_a_thread_that_hangs_leaves_nothing_at_the_end_of_its_process(self, tmp_path):
+        """As a check of the doctor that Ctrl-C does not wait for."""
+        code = (
+            "import sys, threading; from trl_april.weight_files import weight_folder; made = threading.Event()\n"
+            "def hang():\n"
+            "    with weight_folder(sys.argv[1]) as folder:\n"
+            "        print(folder); made.set(); threading.Event().wait()\n"
+            "threading.Thread(target=hang, daemon=True).start(); made.wait()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert str(tmp_path) in done.stdout and list(tmp_path.iterdir()) == []
+
+    def test_the_server_need_not_have_been_started_in_the_same_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "weights").mkdir()
+        with weight_files.weight_folder("weights") as folder:
+            assert folder.is_absolute() and folder.parent == tmp_path / "weights"
 
     def test_that_of_a_process_which_lives_stays(self, memory):
         with weight_files.weight_folder(None) as folder:

@@ -54,10 +54,11 @@ class APRILGRPOConfig(GRPOConfig):
             prefix cache of the server, which is not reset any more. That spares the prefill, and the tokens that
             follow are sampled from a mixture of policies; their recorded log-probabilities are those of that mixture,
             so the correction is as exact as before. A sample that is asked for the first time never finds blocks of
-            older weights. `"keep"`, with `overlap_generation`: the same mixture, and nothing is cut and resumed at
-            all. For a weight sync the server is paused, and its requests go on in their place with the new weights;
-            where in each of them the policy version changes, the server is asked. Such a server is started by
-            `trl-april serve`; on another one requests are cut as with `"reuse"`, which is said in a warning.
+            older weights. `"keep"`, with `overlap_generation`: the same mixture, and nothing is cut and resumed
+            unless the server is full. For a weight sync it is paused, and its requests go on in their place with the
+            new weights; where in each of them the policy version changes, the server is asked. Such a server is
+            started by `trl-april serve`; on another one requests are cut as with `"reuse"`, which is said in a
+            warning.
         overlap_generation (`bool`, *optional*, defaults to `False`):
             Whether requests that are not finished when the quota is met go on while the trainer scores and optimises,
             together with those of the next batch, and are cut only for the weight sync. What they finish meanwhile

@@ -132,6 +132,8 @@ class RolloutDriver:
             self._recorder.begin(self.pool.version)
             if self._dynamic is not None:
                 self._dynamic.begin_round()
+        else:
+            self._recorder.go_on()
         self._closing, self._group_finished = asyncio.Event(), asyncio.Event()
         if self._error is None:
             self._flight.open()

@@ -83,7 +83,7 @@ class Round:
         seconds (`float`):
             Duration from dispatch to the last drained request.
         abort_seconds (`float`):
-            The part of it after the quota was met.
+            The part of it from the abort on.
         generated_tokens (`int`):
             Tokens that arrived in this round.
         overlap_tokens (`int`):

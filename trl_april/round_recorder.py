@@ -58,6 +58,10 @@ class RoundRecorder:
         self._before = replace(pool.ledger)
         self._held_before = {group.group_id: group.num_tokens for group in pool}
 
+    def go_on(self) -> None:
+        """The round that was interrupted is gone on with: the time since then is its own."""
+        self._between = []
+
     def in_flight_changed(self, *, is_open: bool) -> None:
         """A request was sent, or one has ended."""
         now, count = asyncio.get_running_loop().time(), len(self._flight.running)

@@ -300,11 +300,11 @@ def _counted(counts: Sequence[float]) -> dict[str, int]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it: numbers with seven digits, and what is no number or not finite as null or text."""
+    """The value as JSON has it: numbers with ten digits, others that are not finite as null, the rest as text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else None
+        return float(f"{value:.10g}") if math.isfinite(value) else None
     return value if value is None or isinstance(value, (str, int)) else str(value)

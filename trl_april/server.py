@@ -115,6 +115,7 @@ class LocalServer:
         self.quiet = quiet
         self._log_file = log_file
         self._log_path: Path | None = None
+        self._log_begins = 0  # of what this start has written
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._owner = 0
@@ -165,7 +166,9 @@ class LocalServer:
             ServerError: If it ends while starting, or is not healthy in time. The message holds the tail of its log.
         """
         if self._process is not None:
-            return self
+            if self._owner != os.getpid() or self._process.poll() is None:
+                return self
+            self.stop()  # it has ended by itself, and left its children and its watchdog
         rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if rank != "0" and "LOCAL_RANK" in os.environ:  # a launcher's; RANK alone may be of a cluster
             raise ConfigError(
@@ -179,6 +182,7 @@ class LocalServer:
         warn_if_exposed(self.host)
         command, environment = self.command(self.port), self.environment()
         with self._open_log() as log:
+            self._log_begins = log.tell()
             log.write(f"$ {shlex.join(without_secrets(command))}\n".encode())
             log.flush()
             self._owner = os.getpid()
@@ -236,11 +240,14 @@ class LocalServer:
         line = _ProgressLine(f"vLLM server for {self.model} on {self.base_url}", quiet=self.quiet)
         line.show("starting")
         try:
-            while not self.is_healthy():
+            while True:
+                is_healthy = self.is_healthy()  # or somebody is who answers in its place
                 seconds = time.monotonic() - began
                 code = self._process.poll()
                 if code is not None:
                     raise ServerError(self._obituary(f"ended with exit code {code} while it was starting"))
+                if is_healthy:
+                    break
                 if seconds > self.startup_timeout:
                     raise ServerError(
                         self._obituary(
@@ -256,7 +263,9 @@ class LocalServer:
 
     def _obituary(self, fate: str) -> str:
         # The cause stands in the engine's part of the log, and dozens of lines of the API server's traceback follow.
-        error = FIRST_ERROR.search(self.tail(10_000))
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_begins)  # behind what earlier servers have written
+            error = FIRST_ERROR.search(log.read().decode(errors="replace"))
         cause = f"Its first error: {error[1]}\n" if error else ""
         return (
             f"The vLLM server for {self.model} {fate}.\n{cause}"

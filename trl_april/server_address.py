@@ -37,7 +37,9 @@ def check_address(host: str, port: int | None) -> None:
 def bind(host: str, port: int) -> int:
     """Binds to the address for an instant and returns the port, a free one for 0."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # As vLLM takes it: a name stands for its IPv4 address.
+        family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
+        _, kind, protocol, _, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"host is {host!r}, but that name does not resolve ({error}). Try '127.0.0.1'.") from error
     with socket.socket(family, kind, protocol) as probe:
@@ -49,6 +51,13 @@ def bind(host: str, port: int) -> int:
             remedy = REMEDIES.get(error.errno or 0, "Choose another address or port.")
             raise ConfigError(f"The server cannot bind to {host}, port {port}: {error.strerror}. {remedy}") from error
         return int(probe.getsockname()[1])
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def warn_if_exposed(host: str) -> None:

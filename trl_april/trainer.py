@@ -449,6 +449,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             {
                 **run_options(self.args, self._options, self._session.pool),
                 "max_sequences": self.vllm_generation.facts.max_sequences,
+                "weight_sync": self.vllm_generation.weight_sync,  # what "auto" has come to
             },
             resumed_at_step=self.state.global_step if self._checkpoints.resumed_from else None,
             total=self._processes.total,

@@ -7,6 +7,7 @@ it stays: other hosts may write there, whose locks are not always seen.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,14 +36,18 @@ def weight_folder(parent: str | None) -> Iterator[Path]:
     """A new folder in `parent`, or in shared memory of this host, for as long as the server needs it."""
     if parent is None:
         remove_abandoned()
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or shared_memory()))
+    # Whole, since the server may have been started in another folder.
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.path.abspath(parent or shared_memory())))
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(remove)  # threads that do not end by themselves do not come to the end of this
     try:
         if parent is not None:
             folder.chmod(0o755)  # a folder that was chosen is for a server that may run as another user
         with nullcontext() if parent is not None else _locked(folder):
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        atexit.unregister(remove)
+        remove()
 
 
 @contextmanager

@@ -125,8 +125,11 @@ def examine_environment(examination: Examination, options: DoctorOptions) -> Non
     check("imports", check_imports)
     check("devices", partial(here.check_devices, facts))
     folder, is_default = sync_folder(options)
-    needed = here.model_bytes(options.model)
-    check("weight files", partial(here.check_sync_folder, folder, is_default=is_default, needed=needed))
+
+    def check_sync_folder() -> Finding:
+        return here.check_sync_folder(folder, is_default=is_default, needed=here.model_bytes(options.model))
+
+    check("weight files", check_sync_folder)
     check("open files", here.check_open_files)
 
 

