@@ -1,10 +1,13 @@
 """What `benchmarks/rollout.py` has measured: a JSON file, a table, and a picture.
 
+    python benchmarks/rollout_report.py one.json other.json    # `auto` against fixed factors, over several files
+
 The JSON file is whole after every turn, and a benchmark that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
@@ -242,7 +245,7 @@ def table(rows: list[dict[str, str]], columns: Sequence[str] = ()) -> str:
 def auto_by_best(measurements: list[Measurement]) -> list[dict[str, str]]:
     """How `auto` does against the fixed factor of its mode that generates most: each turn's ratio, and of blocks.
 
-    Behind the cells come the modes, over all sigmas, if there are several.
+    Behind the cells come the modes and all of them together, over all sigmas, if there are several.
     """
     found = []
     pairs: dict[str, list[tuple[Measurement, Measurement]]] = {}
@@ -264,8 +267,10 @@ def auto_by_best(measurements: list[Measurement]) -> list[dict[str, str]]:
                     "of blocks (95 % interval)": interval_of_blocks(beside),
                 }
             )
-    for mode, beside in pairs.items():
-        if len(found) > len(pairs):
+    if len(found) > len(pairs):
+        if len(pairs) > 1:
+            pairs["all"] = [pair for beside in pairs.values() for pair in beside]
+        for mode, beside in pairs.items():
             of_all = ["all", NAMES.get(mode, mode), "", "", "", interval_of_blocks(beside)]
             found.append(dict(zip(found[0], of_all, strict=True)))
     return found
@@ -296,3 +301,14 @@ def draw(measurements: list[Measurement], path: Path) -> None:
     figure.axes[0].set_ylabel("trained tokens/s")
     figure.axes[0].legend(fontsize="small")
     figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="`auto` against the best fixed factors, over several measurements")
+    parser.add_argument("files", type=Path, nargs="+", help="what benchmarks/rollout.py --json has written")
+    measurements = [one for path in parser.parse_args().files for one in Report.read(path).measurements]
+    print(table(auto_by_best(measurements)))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from calibration import Calibration
@@ -95,6 +96,10 @@ def test_auto_is_held_against_it_block_by_block():
     assert [cell["sigma"] for cell in cells] == ["1", "0"]
     assert (of_all["sigma"], of_all["mode"], of_all["best"]) == ("all", "overlap and reuse", "")
     assert of_all["of blocks (95 % interval)"].startswith("1.000 (0.64")
+    kept = [replace(one, mode="keep") for one in measured + even if one.mode == "both"]
+    *_, both, keep, of_all = auto_by_best(measured + even + kept)
+    assert [row["mode"] for row in (both, keep, of_all)] == ["overlap and reuse", "overlap and keep", "all"]
+    assert of_all["of blocks (95 % interval)"].startswith("1.000 (0.7")
 
 
 def test_synchronous_is_a_fixed_factor_of_every_mode():
