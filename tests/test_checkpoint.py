@@ -25,6 +25,7 @@ from trl_april.checkpoint import (
     SavedRollouts,
     is_complete,
     load_rollouts,
+    remove_rollouts,
     resolve_checkpoint,
     resume_point,
     save_rollouts,
@@ -338,6 +339,31 @@ def test_leftovers_are_gone_after_the_next_save_and_nothing_else_is(tmp_path):
     save_all(tmp_path, states := a_run(2, 2).states(), save_id=SECOND)
     assert {path.name for path in folder.iterdir()} == {*names_of(SECOND, 2), "notes.txt", ".nfs0001", "folder"}
     assert same(load_rollouts(tmp_path), states)
+
+
+def test_rollouts_are_removed_and_nothing_else_is(tmp_path):
+    """Of a checkpoint that is written anew without any: they would be of another run."""
+    remove_rollouts(tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    save_all(tmp_path, a_run(1, 2).states())
+    remove_rollouts(tmp_path)
+    assert not (tmp_path / FOLDER).exists() and load_rollouts(tmp_path) is None
+    save_all(tmp_path, a_run(1, 2).states())
+    (tmp_path / FOLDER / "notes.txt").write_bytes(b"of others")
+    (tmp_path / FOLDER / INDEX).unlink()
+    remove_rollouts(tmp_path)  # not complete, so it is not known whose they are
+    assert {*names_of(FIRST, 2), "notes.txt"} - {INDEX} == set(os.listdir(tmp_path / FOLDER))
+
+
+def test_a_kill_at_any_moment_leaves_rollouts_whole_or_none(monkeypatch, tmp_path):
+    checkpoint = tmp_path / "checkpoint-4"
+    save_all(checkpoint, states := a_run(1, 2).states())
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, checkpoint / FOLDER, tmp_path / "moments")
+        remove_rollouts(checkpoint)
+    left = [load_rollouts(moment) for moment in disk.snapshots]
+    assert left[0] is not None and left[-1] is None
+    assert all(saved is None or same(saved, states) for saved in left)
 
 
 def test_two_saves_in_a_row(tmp_path):

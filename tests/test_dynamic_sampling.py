@@ -481,7 +481,7 @@ class TestPool:
     def test_withdrawn_groups_are_the_youngest_and_counted(self):
         pool = self.pool(3)
         self.finish(pool, 1)
-        pool.withdraw(2)
+        assert pool.withdraw(2) == [1, 2]
         assert ids(pool) == [0]
         assert (pool.ledger.groups_rejected, pool.ledger.tokens_rejected) == (2, 2)
         pool.check()

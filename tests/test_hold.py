@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,12 +17,15 @@ from hypothesis import strategies as st
 from tests.scripted_engine import Attempt, Break, End, ScriptedEngine, Silence, Tokens, key_of, natural, simulate
 from tests.test_overlap import overlapping
 from tests.test_rollout import admit, assert_at_rest, ids, make_pool
+from trl_april.background import BackgroundLoop
 from trl_april.config import AprilOptions
 from trl_april.engine import Chunk, GenerationRequest
 from trl_april.errors import ConfigError, EngineError, PoolError, ServerError
 from trl_april.pool import Pool
 from trl_april.pool_state import restore
+from trl_april.processes import OneProcess
 from trl_april.running_request import RunningRequest
+from trl_april.session import RolloutSession
 from trl_april.types import Sample
 
 
@@ -39,6 +44,33 @@ def running() -> tuple[Pool, Sample]:
     (group,) = admit(pool, 0)
     pool.start(group.samples[0])
     return pool, group.samples[0]
+
+
+def test_what_runs_is_counted_while_the_loop_stands_still():
+    """Requests begin and end in the loop's thread: counting them beside it would find a dict that changes."""
+    session = object.__new__(RolloutSession)
+    session._loop, session._processes = BackgroundLoop("test"), OneProcess()
+    passed = threading.Event()
+
+    class Driver:
+        in_flight = 0
+
+        async def stop_asking(self):
+            pass
+
+        @property
+        def unbegun(self):
+            session._loop.call(passed.set)
+            assert not passed.wait(0.1)
+            return 0
+
+    session.driver = Driver()
+    session._trainer = SimpleNamespace(vllm_generation=SimpleNamespace(facts=SimpleNamespace(max_sequences=1)))
+    try:
+        assert not session._pause()
+        assert passed.wait(10)
+    finally:
+        session._loop.close()
 
 
 class TestPool:

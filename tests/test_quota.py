@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from tests.closing import in_time, may_close
 from tests.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, logprobs, prompt_ids, token_ids
 from trl_april.engine import Chunk, GenerationRequest
-from trl_april.errors import ServerError
+from trl_april.errors import PoolError, ServerError
 from trl_april.pool import Pool
 from trl_april.quota import SharedQuota
 from trl_april.rollout import RolloutDriver
@@ -365,6 +365,19 @@ def test_a_process_without_a_group_of_its_own_closes_with_the_others():
     assert [len(pool) for pool in run.pools] == [1, 1, 0]
     asyncio.run(run.generate())
     assert run.take() in ([0], [1])
+
+
+def test_a_round_without_enough_groups_says_so_in_all_processes():
+    """None of them would close it, and each would wait for the others for ever."""
+    run = Run(2, 4, [ScriptedEngine(default=completion(1, 0.001)) for _ in range(2)])
+    run.begin_round(0, rows=2)
+    for driver in run.drivers:
+        with pytest.raises(PoolError, match="2 groups are outstanding in all processes, and the round needs 4"):
+            asyncio.run(asyncio.wait_for(driver.generate(), 10))
+    run.assert_at_rest()
+    run.begin_round(0)
+    asyncio.run(run.generate())
+    assert run.take() == [0, 1, 2, 3]
 
 
 def test_a_process_that_has_enough_of_its_own_closes_the_round_of_the_others():

@@ -233,6 +233,12 @@ def test_a_factor_below_one_is_refused():
         simulate_grid(scenario(), [Mode.ABORT], [0.5])
 
 
+@pytest.mark.parametrize("mode", [Mode.SYNCHRONOUS, Mode.DISCARD, Mode.UNINTERRUPTED])
+def test_a_mode_without_a_choice_refuses_auto(mode):
+    with pytest.raises(ConfigError, match=f"over_provisioning='auto' is nothing that {mode} has"):
+        run(scenario(), mode, "auto")
+
+
 # The recommendation
 
 

@@ -73,6 +73,24 @@ def test_with_vllm_off_the_results_are_stocks_number_for_number(
     assert caplog.text.count("APRIL is off: use_vllm is False") == 1
 
 
+def test_a_checkpoint_written_anew_has_no_rollouts_of_another_run(tiny_model_dir, tmp_path):
+    """What resumes from it with APRIL on would go on with them."""
+    left = tmp_path / "checkpoint-1" / "april"
+    left.mkdir(parents=True)
+    for name in ("index.json", "pool-0-00000-of-00001.safetensors"):
+        (left / name).write_bytes(b"of an earlier run")
+    trainer = APRILGRPOTrainer(
+        model=tiny_model_dir,
+        reward_funcs=distinct_characters,
+        args=APRILGRPOConfig(
+            str(tmp_path), use_vllm=False, **{**OPTIONS, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        ),
+        train_dataset=DATASET,
+    )
+    trainer.train()
+    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists() and not left.exists()
+
+
 def test_a_users_rollout_func_still_runs(tiny_model_dir, tmp_path, caplog):
     calls = []
 

@@ -20,7 +20,7 @@ import re
 import reprlib
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ FORMAT = 2
 FOLDER = "april"
 INDEX = "index.json"
 UNFINISHED = "unfinished"  # the first save into this folder is under way, or was cut short
+_OURS = r"pool-.*\.safetensors|\..*\.tmp"  # beside the index
 _INDEX_KEYS = {"format", "save_id", "processes", "source", "digest"}
 _ARRAYS = {"token_ids": ("i", np.dtype("<i4")), "logprobs": ("f", np.dtype("<f4"))}
 _OTHER_CHECKSUM = "its content does not have the checksum that it was written with"
@@ -107,8 +108,24 @@ def save_rollouts(
         # What an earlier save has left, of the same step or of a run that was killed before it was complete.
         current = {INDEX, *(_file_name(save_id, number, processes) for number in range(processes))}
         for left in set(os.listdir(folder)) - current:
-            if re.fullmatch(rf"pool-.*\.safetensors|\..*\.tmp|{UNFINISHED}", left):  # and nothing that is not ours
+            if left == UNFINISHED or re.fullmatch(_OURS, left):  # and nothing that is not ours
                 (folder / left).unlink(missing_ok=True)
+
+
+def remove_rollouts(checkpoint: Path) -> None:
+    """Remove the rollouts of an earlier run from a checkpoint that is written anew without any.
+
+    Killed at any moment, it leaves them whole or as ones that were never complete. What is not ours stays.
+    """
+    folder = checkpoint / FOLDER
+    if not (folder / INDEX).exists():
+        return
+    (folder / UNFINISHED).touch()
+    _flush(folder)
+    for name in [INDEX, *sorted(name for name in os.listdir(folder) if re.fullmatch(_OURS, name)), UNFINISHED]:
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # something of others is there
+        folder.rmdir()
 
 
 def load_rollouts(checkpoint: Path) -> SavedRollouts | None:

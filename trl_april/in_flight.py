@@ -345,7 +345,8 @@ class InFlight:
                     if self._pool.is_full:
                         self._hold_back()
                     if chunk.finish_reason == "abort":
-                        self.aborted_requests += self._ending.is_set()  # not those that others abort
+                        # Not those that others abort; a full pool takes the task of a sample away before it is cut.
+                        self.aborted_requests += self._ending.is_set() or id(sample) not in self._asked
                         break
                     if chunk.finish_reason is not None:
                         self._pool.finish(sample, _finish_reason(chunk.finish_reason))

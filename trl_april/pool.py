@@ -337,8 +337,11 @@ class Pool:
         self._groups = dict(sorted(self._groups.items()))
         return len(here)
 
-    def withdraw(self, count: int) -> None:
+    def withdraw(self, count: int) -> list[int]:
         """Remove the youngest `count` groups, which training can no longer use, and count them as rejected.
+
+        Returns:
+            `list[int]`: Their ids, those of groups of other processes among them.
 
         Raises:
             PoolError: If one of them runs, or there are fewer.
@@ -351,6 +354,7 @@ class Pool:
         for group in here:
             del self._groups[group.group_id]
             self.ledger.reject(group)
+        return youngest
 
     def _expect_unscored(self, group: Group, score: Score) -> None:
         if not self.dynamic_sampling or self._groups.get(group.group_id) is not group:

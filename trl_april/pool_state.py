@@ -124,8 +124,9 @@ def restore(
     if not _fits(pool, groups, version, again):
         raise PoolError(
             f"The {len(groups)} groups of the pool state cannot all be trained within a staleness of "
-            f"{pool.roster.bound} versions at {pool.quota} groups per round. Resume with the max_staleness that they "
-            "were saved under, or None."
+            f"{pool.roster.bound} versions at {pool.quota} groups per round. Resume with the max_staleness, "
+            "staleness_policy, batch and optimiser steps per batch that they were saved under, or with "
+            "max_staleness=None."
         )
     ledger = Ledger(*(sum(state[name] for state in states) for name in COUNTERS)) if has_totals else Ledger()
     pool._restore(groups, owns, ledger, version=version, last_id=last_id)

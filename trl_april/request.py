@@ -1,7 +1,7 @@
 """The requests of a run: under which id, salt and seed a sample is asked for.
 
-The invariant owned here: no two requests share an id or a seed, and a sample that has no token yet shares its cache
-salt only with requests of its own policy version.
+The invariant owned here: no two requests share an id, and no two segments a seed; and a sample that has no token yet
+shares its cache salt only with requests of its own policy version.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ class RequestMaker:
 
 
 def derive_seed(seed: int, sample: Sample) -> int:
-    """A seed for the next segment of `sample`: equal seeds give equal completions, so no two requests share one."""
+    """A seed for the next segment of `sample`: equal seeds give equal completions, so no two segments share one."""
     key = f"{seed}/{sample.group_id}/{sample.index}/{len(sample)}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1  # vLLM takes signed 64-bit

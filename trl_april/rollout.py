@@ -14,7 +14,7 @@ from typing import Any
 
 from .dynamic_sampling import DynamicSampling
 from .engine import RolloutEngine
-from .errors import EngineError, RoundSuspended, ServerError
+from .errors import EngineError, PoolError, RoundSuspended, ServerError
 from .in_flight import InFlight
 from .pool import Pool
 from .quota import SharedQuota
@@ -125,8 +125,19 @@ class RolloutDriver:
 
         The pool's `begin_round` and the admissions come first; they are the caller's. In several processes, each of
         them knows by now what is finished in the others. From here on, what finishes counts for this round.
+
+        Raises:
+            PoolError: In several processes, if too few groups were admitted to meet the quota.
         """
         assert self.pool.version is not None, "begin_round comes first"
+        roster = self.pool.roster
+        outstanding = len(roster) + len(roster.rejected)
+        if self._quota is not None and outstanding < self.pool.quota:
+            # Alone, nothing would run any more at some time. Here each process would wait for the others.
+            raise PoolError(
+                f"{outstanding} groups are outstanding in all processes, and the round needs {self.pool.quota}: admit "
+                "as many before it is opened."
+            )
         if self.round is None or self._is_taken or self.round.version != self.pool.version:
             self._is_taken = False
             self._recorder.begin(self.pool.version)

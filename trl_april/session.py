@@ -236,7 +236,9 @@ class RolloutSession:
         """
         server = self._trainer.vllm_generation
         self._loop.run(self.driver.stop_asking())
-        running, unbegun = self._processes.total([self.driver.in_flight, self.driver.unbegun])
+        with self._loop.paused():  # requests begin and end meanwhile
+            counts = [self.driver.in_flight, self.driver.unbegun]
+        running, unbegun = self._processes.total(counts)
         waiting = server.requests_waiting() if running else 0
         if waiting is not None and waiting > unbegun:
             return False  # some have tokens and were preempted. They come first whatever is cut of the others
@@ -414,7 +416,10 @@ class RolloutSession:
             # A round that had to be filled with rejected groups trains some that have been replaced. Near the end of
             # training the replacements are on their way already, and nothing can use them any more.
             self.cut()
-            self.pool.withdraw(self._source.take_back(-unreplaced))
+            withdrawn = self.pool.withdraw(self._source.take_back(-unreplaced))
+            self._admission.let_go(withdrawn)
+            if withdrawn:
+                logger.info(f"{len(withdrawn)} groups are not trained: training ends before it could use them.")
 
 
 def make_pool(args: GRPOConfig, options: AprilOptions) -> Pool:

@@ -35,7 +35,7 @@ from trl.trainer.utils import get_config_model_id
 from .applies import check_arguments, check_model, check_scoring, passed_over, why_stock, without_effect
 from .attachment import api_key, attached, vllm_off
 from .batch import batch_rows, completion_columns, evaluation_columns, rollout_output, round_metrics
-from .checkpoint import FOLDER
+from .checkpoint import FOLDER, remove_rollouts
 from .config import APRILGRPOConfig, AprilOptions
 from .correction import correction_metrics
 from .dashboards import order_dashboards
@@ -325,6 +325,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             if has_weights:
                 self._checkpoints.save_state(trial)
                 return
+        elif not self.april_enabled and self.is_world_process_zero():
+            remove_rollouts(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
         super()._save_checkpoint(model, trial)
         if self._session is not None:
             self._checkpoints.is_saved()

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ..engine import GenerationRequest
+from ..errors import ConfigError
 from ..pool import Pool
 from ..rollout import RolloutDriver
 from ..round import Round
@@ -43,8 +44,14 @@ def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
             Over-provisioning: groups in flight as a factor of the quota. `"auto"` chooses it as in training.
 
     Raises:
-        ConfigError: If the factor is no number, out of range, or not possible under the staleness bound.
+        ConfigError: If the factor is no number, out of range, or not possible under the staleness bound, or if it is
+            `"auto"` in a mode in which training has none to choose.
     """
+    if factor == AUTO and (mode is Mode.SYNCHRONOUS or not mode.can_be_trained):
+        raise ConfigError(
+            f"over_provisioning='auto' is nothing that {mode} has: a factor is chosen in training with APRIL only. "
+            "Give a number."
+        )
     simulation = _Simulation(scenario, mode, factor_of(factor))
     # Half of the time would go into looking for cycles among some hundred thousand samples, of which there are none.
     collects = gc.isenabled()
