@@ -9,34 +9,25 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chromium lint docs bench clean
+.PHONY: help demo test test-all lint docs bench clean
 
 help:  ## Say what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 10
 
 demo: $(STAMP)  ## Train a small model with and without APRIL, and compare (ARGS="--output-dir DIR")
 	$(BIN)/trl-april demo $(ARGS)
 
-test: $(STAMP) chromium  ## Run the tests, those on a real vLLM server included (ARGS="-m 'not server'" without)
+test: $(STAMP)  ## Run the tests, those on a real vLLM server included (ARGS="-m 'not server'" without)
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(ARGS)
 
-# Without it those tests are skipped, or fail where CI=true is set. Nothing else is installed into the system.
-chromium:  ## Install the browser that the tests look at reports with, where there is none
-	@for name in chromium chromium-browser google-chrome chrome; do \
-		if command -v $$name >/dev/null; then exit 0; fi; \
-	done; \
-	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then sudo=; \
-	elif command -v apt-get >/dev/null && sudo -n true 2>/dev/null; then sudo='sudo -n'; \
-	else sudo=none; fi; \
-	if [ "$$sudo" = none ] || ! { $$sudo apt-get update -qq && \
-			$$sudo apt-get install -qq -y --no-install-recommends chromium; } >/dev/null; then \
-		echo 'There is no Chromium, in which reports are tested: install the package "chromium" of your system.' >&2; \
-	fi
+test-all: $(STAMP)  ## Run all tests: soaks, kills, full fuzzing, notebooks and the demo, too
+	APRIL_TESTS=all $(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(ARGS)
 
-lint: $(STAMP)  ## Check style, format and types
+lint: $(STAMP)  ## Check style, format, types and the layers of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 docs: $(STAMP)  ## Write docs/api.md and docs/april.svg anew
 	$(BIN)/python docs/reference.py

@@ -11,28 +11,37 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.fork_worker import Forker
-from trl_april.server import LocalServer
+from tests.support.effort import THOROUGH
+from tests.support.fork_worker import Forker
+from trl_april.server.local import LocalServer
 
 
 # Before any Hugging Face library is imported: no test may depend on a network, or report to one.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
-# Started in the background, or by pytest-xdist, the tests ignore SIGINT, and so would what they start.
+# A process in the background or of pytest-xdist ignores SIGINT, and its children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On a busy machine every example may take long.
-settings.register_profile("busy", settings.get_profile(settings.get_current_profile_name()), deadline=None)
-settings.load_profile("busy")
+# No deadlines: on a busy machine an example may take long.
+settings.register_profile("default", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile("thorough" if THOROUGH else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests marked `long` to `make test-all`, unless they are named or selected by `-m`."""
+    if THOROUGH or config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=long)
 
 
 @pytest.hookimpl(optionalhook=True)  # also where pytest-xdist is left out
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where several processes share the tests (pytest-xdist), one has all files with tests that use the real server,
-    since there is one per run. Of the others a file stays together, for the fixtures that it has made.
-    """
+    """Run all files that use the real server in one process, since there is one server, and others file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByServer(LoadScopeScheduling):
@@ -45,23 +54,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @cache
 def uses_server(file: str) -> bool:
-    """Whether a file has tests that share the real server, and not only such that start one of their own."""
+    """Whether a file has tests that share the real server."""
     text = Path(__file__).parent.parent.joinpath(file).read_text()
     return "pytest.mark.server" in text and bool(re.search(r"def \w+\([^)]*\bserver[,)]", text))
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder with the tiny Qwen3 of `tests/tiny.py`, tied embeddings."""
-    from tests.tiny import save_tiny_model
+    """Folder with the tiny Qwen3 of `tests/support/tiny.py`, tied embeddings."""
+    from tests.support.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")
 def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder with the tiny Qwen3 of `tests/tiny.py`, untied embeddings."""
-    from tests.tiny import save_tiny_model
+    """Folder with the tiny Qwen3 of `tests/support/tiny.py`, untied embeddings."""
+    from tests.support.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny-untied") / "model", tie_word_embeddings=False)
 
@@ -70,9 +79,9 @@ def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def server(tiny_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """The one real vLLM server of a test run, with the weights of `tiny_model_dir` at its start.
 
-    Tests share it, so a test that loads other weights or leaves requests behind has to put things back.
+    Tests share it: a test that loads other weights or leaves requests behind must restore the state.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:  # or the processes do not share the tests as they should
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a second process that starts a server fails here
         tmp_path_factory.getbasetemp().parent.joinpath("server").touch(exist_ok=False)
     with LocalServer(
         tiny_model_dir, vllm_args=["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
@@ -82,7 +91,7 @@ def server(tiny_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def forker() -> Iterator[Forker]:
-    """Starts processes of trainings that need not import anything any more."""
+    """Starts training processes as forks, with all imports done."""
     forker = Forker()
     yield forker
     forker.stop()
@@ -90,7 +99,7 @@ def forker() -> Iterator[Forker]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Torch of this process on one thread: on two cores its threads and the server's would wait for each other."""
+    """One thread for torch: on two cores, its threads and the server's would wait for each other."""
     import torch
 
     threads = torch.get_num_threads()
@@ -101,7 +110,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def sigint():
-    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    """SIGINT raises KeyboardInterrupt, even if the tests run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

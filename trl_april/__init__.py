@@ -1,6 +1,6 @@
 """APRIL for TRL: GRPO training that does not wait for its longest completion.
 
-Names are imported on first use, so that `import trl_april.pool` loads neither torch nor TRL.
+Names are imported on first use, so that `import trl_april.pool.pool` loads neither torch nor TRL.
 """
 
 from importlib import import_module
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import APRILGRPOConfig
     from .errors import AprilError, CheckpointError, ConfigError, EngineError, PoolError, ServerError, WeightSyncError
-    from .pool import Pool
-    from .server import LocalServer
+    from .pool.pool import Pool
+    from .pool.samples import Group, Sample, Segment
+    from .server.local import LocalServer
     from .trainer import APRILGRPOTrainer
-    from .types import Group, Sample, Segment
 
 __version__ = "0.1.0"
 
@@ -24,12 +24,12 @@ _MODULE_OF = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "EngineError": "errors",
-    "Group": "types",
-    "LocalServer": "server",
-    "Pool": "pool",
+    "Group": "pool.samples",
+    "LocalServer": "server.local",
+    "Pool": "pool.pool",
     "PoolError": "errors",
-    "Sample": "types",
-    "Segment": "types",
+    "Sample": "pool.samples",
+    "Segment": "pool.samples",
     "ServerError": "errors",
     "WeightSyncError": "errors",
 }

@@ -2,101 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
-from typing import Any
 
+from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .errors import ConfigError
-from .staleness import check_bound, factor_of
+from .pool.staleness import check_bound, factor_of
+from .tuning.factor_chooser import START
 
+
+logger = get_logger(__name__)
 
 WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
 RESUME_KV = ("recompute", "reuse", "keep")
 
 
 @dataclass
-class APRILGRPOConfig(GRPOConfig):
-    r"""
-    Configuration class for the [`APRILGRPOTrainer`].
+class AprilOptions:
+    """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them."""
 
-    This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
-    all others please refer to [`~trl.GRPOConfig`]. Three of its defaults differ:
-
-    - `use_vllm=True` and `vllm_mode="server"`: APRIL works on a vLLM server.
-    - `vllm_importance_sampling_mode="token_truncate"`: TRL's default, `"sequence_mask"`, exponentiates the log-ratio
-      summed over the sequence, and so would mask out just those long samples of several policy versions that APRIL
-      keeps.
-
-    `loss_type="gspo"` is accepted beside all of TRL's loss types. It stands for TRL's `"grpo"` with
-    `importance_sampling_level="sequence"` and the clip range of the GSPO paper
-    (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, each if it was not
-    set. An `epsilon` of 0.2, TRL's default, counts as not set; with another, `epsilon_high` follows it as in TRL.
-    `loss_type="dapo"` keeps TRL's meaning, the aggregation; `scripts/recipes/dapo.yaml` spells out the rest of DAPO.
-
-    Parameters:
-        over_provisioning (`float` or `str`, *optional*, defaults to `2.0`):
-            Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
-            synchronous GRPO through the same code. `"auto"` begins with 2.0 and then takes what a model of the rounds
-            predicts the most trained tokens per second for, with the completion lengths and the server's speed as
-            they were seen so far. It stays within `max_staleness`, and is at most 8. `april/over_provisioning` is what
-            a round had, and each change is logged at the level `INFO`.
-        max_staleness (`int` or `None`, *optional*, defaults to `5`):
-            Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
-            version at sampling. `None` lifts it. The paper observed at most 5.
-        staleness_policy (`str`, *optional*, defaults to `"wait"`):
-            What happens at the bound. `"wait"`: a guarantee, the round stays open for the groups that fall due.
-            `"mask"`: older tokens leave the loss, token by token, while the sample keeps its reward in the group's
-            baseline. `"ignore"`: older tokens are trained all the same, and only counted in the logs.
-        resume_kv (`str`, *optional*, defaults to `"recompute"`):
-            What a resumed sample continues on. `"recompute"`: the KV of its prompt and partial completion is computed
-            anew with the present weights. `"reuse"`: it finds the blocks that its earlier segments have left in the
-            prefix cache of the server, which is not reset any more. That spares the prefill, and the tokens that
-            follow are sampled from a mixture of policies; their recorded log-probabilities are those of that mixture,
-            so the correction is as exact as before. A sample that is asked for the first time never finds blocks of
-            older weights. `"keep"`, with `overlap_generation`: the same mixture, and nothing is cut and resumed
-            unless the server is full. For a weight sync it is paused, and its requests go on in their place with the
-            new weights; where in each of them the policy version changes, the server is asked. Such a server is
-            started by `trl-april serve`; on another one requests are cut as with `"reuse"`, which is said in a
-            warning.
-        overlap_generation (`bool`, *optional*, defaults to `False`):
-            Whether requests that are not finished when the quota is met go on while the trainer scores and optimises,
-            together with those of the next batch, and are cut only for the weight sync. What they finish meanwhile
-            counts for the next round. Tokens are about a policy version older for it.
-        dynamic_sampling (`bool`, *optional*, defaults to `False`):
-            Whether groups whose rewards are all equal are rejected and replaced by others while the round runs, as in
-            DAPO (https://huggingface.co/papers/2503.14476, section 3.2). Each group is then scored as soon as it is
-            finished, beside the generation of the others.
-        max_rejected_groups_per_round (`int`, *optional*):
-            Rejected groups at which a round is given up and filled with them, oldest first. At least the groups of a
-            batch; by default ten times as many.
-        weight_sync (`str`, *optional*, defaults to `"auto"`):
-            How weights travel to the server: `"nccl"` (TRL's own, RCCL on AMD), `"filesystem"` (any device; also
-            trainer and server on one GPU), or `"auto"`, which takes NCCL where each has a GPU of its own and the
-            server was started for it.
-        weight_sync_dir (`str`, *optional*):
-            Existing folder that the file-system sync writes to, visible to the server under the same path. Defaults to
-            shared memory of this host.
-        stream_interval (`int`, *optional*, defaults to `64`):
-            Tokens per streamed chunk: what a crash of the server can cost per sample.
-        save_on_signal (`bool`, *optional*, defaults to `False`):
-            Whether Ctrl-C and SIGTERM (a preemption) write a checkpoint before training ends: in the middle of a round
-            at once, with everything that has been generated, otherwise at the end of the optimiser step. A second one
-            leaves at once.
-        max_parked_tokens (`int`, *optional*):
-            Bound on the completion tokens that each process keeps from one round to the next, at 8 bytes each. At the
-            bound nothing is dropped: the groups that the batch does not need wait. By default there is none.
-
-    Raises:
-        ConfigError: If a value is out of its range. It is a `ValueError`.
-    """
-
-    # Not `None`: with it in the type HfArgumentParser takes text, and without it numbers only.
+    # Never `None`, but with `None` in the type HfArgumentParser accepts text, and without it only numbers.
     over_provisioning: float | str | None = field(
         default=2.0,
         metadata={
             "help": "Prompt groups in flight as a factor of those that a batch needs, at least 1.0. 1.0 is "
-            "synchronous GRPO through the same code. `'auto'` chooses it while training runs."
+            "synchronous GRPO through the same code. `'auto'` chooses it during training."
         },
     )
     max_staleness: int | None = field(
@@ -109,74 +41,198 @@ class APRILGRPOConfig(GRPOConfig):
     staleness_policy: str = field(
         default="wait",
         metadata={
-            "help": "What happens at `max_staleness`. `'wait'`: a guarantee, the round stays open for the groups that "
-            "fall due. `'mask'`: older tokens leave the loss. `'ignore'`: older tokens are trained and only counted."
+            "help": "What happens at `max_staleness`. `'wait'`: the round stays open for groups that are due. "
+            "`'mask'`: older tokens are removed from the loss. `'ignore'`: older tokens are trained and counted."
         },
     )
     resume_kv: str = field(
         default="recompute",
         metadata={
-            "help": "What a resumed sample continues on: `'recompute'`, its KV is computed anew with the present "
-            "weights; `'reuse'`, it finds the blocks of its earlier segments in the server's prefix cache; or "
-            "`'keep'`, with `overlap_generation`, requests go on through a weight sync and need not be resumed."
+            "help": "The KV cache that a resumed sample continues on: `'recompute'`, recomputed with the current "
+            "weights; `'reuse'`, the blocks of its earlier segments in the server's prefix cache; `'keep'`, with "
+            "`overlap_generation`, requests continue through a weight sync and need not be resumed."
         },
     )
     overlap_generation: bool = field(
         default=False,
         metadata={
-            "help": "Whether requests go on while the trainer scores and optimises, and are cut only for the weight "
-            "sync."
+            "help": "Whether requests continue while the trainer scores and optimises, and are aborted only for the "
+            "weight sync."
         },
     )
     dynamic_sampling: bool = field(
         default=False,
-        metadata={
-            "help": "Whether groups whose rewards are all equal are rejected and replaced by others while the round "
-            "runs (DAPO)."
-        },
+        metadata={"help": "Whether groups with equal rewards are rejected and replaced while the round runs (DAPO)."},
     )
     max_rejected_groups_per_round: int | None = field(
         default=None,
         metadata={
-            "help": "Rejected groups at which a round is given up and filled with them. At least the groups of a "
-            "batch; by default ten times as many."
+            "help": "Rejected groups at which a round stops replacing them and is filled with them. At least the "
+            "groups of a batch; by default ten times as many."
         },
     )
     weight_sync: str = field(
         default="auto",
         metadata={
-            "help": "How weights travel to the server: `'nccl'`, `'filesystem'`, or `'auto'`, which takes NCCL where "
+            "help": "How weights travel to the server: `'nccl'`, `'filesystem'`, or `'auto'`, which uses NCCL where "
             "trainer and server both have a GPU and the server was started for it."
         },
     )
     weight_sync_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Existing folder that the file-system sync writes to, visible to the server under the same path. "
+            "help": "Existing folder for the file-system sync, visible to the server under the same path. "
             "Defaults to shared memory of this host."
         },
     )
     stream_interval: int = field(
         default=64,
-        metadata={"help": "Tokens per streamed chunk: what a crash of the server can cost per sample."},
+        metadata={"help": "Tokens per streamed chunk: the most that a crash of the server can cost per sample."},
     )
-
     save_on_signal: bool = field(
         default=False,
         metadata={
-            "help": "Whether Ctrl-C and SIGTERM write a checkpoint before training ends, partial samples included. A "
-            "second one leaves at once."
+            "help": "Whether Ctrl-C and SIGTERM write a checkpoint before training stops, partial samples included. A "
+            "second signal stops at once."
         },
     )
     max_parked_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Bound on the completion tokens that each process keeps from one round to the next. At the bound "
-            "the groups that the batch does not need wait; nothing is dropped."
+            "help": "Bound on the completion tokens that each process keeps between rounds. At the bound, groups that "
+            "the batch does not need wait; nothing is dropped."
         },
     )
 
-    # Changed defaults; the class docstring says why.
+    @classmethod
+    def of(cls, args: GRPOConfig) -> AprilOptions:
+        """The options of an [`APRILGRPOConfig`], or the defaults for any other config."""
+        if not isinstance(args, AprilOptions):
+            return cls()
+        return cls(**{option.name: getattr(args, option.name) for option in fields(cls)})
+
+    def __post_init__(self) -> None:
+        self.over_provisioning = factor = factor_of(self.over_provisioning)  # a command line passes text
+        # "auto" respects any bound.
+        check_bound(1.0 if isinstance(factor, str) else factor, self.max_staleness, self.staleness_policy)
+        if self.weight_sync not in WEIGHT_SYNCS:
+            raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
+        if self.resume_kv not in RESUME_KV:
+            raise ConfigError(f"resume_kv is {self.resume_kv!r}; it must be one of {', '.join(RESUME_KV)}.")
+        if self.resume_kv == "keep" and not self.overlap_generation:
+            raise ConfigError(
+                "resume_kv='keep' lets requests continue through the weight sync, but without overlap_generation "
+                "none is running then. Set overlap_generation=True, or resume_kv='reuse'."
+            )
+        if self.max_parked_tokens is not None and self.max_parked_tokens < 0:
+            raise ConfigError(
+                f"max_parked_tokens is {self.max_parked_tokens}; it counts tokens and cannot be negative. Omit it "
+                "for no bound."
+            )
+        if self.stream_interval < 1:
+            raise ConfigError(f"stream_interval is {self.stream_interval}; it counts tokens and must be at least 1.")
+
+    def bounded_factor(self, versions_per_round: int) -> float:
+        """Over-provisioning as a number, lowered to what the staleness bound lets through.
+
+        A round of several optimiser steps (`versions_per_round`) ages waiting groups by as many versions.
+        """
+        is_auto = isinstance(self.over_provisioning, str)  # respects the bound under every policy
+        factor = START if isinstance(self.over_provisioning, str) else self.over_provisioning
+        if self.max_staleness is None or not (is_auto or self.staleness_policy == "wait"):
+            return factor
+        highest = self.max_staleness // versions_per_round + 1
+        if factor <= highest:
+            return factor
+        if not is_auto or highest == 1 < versions_per_round:  # otherwise "auto" still has a choice
+            change = "is 'auto' and stays" if is_auto else f"is lowered from {factor} to"
+            logger.warning(
+                f"over_provisioning {change} {highest}{', which is synchronous training' * (highest == 1)}: a "
+                f"generation batch is trained for {versions_per_round} optimiser steps, so with "
+                f"max_staleness={self.max_staleness} a group can wait {highest - 1} rounds. Set max_staleness to "
+                f"{math.ceil(factor - 1) * versions_per_round} or more for a factor of {factor:g}; None, or null in "
+                "YAML, lifts the bound."
+            )
+        return highest
+
+    def oldest_trained(self, version: int) -> int | None:
+        """The oldest policy version whose tokens stay in the loss at `version`; `None` if all do."""
+        masks = self.staleness_policy == "mask" and self.max_staleness is not None
+        return version - self.max_staleness if masks else None
+
+
+@dataclass
+class APRILGRPOConfig(AprilOptions, GRPOConfig):
+    r"""
+    Configuration class for the [`APRILGRPOTrainer`].
+
+    This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
+    all others please refer to [`~trl.GRPOConfig`]. Three of its defaults differ:
+
+    - `use_vllm=True` and `vllm_mode="server"`: APRIL needs a vLLM server.
+    - `vllm_importance_sampling_mode="token_truncate"`: TRL's default, `"sequence_mask"`, exponentiates the log-ratio
+      summed over the sequence. It would mask out the long samples of several policy versions that APRIL keeps.
+
+    `loss_type="gspo"` is accepted beside all of TRL's loss types. It stands for TRL's `"grpo"` with
+    `importance_sampling_level="sequence"` and the clip range of the GSPO paper
+    (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless they were set. TRL's
+    default `epsilon` of 0.2 counts as not set; with any other, `epsilon_high` follows it as in TRL.
+    `loss_type="dapo"` keeps TRL's meaning, the aggregation; `scripts/recipes/dapo.yaml` adds the rest of DAPO.
+
+    Parameters:
+        over_provisioning (`float` or `str`, *optional*, defaults to `2.0`):
+            Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
+            synchronous GRPO through the same code. `"auto"` starts with 2.0 and then chooses the factor with the
+            highest predicted throughput of trained tokens, from the completion lengths and the server's speed measured
+            so far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
+            round.
+        max_staleness (`int` or `None`, *optional*, defaults to `5`):
+            Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
+            version at sampling. `None` lifts it. The paper observed at most 5.
+        staleness_policy (`str`, *optional*, defaults to `"wait"`):
+            What happens at the bound. `"wait"` guarantees it: the round stays open for groups that are due. `"mask"`
+            removes older tokens from the loss, while the sample's reward stays in the group's baseline. `"ignore"`
+            trains older tokens and counts them in the logs.
+        resume_kv (`str`, *optional*, defaults to `"recompute"`):
+            The KV cache that a resumed sample continues on. `"recompute"`: the server recomputes it with the current
+            weights. `"reuse"`: the sample finds the blocks of its earlier segments in the server's prefix cache, which
+            is no longer reset. This saves the prefill, and the next tokens are sampled from a mixture of policies.
+            Their recorded log-probabilities are those of the mixture, so the correction stays exact. A new sample
+            never finds blocks of older weights. `"keep"`, with `overlap_generation`: requests are not aborted for a
+            weight sync. The server is paused, and they continue with the new weights; the server reports where in each
+            request the version changes. It needs a server started by `trl-april serve`. On any other server requests
+            are aborted as with `"reuse"`, with a warning.
+        overlap_generation (`bool`, *optional*, defaults to `False`):
+            Whether unfinished requests continue while the trainer scores and optimises, together with those of the
+            next batch, and are aborted only for the weight sync. Tokens are about one policy version older.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether groups with equal rewards are rejected and replaced while the round runs, as in DAPO
+            (https://huggingface.co/papers/2503.14476, section 3.2). Each group is then scored as soon as it is
+            finished, during generation.
+        max_rejected_groups_per_round (`int`, *optional*):
+            Rejected groups at which a round stops replacing them and is filled with rejected groups, oldest first. At
+            least the groups of a batch; by default ten times as many.
+        weight_sync (`str`, *optional*, defaults to `"auto"`):
+            How weights travel to the server: `"nccl"` (TRL's own; RCCL on AMD), `"filesystem"` (any device; also
+            trainer and server on one GPU), or `"auto"`, which uses NCCL where each has a GPU of its own and the
+            server was started for it.
+        weight_sync_dir (`str`, *optional*):
+            Existing folder for the file-system sync, visible to the server under the same path. Defaults to shared
+            memory of this host.
+        stream_interval (`int`, *optional*, defaults to `64`):
+            Tokens per streamed chunk: the most that a crash of the server can cost per sample.
+        save_on_signal (`bool`, *optional*, defaults to `False`):
+            Whether Ctrl-C and SIGTERM (a preemption) write a checkpoint before training stops: immediately in the
+            middle of a round, otherwise at the end of the optimiser step. A second signal stops at once.
+        max_parked_tokens (`int`, *optional*):
+            Bound on the completion tokens that each process keeps between rounds, at 8 bytes each. At the bound
+            nothing is dropped: groups that the batch does not need wait. By default there is none.
+
+    Raises:
+        ConfigError: If a value is out of its range. It is a `ValueError`.
+    """
+
+    # Changed defaults; the class docstring gives the reasons.
     use_vllm: bool = field(
         default=True,
         metadata={"help": "Whether to use vLLM for generating completions. APRIL is on in server mode only."},
@@ -197,58 +253,5 @@ class APRILGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        self.over_provisioning = AprilOptions.of(self).over_provisioning  # a number, where it was one in text
-        super().__post_init__()
-
-
-@dataclass(frozen=True, slots=True)
-class AprilOptions:
-    """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them."""
-
-    over_provisioning: float | str = 2.0
-    max_staleness: int | None = 5
-    staleness_policy: str = "wait"
-    resume_kv: str = "recompute"
-    overlap_generation: bool = False
-    dynamic_sampling: bool = False
-    max_rejected_groups_per_round: int | None = None
-    weight_sync: str = "auto"
-    weight_sync_dir: str | None = None
-    stream_interval: int = 64
-    save_on_signal: bool = False
-    max_parked_tokens: int | None = None
-
-    @classmethod
-    def of(cls, args: GRPOConfig) -> AprilOptions:
-        """The options of an [`APRILGRPOConfig`], or the defaults for any other config."""
-        if not isinstance(args, APRILGRPOConfig):
-            return cls()
-        values: dict[str, Any] = {option.name: getattr(args, option.name) for option in fields(cls)}
-        return cls(**values)
-
-    def __post_init__(self) -> None:
-        factor = factor_of(self.over_provisioning)
-        object.__setattr__(self, "over_provisioning", factor)  # as a frozen dataclass has to
-        # "auto" keeps to whatever bound there is.
-        check_bound(1.0 if isinstance(factor, str) else factor, self.max_staleness, self.staleness_policy)
-        if self.max_rejected_groups_per_round is not None and self.max_rejected_groups_per_round < 1:
-            raise ConfigError(
-                f"max_rejected_groups_per_round is {self.max_rejected_groups_per_round}; it must be at least the "
-                "groups of a batch (generation_batch_size / num_generations). Leave it out for ten times as many."
-            )
-        if self.weight_sync not in WEIGHT_SYNCS:
-            raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
-        if self.resume_kv not in RESUME_KV:
-            raise ConfigError(f"resume_kv is {self.resume_kv!r}; it must be one of {', '.join(RESUME_KV)}.")
-        if self.resume_kv == "keep" and not self.overlap_generation:
-            raise ConfigError(
-                "resume_kv='keep' lets requests go on through the weight sync, but without overlap_generation none "
-                "runs by then. Set overlap_generation=True, or resume_kv='reuse'."
-            )
-        if self.max_parked_tokens is not None and self.max_parked_tokens < 0:
-            raise ConfigError(
-                f"max_parked_tokens is {self.max_parked_tokens}; it counts tokens and cannot be negative. Leave it "
-                "out for no bound."
-            )
-        if self.stream_interval < 1:
-            raise ConfigError(f"stream_interval is {self.stream_interval}; it counts tokens and must be at least 1.")
+        AprilOptions.__post_init__(self)
+        GRPOConfig.__post_init__(self)

@@ -1,68 +1,56 @@
-"""APRILGRPOTrainer: TRL's GRPOTrainer, with one place overridden: where the completions of a training batch come from.
+"""APRILGRPOTrainer: TRL's GRPOTrainer with another source of training completions.
 
-The way of the data in a training step:
-
-1. TRL asks `_generate_and_score_completions` for a generation batch.
-2. The weights go to the server, if they changed since the last time. What runs there is cut, or held, before it loads.
-3. The pool enters the next round, is filled up to its target, and the driver runs until the quota is met.
-4. The batch that the pool hands over goes into TRL's own slot for foreign rollouts (`rollout_func`), for the length of
-   one `super()` call. Scoring, advantages, importance-sampling correction and loss are TRL's. Under dynamic sampling
-   the groups have been scored in step 3, by TRL's code too, and TRL gets those rewards when it asks for them.
-
-Everything else is inherited. Where APRIL does not apply, stock GRPO runs.
+When TRL asks for a generation batch, new weights are sent to the server, the pool is filled to its target, and the
+round runs until the quota is met. The batch goes into TRL's own slot for foreign rollouts, `rollout_func`, for one
+`super()` call: scoring, advantages, importance-sampling correction and loss are TRL's.
 """
 
 from __future__ import annotations
 
-import copy
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
-from .applies import check_arguments, check_model, check_scoring, passed_over, why_stock, without_effect
-from .attachment import api_key, attached, vllm_off
-from .batch import batch_rows, completion_columns, evaluation_columns, rollout_output, round_metrics
-from .checkpoint import FOLDER, remove_rollouts
+from .checkpoint.resume import RunCheckpoints
+from .checkpoint.rollouts import remove_rollouts
 from .config import APRILGRPOConfig, AprilOptions
-from .correction import correction_metrics
-from .dashboards import order_dashboards
-from .errors import CheckpointError, ConfigError, PoolError, ServerError
-from .gspo import known_to_trl
-from .micro_batches import like_lengths_together, micro_batches_are_free, surely_in_one_step
-from .padding import COLUMNS, PerToken, width_matters, without_padding
-from .pool import Pool
-from .processes import processes_of
-from .recovery import Recovery
-from .round import Round
-from .run_log import RunLog, outline, run_options
+from .data.order import TrainingRows
+from .distributed.processes import processes_of
+from .distributed.signals import Stopped, StopRequest, leave
+from .errors import ServerError
+from .pool.pool import Pool
+from .rollout.round import Round
 from .session import RolloutSession
-from .step_callback import StepCallback
-from .stop import Stopped, StopRequest, leave
-from .trainer_checkpoints import TrainerCheckpoints
-from .types import Group
+from .training import compatibility
+from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
+from .training.construction import arguments_for_trl, connect_server
+from .training.micro_batches import can_be_regrouped, like_lengths_together, without_padding
+from .training.requested_batch import RequestedBatch
+from .training.rewards import RewardScorer, decode_completions, extra_columns, trained_rewards
+from .training.run_log import outline
+from .training.step_callback import StepCallback
+from .weights.canary import depends_on_width
 
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 logger = get_logger(__name__)
 
-# Rounds whose in-flight curve is kept for plots; the metrics of all rounds are in the log.
-ROUNDS_KEPT = 256
+
+class NothingToTrain(Exception):
+    """Training resumes at its end."""
 
 
 class APRILGRPOTrainer(GRPOTrainer):
@@ -73,58 +61,40 @@ class APRILGRPOTrainer(GRPOTrainer):
     round when enough are complete, aborts the rest, keeps their partial completions, and resumes them first in the
     next round. No generated token is discarded, and a few long completions no longer stall the batch.
 
-    The only change with respect to [`~trl.GRPOTrainer`] is where the completions of a *training* batch come from: a
-    pool of groups on a vLLM server. Arguments, dataset order, evaluation, rewards, advantages, loss, callbacks and
-    logs are inherited; the log gains keys with the prefix `april/`.
+    Only the source of *training* completions differs from [`~trl.GRPOTrainer`]: a pool of groups on a vLLM server.
+    Arguments, dataset order, evaluation, rewards, advantages, loss, callbacks and logs are inherited. The log gains
+    keys with the prefix `april/`, and `output_dir` a file `april_rounds.jsonl` for `trl-april report`.
 
     APRIL is on when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
-    `environment_factory`, `rollout_func` or images, and unless a subclass overrides `_generate`,
-    `_generate_single_turn` or `get_train_dataloader`; several processes need a `torch.distributed` group. Otherwise
-    the trainer runs stock GRPO and says so once.
-
-    What each round took and came to is written into `april_rounds.jsonl` in `output_dir`; `trl-april report` shows it.
-
-    Under `accelerate launch` each process generates its share of the groups, all fill one quota, and an error of one
-    process is raised in all of them.
+    `environment_factory`, `rollout_func` or image columns, and unless a subclass overrides `_generate`,
+    `_generate_single_turn` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO and says so once.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
             Configuration. With a stock config, APRIL's own options have their defaults.
-        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes:
-            As for [`~trl.GRPOTrainer`].
-        callbacks, optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
-            As for [`~trl.GRPOTrainer`].
+        All others: as for [`~trl.GRPOTrainer`].
 
     Attributes:
         april_enabled (`bool`):
             Whether rollouts go through the pool.
         pool (`Pool` or `None`):
-            Groups in flight and partial samples of the current (or last) training run, those of this process.
+            Groups in flight and partial samples of this process, in the current (or last) training run.
         round_history (`deque[Round]`):
-            The last rounds of this process, without their batches and single requests: durations, token counts and
-            requests in flight over time.
+            The last rounds of this process, without batches: durations, token counts, requests in flight over time.
 
     Raises:
-        ConfigError: For options that contradict each other or cannot survive a cut, or a dataset that cannot be
-            trained on. It is a `ValueError`.
-        ServerError: If there is no server to train with. It is a `ConnectionError`.
+        ConfigError (a `ValueError`), ServerError (a `ConnectionError`): If options, dataset or server do not fit.
 
     Example:
 
     ```python
-    from datasets import load_dataset
-    from trl.rewards import accuracy_reward
-    from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
-
-    # On one GPU the server leaves the trainer its part.
-    with LocalServer("Qwen/Qwen3-0.6B", vllm_args=["--gpu-memory-utilization", "0.4"]) as server:
-        trainer = APRILGRPOTrainer(
-            model="Qwen/Qwen3-0.6B",
-            reward_funcs=accuracy_reward,
-            args=APRILGRPOConfig("out", vllm_server_base_url=server.base_url),
-            train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
-        )
-        trainer.train()
+    trainer = APRILGRPOTrainer(
+        model="Qwen/Qwen3-0.6B",
+        reward_funcs=trl.rewards.accuracy_reward,
+        args=APRILGRPOConfig("out", vllm_server_base_url="http://127.0.0.1:8000"),
+        train_dataset=datasets.load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
     ```
     """
 
@@ -144,7 +114,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: str | PreTrainedModel | PeftModel,
+        model: str | torch.nn.Module,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
@@ -153,8 +123,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
         tools: list[Callable] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
@@ -162,88 +132,69 @@ class APRILGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL")
-
-        stock_because = why_stock(
+        stock_because = compatibility.why_stock(
             args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func,
-            overridden=passed_over(type(self)),
+            overridden=compatibility.ignored_overrides(type(self)),
         )  # fmt: skip
         self.april_enabled = stock_because is None
-        self._warned_of_mask = self._warned_of_override = False
-        self._asked_for: list[Any] | None = None  # of the generation batch that TRL asks for, see below
         self.pool: Pool | None = None
+        self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
         self._session: RolloutSession | None = None
-        self.groups_in_training: list[Group] | None = None  # while TRL makes a training batch of them
-        self.round_history: deque[Round] = deque(maxlen=ROUNDS_KEPT)
-        self._run_log = RunLog()  # nowhere yet
-        self.trained_micro_steps = 0  # calls of `training_step` whose gradients are in the weights
+        self._requested = RequestedBatch(type(self).__name__)
         if self.april_enabled:
             self._options = AprilOptions.of(args)
-            check_arguments(args, self._options, train_dataset)
+            compatibility.check_arguments(args, self._options, train_dataset)
         else:
-            # First of all: the server that stock GRPO asks for may be missing, or one that it cannot use.
-            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{without_effect(args)}")
-            # And the model card says so, unless it is that of a subclass.
-            for name in ("_tag_names", "_name", "_paper"):
+            # Said first: the server of stock GRPO may be missing or unusable.
+            ignored = compatibility.without_effect(args)
+            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
+            for name in ("_tag_names", "_name", "_paper"):  # the model card, unless a subclass has its own
                 if getattr(type(self), name) is getattr(APRILGRPOTrainer, name):
                     setattr(self, name, getattr(GRPOTrainer, name))
 
-        with vllm_off(args) if self.april_enabled else nullcontext(), known_to_trl(args):
+        with arguments_for_trl(args, model, april_enabled=self.april_enabled):
             super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+                model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset,
+                eval_dataset=eval_dataset, processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers,
+                quantization_config=quantization_config, peft_config=peft_config, tools=tools,
+                rollout_func=rollout_func, environment_factory=environment_factory,
+            )  # fmt: skip
         if self.april_enabled:
-            check_model(self.model)
+            compatibility.check_model(self.model)
             self._processes = processes_of(self.accelerator)
+            self._stop = StopRequest(self._processes.check)
             if self._options.dynamic_sampling:
-                overridden = type(self)._calculate_rewards is not APRILGRPOTrainer._calculate_rewards
-                check_scoring(self, self._processes, overridden=overridden)
+                sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+                compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
-            self.add_callback(StepCallback(self))
-            order_dashboards(self)
+            run = lambda: self._session, lambda: self._stop, lambda: self._step
+            self.add_callback(StepCallback(*run, self._processes, saves_on_signal=self._options.save_on_signal))
 
-    # Overrides of TRL. There are seven; all hand over to `super()`.
+    # Overrides of TRL. All call `super()`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
 
-        Training resumes with the partial samples of the checkpoint; one of stock GRPO has none. With
-        `resume_from_checkpoint=True`, a checkpoint whose writing was cut short is passed over.
-
-        In several processes, an error of one is raised in all; see `trl_april.peers`.
+        Overridden to resume with partial samples, and to skip incomplete checkpoints: those are read before the loop.
 
         Raises:
-            CheckpointError: If a checkpoint is not complete, or what it says of partial samples is damaged. It is a
-                `ValueError`.
-            ServerError: If the server stays away for `vllm_server_timeout` seconds. A checkpoint has been written
-                then, unless `save_strategy` is `"no"`.
-            KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM. With `save_on_signal` a checkpoint has been
-                written.
+            CheckpointError: If a checkpoint is incomplete, or its partial samples are damaged. It is a `ValueError`.
+            ServerError: If the server stays away for `vllm_server_timeout` seconds. A checkpoint was written by then.
+            KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM. With `save_on_signal` a checkpoint was written.
         """
         if not self.april_enabled:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         self._last_loaded_step = -1  # the server may have served another run since
         self.pool = None
-        # An earlier call may have ended in the middle of a generation batch.
-        self._step, self.trained_micro_steps, self._buffered_inputs = 0, 0, None
-        with self._listening_to_signals():
+        self._step, self._buffered_inputs = 0, None  # an earlier call may have ended inside a generation batch
+        self._stop = StopRequest(self._processes.check)
+        with self._stop.listening() if self._options.save_on_signal else nullcontext():
             try:
                 with self._processes.watched():
                     output = self._train(resume_from_checkpoint, *args, **kwargs)
-                    self._stop.agree(self._processes)  # of which only one process may have got the last
+                    self._stop.agree(self._processes)  # the last signal may have reached one process only
             except Stopped as stopped:
                 leave(stopped.signal)
             finally:
@@ -253,250 +204,189 @@ class APRILGRPOTrainer(GRPOTrainer):
             return output
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """See [`~transformers.Trainer.evaluation_loop`]; errors are shared as in `train`."""
+        """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
         with self._processes.watched() if self.april_enabled else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # Evaluation is TRL's stock path. In training, `inputs` are the rows that stock GRPO would generate for now;
-        # the pool has them too, from the same order, but trains them when they are done.
+        # In training, `inputs` are the rows of stock GRPO's next batch; the pool trains each row when it is finished.
         if not self.april_enabled or not self.model.training:
-            if self.april_enabled and self.state.global_step == self._last_loaded_step:
-                if not self.vllm_generation.holds_weights():
+            if self.april_enabled:
+                if self.state.global_step == self._last_loaded_step and not self.vllm_generation.holds_weights():
                     self._last_loaded_step = -1  # TRL then syncs
-            if self.april_enabled and self.log_completions:
-                self._pending_extra_logs.update(evaluation_columns(len(inputs)))
+                if self.log_completions:
+                    self._pending_extra_logs.update(evaluation_columns(len(inputs)))
             return super()._generate_and_score_completions(inputs)
-        if self._asked_for == []:
-            raise ConfigError(
-                f"{type(self).__name__} asks twice for one generation batch, and the second one would be of rows that "
-                "nobody has planned for. Use `dynamic_sampling=True` to replace groups that teach nothing."
-            )
-        if self._asked_for not in (None, _questions(inputs)):
-            raise ConfigError(
-                f"{type(self).__name__} changes the prompts or the columns of a generation batch, but those of "
-                "partial rollouts are rows of the dataset, which they may have been for several batches. Change them "
-                "there: train_dataset.map(...), or with_transform(...)."
-            )
-        self._asked_for = [] if self._asked_for else None  # it has its answer
+        self._requested.answer(inputs)
         done = self._run_round()
-        inputs[:] = batch_rows(done.groups)  # a subclass may go on with the rows of the batch
+        assert self._session is not None
+        inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
-        self.groups_in_training = done.groups
-        self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=self._oldest_trained(done))
+        reward_funcs = self.reward_funcs
+        if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
+            self.reward_funcs = trained_rewards(done.groups)
+            self._pending_extra_logs.update(extra_columns(done.groups))
+            self._pending_metrics.update(self._session.scorer.take_metrics())
+        mask_below = self._options.oldest_trained(done.version)
+        self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=mask_below)
         try:
-            with self._run_log.timing("scoring"):
+            with self._session.run_log.timing("scoring"):
                 batch = super()._generate_and_score_completions(inputs)
         finally:
-            self.rollout_func = self.groups_in_training = None
-        self._log_correction(batch, done)
+            self.rollout_func, self.reward_funcs = None, reward_funcs
+        self._log_metrics(self._session.correction(batch, done))
         logged = self._metrics["train"].items()
-        self._run_log.write_round(done, {name: values[-1] for name, values in logged if name.startswith("reward")})
+        rewards = {name: values[-1] for name, values in logged if name.startswith("reward")}
+        self._session.run_log.write_round(done, rewards)
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
+        # Overridden to group micro-batches by length, and to notice a subclass that generates by itself.
         before = self._buffered_inputs
-        if self.april_enabled:
-            # A copy, since they may be changed in place.
-            self._asked_for = copy.deepcopy(_questions(generation_batch)) if self.model.training else None
+        self._requested.ask(generation_batch if self.april_enabled and self.model.training else None)
         inputs = super()._prepare_inputs(generation_batch)
-        asked_for, self._asked_for = self._asked_for, None
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
-        if asked_for and not self._warned_of_override:
-            self._warned_of_override = True
-            logger.warning(
-                f"{type(self).__name__} generates training batches by itself: its _generate_and_score_completions "
-                "does not call that of APRILGRPOTrainer. Training runs as stock GRPO, and the options of "
-                "APRILGRPOConfig have no effect."
-            )
-        if not micro_batches_are_free(self):
+        self._requested.warn_if_unanswered()
+        if not can_be_regrouped(
+            type(self), self.args, has_entropy_bonus=self._entropy_bonus_enabled, has_aux_loss=self.aux_loss_enabled
+        ):
             return inputs
-        per_step = surely_in_one_step(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
-        self._buffered_inputs = like_lengths_together(self._buffered_inputs, per_step, multiple=self._column_multiple)
+        self._buffered_inputs = like_lengths_together(
+            self._buffered_inputs, self.args.gradient_accumulation_steps, self.pad_to_multiple_of
+        )
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # First the rollouts, then everything else: what is written last is what makes a checkpoint complete.
-        if self._session is not None:
-            has_weights = self._checkpoints.has_weights(trial)
-            self._checkpoints.save_rollouts(trial, beside_weights=has_weights)
-            if has_weights:
-                self._checkpoints.save_state(trial)
-                return
-        elif not self.april_enabled and self.is_world_process_zero():
-            remove_rollouts(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
-        super()._save_checkpoint(model, trial)
-        if self._session is not None:
-            self._checkpoints.is_saved()
-
-    def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
-    ) -> torch.Tensor:
-        # Under dynamic sampling the batch was scored group by group; scoring it again would cost the same again, and a
-        # reward function that is not deterministic could take back what made a group worth training on.
-        if self.groups_in_training is None or self._session is None or not self._options.dynamic_sampling:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._session.scorer.hand_over(self.groups_in_training)
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
-    ) -> PerToken:
-        # TRL pads every micro-batch to the longest completion of the whole batch, which with a long tail is most of
-        # what it computes. With images, which evaluation may have, the columns are not all that there is to a row; and
-        # some models depend on their number.
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        # Overridden because TRL pads every micro-batch to the longest completion of the whole batch: with a long tail,
+        # most of the computation. Images (in evaluation) and some models depend on the width.
         score = super()._get_per_token_logps_and_entropies
-        if not self.april_enabled or kwargs.get("num_images") is not None or width_matters(self.model.config):
-            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        return without_padding(
-            score, model, input_ids, attention_mask, logits_to_keep, batch_size,
-            multiple=self._column_multiple, **kwargs,
-        )  # fmt: skip
+        if not self.april_enabled or kwargs.get("num_images") is not None or depends_on_width(self.model.config):
+            return score(*args, **kwargs)
+        return without_padding(score, *args, multiple=self.pad_to_multiple_of, **kwargs)
 
-    # Behind `train`
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # Overridden to save partial samples. Without the optimiser, training cannot resume, and needs none.
+        if self._session is not None:
+            self._checkpoints.save(
+                self.state,
+                trial,
+                rollouts=None if self.args.save_only_model else self._session.save,
+                everything=partial(super()._save_checkpoint, model, trial),
+                stateful=(*self.callback_handler.callbacks, self.control),
+                writes_state=self.args.should_save,
+            )
+            return
+        if not self.april_enabled and self.is_world_process_zero():
+            remove_rollouts(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"))
+        super()._save_checkpoint(model, trial)
+
+    # A training run
 
     def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
-        self._checkpoints = TrainerCheckpoints(self, self._processes)
-        resume_from_checkpoint = self._checkpoints.open(resume_from_checkpoint)
+        self._checkpoints = RunCheckpoints(
+            self.args.output_dir, self._get_output_dir, self._processes, resume_from_checkpoint
+        )
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        except _NothingToTrain:
-            logger.warning(f"{resume_from_checkpoint} is of a training that is complete: nothing is left to train.")
+            return super().train(self._checkpoints.resumed_from, *args, **kwargs)
+        except NothingToTrain:
+            logger.warning(f"{self._checkpoints.resumed_from} is the end of its training: nothing is left to train.")
             return self._finalize_training(None, 0, time.time())
         finally:
             session, self._session = self._session, None  # the pool stays, to be looked at
             if session is not None:
-                with ExitStack() as rest:  # also if the first of it is interrupted
-                    rest.callback(self._run_log.close)
-                    rest.callback(session.close)
-                    self.vllm_generation.before_sync = None
-                    self.vllm_generation.give_up()
+                session.close()
 
-    def _listening_to_signals(self) -> Any:
-        self._stop = StopRequest(self._processes.check)
-        return self._stop.listening() if self._options.save_on_signal else nullcontext()
+    def _attach_server(self) -> None:
+        self.use_vllm, self._last_loaded_step = True, -1
+        self.vllm_generation = connect_server(
+            self.args,
+            self._options,
+            model=self.model,
+            accelerator=self.accelerator,
+            processing_class=self.processing_class,
+            processes=self._processes,
+            eos_token_ids=self.eos_token_ids,
+            policy_version=lambda: self.state.global_step,
+            trained_model=lambda: self.model,
+        )
 
-    # The round
+    def _open_session(self) -> RolloutSession:
+        return RolloutSession(
+            self.args,
+            self._options,
+            rows=training_rows(self),
+            tokenize=self._tokenize_prompts,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            server=self.vllm_generation,
+            num_reward_funcs=len(self.reward_funcs),
+            scorer=self._reward_scorer() if self._options.dynamic_sampling else None,
+            state=self.state,
+            processes=self._processes,
+            stop=self._stop,
+            checkpoints=self._checkpoints,
+        )
 
     def _run_round(self) -> Round:
-        """Sync, fill the pool, and run until the quota is met."""
-        if self.state.global_step >= self.state.max_steps:
-            raise _NothingToTrain  # `Trainer` would do one more step
+        """Sync the weights, fill the pool, and run until the quota is met."""
+        step = self.state.global_step
+        if step >= self.state.max_steps:
+            raise NothingToTrain  # `Trainer` would do one more step
         if self._session is None:
-            self._open_session()
-        assert self._session is not None
+            self._session = self._open_session()
+            self.pool = self._session.pool
         try:
-            with self._run_log.timing("sync"):
-                sync_seconds = self._sync_weights(self._session.recovery)
-            silent = self.args.disable_tqdm or not self.is_world_process_zero()
-            with profiling_context(self, "vLLM.generate"):
-                done = self._session.run_round(self.state.global_step, silent=silent)
-        except Stopped:
-            self._checkpoints.save_now()
+            done, metrics = self._session.run_round(
+                self._step,
+                is_synced=step == self._last_loaded_step,
+                profiled=partial(profiling_context, self),
+            )
+        except (Stopped, ServerError) as error:  # in all processes
+            if isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO:
+                self._save_now()
             raise
-        except ServerError:  # of all processes, after waiting for it
-            if self.args.save_strategy != SaveStrategy.NO:
-                self._checkpoints.save_now()
-            raise
-        metrics = round_metrics(
-            done,
-            self._session.pool,
-            sync_seconds=sync_seconds,
-            max_staleness=self._options.max_staleness,
-            stream_interval=self._options.stream_interval,
-            total=self._processes.total,
-            most=self._processes.most,
-        )
+        self._last_loaded_step = step
         self._log_metrics(metrics)
         self.round_history.append(outline(done))
         return done
 
-    def _sync_weights(self, recovery: Recovery) -> float:
-        """See to it that the server has the weights; returns the seconds that it took."""
-        if self.state.global_step == self._last_loaded_step:
-            # Unless it was started anew since, as it may be between the rounds of one step.
-            return self.vllm_generation.sync_seconds if recovery.restore_weights() else 0.0
-        with profiling_context(self, "sync_weights"):
-            recovery.sync_weights()
-        self._last_loaded_step = self.state.global_step
-        return self.vllm_generation.sync_seconds
+    def _save_now(self) -> None:
+        """Write a checkpoint inside a step: the weights at its start, and everything generated so far."""
+        is_new = not self._checkpoints.has_weights(self.state.global_step)
+        self._save_checkpoint(self.model, trial=None)
+        if is_new:
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        logger.warning(f"Training can be resumed from {self._checkpoints.folder(self.state.global_step)}.")
 
-    def _open_session(self) -> None:
-        saved = self._checkpoints.take_rollouts()
-        try:
-            self._session = RolloutSession(
-                self,
-                self._options,
-                processes=self._processes,
-                stop=self._stop,
-                api_key=api_key(),
-                saved=saved,
-            )
-        except PoolError as error:
-            raise CheckpointError(
-                f"The partial samples in {self._checkpoints.resumed_from} cannot be resumed. {error} Resume from "
-                f"another checkpoint, or remove the folder `{FOLDER}` from this one to go on without them."
-            ) from error
-        self.pool = self._session.pool
-        self.vllm_generation.before_sync = self._session.make_way
-        self._run_log = RunLog(
-            Path(self.args.output_dir) if self.is_world_process_zero() else None,
-            {
-                **run_options(self.args, self._options, self._session.pool),
-                "max_sequences": self.vllm_generation.facts.max_sequences,
-                "weight_sync": self.vllm_generation.weight_sync,  # what "auto" has come to
-            },
-            resumed_at_step=self.state.global_step if self._checkpoints.resumed_from else None,
-            total=self._processes.total,
-            processes=self._processes.count,
+    def _reward_scorer(self) -> RewardScorer:
+        return RewardScorer(
+            functions=self.reward_funcs,
+            processing_classes=self.reward_processing_classes,
+            names=self.reward_func_names,
+            weights=self.reward_weights,
+            normalize_first=self.multi_objective_aggregation == "normalize_then_sum",
+            decode=partial(decode_completions, self._tokenizer, self.processing_class),
+            state=lambda: self.state,
+            timed=lambda name: profiling_context(self, name),
+            async_loop=self.async_loop if self._has_async_funcs else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            device=self.accelerator.device,
         )
-
-    @property
-    def _column_multiple(self) -> int:
-        return self.pad_to_multiple_of or COLUMNS
-
-    def _oldest_trained(self, done: Round) -> int | None:
-        """The oldest policy version whose tokens stay in the loss; `None` if all do."""
-        if self._options.staleness_policy != "mask" or self._options.max_staleness is None:
-            return None
-        return done.version - self._options.max_staleness
 
     def _log_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics["train"][f"april/{name}"].append(value)
-        self._run_log.note(metrics)
-
-    def _log_correction(self, batch: dict[str, Any], done: Round) -> None:
-        """What the importance-sampling correction made of the batch, by age and by length."""
-        if "importance_sampling_ratio" not in batch:
-            return
-        metrics, masked_out = correction_metrics(batch, done.groups, done.version, processes=self._processes)
-        self._log_metrics(metrics)
-        if masked_out > 0.5 and not self._warned_of_mask:
-            self._warned_of_mask = True
-            logger.warning(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} has masked out "
-                f"{masked_out:.0%} of the carried tokens of this batch ({metrics['correction/carried_tokens']:.0f} "
-                "tokens): what APRIL saved of them trains nothing. 'token_truncate' keeps them."
-            )
-
-    def _attach_server(self) -> None:
-        self.use_vllm = True
-        self._last_loaded_step = -1
-        self.vllm_generation = attached(self, self._options, self._processes)
 
 
-def _questions(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """What rows ask, and with which columns."""
-    return [(row["prompt"], sorted(row)) for row in rows]
-
-
-class _NothingToTrain(Exception):
-    """Training resumes where it is complete."""
+def training_rows(trainer: GRPOTrainer) -> TrainingRows:
+    """The training dataset of a trainer, in TRL's order."""
+    dataset, collate = trainer.train_dataset, trainer.data_collator
+    if isinstance(dataset, IterableDataset):
+        if trainer.shuffle_dataset:
+            dataset = dataset.shuffle(seed=trainer.args.seed)
+        collate = trainer._get_collator_with_removed_columns(collate, description="Rollout")
+    else:
+        dataset = trainer._remove_unused_columns(dataset, description="Rollout")
+    return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))

@@ -1,0 +1,146 @@
+"""Folders of checkpoints: which are complete, where training resumes from, and a second save at one step."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from trl_april.checkpoint.resume import RunCheckpoints, is_complete, resolve_checkpoint, resume_point
+from trl_april.distributed.processes import OneProcess
+from trl_april.errors import CheckpointError
+
+
+def make_checkpoint(folder: Path, name: str, state: str | None = '{"global_step": 1}') -> Path:
+    (folder / name).mkdir(parents=True)
+    if state is not None:
+        (folder / name / TRAINER_STATE_NAME).write_bytes(state.encode("utf-8", "surrogateescape"))
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("state", "complete"),
+    [
+        ('{"global_step": 3, "log_history": []}', True),
+        (None, False),
+        ("", False),
+        ('{"global_step": 3', False),
+        ("{}", False),
+        ('"global_step"', False),
+        ("3", False),
+        ("\udcff", False),
+        ("[" * 100_000, False),
+    ],
+)
+def test_checkpoint_is_complete_if_its_trainer_state_is(tmp_path, state, complete):
+    assert is_complete(make_checkpoint(tmp_path, "c", state)) is complete
+
+
+def test_last_complete_checkpoint_is_found_by_its_number(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-final", "checkpoint-2-copy", "xcheckpoint-99"):
+        make_checkpoint(tmp_path, name)
+    make_checkpoint(tmp_path, "checkpoint-11", state=None)
+    make_checkpoint(tmp_path, "checkpoint-12", state="{")
+    (tmp_path / "checkpoint-13").write_text("a file")
+    assert resolve_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert resolve_checkpoint(None, str(tmp_path)) is resolve_checkpoint(False, str(tmp_path)) is None
+
+
+def test_error_without_a_complete_checkpoint_says_so(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match="there is no complete checkpoint in .*Start without it"):
+            resolve_checkpoint(True, str(folder))
+    make_checkpoint(tmp_path, "checkpoint-3", state=None)
+    with pytest.raises(CheckpointError, match=r"\(checkpoint-3 was not written completely\)"):
+        resolve_checkpoint(True, str(tmp_path))
+
+
+def test_named_checkpoint_must_be_complete(tmp_path):
+    named = make_checkpoint(tmp_path / "elsewhere", "my-model")
+    for path in (str(named), named, f"{named}/"):
+        assert resolve_checkpoint(path, str(tmp_path)) == str(path)
+    torn = make_checkpoint(tmp_path, "checkpoint-3", state=None)
+    with pytest.raises(CheckpointError, match="checkpoint-3' is no complete checkpoint.*There is none in"):
+        resolve_checkpoint(torn, str(tmp_path))
+    make_checkpoint(tmp_path, "checkpoint-2")
+    for wrong in (str(torn), str(tmp_path / "missing"), ""):
+        with pytest.raises(CheckpointError, match="is no complete checkpoint.*Complete are: checkpoint-2"):
+            resolve_checkpoint(wrong, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("true", True), ("True", True), ("false", False), ("out/checkpoint-3", "out/checkpoint-3"), (None, None),
+     (True, True), (False, False)],
+)  # fmt: skip
+def test_value_of_a_command_line(tmp_path, value, meant):
+    assert resume_point(value, str(tmp_path)) == meant
+
+
+def test_auto_resumes_if_there_is_a_complete_checkpoint(tmp_path):
+    make_checkpoint(tmp_path, "checkpoint-2-best")  # a copy that somebody keeps
+    torn = make_checkpoint(tmp_path, "checkpoint-2", state=None)
+    assert resume_point("auto", str(tmp_path / "nowhere")) is resume_point("auto", str(tmp_path)) is False
+    (torn / TRAINER_STATE_NAME).write_text('{"global_step": 2}')
+    assert resume_point("auto", str(tmp_path)) is True
+
+
+# Saving
+
+
+@pytest.fixture
+def checkpoints(tmp_path) -> RunCheckpoints:
+    return RunCheckpoints(str(tmp_path), lambda trial: str(tmp_path), OneProcess())
+
+
+def save(checkpoints: RunCheckpoints, state: TrainerState, written: list, stateful=()) -> None:
+    """Save as the trainer does, whose state is written last. `written` records what was written and found there."""
+    folder = checkpoints.folder(state.global_step)
+    folder.mkdir(exist_ok=True)
+
+    def everything() -> None:
+        written.append("everything")
+        state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    checkpoints.save(
+        state, None, rollouts=lambda folder: written.append(("rollouts", is_complete(folder))), everything=everything,
+        stateful=stateful, writes_state=True,
+    )  # fmt: skip
+
+
+def test_second_save_at_one_step_writes_the_rollouts_and_the_states_of_callbacks(checkpoints):
+    """An evaluation between the two counts for early stopping. The weights have not changed."""
+    stopping, control = EarlyStoppingCallback(early_stopping_patience=3), TrainerControl()
+    state = TrainerState(global_step=7, stateful_callbacks=[stopping, control])
+    written = []
+    save(checkpoints, state, written, (stopping, control))
+    for counter in (1, 2):
+        stopping.early_stopping_patience_counter = counter
+        save(checkpoints, state, written, (stopping, control))
+        saved = json.loads((checkpoints.folder(7) / TRAINER_STATE_NAME).read_text())["stateful_callbacks"]
+        assert saved["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"] == counter
+        assert "TrainerControl" in saved
+    assert written == [("rollouts", False), "everything", ("rollouts", True), ("rollouts", True)]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_checkpoint_that_was_moved_away_is_written_again(checkpoints, tmp_path, moved):
+    """A callback may upload it, for example."""
+    state, has_weights = TrainerState(global_step=7), partial(checkpoints.has_weights, 7)
+    assert not has_weights()
+    save(checkpoints, state, [])
+    if moved:
+        checkpoints.folder(7).rename(tmp_path / "uploaded")
+    assert has_weights() is not moved
+    assert not checkpoints.has_weights(8)
+
+
+def test_folder_of_an_earlier_run_is_no_checkpoint_while_it_is_rewritten(checkpoints):
+    """The trainer's state, which completes a checkpoint, is removed first."""
+    make_checkpoint(checkpoints.folder(7).parent, "checkpoint-7")
+    save(checkpoints, TrainerState(global_step=7), written := [])
+    assert written == [("rollouts", False), "everything"]

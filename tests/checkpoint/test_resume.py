@@ -1,0 +1,347 @@
+"""Checkpoints hold the partial samples: resuming on a real server trains every row once and loses no token."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.trainer.test_trainer import DATASET, ROWS, RecordingTrainer, distinct_characters, make_config, make_trainer
+from trl_april.checkpoint.rollouts import load_rollouts
+from trl_april.errors import CheckpointError, ConfigError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Group
+from trl_april.pool.state import restore
+
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
+
+SAVED = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+
+
+def saved_groups(checkpoint: Path, rows: Sequence[dict] = ROWS) -> dict[int, Group]:
+    pool = Pool(1, max_staleness=None)
+    restore(pool, load_rollouts(checkpoint).pools, read_row=rows.__getitem__)
+    return {group.group_id: group for group in pool}
+
+
+def numbers(groups) -> Counter:
+    return Counter(group.row["number"] for group in groups)
+
+
+def assert_continued(groups: dict[int, Group], trained: list[Group], *, may_be_none: bool = False) -> None:
+    """Every sample of a checkpoint is trained with the tokens that it had there, and with their log-probabilities.
+
+    The checkpoint may hold none after a round that was filled by surplus.
+    """
+    assert groups or may_be_none
+    by_id = {group.group_id: group for group in trained}
+    assert groups.keys() <= by_id.keys()
+    for group_id, group in groups.items():
+        for before, after in zip(group.samples, by_id[group_id].samples, strict=True):
+            assert after.token_ids[: len(before)] == before.token_ids
+            assert after.logprobs[: len(before)] == before.logprobs
+            assert after.versions[: len(before)] == before.versions
+            assert len(before) < len(after) or before.finish_reason is after.finish_reason
+
+
+@pytest.fixture(scope="module")
+def whole_run(server, tiny_model_dir, tmp_path_factory, one_thread):
+    """Six steps, each with a checkpoint.
+
+    The first three hold groups, even if no round after the first one admits any.
+    """
+    folder = tmp_path_factory.mktemp("whole_run")
+    trainer = make_trainer(server, tiny_model_dir, folder, over_provisioning=4.0, **SAVED)
+    trainer.train()
+    return trainer
+
+
+class TestResuming:
+    @pytest.mark.parametrize("step", [1, 3, 5])
+    def test_every_row_is_trained_once_and_every_token_kept(self, server, tiny_model_dir, tmp_path, whole_run, step):
+        checkpoint = Path(whole_run.args.output_dir, f"checkpoint-{step}")
+        groups = saved_groups(checkpoint)
+        resumed = make_trainer(server, tiny_model_dir, tmp_path)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert [done.version for done in resumed.rounds] == list(range(step, 6))
+        before = [group for done in whole_run.rounds[:step] for group in done.groups]
+        assert numbers(before + resumed.trained_groups) == numbers(whole_run.trained_groups)
+        assert set(numbers(before + resumed.trained_groups).values()) == {1}
+        assert_continued(groups, resumed.trained_groups, may_be_none=step == 5)
+        if step < 5:
+            assert any(0 < len(sample) for group in groups.values() for sample in group.samples)
+        assert len(resumed.pool) == 0
+        resumed.pool.check()
+
+    def test_log_continues(self, server, tiny_model_dir, tmp_path, whole_run):
+        checkpoint = Path(whole_run.args.output_dir, "checkpoint-3")
+        parked = sum(group.num_tokens for group in saved_groups(checkpoint).values())
+        resumed = make_trainer(server, tiny_model_dir, tmp_path)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        new = [entry for entry in resumed.state.log_history if entry["step"] > 3 and "loss" in entry]
+        # Tokens from before the checkpoint are trained, but not counted as generated again.
+        trained, generated = (sum(entry[f"april/{kind}_tokens"] for entry in new) for kind in ("trained", "generated"))
+        assert trained == generated + parked and parked > 0
+        assert new[0]["april/staleness_max"] >= 1
+
+    def test_incomplete_checkpoints_are_skipped(self, server, tiny_model_dir, tmp_path, whole_run):
+        folder = tmp_path / "out"
+        shutil.copytree(whole_run.args.output_dir, folder)
+        for torn in (6, 5, 4):
+            (folder / f"checkpoint-{torn}" / "trainer_state.json").write_text('{"global_step": ')
+        resumed = make_trainer(server, tiny_model_dir, folder)
+        resumed.train(resume_from_checkpoint=True)
+        assert [done.version for done in resumed.rounds] == [3, 4, 5]
+        with pytest.raises(CheckpointError, match="there is no complete checkpoint in"):
+            make_trainer(server, tiny_model_dir, tmp_path / "empty").train(resume_from_checkpoint=True)
+
+    def test_more_steps_and_another_bound_than_before(self, server, tiny_model_dir, tmp_path, whole_run):
+        """The pool is empty at the end of training, and longer training continues with the next rows."""
+        resumed = make_trainer(server, tiny_model_dir, tmp_path, max_steps=8, over_provisioning=3.0, max_staleness=7)
+        resumed.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir, "checkpoint-6")))
+        # Their order depends on which finished first.
+        assert sorted(group.group_id for group in resumed.trained_groups) == list(range(24, 32))
+        assert set(numbers(whole_run.trained_groups + resumed.trained_groups).values()) == {1}
+
+    def test_fewer_steps_than_the_pool_was_filled_for(self, server, tiny_model_dir, tmp_path, whole_run, caplog):
+        checkpoint = Path(whole_run.args.output_dir, "checkpoint-3")
+        # Without a bound, which smaller batches might not keep.
+        resumed = make_trainer(
+            server, tiny_model_dir, tmp_path, max_steps=4, per_device_train_batch_size=8, max_staleness=None
+        )
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert len(resumed.trained_groups) == 2
+        assert "the rest of training can use only 2" in caplog.text
+        resumed.pool.check()
+
+    def test_twice_in_a_row_with_one_trainer(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=4, **{**SAVED, "save_steps": 2})
+        trainer.train()
+        first = [group for done in trainer.rounds[:2] for group in done.groups]
+        del trainer.rounds[:]
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert [done.version for done in trainer.rounds] == [2, 3]
+        assert set(numbers(first + trainer.trained_groups).values()) == {1}
+
+    def test_epochs_and_streams(self, server, tiny_model_dir, tmp_path):
+        """Three epochs of two rounds; the pool of a checkpoint holds rows of the next epoch."""
+        rows = [{"prompt": f"{number}+", "number": number} for number in range(8)]
+        for name, dataset, length in (
+            ("map", Dataset.from_list(rows), {"num_train_epochs": 3, "max_steps": -1}),
+            ("stream", IterableDataset.from_generator(lambda: iter(rows)), {"max_steps": 6}),
+        ):
+            options = {
+                "dataset": dataset, "max_completion_length": 60, "over_provisioning": 4.0, **length, **SAVED,
+            }  # fmt: skip
+            trainer = make_trainer(server, tiny_model_dir, tmp_path / name, **options)
+            trainer.train()
+            for step in (2, 3):
+                checkpoint = tmp_path / name / f"checkpoint-{step}"
+                groups = saved_groups(checkpoint, rows)
+                resumed = make_trainer(server, tiny_model_dir, tmp_path / f"{name}-{step}", **options)
+                resumed.train(resume_from_checkpoint=str(checkpoint))
+                before = [group for done in trainer.rounds[:step] for group in done.groups]
+                assert set(numbers(before + resumed.trained_groups).values()) == {3}
+                assert_continued(groups, resumed.trained_groups)
+
+    def test_complete_training_trains_nothing_more(self, server, tiny_model_dir, tmp_path, whole_run, caplog):
+        """`Trainer` would do one more step, for which there are no rows."""
+        resumed = make_trainer(server, tiny_model_dir, tmp_path)
+        output = resumed.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir, "checkpoint-6")))
+        assert (output.global_step, resumed.state.global_step, resumed.rounds) == (6, 6, [])
+        assert "nothing is left to train" in caplog.text
+        for name, parameter in resumed.model.named_parameters():
+            assert torch.equal(parameter, whole_run.model.get_parameter(name))
+
+
+class TestBatchesOfSeveralSteps:
+    """Checkpoints in the middle of a generation batch that is trained for several optimiser steps."""
+
+    OPTIONS = {
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 4,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 12,
+        "max_completion_length": 100,
+        "over_provisioning": 1.5,
+        **SAVED,
+    }
+
+    @pytest.mark.parametrize(("policy", "over"), [("wait", "too old"), ("ignore", "kept")])
+    def test_batch_is_trained_again_from_its_tokens_or_generated_anew_if_they_are_too_old(
+        self, server, tiny_model_dir, tmp_path, policy, over
+    ):
+        options = {**self.OPTIONS, "staleness_policy": policy}
+        trainer = make_trainer(server, tiny_model_dir, tmp_path / "first", **options)
+        trainer.train()
+        assert len(trainer.rounds) == 3
+        checkpoint = tmp_path / "first" / "checkpoint-6"
+        (state,) = load_rollouts(checkpoint).pools
+        batch = {group.group_id for group in trainer.rounds[1].groups}
+        assert set(state["in_training"]) == batch
+        resumed = make_trainer(server, tiny_model_dir, tmp_path / "second", **options)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        # As in stock GRPO, rounds continue from there, and the batch in training comes first, once more.
+        assert [done.version for done in resumed.rounds] == [6, 10]
+        trained = resumed.trained_groups
+        rows = {group.row["number"] for group in trainer.rounds[1].groups}
+        assert rows <= {group.row["number"] for group in trained}
+        assert set(numbers(trainer.rounds[0].groups + trained).values()) == {1}
+        others = {i: group for i, group in saved_groups(checkpoint).items() if i not in batch}
+        assert_continued(others, trained)
+        again = {i: group for i, group in saved_groups(checkpoint).items() if i in batch}
+        if over == "kept":
+            assert_continued(again, trained)
+        for done in resumed.rounds:
+            ages = [done.version - v for g in done.groups for s in g.samples for v in s.versions]
+            assert policy == "ignore" or max(ages) <= 5
+
+    def test_nothing_is_trained_again_after_the_end_of_a_batch(self, server, tiny_model_dir, tmp_path):
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, **self.OPTIONS)
+        trainer.train()
+        (state,) = load_rollouts(tmp_path / "checkpoint-8").pools
+        assert state["in_training"] == []
+
+
+class TestStock:
+    def stock(self, model_dir: str, folder: Path, **options) -> GRPOTrainer:
+        args = GRPOConfig(
+            str(folder), per_device_train_batch_size=16, num_generations=4, max_completion_length=8, report_to=[],
+            bf16=False, disable_tqdm=True, **options,
+        )  # fmt: skip
+        return GRPOTrainer(model_dir, distinct_characters, args=args, train_dataset=DATASET)
+
+    def test_checkpoint_of_stock_grpo_is_resumed(self, server, tiny_model_dir, tmp_path, whole_run):
+        self.stock(tiny_model_dir, tmp_path, max_steps=2, save_steps=2).train()
+        resumed = make_trainer(server, tiny_model_dir, tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+        assert [done.version for done in resumed.rounds] == [2, 3, 4, 5]
+        assert sorted(group.group_id for group in resumed.trained_groups) == list(range(8, 24))
+        trained = [group.row["number"] for group in sorted(resumed.trained_groups, key=lambda g: g.group_id)]
+        in_order = [group.row["number"] for group in sorted(whole_run.trained_groups, key=lambda g: g.group_id)]
+        assert trained == in_order[8:]
+
+    @pytest.mark.parametrize("stock", [True, False])
+    def test_stock_grpo_resumes_our_checkpoint(self, tiny_model_dir, tmp_path, whole_run, stock):
+        """TRL's trainer, or ours without vLLM."""
+        if stock:
+            trainer = self.stock(tiny_model_dir, tmp_path, max_steps=6)
+        else:
+            args = make_config(SimpleNamespace(base_url=None), tmp_path, use_vllm=False, max_completion_length=8)
+            trainer = RecordingTrainer(tiny_model_dir, distinct_characters, args=args, train_dataset=DATASET)
+        trainer.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir, "checkpoint-4")))
+        assert trainer.state.global_step == 6
+
+
+class TestDynamicSampling:
+    def test_scores_and_rejections_are_kept(self, server, tiny_model_dir, tmp_path):
+        def every_third(completions, number, log_extra=None, **kwargs):
+            rewards = distinct_characters(completions)
+            if log_extra is not None:
+                log_extra("number", list(number))
+            # All rewards differ, or a useful group could be rejected, too.
+            return [
+                reward + index / 1000 if n % 3 else 0.0
+                for index, (reward, n) in enumerate(zip(rewards, number, strict=True))
+            ]
+
+        options = {
+            "dynamic_sampling": True, "max_completion_length": 60, "reward": every_third, "over_provisioning": 4.0,
+            **SAVED,
+        }  # fmt: skip
+        trainer = make_trainer(server, tiny_model_dir, tmp_path / "first", **options)
+        trainer.train()
+        for step in (2, 4):
+            checkpoint = tmp_path / "first" / f"checkpoint-{step}"
+            (state,) = load_rollouts(checkpoint).pools
+            resumed = make_trainer(server, tiny_model_dir, tmp_path / f"{step}", **options)
+            resumed.train(resume_from_checkpoint=str(checkpoint))
+            before = [group for done in trainer.rounds[:step] for group in done.groups]
+            trained = before + resumed.trained_groups
+            assert len(trained) == 24 and set(numbers(trained).values()) == {1}
+            assert all(group.row["number"] % 3 for group in trained)
+            assert resumed.pool.counters.groups_rejected >= state["groups_rejected"]
+            useful = {i: g for i, g in saved_groups(checkpoint).items() if g.row["number"] % 3}
+            assert_continued(useful, resumed.trained_groups, may_be_none=step == 4)
+            assert len(resumed.pool) == 0
+
+    def test_other_reward_functions_score_the_groups_again(self, server, tiny_model_dir, tmp_path):
+        options = {"dynamic_sampling": True, "max_completion_length": 60, **SAVED}
+        make_trainer(server, tiny_model_dir, tmp_path, max_steps=3, **options).train()
+        two = [distinct_characters, distinct_characters]
+        resumed = make_trainer(server, tiny_model_dir, tmp_path / "second", reward=two, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert resumed.state.global_step == 6
+
+
+class TestRefusals:
+    @pytest.fixture
+    def checkpoint(self, whole_run, tmp_path) -> Path:
+        return Path(shutil.copytree(Path(whole_run.args.output_dir, "checkpoint-3"), tmp_path / "checkpoint-3"))
+
+    def test_another_number_of_generations_is_refused(self, server, tiny_model_dir, tmp_path, checkpoint):
+        # Without a bound, which batches of fewer groups might not keep.
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, num_generations=8, max_staleness=None)
+        with pytest.raises(CheckpointError, match="has 4 samples, and num_generations is 8.*remove the folder"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        shutil.rmtree(checkpoint / "april")
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert trainer.state.global_step == 6
+
+    def test_bound_that_cannot_be_kept_is_refused(self, server, tiny_model_dir, tmp_path, checkpoint):
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, over_provisioning=1.0, max_staleness=0, per_device_train_batch_size=8
+        )
+        with pytest.raises(CheckpointError, match="cannot all be trained within a staleness of 0"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+
+    def test_damage_is_found_before_the_model_is_loaded(self, server, tiny_model_dir, tmp_path, checkpoint):
+        (path,) = (checkpoint / "april").glob("pool-*")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        trainer = make_trainer(server, tiny_model_dir, tmp_path)
+        with pytest.raises(CheckpointError, match=f"{path.name} cannot be used: .*Resume from an earlier checkpoint"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert trainer.state.global_step == 0 and trainer.pool is None
+
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            ([{**row, "prompt": f"{row['number']}-"} for row in ROWS], "of the training dataset has another prompt"),
+            (ROWS[:4], "of the training dataset, which has fewer rows now"),
+        ],
+    )
+    def test_dataset_with_other_rows_is_refused(self, server, tiny_model_dir, tmp_path, checkpoint, rows, message):
+        """The checkpoint names rows by index, so completions would be scored with the answers of other prompts."""
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, dataset=Dataset.from_list(rows))
+        with pytest.raises(CheckpointError, match=f"{message}.*resume with the dataset.*remove the folder `april`"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+
+    def test_stream_with_a_column_that_cannot_be_written_is_refused(self, server, tiny_model_dir, tmp_path):
+        rows = [{**row, "thing": {row["number"]}} for row in ROWS]
+        stream = IterableDataset.from_generator(lambda: iter(rows))
+        options = {"max_steps": 1, "max_completion_length": 8}
+        with pytest.raises(ConfigError, match="Column 'thing' of the training dataset holds a builtins.set"):
+            make_trainer(server, tiny_model_dir, tmp_path, dataset=stream, **options, **SAVED).train()
+        make_trainer(server, tiny_model_dir, tmp_path, dataset=stream, **options).train()  # saves nothing
+        # Rows of a map-style dataset are not written, but read again.
+        dataset = Dataset.from_list(ROWS).with_transform(lambda rows: {**rows, "thing": [{n} for n in rows["number"]]})
+        make_trainer(server, tiny_model_dir, tmp_path, dataset=dataset, **options, **SAVED).train()
+        assert (tmp_path / "checkpoint-1" / "april" / "index.json").exists()
+
+
+def test_limit_of_checkpoints_and_model_only_checkpoints(server, tiny_model_dir, tmp_path):
+    options = {"max_completion_length": 8, "max_steps": 3, **SAVED}
+    make_trainer(server, tiny_model_dir, tmp_path / "limit", save_total_limit=1, **options).train()
+    assert [path.name for path in (tmp_path / "limit").glob("checkpoint-*")] == ["checkpoint-3"]
+    make_trainer(server, tiny_model_dir, tmp_path / "model", save_only_model=True, **options).train()
+    assert not list((tmp_path / "model").glob("checkpoint-*/april"))

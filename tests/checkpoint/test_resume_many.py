@@ -1,0 +1,262 @@
+"""Several processes on the real server: checkpoints resumed by another number of processes, outages and signals."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import Launch
+from tests.support.preloaded import launch_preloaded
+from trl_april.checkpoint.resume import is_complete
+from trl_april.checkpoint.rollouts import load_rollouts
+from trl_april.pool.packing import PackedGroups, unpack
+
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+
+PLAIN = {"num_train_epochs": 2, "max_steps": -1, "max_completion_length": 120}
+ONE_EPOCH = {**PLAIN, "num_train_epochs": 1}
+SAVED = {**PLAIN, "save_strategy": "steps", "save_steps": 1}
+DYNAMIC = {"max_steps": 5, "dynamic_sampling": True, "max_completion_length": 60}
+
+
+def pools(folder: Path) -> list[dict[int, Any]]:
+    """The groups in the pool of each process, by id."""
+    saved = load_rollouts(folder)
+    assert saved is not None
+    return [
+        {
+            group.group_id: group
+            for group in unpack(PackedGroups(s["groups"], s["token_ids"], s["logprobs"]), s["rows"])
+        }
+        for s in saved.pools
+    ]
+
+
+def num_tokens(pool: dict[int, Any]) -> int:
+    return sum(len(sample) for group in pool.values() for sample in group.samples)
+
+
+def cut(folder: Path, steps: range) -> int:
+    """The first of these steps after which every process held partial samples.
+
+    Sometimes all requests end at once and complete the next round before it begins; then none are left.
+    """
+    return next(step for step in steps if all(num_tokens(pool) for pool in pools(folder / f"checkpoint-{step}")))
+
+
+@dataclass
+class Launched:
+    """Results of the launches, and the steps after which the plain runs were resumed."""
+
+    two: Launch
+    one: Launch
+    again: Launch
+    cuts: tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def launched(server, forker, tiny_model_dir, tmp_path_factory):
+    """Two processes train, then one resumes from their checkpoints, then two from those of the one."""
+    folder = tmp_path_factory.mktemp("resume-many")
+    common = {"model": tiny_model_dir, "url": server.base_url}
+    two, one, again = (folder / name for name in ("two", "one", "again"))
+    runs = [
+        {"name": "first", "kind": "train", "options": SAVED},
+        {
+            "name": "dynamic", "kind": "train_dynamically", "batch": 12, "every": 3, "rows": 90,
+            "options": {**DYNAMIC, "save_strategy": "steps", "save_steps": 1},
+        },
+        {
+            "name": "unlucky", "kind": "train_through_an_outage",
+            # Without surplus of earlier rounds, the round of the outage has long completions only.
+            "options": {
+                **ONE_EPOCH, "max_completion_length": 1000, "generation_kwargs": {"ignore_eos": True},
+                "over_provisioning": 1.0,
+            },
+        },
+        {
+            "name": "overlap", "kind": "train",
+            "options": {
+                **PLAIN, "overlap_generation": True, "resume_kv": "reuse", "over_provisioning": "auto",
+                "max_completion_length": 300,
+            },
+        },
+        {
+            "name": "kept", "kind": "train",
+            "options": {
+                **PLAIN, "overlap_generation": True, "resume_kv": "keep", "over_provisioning": 3.0,
+                "max_completion_length": 300,
+            },
+        },
+        *(
+            {
+                "name": f"{name}-{when}", "kind": "train_until_a_signal", "when": when, "signal": int(number),
+                "rows": 48,
+                "options": {
+                    **SAVED, "max_completion_length": 1000, "save_steps": 100, "save_on_signal": True,
+                    "generation_kwargs": {"ignore_eos": True},
+                    # Without surplus of earlier rounds, the round of the signal has long completions only.
+                    "over_provisioning": 1.0 if when == "round" else 2.0,
+                },
+            }
+            for name, number in (("term", signal.SIGTERM), ("int", signal.SIGINT))
+            for when in ("round", "training")
+        ),
+    ]  # fmt: skip
+    first = launch_preloaded(forker, 2, runs, two, **common)
+    assert first.code == 0, first.output[-6000:]
+    after_first = cut(two / "first-out", range(3, 7))
+    runs = [
+        {
+            "name": "second", "kind": "train", "options": SAVED,
+            "resume": str(two / "first-out" / f"checkpoint-{after_first}"),
+        },
+        {
+            "name": "dynamic", "kind": "train_dynamically", "batch": 12, "every": 3, "rows": 90, "options": DYNAMIC,
+            "resume": str(two / "dynamic-out" / "checkpoint-3"),
+        },
+    ]  # fmt: skip
+    second = launch_preloaded(forker, 1, runs, one, **common)
+    assert second.code == 0, second.output[-6000:]
+    after_second = cut(one / "second-out", range(after_first + 2, 11))
+    runs = [
+        {
+            "name": "third", "kind": "train", "options": PLAIN,
+            "resume": str(one / "second-out" / f"checkpoint-{after_second}"),
+        },
+        {
+            "name": "after", "kind": "train", "rows": 48, "options": PLAIN,
+            "resume": str(two / "term-round-out" / "checkpoint-2"),
+        },
+    ]  # fmt: skip
+    third = launch_preloaded(forker, 2, runs, again, **common)
+    assert third.code == 0, third.output[-6000:]
+    return Launched(first, second, third, (after_first, after_second))
+
+
+def trained(results: list[dict], steps: slice = slice(None)) -> list[tuple[int, int, int]]:
+    """Id, row and sample of all samples trained in these rounds, over all processes."""
+    return [
+        (group["id"], group["number"], index)
+        for result in results
+        for groups in result["rounds"][steps]
+        for group in groups
+        for index in group["samples"]
+    ]
+
+
+def assert_resumed(folder: Path, results: list[dict]) -> None:
+    """Trained completions begin with the tokens in the checkpoint."""
+    tokens = {
+        (group["id"], index): ids
+        for result in results
+        for groups in result["rounds"]
+        for group in groups
+        for index, ids in zip(group["samples"], group["tokens"], strict=True)
+    }
+    held = 0
+    for pool in pools(folder):
+        for group in pool.values():
+            for sample in group.samples:
+                before = sample.token_ids.tolist()
+                held += len(before)
+                assert tokens[group.group_id, sample.index][: len(before)] == before
+    assert held > 0
+
+
+class TestAnotherNumberOfProcesses:
+    def test_every_row_is_trained_once_per_epoch(self, launched):
+        one, two = launched.cuts
+        first = trained(launched.two.results("first", 2), slice(0, one))
+        second = launched.one.results("second", 1)
+        third = launched.again.results("third", 2)
+        assert [len(result["rounds"]) for result in (*second, *third)] == [12 - one, 12 - two, 12 - two]
+        everything = first + trained(second, slice(0, two - one)) + trained(third)
+        samples = Counter((number, index) for _, number, index in everything)
+        assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+        assert len(set(everything)) == len(everything)
+        assert [result["left"] for result in (*second, *third)] == [0, 0, 0]
+
+    def test_every_token_is_resumed(self, launched):
+        one, two = launched.cuts
+        assert_resumed(launched.two.folder / "first-out" / f"checkpoint-{one}", launched.one.results("second", 1))
+        assert_resumed(launched.one.folder / "second-out" / f"checkpoint-{two}", launched.again.results("third", 2))
+
+    def test_each_process_writes_its_own_groups(self, launched):
+        held = pools(launched.two.folder / "first-out" / f"checkpoint-{launched.cuts[0]}")
+        assert [{group_id % 2 for group_id in pool} for pool in held] == [{0}, {1}]
+
+    def test_scores_and_rejections(self, launched):
+        before = trained(launched.two.results("dynamic", 2), slice(0, 3))
+        after = launched.one.results("dynamic", 1)
+        everything = before + trained(after)
+        assert len(everything) == len(set(everything)) == 5 * 12
+        assert all(number % 3 == 0 for _, number, _ in everything)
+        assert after[0]["left"] == 0
+
+
+@pytest.mark.parametrize("name", ["overlap", "kept"])
+def test_every_row_is_trained_once_per_epoch(launched, name):
+    results = launched.two.results(name, 2)
+    everything = trained(results)
+    samples = Counter((number, index) for _, number, index in everything)
+    assert samples == {(number, index): 2 for number in range(24) for index in range(4)}
+    assert len(set(everything)) == len(everything)
+    assert [result["left"] for result in results] == [0, 0]
+
+
+def test_requests_overlap_training_and_both_processes_choose_the_same_factors(launched):
+    """Both know the groups that finished meanwhile. Otherwise they would admit different rows."""
+    first, second = launched.two.results("overlap", 2)
+    assert {len(first["rounds"]), len(second["rounds"])} == {12}
+    log = [entry for entry in first["log"] if "april/over_provisioning" in entry]
+    assert sum(entry["april/overlap_tokens"] for entry in log) > 0
+    assert len(log) == 12 and log[0]["april/over_provisioning"] == 2.0
+
+
+def test_kept_requests_live_through_the_syncs_of_another_process(launched):
+    log = [entry for entry in launched.two.result("kept", 0)["log"] if "april/aborted_requests" in entry]
+    assert len(log) == 12 and sum(entry["april/aborted_requests"] for entry in log) == 0
+    for result in launched.two.results("kept", 2):
+        assert any(len(v) > 1 for groups in result["rounds"] for g in groups for v in g["versions"])
+
+
+def test_all_processes_wait_for_the_server_and_continue_with_restored_weights(launched):
+    """The server had lost the weights. Without them, later samples would not agree with the trainer."""
+    first, second = results = launched.two.results("unlucky", 2)
+    # Two outages if one process loses the server only when the other has it again.
+    assert first["outages"] == second["outages"]
+    assert sum(first["outages"]) == first["outages"][2] >= 1
+    samples = Counter((number, index) for _, number, index in trained(results))
+    assert samples == {(number, index): 1 for number in range(24) for index in range(4)}
+    assert [result["left"] for result in results] == [0, 0]
+    log = [entry for entry in first["log"] if "april/outage_seconds" in entry]
+    assert sum(entry["april/outage_seconds"] > 0 for entry in log) == 1
+    assert sum(entry["april/broken_streams"] for entry in log) > 0
+
+
+class TestSignals:
+    @pytest.mark.parametrize(("name", "raised"), [("term", ["SystemExit", 143]), ("int", ["KeyboardInterrupt", None])])
+    @pytest.mark.parametrize(("when", "step"), [("round", 2), ("training", 3)])
+    def test_all_processes_write_the_checkpoint_and_leave(self, launched, name, raised, when, step):
+        """Process 1 receives the signal."""
+        results = launched.two.results(f"{name}-{when}", 2)
+        assert [result["raised"] for result in results] == [raised, raised]
+        assert [result["step"] for result in results] == [step, step]
+        folder = launched.two.folder / f"{name}-{when}-out"
+        assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+        assert is_complete(folder / f"checkpoint-{step}")
+        assert len(pools(folder / f"checkpoint-{step}")) == 2
+
+    def test_training_resumes_from_it(self, launched):
+        before = trained(launched.two.results("term-round", 2))
+        after = launched.again.results("after", 2)
+        assert_resumed(launched.two.folder / "term-round-out" / "checkpoint-2", after)
+        samples = Counter((number, index) for _, number, index in before + trained(after))
+        assert samples == {(number, index): 2 for number in range(48) for index in range(4)}

@@ -1,0 +1,341 @@
+"""`trl-april report`: its figures, its advice, and its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.support.simulated_rounds import lognormal
+from tests.support.written_run import WrittenRun
+from trl_april import cli
+from trl_april.commands.report import Run, RunRound, Step, duration, names_of, read_run, render, rows
+from trl_april.commands.report_figures import draw_in_flight
+from trl_april.commands.report_summary import Prediction, Summary, advice, phases, predict, summarize
+from trl_april.training.run_log import FILE
+
+
+NAME = "run <b>&amp; $x_1$ & 'more' of a name that is too long for a figure"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Runs of every kind."""
+    base = tmp_path_factory.mktemp("runs")
+    WrittenRun(base / "synchronous", 1.0).go(14)
+    WrittenRun(base / "april", 2.0).go(14)
+    WrittenRun(base / "one", 2.0).go(1)
+    WrittenRun(base / NAME, 2.0, lengths=lognormal(0.0), training_seconds=400.0).go(90)
+    rounds = [json.loads(line) for line in (base / "april" / FILE).read_bytes().splitlines()]
+    history = [
+        {"step": one["version"] + 1, **one["rewards"]}
+        | {f"april/{name}": value for name, value in one["metrics"].items()}
+        for one in rounds
+        if one["kind"] == "round"
+    ]
+    checkpoint = base / "without" / "checkpoint-14"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    return {path.name: path for path in base.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def page_of(folders):
+    """The page of some runs, which is rendered once."""
+    return cache(lambda *names: render([read_run(folders[name]) for name in names]))
+
+
+def test_phases_add_up_to_the_rounds(folders):
+    run = read_run(folders["april"])
+    assert len(phases(run)) == 14
+    for one, had in zip(phases(run)[:-1], run.rounds, strict=False):
+        known = {"sync": 0.05, "scoring": 0.02, "training": 0.3, "other": 0.03}
+        assert {name: one[name] for name in known} == pytest.approx(known, abs=1e-4)
+        assert one["generation"] + one["abort"] == pytest.approx(had.generation[1] - had.generation[0], abs=1e-5)
+    assert sum(summarize(run).shares.values()) == pytest.approx(1.0)
+    assert sum(sum(one.values()) for one in phases(run)) == pytest.approx(run.seconds)
+
+
+def test_summary_by_hand():
+    """Two rounds of 4 s in 12 s, with 4 requests and then 1, and steps of 1 s."""
+    rounds = [
+        RunRound(
+            version=number,
+            sync=(6.0 * number, 6.0 * number + 0.5),
+            generation=(6.0 * number + 0.5, 6.0 * number + 4.5),
+            scoring=(6.0 * number + 4.5, 6.0 * number + 5.0),
+            abort_seconds=1.0,
+            in_flight=[(6.0 * number + 0.5, 4.0), (6.0 * number + 1.5, 1.0), (6.0 * number + 4.5, 0.0)],
+            ages={0: 6, 5: 4},
+            trained_lengths={0: 1, 8: 3},
+            rewards={"reward": 0.1 + number},
+            metrics={"generated_tokens": 12.0, "overlap_tokens": 3.0, "trained_tokens": 10.0 + number},
+        )
+        for number in range(2)
+    ]
+    steps = [Step(1, [(5.0, 6.0)]), Step(2, [(11.0, 12.0)])]
+    summary = summarize(Run(Path("x"), rounds, steps, {"max_staleness": 5, "max_completion_length": 3}))
+    assert summary.seconds == 12.0 and summary.rounds == summary.steps == 2
+    assert summary.shares == pytest.approx(
+        {"sync": 1 / 12, "generation": 6 / 12, "abort": 2 / 12, "scoring": 1 / 12, "training": 2 / 12, "other": 0}
+    )
+    assert summary.engine_idle == pytest.approx(4 / 12)
+    assert summary.half_empty == pytest.approx(6 / 12)
+    assert summary.in_flight_mean == pytest.approx(14 / 12)
+    assert summary.generated_per_second == pytest.approx(30 / 12) and summary.trained_tokens == 21
+    assert summary.trained_per_second == pytest.approx(21 / 12)
+    assert summary.at_bound == pytest.approx(0.4) and summary.staleness_mean == pytest.approx(2.0)
+    assert summary.lengths == {0.5: 3.0, 0.9: 3.0, 0.99: 3.0}  # the bin of 4, limited by the longest completion
+    assert (summary.reward_first, summary.reward_last) == (0.1, 1.1)
+
+
+def test_summary_of_a_trainers_log_leaves_the_rest_unknown(folders):
+    summary = summarize(read_run(folders["without"]))
+    assert summary.seconds is summary.engine_idle is summary.trained_tokens is summary.at_bound is None
+    assert summary.staleness_max is None and summary.staleness_mean is not None
+    assert summary.shares == {}
+    assert summary.lengths[0.99] > summary.lengths[0.5] > 0
+    assert summary.sample_sizes["age_0"] == 1.0 and summary.reward_last > summary.reward_first
+
+
+# Without anything to advise.
+FINE = Summary(
+    rounds=20,
+    seconds=100.0,
+    shares={"sync": 0.02, "generation": 0.9, "abort": 0.01, "scoring": 0.02, "training": 0.05},
+    engine_idle=0.1,
+    half_empty=0.1,
+    at_bound=0.01,
+    lengths={0.5: 100.0, 0.9: 400.0, 0.99: 1000.0},
+    sample_sizes={"age_0": 1.0, "age_1": 0.95, "age_2": 0.9, "age_3+": 0.8},
+    sync_seconds=0.5,
+    abort_seconds=0.1,
+    over_provisioning=2.0,
+    options={"max_staleness": 5, "staleness_policy": "wait", "over_provisioning": 2.0},
+)
+NOTHING = advice(FINE)
+
+
+def shares(**changed: float) -> dict[str, dict[str, float]]:
+    return {"shares": {**FINE.shares, **changed}}
+
+
+# Changes, and the advice for them.
+BAD = [
+    ({"at_bound": 0.6}, "60% of the trained tokens are 5 versions old"),
+    ({"engine_idle": 0.38}, "idle for 38% of the time.*set overlap_generation=True"),
+    ({"engine_idle": 0.38, "options": {"overlap_generation": True}}, "although overlap_generation is on"),
+    ({"lengths": {0.5: 100.0, 0.99: 120.0}}, "Lengths are even.*over_provisioning=1.0"),
+    ({"lengths": {0.5: 100.0, 0.99: 120.0}, "over_provisioning": 1.0}, "APRIL gains little.$"),
+    (shares(sync=0.2), 'took 20% of the time .0.5 s each.*weight_sync="nccl"'),
+    ({**shares(sync=0.2), "options": {"weight_sync": "nccl"}}, "each.: a larger generation batch"),
+    (shares(scoring=0.3), "took 30% of the time: make the slowest reward function"),
+    (shares(abort=0.08), "took 0.1 s to end .*8% of the time.*doctor"),
+    ({"sample_sizes": {"age_1": 0.5}}, "1 version old.*lower over_provisioning"),
+    (
+        {"sample_sizes": {"age_1": 0.9, "age_2": 0.7, "age_3+": 0.41}},
+        "3 versions old or older have.*0.41.*lower max_staleness to 2",
+    ),
+    # A bound of two versions would leave nothing to carry over from one round to the next.
+    ({"sample_sizes": {"age_3+": 0.41}, "options": {"versions_per_round": 16}}, "lower over_provisioning"),
+    ({"rejected": 0.7}, "rejected 70%"),
+    ({"outage_seconds": 12.0}, "unavailable for 12 s"),
+    ({"broken_streams": 3.0}, "3 streams broke"),
+]
+LONG_TAIL = [
+    ({"over_provisioning": 1.0}, None, "raise over_provisioning from 1 to 2, "),
+    (
+        {"over_provisioning": 1.0},
+        Prediction(2.5, 1.4),
+        "from 1 to 2.5 (predicted: about 1.40 times the trained tokens",
+    ),
+    ({"over_provisioning": 2.0}, None, "from 2 to 3, "),
+    ({"over_provisioning": 6.0}, None, "the highest that max_staleness=5 allows: raise max_staleness"),
+    ({"over_provisioning": 5.5}, None, "from 5.5 to 6, "),
+    ({"over_provisioning": 7.0, "options": {"max_staleness": None}}, None, "from 7 to 8, "),
+    ({"over_provisioning": 1.0}, Prediction(1.0, 1.0), None),
+    ({"over_provisioning": 1.0}, Prediction(2.0, 1.02), None),
+    ({"options": {"over_provisioning": "auto"}}, None, None),
+    ({"half_empty": 0.19}, None, None),
+    ({"half_empty": None}, None, None),
+]
+
+
+@pytest.mark.parametrize("changed, words", BAD)
+def test_advice_speaks_of_a_problem_and_only_of_it(changed, words):
+    assert NOTHING[0].startswith("Nothing to change")
+    (sentence,) = advice(replace(FINE, **changed))
+    assert re.search(words, sentence)
+
+
+@pytest.mark.parametrize("changed, prediction, words", LONG_TAIL)
+def test_advice_for_a_long_tail(changed, prediction, words):
+    (sentence,) = advice(replace(FINE, **{"half_empty": 0.38, **changed}), prediction)
+    if words is None:
+        assert [sentence] == NOTHING
+    else:
+        assert sentence.startswith("For 38% of the time, rounds ran with less than half of their requests in flight")
+        assert words in sentence
+
+
+def test_advice_needs_some_rounds_and_known_figures():
+    (sentence,) = advice(replace(FINE, rounds=3, engine_idle=0.9))
+    assert sentence.startswith("3 rounds are too few")
+    assert advice(Summary(rounds=20)) == ["The trainer's log alone suggests no change; it has no times."]
+
+
+def test_advice_names_only_options_that_exist():
+    from trl_april.config import APRILGRPOConfig
+
+    sentences = [advice(replace(FINE, **changed))[0] for changed, _ in BAD]
+    named = set(re.findall(r"[a-z]+_[a-z_]+", " ".join(sentences)))
+    assert "over_provisioning" in named and named <= set(APRILGRPOConfig.__dataclass_fields__)
+
+
+def test_prediction_is_what_happens(folders, tmp_path):
+    """The same lengths with the recommended factor: as much faster as predicted, within 15 %."""
+    run = read_run(folders["synchronous"])
+    before = summarize(run)
+    prediction = predict(run, before)
+    assert prediction.gain > 1.3 and prediction.factor > 1.5
+    assert f"from 1 to {prediction.factor:g}" in advice(before, prediction)[0]
+    WrittenRun(tmp_path, prediction.factor).go(60)
+    after = summarize(read_run(tmp_path))
+    assert after.trained_per_second / before.trained_per_second == pytest.approx(prediction.gain, rel=0.15)
+
+
+def test_prediction_with_overlap_generates_during_training(tmp_path):
+    """With long training, a batch is finished in time with any factor."""
+    gains = {}
+    for seconds in (60.0, 0.1):
+        WrittenRun(tmp_path / f"{seconds:g}", 1.0, training_seconds=seconds, overlap_generation=True).go(14)
+        run = read_run(tmp_path / f"{seconds:g}")
+        gains[seconds] = predict(run, summarize(run)).gain
+    assert gains[60.0] < 1.02 and gains[0.1] > 1.2
+
+
+def test_prediction_knows_the_staleness_bound_and_the_places_of_the_server(folders):
+    run = read_run(folders["synchronous"])
+
+    def gain(**options: object) -> float:
+        return predict(replace(run, options={**run.options, **options}), summarize(run)).gain
+
+    wait, mask, ignore = (gain(max_staleness=1, staleness_policy=policy) for policy in ("wait", "mask", "ignore"))
+    assert mask == ignore > wait
+    assert gain(max_sequences=32) < gain(max_sequences=48) < gain()
+
+
+def test_prediction_needs_lengths_and_the_speed_of_the_server(folders):
+    run = read_run(folders["without"])
+    assert predict(run, summarize(run)) is None
+    run = read_run(folders["synchronous"])
+    summary = summarize(run)
+    for change in ({"quota": None}, {"group_size": 0}):
+        assert predict(replace(run, options={**run.options, **change}), summary) is None
+    assert predict(replace(run, rounds=[replace(one, step_times=[]) for one in run.rounds]), summary) is None
+
+
+def test_table_of_two_runs_shows_the_change(folders):
+    summaries = [summarize(read_run(folders[name])) for name in ("synchronous", "april")]
+    found = {name: row for name, *row in rows(summaries)}
+    ratio = summaries[1].trained_per_second / summaries[0].trained_per_second
+    assert found["trained tokens per second"][1] == f"× {ratio:.2f}"
+    assert found["time in sync"][0] == ["3%", "6%"]
+    assert found["staleness, mean"][0][0] == "0.00 versions"
+    assert re.fullmatch(r"[+-]\d+ points", found["engine idle"][1])
+    assert found["rounds, or entries of the trainer's log"] == [["14", "14"], ""]
+    assert "server unavailable" not in found
+    found = {name: row for name, *row in rows([summarize(read_run(folders["without"])), summaries[1]])}
+    assert found["wall-clock"][0][0] == "–" and found["wall-clock"][1] == ""
+
+
+def test_duration_is_in_its_unit():
+    found = [duration(seconds) for seconds in (0.05, 2.345, 119.0, 600.0, 7500.0)]
+    assert found == ["50 ms", "2.35 s", "119 s", "10 min", "2 h 05 min"]
+
+
+def test_requests_in_flight_begin_with_the_value_that_holds():
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    one = RunRound(0, generation=(0.0, 10.0), in_flight=[(1.0, 5.0), (2.0, 4.0), (9.0, 0.0)])
+    draw_in_flight(axes, Run(Path("x"), [one]), begin=1.5, end=4.0)
+    (line,) = axes.get_lines()
+    assert line.get_xydata().tolist() == [[0.0, 5.0], [0.5, 4.0], [2.5, 4.0]]
+
+
+def test_page_can_do_without_most_data():
+    """A round that took no time, next to one without anything."""
+    one = RunRound(0, (0.0, 0.0), (0.0, 0.0), (0.0, 1.0), ages={0: 1}, trained_lengths={0: 1}, rewards={"reward": 1})
+    runs = [Run(Path("x"), [one]), Run(Path("y"), [RunRound(0, (0.0, 0.0), (0.0, 0.0), (0.0, 2.0))])]
+    assert render(runs).count("<svg") == 6
+    assert names_of([Path("/a/x/out"), Path("/a/y/out")]) == ["x/out", "y/out"] and names_of([Path("/a/x")]) == ["x"]
+
+
+def test_page_escapes_everything_from_a_file(tmp_path):
+    """Including characters that neither XML nor UTF-8 can hold."""
+    evil = "<script>alert(1)</script>"
+    folder = tmp_path / "<img src=x> $\n\x01\udcff\N{CJK UNIFIED IDEOGRAPH-4E00}"
+    WrittenRun(folder, 2.0, resume_kv=f"{evil}\ud800").go(1)
+    run = read_run(folder)
+    run.notes.append(evil)
+    page = render([run, run])
+    assert "<script" not in page and "<img" not in page
+    assert page.count("&lt;script&gt;") == 4
+    assert "$???\N{CJK UNIFIED IDEOGRAPH-4E00}" in page
+    page.encode("utf-8")
+
+
+def test_page_asks_for_nothing_from_outside(page_of):
+    class Addresses(HTMLParser):
+        found: list[str] = []
+
+        def handle_starttag(self, tag, attributes):
+            assert tag not in ("script", "link", "iframe", "object", "embed", "img", "base", "form"), tag
+            names = ("src", "href", "xlink:href", "action", "data", "srcset")
+            self.found += [value for name, value in attributes if name in names or "url(" in (value or "")]
+
+    page = page_of("april")
+    parser = Addresses()
+    parser.feed(page)
+    assert parser.found and all(re.search(r"^#|url\(#", value) for value in parser.found)
+    assert "@import" not in page and "default-src 'none'" in page
+    used = {*re.findall(r'href="#([^"]+)"', page), *re.findall(r"url\(#([^)]+)\)", page)}
+    assert all(page.count(f'id="{name}"') == 1 for name in used)
+
+
+def test_command_writes_the_page_and_the_notes(folders, tmp_path, capsys):
+    output = tmp_path / "page.html"
+    assert cli.main(["report", str(folders["without"]), "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert f"Written to {output}" in said and f"There is no {FILE}" in said
+    assert output.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["nowhere"], "There is no folder 'nowhere'"),
+        (["{april}", "nowhere"], "There is no folder 'nowhere'"),
+        (["{april}", "--output", "{april}/not/there.html"], "cannot be written"),
+        (["{april}", "--output", "{april}"], "cannot be written"),
+    ],
+)
+def test_command_refuses_what_it_cannot_read_or_write(folders, arguments, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", *(one.format(april=folders["april"]) for one in arguments)]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [["synchronous", "april"], ["one"], [NAME, "without"]])
+def test_figures_are_valid_and_labelled(page_of, names):
+    figures = re.findall(r"<figure.*?(<svg.*?</svg>)", page_of(*names), re.DOTALL)
+    assert len(figures) >= 3
+    for svg in figures:
+        assert ElementTree.fromstring(svg).find(".//{http://www.w3.org/2000/svg}text").text

@@ -1,0 +1,146 @@
+"""`trl-april simulate`: its output, its files, and its errors."""
+
+import json
+import re
+
+import pytest
+
+from tests.project.test_package import HEAVY, fresh_interpreter
+from trl_april import cli
+from trl_april.commands.simulate import picture
+from trl_april.tuning.grid import Grid, recommend
+from trl_april.tuning.scenario import Lognormal, Scenario
+from trl_april.tuning.simulation import Mode, Result
+from trl_april.tuning.step_time import StepTime
+
+
+SMALL = ["--rounds", "3", "--warmup", "1", "--modes", "abort", "discard", "--factors", "1.5", "2"]
+
+
+def test_table_advice_and_files(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report, image = tmp_path / "grid.json", tmp_path / "curve.png"
+    arguments = ["simulate", *SMALL, "--train-seconds", "0.5", "--json", str(report), "--plot", str(image)]
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["mode", "factor", "trained"]
+    assert [line.split()[:2] for line in lines[1:6]] == [
+        ["synchronous", "1"], ["abort", "1.5"], ["abort", "2"], ["discard", "1.5"], ["discard", "2"],
+    ]  # fmt: skip
+    assert lines[-1].startswith("Recommended: APRILGRPOConfig(over_provisioning=")
+    grid = json.loads(report.read_text())
+    assert grid["scenario"]["quota"] == 8
+    assert grid["scenario"]["train_seconds"] == 0.5
+    assert [(result["mode"], result["factor"]) for result in grid["results"]][:2] == [
+        ("synchronous", 1.0), ("abort", 1.5),
+    ]  # fmt: skip
+    first = grid["results"][0]
+    assert first["gain"] == 1.0
+    assert first["trained_tokens_per_second"] == pytest.approx(first["trained_tokens"] / first["seconds"])
+    assert sum(grid["results"][2]["staleness"].values()) == pytest.approx(1.0)
+    assert grid["recommendation"]["settings"]["max_staleness"] == 5
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines() == lines, "the same command prints the same"
+
+
+def test_picture_has_every_mode_and_the_recommendation():
+    pytest.importorskip("matplotlib")
+    grid = Grid(Scenario(StepTime(((1, 1.0),)), Lognormal(10, 0.0, 1, 10)))
+    for mode, factor, is_chosen in [(Mode.SYNCHRONOUS, 1, False), (Mode.KEEP, 2, False), (Mode.KEEP, 3, True)]:
+        grid.results.append(Result(mode, factor, is_chosen, seconds=1.0, trained_tokens=factor, ages={0: 1}))
+    gain, staleness = picture(grid, recommend(grid)).axes
+    assert gain.get_legend_handles_labels()[1] == ["keep", "recommended"]
+    assert [list(line.get_xdata()) for line in gain.lines] == [[2], [3], [3]]
+    assert staleness.get_xlabel() == "over-provisioning factor"
+
+
+def test_auto_is_compared_with_the_best_fixed_factor(capsys):
+    arguments = "--modes abort both discard --factors 1.5 3 auto --rounds 2 --warmup 2 --train-seconds 0.2"
+    assert cli.main(["simulate", *arguments.split()]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[:2] for line in printed.splitlines() if " auto " in line[:22]] == [
+        ["abort", "auto"], ["both", "auto"],
+    ]  # fmt: skip
+    explained = printed.split("as a share of the best fixed factor's:\n")[1].splitlines()
+    for line, mode in zip(explained, ("abort", "both"), strict=False):
+        assert re.fullmatch(rf"\s+{mode}\s+\d\.\d\d   [01]\.\d\d of factor (1\.5|3)", line), line
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        ("0", ["abort with factor 2 is left out: over_provisioning is 2.0 with max_staleness=0", "=0): synchronous"]),
+        ("none", ["max_staleness=None"]),
+    ],
+)
+def test_staleness_bound_limits_the_factors(capsys, bound, words):
+    assert cli.main(["simulate", *SMALL, "--max-staleness", bound]) == 0
+    output = capsys.readouterr().out
+    assert all(word in output for word in words)
+
+
+@pytest.mark.parametrize(("arguments", "waves"), [([], 4), (["--max-sequences", "16"], 2)])
+def test_lengths_and_step_times_from_files(tmp_path, capsys, arguments, waves):
+    """32 samples of 100 tokens at a time, on the server's 8 places, or on 16."""
+    lengths, server, report = (tmp_path / name for name in ("lengths.csv", "server.json", "grid.json"))
+    lengths.write_text("100,1\n")
+    server.write_text('{"server": {"max_num_seqs": 8}, "decode": [{"sequences": 1, "seconds_per_step": 0.01}]}')
+    files = ["--histogram", str(lengths), "--doctor", str(server), "--request-seconds", "0", "--json", str(report)]
+    assert cli.main(["simulate", *SMALL, *files, *arguments]) == 0
+    first = json.loads(report.read_text())["results"][0]
+    assert first["seconds"] == pytest.approx(3 * waves * 100 * 0.01, rel=0.01)
+    assert first["trained_tokens"] == 3 * 32 * 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--quota", "0"], "quota is 0; it must be at least 1"),
+        (["--max-staleness", "-1"], "max_staleness is -1; it counts policy versions and cannot be negative"),
+        (["--max-staleness-mean=-1"], "--max-staleness-mean is -1.0; it must be at least 0"),
+        (["--max-staleness-mean=nan"], "--max-staleness-mean is nan"),
+        (["--steps", "fast"], "'fast' is not a step time"),
+        (["--log", "no-such-file"], "no-such-file cannot be read"),
+        (["--factors", "0.5"], "over_provisioning is 0.5"),
+        (["--factors", "2", "best"], "over_provisioning is 'best'; it must be a number"),
+        (["--json", "no/such/folder/file"], "which cannot be written: No such file or directory"),
+        (["--sigma", "-1"], "sigma=-1.0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_simulated(arguments, words, capsys):
+    assert cli.main(["simulate", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.startswith("trl-april: error: ")
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--modes", "fast"], "invalid choice: 'fast'"),
+        (["--quota", "many"], "invalid int value"),
+        (["--quo", "8"], "unrecognized arguments"),
+        (["--max-staleness", "x"], "invalid bound value: 'x'"),
+        (["--steps", "1:1", "--doctor", "x"], "not allowed with argument"),
+        (["--log", "x", "--histogram", "y"], "not allowed with argument"),
+    ],
+)
+def test_bad_usage_is_refused(arguments, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["simulate", *arguments])
+    assert error.value.code == 2
+    printed = capsys.readouterr().err
+    assert "usage: trl-april simulate" in printed and words in printed
+
+
+def test_simulation_imports_neither_torch_nor_http():
+    program = (
+        "import io, contextlib, sys\n"
+        "from trl_april import cli\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        f"    assert cli.main({['simulate', *SMALL]!r}) == 0\n"
+        f"print([name for name in {(*HEAVY, 'matplotlib', 'http.client', 'tqdm')!r} if name in sys.modules])"
+    )
+    assert fresh_interpreter(program) == "['numpy']"

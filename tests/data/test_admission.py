@@ -1,0 +1,145 @@
+"""Rows on their way into the pool: each to its process, tokenized once, and held to what fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_april.data.admission import Admission, GroupElsewhere, NewGroup
+from trl_april.data.plan import TrainingPlan
+from trl_april.errors import CheckpointError, ConfigError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Group, Sample
+
+
+class Rows:
+    """A source of rows whose prompts are their numbers."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self.next, self.offset = 0, offset
+
+    def next_rows(self, count: int) -> list[tuple[int, dict]]:
+        first, self.next = self.next, self.next + count
+        return [(i, {"prompt": "x" * (i + self.offset), "number": i}) for i in range(first, self.next)]
+
+
+class Tokenizer:
+    """A prompt of n characters has n tokens and one."""
+
+    def __init__(self, images: object = None) -> None:
+        self.images = images
+        self.tokenized: list[str] = []
+
+    def __call__(self, prompts: list[str]) -> tuple:
+        self.tokenized += prompts
+        return [[1] * (len(prompt) + 1) for prompt in prompts], self.images, {}
+
+
+def plan(max_completion_length: int | None = 10, context_length: int = 30) -> TrainingPlan:
+    return TrainingPlan(
+        num_generations=4, groups_per_round=1, micro_steps_per_round=1, gradient_accumulation_steps=1, max_steps=1,
+        max_completion_length=max_completion_length, context_length=context_length, vocab_size=50,
+    )  # fmt: skip
+
+
+def admission(
+    rank: int = 0, count: int = 1, *, tokenize: Tokenizer | None = None, offset: int = 0, **limits: int | None
+) -> Admission:
+    rows, owns = Rows(offset), lambda group_id: group_id % count == rank
+    return Admission(plan(**limits), rows, lambda row: row, tokenize or Tokenizer(), owns)
+
+
+def test_one_process_admits_every_row():
+    groups = admission().next_groups(3)
+    assert [(g.group_id, g.row["number"], g.prompt_ids, g.num_generations) for g in groups] == [
+        (i, i, [1] * (i + 1), 4) for i in range(3)
+    ]
+
+
+def test_processes_share_the_rows_and_tokenize_their_own():
+    tokenizers = [Tokenizer() for _ in range(3)]
+    shared = [admission(rank, 3, tokenize=tokenizer).next_groups(7) for rank, tokenizer in enumerate(tokenizers)]
+    for position, views in enumerate(zip(*shared, strict=True)):
+        assert [type(view) for view in views] == [
+            NewGroup if position % 3 == rank else GroupElsewhere for rank in range(3)
+        ]
+        assert {view.group_id for view in views} == {position}
+    assert [len(tokenizer.tokenized) for tokenizer in tokenizers] == [3, 2, 2]
+
+
+def test_the_schedule_holds_all_groups_and_the_pool_its_own():
+    pool = Pool(4, over_provisioning=2.0)
+    pool.begin_round(0)
+    for group in admission(1, 2).next_groups(8):
+        group.admit_to(pool)
+    assert pool.schedule.ids == list(range(8))
+    assert [group.group_id for group in pool] == [1, 3, 5, 7]
+
+
+def test_rows_of_other_processes_are_kept_until_their_groups_are_trained():
+    here = admission(0, 2)
+    here.next_groups(4)
+    assert here.row_of(3)["number"] == 3
+    here.forget([0, 1])
+    with pytest.raises(KeyError):
+        here.row_of(1)
+    assert here.row_of(3)["number"] == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "words"),
+    [
+        (10, 25, "prompt of group 20 has 21 tokens.*30 tokens leaves 20"),
+        (None, 40, "prompt of group 29 has 30 tokens"),
+    ],
+)
+def test_a_prompt_without_room_for_a_completion_is_refused(limit, rows, words):
+    with pytest.raises(ConfigError, match=words):
+        admission(max_completion_length=limit).next_groups(rows)
+
+
+def test_without_a_limit_a_completion_may_fill_the_context():
+    (group,) = admission(max_completion_length=None).next_groups(1)
+    assert group.max_completion_length == 29
+
+
+def test_a_prompt_with_an_image_is_refused():
+    with pytest.raises(ConfigError, match="holds an image"):
+        admission(tokenize=Tokenizer(images=[object()])).next_groups(1)
+
+
+# Groups of a checkpoint
+
+
+def saved_group(group_id: int = 7, *, samples: int = 4, token_id: int = 5, longest: int = 20) -> Group:
+    row = {"prompt": "1+", "answer": 2}
+    return Group(group_id, row, [1, token_id], longest, 0, [Sample(group_id, index) for index in range(samples)])
+
+
+@pytest.mark.parametrize(
+    ("samples", "token_id", "longest", "words"),
+    [
+        (2, 5, 20, "Group 7 of the checkpoint has 2 samples, and num_generations is 4. Resume with"),
+        (4, 50, 20, "Group 7 of the checkpoint holds token id 50, and the model has a vocabulary of 50. Resume with"),
+        (4, 5, 29, "has a prompt of 2 tokens and completions of up to 29, and the server's context is 30"),
+    ],
+)
+def test_partial_samples_that_do_not_fit_this_training_are_refused(samples, token_id, longest, words):
+    group = saved_group(samples=samples, token_id=token_id, longest=longest)
+    with pytest.raises(CheckpointError, match=f"{words}.*or remove the folder"):
+        admission().resume([group], [], ["prompt"])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_column_missing_from_rows_of_the_checkpoint_is_an_error(elsewhere):
+    group = saved_group()
+    here, there = ([], [group]) if elsewhere else ([group], [])
+    with pytest.raises(CheckpointError, match="Group 7 of the .* has no column 'level', 'unit', .*or remove the f"):
+        admission().resume(here, there, ["prompt", "level", "unit"])
+
+
+def test_a_column_that_the_dataset_no_longer_has_is_removed():
+    """TRL takes the columns of a batch from its first row, and reads them from every row."""
+    here, elsewhere = saved_group(7), saved_group(8)
+    resumed = admission()
+    resumed.resume([here], [elsewhere], ["prompt"])
+    assert here.row == {"prompt": "1+"} == resumed.row_of(8)

@@ -1,0 +1,231 @@
+"""Several processes on the real server: training does not depend on their number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise, product
+
+import pytest
+
+from tests.support.preloaded import launch_preloaded
+from trl_april.commands.report import read_run
+
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+
+NUMS_PROCESSES = (1, 2, 4)
+TABLE = {"log_completions": True, "num_completions_to_print": 0}
+HOPELESS = {  # no row has a learning signal
+    "kind": "train_dynamically", "batch": 16, "every": 1000, "rows": 90,
+    "options": {
+        "max_steps": 2, "dynamic_sampling": True, "max_rejected_groups_per_round": 8, "max_completion_length": 8,
+    },
+}  # fmt: skip
+RUNS = [
+    # 24 rows in batches of 4 groups of 4 samples, two epochs.
+    {"name": "plain", "kind": "train", "options": {"num_train_epochs": 2, "max_steps": -1, **TABLE}},
+    # 3 groups of 4 samples, which do not divide into 2 or 4 processes; each batch is trained twice.
+    {"name": "straddling", "kind": "train", "batch": 12, "options": {"num_train_epochs": 1, "num_iterations": 2}},
+    # Each batch in 4 parts and 2 optimiser steps.
+    {
+        "name": "accumulated", "kind": "train",
+        "options": {"num_train_epochs": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    },
+    # Synchronous, and sampled with seeds, so the completions do not depend on chance.
+    {
+        "name": "seeded", "kind": "train_and_replay", "batch": 16,
+        "options": {
+            "max_steps": 4, "over_provisioning": 1.0, "max_completion_length": 16, "learning_rate": 1e-3,
+            "generation_kwargs": {"seed": 5},
+        },
+    },
+    # Two of three rows have no learning signal; groups straddle processes.
+    {
+        "name": "dynamic", "kind": "train_dynamically", "batch": 12, "every": 3, "rows": 90,
+        "options": {"max_steps": 6, "dynamic_sampling": True, "max_completion_length": 24, **TABLE},
+    },
+    {"name": "hopeless", **HOPELESS},
+    # Some of the groups that replace rejected ones fall due in this round.
+    {"name": "hopeless and due", **HOPELESS, "options": {**HOPELESS["options"], "max_staleness": 1}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def launched(server, forker, tiny_model_dir, tmp_path_factory):
+    """The runs above, in 1, 2 and 4 processes."""
+    folder = tmp_path_factory.mktemp("many")
+    done = {}
+    for count in NUMS_PROCESSES:
+        done[count] = launch_preloaded(
+            forker, count, RUNS, folder / str(count), model=tiny_model_dir, url=server.base_url
+        )
+        assert done[count].code == 0, done[count].output[-6000:]
+    return done
+
+
+def trained(results: list[dict], step: int | None = None) -> list[tuple[int, int, int]]:
+    """Id, row and sample of all trained samples, over all processes and in their order."""
+    rounds = range(len(results[0]["rounds"])) if step is None else [step]
+    return [
+        (group["id"], group["number"], index)
+        for number in rounds
+        for result in results
+        for group in result["rounds"][number]
+        for index in group["samples"]
+    ]
+
+
+@pytest.mark.parametrize("count", NUMS_PROCESSES)
+@pytest.mark.parametrize(("name", "epochs"), [("plain", 2), ("straddling", 1), ("accumulated", 1)])
+class TestRows:
+    def test_every_row_is_trained_once_per_epoch_with_all_its_samples(self, launched, count, name, epochs):
+        results = launched[count].results(name, count)
+        samples = Counter((number, index) for _, number, index in trained(results))
+        assert samples == {(number, index): epochs for number in range(24) for index in range(4)}
+        assert len(set(trained(results))) == len(trained(results))  # each group once
+        rows = {(group, number) for group, number, _ in trained(results)}
+        assert rows == {(group, number) for group, number, _ in trained(launched[1].results(name, 1))}
+        assert [result["left"] for result in results] == [0] * count
+        # Each process has generated an equal part, whoever trained it.
+        assert [result["taken"] for result in results] == [24 * epochs // count] * count
+
+    def test_processes_train_equal_parts_of_a_batch_in_order(self, launched, count, name, epochs):
+        results = launched[count].results(name, count)
+        for step in range(len(results[0]["rounds"])):
+            samples = trained(results, step)
+            assert samples == sorted(samples)
+            assert {len(trained([result], step)) for result in results} == {len(samples) // count}
+
+    def test_log_counts_over_all_processes(self, launched, count, name, epochs):
+        results = launched[count].results(name, count)
+        lines = [entry for entry in results[0]["log"] if "april/trained_tokens" in entry]
+        tokens = [
+            sum(len(ids) for result in results for group in result["rounds"][step] for ids in group["tokens"])
+            for step in range(len(results[0]["rounds"]))
+        ]
+        assert [entry["april/trained_tokens"] for entry in lines] == tokens
+        # The run log of the main process counts over all, too.
+        rounds = read_run(launched[count].folder / f"{name}-out").rounds
+        assert [sum(one.ages.values()) for one in rounds] == tokens
+        assert [sum(one.trained_lengths.values()) for one in rounds] == [
+            len(trained(results, k)) for k in range(len(tokens))
+        ]
+        generated = sum(sum(result["generated_here"]) for result in results)
+        assert sum(entry["april/generated_tokens"] for entry in lines) == generated == sum(tokens)
+        carried = [sum(result["carried_here"][step] for result in results) for step in range(len(tokens))]
+        assert [entry["april/carried_fraction"] * n for entry, n in zip(lines, tokens, strict=True)] == pytest.approx(
+            carried
+        )
+        ages = [
+            max(max(v for g in r["rounds"][step] for s in g["versions"] for v in s) for r in results)
+            - min(min(v for g in r["rounds"][step] for s in g["versions"] for v in s) for r in results)
+            for step in range(len(tokens))
+        ]
+        assert all(entry["april/staleness_max"] >= age for entry, age in zip(lines, ages, strict=True))
+
+
+@pytest.mark.parametrize("count", NUMS_PROCESSES)
+def test_partial_samples_are_resumed_in_every_process(launched, count):
+    """Otherwise the tests above would not cover samples that are carried over."""
+    assert all(sum(result["carried_here"]) > 0 for result in launched[count].results("plain", count))
+
+
+def test_table_of_completions_has_the_samples_of_all_processes_in_their_order(launched):
+    num_resumed = 0
+    for count, name in product(NUMS_PROCESSES, ("plain", "dynamic")):
+        results = launched[count].results(name, count)
+        assert len(results[0]["completions"]) == len(results[0]["rounds"])
+        for step, shown in enumerate(results[0]["completions"]):
+            groups = [group for result in results for group in result["rounds"][step]]
+            versions = [",".join(map(str, of_sample)) for group in groups for of_sample in group["versions"]]
+            resumed = [times for group in groups for times in group["resumed"]]
+            assert shown == [list(row) for row in zip(versions, resumed, strict=True)]
+            num_resumed += sum(resumed)
+    assert num_resumed > 0
+
+
+class TestLosses:
+    def values(self, launched, count: int, log: str, name: str) -> list[float]:
+        return [entry[name] for entry in launched[count].result("seeded", 0)[log] if name in entry]
+
+    @pytest.mark.parametrize("count", NUMS_PROCESSES[1:])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("loss", "grad_norm", "reward", "entropy", "completions/mean_length"),
+            *("april/correction/length_q1/tokens_fraction", "april/correction/length_q4/tokens_fraction"),
+        ],
+    )
+    def test_several_processes_learn_like_one(self, launched, count, name):
+        alone = self.values(launched, 1, "log", name)
+        assert len(alone) == 4 and all(a != b for a, b in pairwise(alone))
+        assert self.values(launched, count, "log", name) == pytest.approx(alone, abs=1e-4)
+
+    @pytest.mark.parametrize("count", NUMS_PROCESSES)
+    @pytest.mark.parametrize("name", ["loss", "grad_norm", "reward", "entropy", "completions/mean_length"])
+    def test_trls_own_trainer_learns_the_same_from_the_same_completions(self, launched, count, name):
+        found = self.values(launched, count, "log", name)
+        assert found == pytest.approx(self.values(launched, count, "stock_log", name), abs=1e-4)
+
+
+@pytest.mark.parametrize("count", NUMS_PROCESSES)
+class TestDynamicSampling:
+    def test_every_trained_group_has_differing_rewards_and_batches_are_full(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        assert all(number % 3 == 0 for _, number, _ in trained(results))
+        for step in range(6):
+            samples = trained(results, step)
+            assert samples == sorted(samples) and len(set(samples)) == 12
+        assert results[0]["log"][-2]["frac_reward_zero_std"] == 0
+
+    def test_no_row_or_token_is_lost_in_any_process(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        for result in results:
+            assert result["left"] == 0
+            assert result["admitted"] == result["taken"] + result["rejected"]
+            generated, taken, rejected = result["tokens"]
+            assert generated == taken + rejected
+        assert sum(result["taken"] for result in results) == 6 * 3
+        assert sum(result["rejected"] for result in results) >= 6 * 3
+
+    def test_every_process_scores_its_own_groups_once(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        for result in results:
+            scored = Counter(number for call in result["scored"] for number in call)
+            assert set(scored.values()) == {4}
+            assert len(scored) == result["admitted"]
+
+    def test_rewards_and_logs_belong_to_the_trained_samples(self, launched, count):
+        results = launched[count].results("dynamic", count)
+        rows = [number for _, number, _ in trained(results, 5)]
+        assert results[0]["logged_rows"][-12:] == rows
+        assert results[0]["logged_rewards"][-12:] == [float(index) for *_, index in trained(results, 5)]
+        lines = [entry for entry in results[0]["log"] if "april/rejected_groups" in entry]
+        assert sum(entry["april/rejected_groups"] for entry in lines) == sum(r["rejected"] for r in results)
+        assert all(entry["calls"] == 1.0 for entry in lines)
+
+    @pytest.mark.parametrize("name", ["hopeless", "hopeless and due"])
+    def test_hopeless_round_is_filled_with_rejected_groups_of_any_process(self, launched, count, name):
+        results = launched[count].results(name, count)
+        for step in range(2):
+            samples = trained(results, step)
+            assert samples == sorted(samples) and len(set(samples)) == 16
+        assert sum(sum(result["filled"]) for result in results) == 8
+        assert [result["left"] for result in results] == [0] * count
+
+
+def test_hundred_rounds_with_random_delays(server, forker, tiny_model_dir, tmp_path):
+    run = {
+        "name": "slow", "kind": "train_with_delays", "seed": 3, "mean_delay": 0.01, "batch": 12, "rows": 60,
+        "options": {"max_steps": 100, "max_completion_length": 12, "num_generations": 2, "learning_rate": 1e-5},
+    }  # fmt: skip
+    done = launch_preloaded(forker, 3, [run], tmp_path, model=tiny_model_dir, url=server.base_url)
+    assert done.code == 0, done.output[-6000:]
+    results = done.results("slow", 3)
+    assert len(results[0]["rounds"]) == 100
+    # 600 groups from 60 rows: each row 10 times, each group once, with both samples.
+    samples = trained(results)
+    assert Counter(number for _, number, _ in samples) == dict.fromkeys(range(60), 20)
+    assert sorted((group, index) for group, _, index in samples) == [(g, i) for g in range(600) for i in range(2)]
+    assert [result["left"] for result in results] == [0] * 3
+    assert sum(sum(result["carried_here"]) for result in results) > 0

@@ -1,0 +1,124 @@
+"""The sampling options of requests, and those that are refused because an abort would break them."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_april.config import APRILGRPOConfig
+from trl_april.engine.sampling import SamplingOptions, sampling_of, sampling_options
+from trl_april.errors import ConfigError
+from trl_april.training.construction import evaluation_kwargs
+
+
+def test_options_of_the_config_arrive():
+    args = APRILGRPOConfig("out", use_cpu=True, bf16=False)
+    expected = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": [2],
+    }
+    assert sampling_of(args, [2]) == sampling_options(None, [2]) == SamplingOptions(expected, min_tokens=0, seed=None)
+    changed = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, **changed)
+    assert sampling_of(args, [2]).body == {**expected, **changed}
+
+
+def test_generation_kwargs_override_and_are_not_changed():
+    """Seed and minimum length differ between requests, so they leave the common part."""
+    extra = {"temperature": 0.5, "logit_bias": {4: -100}, "seed": 0, "min_tokens": 5}
+    given = dict(extra)
+    made = sampling_options(given)
+    assert (made.body["temperature"], made.body["logit_bias"]) == (0.5, {4: -100})
+    assert (made.seed, made.min_tokens) == (0, 5)
+    assert not {"seed", "min_tokens"} & made.body.keys()
+    assert given == extra
+
+
+@pytest.mark.parametrize(
+    ("stop_token_ids", "generation_kwargs", "expected"),
+    [
+        ([9, 2], {}, [2, 9]),
+        ([2], {"stop_token_ids": [5, 2]}, [2, 5]),
+        ([2], {"stop_token_ids": None}, [2]),
+        ([None], {}, []),  # a tokenizer without an end token
+        ([2], {"ignore_eos": False}, [2]),
+        ([2], {"ignore_eos": True}, None),
+    ],
+)
+def test_stop_tokens_of_user_and_model_are_both_sent(stop_token_ids, generation_kwargs, expected):
+    made = sampling_options(stop_token_ids=stop_token_ids, generation_kwargs=generation_kwargs)
+    assert made.body.get("stop_token_ids") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason", "remedy"),
+    [
+        ("presence_penalty", 0.5, "count would restart at every abort", "repetition_penalty"),
+        ("frequency_penalty", -0.5, "count would restart at every abort", "repetition_penalty"),
+        ("stop", "END", "straddles an abort", "stop_token_ids"),
+        ("bad_words", ["no"], "straddles an abort", "logit_bias"),
+        ("structured_outputs", {"json": {}}, "start without it", "GRPOTrainer"),
+        ("response_format", {"type": "json_object"}, "start without it", "GRPOTrainer"),
+        ("repetition_detection", {"max_pattern_size": 3}, "start without it", "GRPOTrainer"),
+        ("thinking_token_budget", 10, "start without it", "GRPOTrainer"),
+        ("use_beam_search", True, "start without it", "sampled"),
+        ("vllm_structured_outputs_regex", "a+", "start without it", "GRPOTrainer"),
+    ],
+)
+def test_option_that_an_abort_breaks_is_refused(name, value, reason, remedy):
+    own = {name: value} if name == "vllm_structured_outputs_regex" else {"generation_kwargs": {name: value}}
+    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, **own)
+    with pytest.raises(ConfigError) as caught:
+        sampling_of(args)
+    assert all(word in str(caught.value) for word in (f"{name}={value!r}", "partial rollouts", reason, remedy))
+
+
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("frequency_penalty", None),
+        ("stop", []),
+        ("stop", None),
+        ("structured_outputs", None),
+        ("use_beam_search", False),
+    ],
+)
+def test_option_that_is_off_is_accepted(name, off):
+    """Penalties are sent as 0, so that the server's own defaults do not apply."""
+    body = sampling_options({name: off}).body
+    assert (body["presence_penalty"], body["frequency_penalty"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("max_tokens", 5, "max_completion_length"),
+        ("n", 1, "num_generations"),
+        ("stream_interval", 8, "APRILGRPOConfig"),
+        ("prompt_logprobs", 1, "only completion tokens"),
+        ("echo", True, "only completion tokens"),
+        ("truncate_prompt_tokens", 5, "shorten its prompts"),
+    ],
+)
+def test_option_that_is_set_elsewhere_is_refused(name, value, place):
+    with pytest.raises(ConfigError) as caught:
+        sampling_options({name: value})
+    assert all(word in str(caught.value) for word in (f"{name}={value!r}", place, "Remove it"))
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (None, {"stop_token_ids": [2, 5]}),
+        ({"stop_token_ids": [7], "logit_bias": {3: 1.0}}, {"stop_token_ids": [2, 5, 7], "logit_bias": {3: 1.0}}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+    ],
+)
+def test_evaluation_stops_where_training_does(own, expected):
+    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, generation_kwargs=own)
+    assert evaluation_kwargs(args, [5, None, 2]) == expected

@@ -1,0 +1,464 @@
+"""The vLLM engine against a fake server over real sockets: what it sends, and how it takes every kind of answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import pytest
+import requests
+
+from tests.support.fake_vllm import HANG_GUARD, FakeVLLM, Stream
+from trl_april.engine import vllm as vllm_engine
+from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.engine.sampling import SamplingOptions, sampling_options
+from trl_april.engine.vllm import VLLMEngine
+from trl_april.errors import EngineError, ServerError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import FinishReason, SampleState
+from trl_april.rollout.driver import RolloutDriver
+from trl_april.rollout.round import Round
+from trl_april.server.command_line import GENERATED_TOKENS_PATH
+
+
+T = TypeVar("T")
+PROMPT = [11, 12, 13]
+
+
+def request_for(number: int = 0) -> GenerationRequest:
+    return GenerationRequest(f"run-{number}-0-1", PROMPT, generated=0, max_tokens=50, cache_salt="run-0")
+
+
+def with_engine(
+    server: FakeVLLM,
+    main: Callable[[VLLMEngine], Awaitable[T]],
+    sampling: SamplingOptions | None = None,
+    **options: Any,
+) -> T:
+    """Run `main` with an engine for `server`, guarded against hangs."""
+
+    async def run() -> T:
+        engine = VLLMEngine(server.base_url, server.model, sampling or SamplingOptions({}), **options)
+        try:
+            async with asyncio.timeout(HANG_GUARD):
+                return await main(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+async def collect(engine: VLLMEngine, request: GenerationRequest | None = None) -> list[Chunk]:
+    async with aclosing(engine.generate(request or request_for())) as stream:
+        return [chunk async for chunk in stream]
+
+
+def generate(server: FakeVLLM, request: GenerationRequest | None = None, **options: Any) -> list[Chunk]:
+    """All chunks of one request."""
+    return with_engine(server, lambda engine: collect(engine, request), **options)
+
+
+def generate_until_error(server: FakeVLLM) -> tuple[list[int], Exception]:
+    """The tokens that arrived before the stream broke, and its error."""
+    tokens: list[int] = []
+
+    async def main(engine: VLLMEngine) -> Exception:
+        try:
+            async with aclosing(engine.generate(request_for())) as stream:
+                async for chunk in stream:
+                    tokens.extend(chunk.token_ids)
+        except (ServerError, EngineError) as error:
+            return error
+        raise AssertionError(f"the stream ended normally: {tokens}")
+
+    return tokens, with_engine(server, main)
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+async def until_no_stream_is_live(server: FakeVLLM) -> None:
+    while server.live:  # the server notices a closed connection a moment later
+        await asyncio.sleep(0.01)
+
+
+# Requests as sent
+
+
+def test_request_is_sent_as_token_ids_with_all_options():
+    """Body and headers, field by field: any other would be sampled, or recorded, differently."""
+    sampling = sampling_options({"top_k": 20, "min_tokens": 8, "seed": 3, "logit_bias": {4: -100}}, [2, 5])
+    request = GenerationRequest(
+        "run-7-1-9", [*PROMPT, 100, 101], generated=2, max_tokens=30, cache_salt="run-4", seed=77
+    )
+    with FakeVLLM() as server:
+        server.base_url += "/"
+        generate(server, request, sampling=sampling, stream_interval=16)
+        generate(server)
+        received, unseeded = server.received
+    assert received.path == "/v1/completions"
+    assert received.headers["X-Request-Id"] == "run-7-1-9"
+    assert received.headers["Content-Type"] == "application/json"
+    assert received.headers["Accept-Encoding"] == "identity"
+    assert "Authorization" not in received.headers
+    assert received.body == {
+        "model": "tiny",
+        "prompt": [11, 12, 13, 100, 101],
+        "max_tokens": 30,
+        "min_tokens": 6,
+        "cache_salt": "run-4",
+        "seed": 77,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": [2, 5],
+        "logit_bias": {"4": -100},
+        "stream": True,
+        "stream_interval": 16,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    assert "seed" not in unseeded.body
+
+
+@pytest.mark.parametrize(("generated", "expected"), [(3, 5), (20, 0)])
+def test_resumed_request_asks_for_the_rest_of_the_minimum_length(generated: int, expected: int):
+    request = GenerationRequest("run-0-0-1", [*PROMPT, *[100] * generated], generated, 30, "run-0")
+    with FakeVLLM(length=99) as server:
+        generate(server, request, sampling=SamplingOptions({}, min_tokens=8))
+        assert server.received[0].body["min_tokens"] == expected
+
+
+def test_certificates_are_those_of_the_environment(monkeypatch, tmp_path):
+    """The check of the server, made with requests, trusts the same ones."""
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert vllm_engine._ssl_context() is True
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", requests.certs.where())
+
+    async def used(engine: VLLMEngine) -> Any:
+        return engine._open_session().connector._ssl
+
+    with FakeVLLM() as server:
+        assert len(with_engine(server, used).get_ca_certs()) > 10
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))  # a folder without certificates
+    assert vllm_engine._ssl_context().get_ca_certs() == []
+
+
+# Streams
+
+
+def test_stream_is_yielded_as_generated():
+    """Tokens, log-probabilities and finish reason arrive unchanged."""
+    with FakeVLLM(length=10) as server:
+        chunks = generate(server, stream_interval=4)
+    assert [chunk.token_ids for chunk in chunks] == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109]]
+    assert [logprob for chunk in chunks for logprob in chunk.logprobs] == [-1 / (place + 1) for place in range(10)]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "stop"]
+
+
+def test_many_streams_run_at_once():
+    """aiohttp's default limit of 100 connections would make the others wait."""
+    count = 150
+    all_run = asyncio.Event()
+
+    async def script(stream: Stream) -> None:
+        if len(server.live) == count:
+            all_run.set()
+        async with asyncio.timeout(HANG_GUARD):
+            await all_run.wait()
+        await stream.tokens([1], finish_reason="stop")
+        await stream.done()
+
+    async def main(engine: VLLMEngine) -> list[list[Chunk]]:
+        return await asyncio.gather(*(collect(engine, request_for(number)) for number in range(count)))
+
+    with FakeVLLM() as server:
+        server.script = script
+        assert [tokens_of(chunks) for chunks in with_engine(server, main)] == [[1]] * count
+
+
+def test_no_connection_is_used_twice():
+    """A server drops idle connections, perhaps with the next request on its way. Each request carries the API key."""
+
+    async def main(engine: VLLMEngine) -> None:
+        for number in range(3):
+            await collect(engine, request_for(number))
+            await engine.abort([f"run-{number}-0-1"])
+
+    with FakeVLLM(api_key="secret") as server:
+        with_engine(server, main, api_key="secret")
+        assert len({request.peer for request in server.received}) == len(server.received) == 6
+        assert {request.headers["Authorization"] for request in server.received} == {"Bearer secret"}
+
+
+def test_closing_a_stream_ends_its_request():
+    """Before its finish reason, or at it as the round driver does. `close` may be repeated."""
+
+    async def script(stream: Stream) -> None:
+        await stream.tokens([1])
+        await stream.stall()
+
+    async def main(engine: VLLMEngine) -> None:
+        async with aclosing(engine.generate(request_for())) as stream:
+            await anext(stream)
+            assert server.live == {"cmpl-run-0-0-1-0"}
+        await until_no_stream_is_live(server)
+        server.script = None
+        async with aclosing(engine.generate(request_for())) as stream:
+            async for chunk in stream:
+                if chunk.finish_reason is not None:
+                    break
+        await until_no_stream_is_live(server)
+        await engine.close()
+
+    with FakeVLLM() as server:
+        server.script = script
+        with_engine(server, main)
+
+
+# Aborts
+
+
+def test_aborted_stream_ends_with_its_rest():
+    """Tokens that were not streamed yet come with the abort."""
+
+    async def script(stream: Stream) -> None:
+        await stream.tokens([1, 2])
+        await stream.stall()
+        await stream.tokens([3, 4], finish_reason="abort")
+        await stream.done()
+
+    async def main(engine: VLLMEngine) -> list[Chunk]:
+        async with aclosing(engine.generate(request_for())) as stream:
+            first = await anext(stream)
+            await engine.abort(["run-0-0-1", "unknown"])
+            return [first, *[chunk async for chunk in stream]]
+
+    with FakeVLLM() as server:
+        server.script = script
+        chunks = with_engine(server, main)
+        assert server.received_at("/abort_requests")[0].body == {"request_ids": ["cmpl-run-0-0-1-0", "cmpl-unknown-0"]}
+    assert chunks == [Chunk([1, 2], [-1.0, -1.0]), Chunk([3, 4], [-1.0, -1.0], "abort")]
+
+
+def test_abort_without_ids_is_never_sent():
+    """vLLM would abort the requests of all clients."""
+    with FakeVLLM() as server:
+        with pytest.raises(EngineError, match="got no request ids"):
+            with_engine(server, lambda engine: engine.abort([]))
+        assert server.received == []
+
+
+def test_abort_needs_the_development_endpoints():
+    with FakeVLLM(dev_endpoints=False) as server:
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            with_engine(server, lambda engine: engine.abort(["run-0-0-1"]))
+
+
+@pytest.mark.server
+def test_real_server_reports_requests_aborted_before_their_first_token(server):
+    async def abort_at_once(engine: VLLMEngine) -> list[list[Chunk]]:
+        asked = [GenerationRequest(f"early-{n}", [1, *[5 + n % 50] * 3000], 0, 500, f"early-{n}") for n in range(48)]
+        streams = [asyncio.create_task(collect(engine, request)) for request in asked]
+        await asyncio.sleep(0.3)  # all are sent, and not all of them are decoded
+        while not all(stream.done() for stream in streams):
+            await engine.abort([request.request_id for request in asked])
+            await asyncio.sleep(0.1)
+        return [stream.result() for stream in streams]
+
+    found = with_engine(server, abort_at_once, SamplingOptions({"temperature": 1.0, "ignore_eos": True}))
+    assert {chunks[-1].finish_reason for chunks in found} == {"abort"}
+    assert any(chunks == [Chunk([], [], "abort")] for chunks in found)
+
+
+# Progress of paused requests
+
+
+def test_progress_is_asked_by_the_names_of_the_server():
+    with FakeVLLM() as server:
+        server.answers[GENERATED_TOKENS_PATH] = (200, '{"generated": {"cmpl-run-0-1-2-0": 17}}')
+        found = with_engine(server, lambda engine: engine.generated(["run-0-0-1", "run-0-1-2"]))
+        [received] = server.received_at(GENERATED_TOKENS_PATH)
+    assert found == {"run-0-1-2": 17}
+    assert received.method == "POST" and received.body == {"request_ids": ["cmpl-run-0-0-1-0", "cmpl-run-0-1-2-0"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((404, "no"), "404"),
+        ((409, "not paused"), "409 .*not paused"),
+        ((503, "later"), "503"),
+        ((200, "what?"), "JSONDecodeError"),
+        ((200, '{"generated": {"another-clients": 5}}'), "another-clients"),
+    ],
+)
+def test_unknown_progress_is_a_server_error(answer: tuple[int, str], words: str):
+    """The driver then aborts the requests."""
+    with FakeVLLM() as server:
+        server.answers[GENERATED_TOKENS_PATH] = answer
+        with pytest.raises(ServerError, match=words):
+            with_engine(server, lambda engine: engine.generated(["run-0-0-1"]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "holds"),
+    [((200, '{"weight_version": "3"}'), True), ((200, '{"weight_version": "4"}'), False), ((200, "[]"), False),
+     ((500, "no"), False), ((404, "no"), False)],
+)  # fmt: skip
+def test_server_holds_the_version_that_it_reports(answer: tuple[int, str], holds: bool):
+    with FakeVLLM() as server:
+        server.answers["/weight_info"] = answer
+        assert with_engine(server, lambda engine: engine.holds(3)) is holds
+    assert with_engine(server, lambda engine: engine.holds(3)) is False  # it is gone
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "words"),
+    [
+        (400, EngineError, "maximum context"),
+        (401, EngineError, "VLLM_API_KEY"),
+        (429, ServerError, "maximum context"),
+        (503, ServerError, "maximum context"),
+    ],
+)
+def test_refusal_tells_whether_to_retry(status: int, error: type[Exception], words: str):
+    """`ServerError` if a retry may work, `EngineError` if it is useless; both quote the beginning of the answer."""
+    with FakeVLLM() as server:
+        server.answers["/v1/completions"] = (status, "maximum context length" + "<p>" * 100_000)
+        tokens, raised = generate_until_error(server)
+    assert type(raised) is error and tokens == []
+    assert words in str(raised) and str(status) in str(raised) and len(str(raised)) < 1000
+
+
+async def send_and_drop(stream: Stream, *events: bytes) -> None:
+    for event in events:
+        await stream.raw(event)
+    await asyncio.sleep(0.05)  # the bytes leave before the connection is reset
+    stream.drop()
+
+
+def test_failure_of_the_server_is_quoted():
+    with FakeVLLM() as server:
+        server.script = lambda stream: stream.raw(b'data: {"error": {"message": "EngineCore died"}}\n\n')
+        tokens, error = generate_until_error(server)
+    assert type(error) is ServerError and tokens == []
+    assert str(error).startswith("The vLLM server failed") and "EngineCore died" in str(error)
+
+
+def test_broken_connection_keeps_what_arrived():
+    """A retry from there may work. After the finish reason nothing is missing."""
+    with FakeVLLM() as server:
+        server.script = lambda stream: send_and_drop(stream, stream.event([1, 2]), stream.event([3]))
+        tokens, error = generate_until_error(server)
+        server.script = lambda stream: send_and_drop(stream, stream.event([1, 2]), stream.event([3], None, "stop"))
+        assert generate(server) == [Chunk([1, 2], [-1.0, -1.0]), Chunk([3], [-1.0], "stop")]
+    assert type(error) is ServerError and tokens == [1, 2, 3]
+    assert f"{server.base_url} did not answer /v1/completions, or broke the connection" in str(error)
+    tokens, error = generate_until_error(server)  # it is gone
+    assert type(error) is ServerError and tokens == []
+
+
+def test_tokens_that_arrived_before_a_break_are_read_after_it():
+    """aiohttp withholds them if nobody was reading at that moment. A broken stream loses less than one chunk."""
+
+    async def script(stream: Stream) -> None:
+        await stream.raw(stream.event([1, 2]))
+        await asyncio.sleep(0.1)
+        await send_and_drop(stream, stream.event([3]), stream.event([4]))
+
+    async def read_slowly(engine: VLLMEngine) -> list[int]:
+        tokens = []
+        with pytest.raises(ServerError, match="broke"):
+            async for chunk in engine.generate(request_for()):
+                tokens += chunk.token_ids
+                await asyncio.sleep(0.4)
+        return tokens
+
+    with FakeVLLM() as server:
+        server.script = script
+        assert with_engine(server, read_slowly) == [1, 2, 3, 4]
+
+
+# With pool and driver
+
+
+def one_group() -> Pool:
+    pool = Pool(1, over_provisioning=1, max_staleness=None)
+    pool.begin_round(0)
+    pool.admit(0, {}, PROMPT, num_generations=1, max_completion_length=20)
+    return pool
+
+
+def run_round(server: FakeVLLM, pool: Pool) -> Round:
+    server.weight_version = "0"
+    return with_engine(server, lambda engine: RolloutDriver(pool, engine, run_id="run").run_round())
+
+
+def test_resumed_request_asks_for_the_rest_of_the_budget():
+    """After each broken connection: same prompt plus the tokens so far, `max_completion_length - generated`."""
+    pool = one_group()
+    breaks = iter([True, True, False])
+
+    with FakeVLLM(length=10) as server:
+
+        async def script(stream: Stream) -> None:
+            start = len(stream.body["prompt"]) - len(PROMPT)
+            if next(breaks):
+                ids = [100 + start, 101 + start]
+                await send_and_drop(stream, stream.event(ids, [-1 / (place - 99) for place in ids]))
+            else:
+                await server.generate(stream)
+
+        server.script = script
+        done = run_round(server, pool)
+        sent = [
+            (request.body["prompt"], request.body["max_tokens"]) for request in server.received_at("/v1/completions")
+        ]
+    assert sent == [(PROMPT, 20), ([*PROMPT, 100, 101], 18), ([*PROMPT, 100, 101, 102, 103], 16)]
+    assert done.broken_streams == 2
+    [sample] = done.groups[0].samples
+    assert list(sample.token_ids) == list(range(100, 110))
+    assert list(sample.logprobs) == pytest.approx([-1 / (place + 1) for place in range(10)])
+    assert sample.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (lambda stream: stream.event([5, 6], logprobs=[-1.0]), "2 tokens and 1 log-probabilities"),
+        (lambda stream: stream.event([5], logprobs=[0.5]), "not positive"),
+        (lambda stream: stream.event([], None, "repetition"), "'repetition'; it must be stop, length or abort"),
+    ],
+    ids=["too few", "positive", "finish reason"],
+)
+def test_invalid_event_ends_the_round(event: Callable[[Stream], bytes], words: str):
+    """No bad token passes from the engine to the pool, and no good one is lost."""
+
+    async def script(stream: Stream) -> None:
+        await stream.tokens([1, 2])
+        await stream.raw(event(stream))
+        await stream.tokens([], finish_reason="stop")
+        await stream.done()
+
+    pool = one_group()
+    with FakeVLLM() as server:
+        server.script = script
+        with pytest.raises(EngineError, match=words):
+            run_round(server, pool)
+    pool.check()
+    [group] = pool
+    assert list(group.samples[0].token_ids) == [1, 2]
+    assert group.samples[0].state is SampleState.PARKED

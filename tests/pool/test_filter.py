@@ -1,0 +1,103 @@
+"""Dynamic sampling in the pool: groups that are accepted, rejected, readmitted and withdrawn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.pools import complete, ids, pool_in_round
+from trl_april.errors import PoolError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Group, Score
+from trl_april.pool.state import restore, state_dict
+
+
+SCORE = Score([[0.0], [1.0]])
+
+
+def make_pool(groups: int = 2, quota: int = 1, *, dynamic_sampling: bool = True) -> Pool:
+    options = {"over_provisioning": groups / quota, "max_staleness": None, "dynamic_sampling": dynamic_sampling}
+    return pool_in_round(quota, groups=groups, samples=2, **options)
+
+
+def finish(pool: Pool, *group_ids: int) -> list[Group]:
+    groups = [group for group in pool if group.group_id in group_ids]
+    complete(pool, *groups)
+    return groups
+
+
+def test_only_accepted_groups_can_be_taken():
+    pool = make_pool()
+    group, _ = finish(pool, 0, 1)
+    assert not pool.schedule.quota_met and ids(pool.unscored()) == [0, 1]
+    pool.accept(group, SCORE)
+    assert pool.schedule.quota_met and ids(pool.unscored()) == [1]
+    assert pool.take() == [group]
+    pool.check()
+
+
+def test_rejected_group_leaves_and_makes_room():
+    pool = make_pool()
+    (group,) = finish(pool, 0)
+    assert pool.schedule.room == 0
+    pool.reject(group, SCORE)
+    assert pool.schedule.room == 1 and ids(pool) == [1]
+    assert (pool.counters.groups_rejected, pool.counters.tokens_rejected) == (1, 2)
+    pool.check()
+
+
+def test_only_a_finished_group_is_filtered_and_only_once():
+    pool = make_pool()
+    unfinished = next(iter(pool))
+    (group,) = finish(pool, 1)
+    with pytest.raises(PoolError):
+        pool.accept(unfinished, SCORE)
+    pool.accept(group, SCORE)
+    for method in (pool.accept, pool.reject):
+        with pytest.raises(PoolError):
+            method(group, SCORE)
+    pool.check()
+
+
+def test_pool_without_dynamic_sampling_filters_nothing():
+    pool = make_pool(dynamic_sampling=False)
+    (group,) = finish(pool, 0)
+    assert pool.unscored() == [] and pool.schedule.quota_met
+    with pytest.raises(PoolError, match="dynamic sampling"):
+        pool.reject(group, SCORE)
+
+
+def test_rejected_groups_are_readmitted_oldest_first_and_in_order():
+    pool = make_pool(4, quota=2)
+    zero, one, _, three = finish(pool, 0, 1, 2, 3)
+    pool.accept(three, SCORE)
+    pool.reject(one, SCORE)
+    pool.reject(zero, SCORE)
+    pool.readmit(1)
+    pool.check()
+    assert ids(pool.take()) == [0, 3]
+    assert pool.counters.groups_rejected == 1
+    with pytest.raises(PoolError):
+        pool.readmit(2)
+
+
+def test_withdrawn_groups_are_the_youngest_and_counted_as_rejected():
+    pool = make_pool(3)
+    finish(pool, 1)
+    assert pool.withdraw(2) == [1, 2]
+    assert ids(pool) == [0]
+    assert (pool.counters.groups_rejected, pool.counters.tokens_rejected) == (2, 2)
+    pool.check()
+    pool.start(next(iter(pool)).samples[0])
+    with pytest.raises(PoolError, match="running"):
+        pool.withdraw(1)
+
+
+def test_scores_survive_a_checkpoint():
+    pool = make_pool(3)
+    accepted, unscored = finish(pool, 0, 2)
+    pool.accept(accepted, SCORE)
+    restored = Pool(1, over_provisioning=3.0, max_staleness=None, dynamic_sampling=True)
+    restore(restored, [state_dict(pool)])
+    assert ids(restored.unscored()) == [unscored.group_id]
+    (group,) = restored.take()
+    assert group.score == SCORE

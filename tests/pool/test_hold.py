@@ -1,0 +1,75 @@
+"""Requests held across a weight sync, in the pool. Rule 4: a segment has the version that sampled its tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.pools import pool_in_round
+from trl_april.errors import PoolError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Sample
+from trl_april.pool.state import restore, state_dict
+
+
+def running() -> tuple[Pool, Sample]:
+    """A pool in round 0 with one running sample."""
+    pool = pool_in_round(1, groups=1, max_staleness=None)
+    (sample,) = next(iter(pool)).samples
+    pool.start(sample)
+    return pool, sample
+
+
+def segments(sample: Sample) -> list[tuple[int, int]]:
+    return [(segment.version, segment.length) for segment in sample.segments]
+
+
+def test_version_begins_while_requests_run_that_were_held_for_it():
+    pool, sample = running()
+    pool.record(sample, [1], [-1.0])
+    with pytest.raises(PoolError, match="1 requests"):
+        pool.begin_round(1)
+    pool.hold(1)
+    with pytest.raises(PoolError, match="1 requests"):
+        pool.begin_round(2)
+    pool.record(sample, [2, 3], [-1.0, -1.0], 0)
+    pool.record(sample, [4], [-1.0], 1)  # may arrive before the round is opened
+    pool.begin_round(1)
+    pool.record(sample, [5], [-1.0])
+    assert segments(sample) == [(0, 3), (1, 2)]
+    pool.check()
+
+
+def test_tokens_of_the_old_version_may_arrive_after_the_round_is_opened():
+    pool, sample = running()
+    pool.hold(1)
+    pool.begin_round(1)
+    pool.record(sample, [1], [-1.0], 0)
+    pool.record(sample, [2], [-1.0], 1)
+    for version in (0, 2):
+        with pytest.raises(PoolError):
+            pool.record(sample, [3], [-1.0], version)
+    assert segments(sample) == [(0, 1), (1, 1)]
+
+
+def test_checkpoint_between_the_sync_and_the_round_keeps_both_versions():
+    """As after an evaluation, which the weights were synced for."""
+    pool, sample = running()
+    pool.record(sample, [1], [-1.0])
+    pool.hold(1)
+    pool.record(sample, [2], [-1.0], 1)
+    state = state_dict(pool)
+    for version in (1, 2):
+        resumed = Pool(1, max_staleness=None)
+        restore(resumed, [state], version=version)
+        assert segments(next(iter(resumed)).samples[0]) == [(0, 1), (1, 1)]
+        assert resumed.schedule.version == version
+        resumed.begin_round(2)
+
+
+def test_held_version_does_not_go_back():
+    with pytest.raises(PoolError):
+        Pool(1).hold(0)
+    pool, _ = running()
+    pool.hold(3)
+    with pytest.raises(PoolError):
+        pool.hold(2)

@@ -1,0 +1,275 @@
+"""The schedule by examples and by brute force; rule 8 of DESIGN.md as arithmetic."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from tests.support.closing import in_time, may_close
+from tests.support.effort import cases
+from trl_april.errors import ConfigError, PoolError
+from trl_april.pool.schedule import Requirement, Schedule
+
+
+def make_schedule(
+    quota: int = 2,
+    *,
+    over_provisioning: float = 2.0,
+    max_staleness: int | None = 5,
+    staleness_policy: str = "wait",
+    versions_per_round: int = 1,
+) -> Schedule:
+    return Schedule(
+        quota,
+        over_provisioning=over_provisioning,
+        max_staleness=max_staleness,
+        staleness_policy=staleness_policy,
+        versions_per_round=versions_per_round,
+    )
+
+
+def in_round(version: int, *group_ids: int, **options: object) -> Schedule:
+    schedule = make_schedule(**options)
+    schedule.begin_round(version)
+    for group_id in group_ids:
+        schedule.admit(group_id)
+    return schedule
+
+
+def holding(start_versions: dict[int, int], *finished: int, version: int, **options: object) -> Schedule:
+    """A schedule in the middle of a run, with these groups and finished ids."""
+    schedule = make_schedule(**options)
+    schedule.restore(start_versions, finished, version=version, last_id=max(start_versions, default=-1))
+    return schedule
+
+
+def view(schedule: Schedule) -> tuple:
+    """Everything observable of a schedule."""
+    start_versions = [schedule.start_version(group_id) for group_id in schedule.ids]
+    requirements = schedule.requirements() if schedule.version is not None else None
+    flags = (schedule.room, schedule.version is None or schedule.quota_met)
+    return (
+        schedule.ids,
+        start_versions,
+        list(schedule.finished),
+        schedule.version,
+        schedule.last_id,
+        requirements,
+        flags,
+    )
+
+
+def refused(schedule: Schedule, call, *args: object, words: str) -> None:
+    """The call raises and changes nothing."""
+    before = view(schedule)
+    with pytest.raises(PoolError, match=words):
+        call(*args)
+    assert view(schedule) == before
+
+
+def test_admitted_groups_are_outstanding_until_they_are_delivered():
+    schedule = in_round(3, 0, 2, 5)
+    assert (len(schedule), schedule.ids, schedule.room) == (3, [0, 2, 5], 1)
+    assert [schedule.start_version(group_id) for group_id in schedule.ids] == [3, 3, 3]
+    schedule.learn([5, 0])
+    assert (schedule.num_finished(3), schedule.num_finished(2)) == (2, 0)
+    assert schedule.deliver() == [0, 5]
+    assert (schedule.ids, schedule.finished, schedule.quota_met, schedule.room) == ([2], [], False, 3)
+
+
+def test_oldest_finished_groups_are_the_next_batch():
+    """Rules 6 and 7: in whatever order they are learned of, twice or not."""
+    schedule = in_round(0, 0, 1, 2, 3)
+    schedule.learn([3])
+    schedule.learn([1, 2, 1])
+    schedule.learn([3, 1])
+    assert schedule.finished == [1, 2, 3]
+    assert schedule.deliver() == [1, 2]
+    assert (schedule.ids, schedule.finished) == ([0, 3], [3])
+
+
+def test_round_filled_by_surplus_has_no_room():
+    schedule = in_round(0, 0, 1, 2)
+    schedule.learn([0])
+    assert schedule.room == 1
+    schedule.learn([2])
+    assert schedule.room == 0
+
+
+def test_room_ahead_leaves_a_batch_fewer_than_the_bound_allows():
+    assert in_round(0, over_provisioning=3.0, max_staleness=2).room_ahead == 4
+    assert in_round(0, 0, over_provisioning=3.0, max_staleness=3).room_ahead == 5
+    assert in_round(0, over_provisioning=3.0, max_staleness=None).room_ahead == 6
+
+
+def test_requirements_by_hand():
+    """Quota 2, bound 3, version 7: version 4 must go now, version 5 may wait one round, version 7 three."""
+    start_versions = {0: 4, 1: 5, 2: 5, 3: 5, 4: 5, 5: 7}
+    schedule = holding(start_versions, version=7, max_staleness=3, over_provisioning=4.0)
+    assert schedule.requirements() == [Requirement(7, 2), Requirement(4, 1), Requirement(5, 3)]
+    schedule.learn([0, 5])
+    assert not schedule.quota_met  # four groups of version 5 would be left for one round of two
+    schedule.learn([1])
+    assert not schedule.quota_met
+    schedule.learn([2])
+    assert schedule.quota_met
+    assert schedule.deliver() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_staleness": None}, {"staleness_policy": "mask"}, {"staleness_policy": "ignore"}]
+)
+def test_without_a_guarantee_only_the_quota_is_required(options):
+    schedule = holding({0: 0, 1: 0, 2: 9, 3: 9}, 2, 3, version=9, **options)
+    assert schedule.requirements() == [Requirement(9, 2)]
+    assert schedule.quota_met and schedule.fits()
+
+
+def test_readmitted_group_returns_to_its_old_position():
+    schedule = in_round(0, 0, max_staleness=1)
+    schedule.begin_round(1)
+    for group_id in (1, 2, 3):
+        schedule.admit(group_id)
+    before = schedule.requirements()
+    schedule.reject(0)
+    assert schedule.requirements() != before
+    schedule.learn([2])
+    refused(schedule, schedule.readmit, 2, words="this round rejected 1")
+    assert schedule.readmit(1) == [0]
+    assert (schedule.ids, schedule.finished, schedule.requirements()) == ([0, 1, 2, 3], [0, 2], before)
+
+
+# Refused calls
+
+
+def test_nothing_is_admitted_before_the_first_round():
+    schedule = make_schedule()
+    refused(schedule, schedule.admit, 0, words="begin_round")
+
+
+@pytest.mark.parametrize("group_id", [3, 2, 0, -1])
+def test_ids_must_ascend(group_id):
+    schedule = in_round(0, 2, 3)
+    schedule.learn([2, 3])
+    schedule.deliver()  # an id does not return after its group left
+    refused(schedule, schedule.admit, group_id, words="must ascend")
+
+
+@pytest.mark.parametrize(
+    ("quota", "factor", "target"), [(4, 1.0, 4), (4, 1.5, 6), (3, 1.5, 5), (10, 1.1, 11), (7, 2.0, 14), (1, 1.01, 2)]
+)
+def test_target_is_the_factor_times_the_quota_rounded_up(quota, factor, target):
+    schedule = in_round(0, quota=quota, over_provisioning=factor)
+    assert schedule.room == target
+    for group_id in range(target):
+        schedule.admit(group_id)
+    refused(schedule, schedule.admit, target, words=f"{target} groups are outstanding")
+
+
+def test_lowered_target_admits_nothing_until_enough_were_delivered():
+    schedule = in_round(0, *range(6), quota=2, over_provisioning=3.0)
+    schedule.aim_at(1.5)
+    assert (schedule.target, schedule.capacity) == (3, 6)
+    refused(schedule, schedule.admit, 6, words="6 groups are outstanding")
+    rooms = []
+    for version in (1, 2):
+        schedule.learn(schedule.ids[:2])
+        schedule.deliver()
+        schedule.begin_round(version)
+        rooms.append(schedule.room)
+    assert rooms == [0, 1]
+    schedule.aim_at(2.5)
+    assert (schedule.over_provisioning, schedule.target, schedule.room) == (2.5, 5, 3)
+
+
+def test_target_beyond_the_bound_is_refused():
+    schedule = make_schedule(quota=2, over_provisioning=2.0, max_staleness=2)
+    for wrong in (3.5, 0.5, math.inf):
+        with pytest.raises(ConfigError, match=f"over_provisioning is {wrong}"):
+            schedule.aim_at(wrong)
+    assert (schedule.over_provisioning, schedule.target, schedule.capacity) == (2.0, 4, 4)
+
+
+def test_only_outstanding_groups_can_finish():
+    schedule = in_round(0, 0, 1, 2)
+    refused(schedule, schedule.learn, [1, 7], words="Group 7")
+    schedule.learn([0, 1])
+    schedule.deliver()
+    refused(schedule, schedule.learn, [1], words="Group 1")
+
+
+def test_versions_neither_decrease_nor_jump():
+    schedule = in_round(4, 0, versions_per_round=2)
+    refused(schedule, schedule.begin_round, 3, words="cannot go back")
+    refused(schedule, schedule.begin_round, 7, words="more than the 2")
+    schedule.begin_round(6)
+    assert schedule.start_version(0) == 4
+
+
+@pytest.mark.parametrize(("group_ids", "bound"), [((), 5), ((0,), None)])
+def test_version_may_jump_where_no_bound_is_at_stake(group_ids, bound):
+    schedule = in_round(4, *group_ids, max_staleness=bound)
+    schedule.begin_round(40)
+    assert schedule.version == 40
+
+
+# Brute force
+
+CASES = cases(1000, 4000)
+
+
+def random_state(rng: random.Random) -> tuple[dict[int, int], dict[str, int]]:
+    """Any groups of a run with a bound, whether they can all be trained in time or not."""
+    quota, versions_per_round, bound, version = rng.randint(1, 4), rng.randint(1, 3), rng.randint(0, 6), 20
+    count = rng.randint(0, quota * (bound // versions_per_round + 1))
+    ids = sorted(rng.sample(range(100), count))
+    start_versions = sorted(rng.randint(version - bound, version) for _ in ids)
+    options = {"quota": quota, "version": version, "bound": bound, "versions_per_round": versions_per_round}
+    return dict(zip(ids, start_versions, strict=True)), options
+
+
+def schedule_of(start_versions: dict[int, int], options: dict[str, int], *finished: int) -> Schedule:
+    options = dict(options)
+    factor = float(options["bound"] // options["versions_per_round"] + 1)
+    bound = options.pop("bound")
+    return holding(start_versions, *finished, over_provisioning=factor, max_staleness=bound, **options)
+
+
+def test_fits_means_that_the_rounds_to_come_can_deliver_everything_in_time():
+    seen = {True: 0, False: 0}
+    for seed in range(CASES):
+        start_versions, options = random_state(random.Random(seed))
+        expected = in_time(list(start_versions.values()), rounds=1, **options)
+        assert schedule_of(start_versions, options).fits() is expected, f"seed {seed}: {start_versions}, {options}"
+        seen[expected] += 1
+    assert min(seen.values()) > CASES // 10, seen
+
+
+def test_round_may_close_exactly_when_the_rest_can_be_delivered_in_time():
+    """Rule 8, in every state from which the deadlines can be met at all. Another finished group never reverses it."""
+    seen = {"closes": 0, "too few": 0, "due": 0}
+    seed = 0
+    while sum(seen.values()) < CASES:
+        seed += 1
+        rng = random.Random(seed)
+        start_versions, options = random_state(rng)
+        if not in_time(list(start_versions.values()), rounds=1, **options):
+            continue
+        finished = [group_id for group_id in start_versions if rng.random() < rng.choice([0.3, 0.7, 0.95])]
+        expected = may_close(start_versions, finished, **options)
+        schedule = schedule_of(start_versions, options, *finished)
+        assert schedule.quota_met is expected, f"seed {seed}: {start_versions}, {finished} finished, {options}"
+        for version, _ in schedule.requirements():
+            assert schedule.num_finished(version) == sum(start_versions[i] <= version for i in finished)
+        seen["closes" if expected else "too few" if len(finished) < options["quota"] else "due"] += 1
+
+        unfinished = [group_id for group_id in start_versions if group_id not in finished]
+        closes = [expected]
+        for group_id in rng.sample(unfinished, len(unfinished)):
+            schedule.learn([group_id])
+            closes.append(schedule.quota_met)
+        assert closes == sorted(closes), f"seed {seed}: {start_versions}, {options}"
+        assert closes[-1] is (len(start_versions) >= options["quota"])
+    assert min(seen.values()) > CASES // 20, seen

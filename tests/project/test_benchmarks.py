@@ -1,0 +1,319 @@
+"""The benchmarks without a server: statistics, tables, pictures, and refused arguments."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib
+import math
+import sys
+from array import array
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import learning
+import overhead
+import pytest
+import tail
+import torch
+from datasets import Dataset
+from expected_reward import expected_reward
+from intervals import at, effective_share, first_reached, interval, lower_bound, smoothed
+from learning_comparison import APRIL, SYNCHRONOUS, Run, compare, pairs_of, pooled_weights, tables
+from report import read_json, write_json
+
+from tests.project.test_docs import GivenCompletions
+from tests.support.scripted_engine import key_of, simulate
+from trl_april import APRILGRPOConfig
+from trl_april.commands import demo_training as task
+from trl_april.commands.demo_training import build_model, build_tokenizer
+from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.pool.samples import Group, Sample, Segment
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class TestIntervals:
+    def test_intervals_are_students(self):
+        """For four degrees of freedom, t is 2.776 two-sided and 2.132 one-sided."""
+        values = [1.0, 2.0, 3.0, 4.0, 5.0]  # standard deviation sqrt(2.5)
+        mean, half = interval(values)
+        assert mean == 3.0
+        assert half == pytest.approx(2.776 * math.sqrt(2.5 / 5))
+        assert lower_bound(values) == pytest.approx(3.0 - 2.132 * math.sqrt(2.5 / 5))
+        assert math.isnan(interval([0.5])[1]) and math.isnan(lower_bound([0.5]))
+        _, half = interval([float(i % 2) for i in range(100)])  # beyond the table
+        assert half > 1.96 * 0.5025 / 10, "a little wider than normal"
+
+    def test_curve_is_linear_between_points_and_constant_beyond(self):
+        times, values = [0.0, 2.0, 4.0], [1.0, 3.0, 2.0]
+        assert [at(times, values, t) for t in (-1, 0, 1, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 2.5, 2.0, 2.0]
+
+    def test_first_crossing_counts(self):
+        times, values = [0.0, 10.0, 20.0, 30.0], [0.0, 0.4, 0.2, 0.8]
+        assert first_reached(times, values, 0.3) == pytest.approx(7.5)
+        assert first_reached(times, values, 0.5) == pytest.approx(25.0)
+        assert first_reached(times, values, 0.0) == 0.0
+        assert first_reached(times, values, 0.9) == math.inf
+
+    def test_smoothing_looks_back_only(self):
+        assert smoothed([1.0, 2.0, 6.0, 4.0], 3) == [1.0, 1.5, 3.0, 4.0]
+
+    def test_effective_share_by_hand(self):
+        weights = [1.0, 1.0, 2.0]  # (1 + 1 + 2)^2 / (3 * 6)
+        assert effective_share(3, sum(weights), sum(w * w for w in weights)) == pytest.approx(16 / 18)
+        assert effective_share(4, 4.0, 4.0) == 1.0
+        assert effective_share(4, 1.0, 1.0) == 0.25  # a single weight counts
+        assert math.isnan(effective_share(0, 0.0, 0.0))
+
+
+class TestReport:
+    def test_results_survive_json(self, tmp_path):
+        path = tmp_path / "new" / "results.json"
+        write_json(path, {"steps": 3}, [{"a": 1.5}])
+        write_json(path, {"steps": 3}, [{"a": 1.5}, {"a": 2.5}])
+        assert read_json(path) == ({"steps": 3}, [{"a": 1.5}, {"a": 2.5}])
+
+
+def make_run(seed: int, mode: str, pace: float, gain: float) -> Run:
+    curve = [(step, step * pace, 0.4 + gain * step) for step in range(0, 41, 10)]
+    return Run(
+        recipe="grpo", seed=seed, mode=mode, seconds=40 * pace, rollout_seconds=20 * pace, trained_tokens=1000,
+        carried_tokens=0, staleness_mean=0.0, staleness_max=0, reward_after=curve[-1][2], solved_after=0.5,
+        curve=curve, lengths=[(step, 100.0 + step) for step in range(40)],
+        weights=[(0, 10, 10.0, 10.0), (1, 3, 4.0, 6.0)],
+    )  # fmt: skip
+
+
+class TestLearning:
+    runs = [
+        make_run(seed, mode, pace, gain + 0.0001 * seed)
+        for seed in range(5)
+        for mode, pace, gain in ((SYNCHRONOUS, 2.0, 0.005), (APRIL, 1.0, 0.005))
+    ]
+
+    def test_twice_as_fast_run_is_compared_by_hand(self):
+        found = compare(pairs_of(self.runs, "grpo"))
+        assert found.faster == [2.0] * 5
+        assert found.reached == pytest.approx([0.5] * 5)
+        assert found.reached_itself == pytest.approx([1.0] * 5)
+        assert found.differences == [0.0] * 5
+        # When APRIL is at 40 steps, the synchronous curve is at 20; smoothing halves both.
+        assert found.at_equal_time[0] == pytest.approx(0.4 + 0.005 * 20 - (0.4 + 0.005 * 10))
+
+    def test_result_that_is_worse(self):
+        worse = [
+            replace(run, curve=[(0, 0.0, 0.4), (40, 40.0, 0.41)]) if run.mode == APRIL else run for run in self.runs
+        ]
+        assert compare(pairs_of(worse, "grpo")).reached == [math.inf] * 5
+        assert "| never |" in tables(worse)
+        assert "not shown" in tables(worse) and "not shown" not in tables(self.runs)
+
+    def test_weights_are_pooled_by_age(self):
+        assert pooled_weights(self.runs[:2]) == {0: (20, 20.0, 20.0), 1: (6, 8.0, 12.0)}
+        assert f"| grpo | 1 | {3 / 13:.1%} | 1.333 | {16 / 18:.3f} |" in tables(self.runs)
+
+    def test_plot_only_prints_and_draws_saved_runs(self, tmp_path, monkeypatch, capsys):
+        path = tmp_path / "learning.json"
+        write_json(path, {}, [asdict(run) for run in self.runs])
+        assert [Run.from_dict(result) for result in read_json(path)[1]] == self.runs
+        monkeypatch.setattr(sys, "argv", ["learning.py", "--plot-only", str(path)])
+        learning.main()
+        assert tables(self.runs) in capsys.readouterr().out
+        assert (tmp_path / "learning.png").stat().st_size > 20_000
+
+
+class TestExpectedReward:
+    def test_expected_reward_is_the_mean_of_sampled_answers(self):
+        """The model is mostly right for number 3, with probabilities that depend on the position."""
+        tokenizer = build_tokenizer()
+        right = tokenizer("003 002 001 000<eos>")["input_ids"]
+        logits = torch.rand(len(right), len(tokenizer), generator=torch.Generator().manual_seed(0))
+        for place, token in enumerate(right[1:]):
+            logits[place, token] += 5.5
+            logits[place, tokenizer.eos_token_id] += 2.0
+        logits[:, [tokenizer.pad_token_id, tokenizer.unk_token_id]] = -math.inf  # no text
+        found = expected_reward(lambda **inputs: SimpleNamespace(logits=logits[None]), tokenizer, [3, 3])
+        # Tokens after the first mistake do not matter.
+        count, generator = 30_000, torch.Generator().manual_seed(7)
+        shares = logits[len(task.prompt(3)) - 1 : -1].softmax(dim=-1)
+        drawn = torch.multinomial(shares, count, True, generator=generator).T.tolist()
+        texts = ["".join(tokenizer.convert_ids_to_tokens(tokens)) for tokens in drawn]
+        rewards = [task.score(3, text.split("<eos>")[0]) for text in texts]
+        assert 0.1 < found.solved < 0.9
+        assert found.reward == pytest.approx(sum(rewards) / count, abs=0.01)
+        assert found.solved == pytest.approx(sum(reward == 1.0 for reward in rewards) / count, abs=0.01)
+
+    def test_prompts_count_as_often_as_they_occur(self):
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer).eval()
+        few, many = expected_reward(model, tokenizer, [2]), expected_reward(model, tokenizer, [40])
+        both = expected_reward(model, tokenizer, [2, 40, 40])
+        assert both.reward == pytest.approx((few.reward + 2 * many.reward) / 3)
+
+
+class TestRecorder:
+    def test_weights_by_age_and_lengths_by_hand(self):
+        """Two samples under version 3: tokens of ages 2, 0 and 0, and of age 0; the last one is not in the loss."""
+        first = Sample(0, 0, array("i", [5, 6, 7]), array("f", [0, 0, 0]), [Segment(1, 1), Segment(3, 2)])
+        second = Sample(0, 1, array("i", [5]), array("f", [0]), [Segment(3, 1)])
+        batch = {
+            "old_per_token_logps": torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.4, 1.0, 1.0]])),
+            "sampling_per_token_logps": torch.log(torch.tensor([[0.25, 0.3, 0.1], [0.4, 1.0, 1.0]])),
+            "completion_mask": torch.tensor([[1, 1, 1], [0, 0, 0]]),
+        }
+        recorder = learning.Recorder(every=5)
+        recorder.add_batch(batch, [Group(0, {}, [1], 10, 1, [first, second])], version=3)
+        assert recorder.lengths == [(3, 2.0)]
+        assert recorder.weights[2] == pytest.approx([1, 2.0, 4.0])
+        assert recorder.weights[0] == pytest.approx([2, 1.0 + 2.0, 1.0 + 4.0])
+
+    def test_recorder_sees_the_batches_of_a_trainer(self, tiny_model_dir, tmp_path, one_thread):
+        class Trainer(learning.RecordingTrainer, GivenCompletions):
+            pass
+
+        recorder = learning.Recorder(every=1)
+        args = APRILGRPOConfig(
+            str(tmp_path), per_device_train_batch_size=4, num_generations=2, max_steps=1, use_cpu=True, bf16=False,
+            report_to=[], disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        trainer = Trainer(
+            model=tiny_model_dir,
+            reward_funcs=lambda completions, **kwargs: [float(len(text)) for text in completions],
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": "1"}] * 8),
+            recorder=recorder,
+        )
+        trainer.train()
+        assert recorder.lengths == [(0, 2.0)]
+        assert {age: sums[0] for age, sums in recorder.weights.items()} == {0: 2 * args.generation_batch_size}
+        assert list(recorder.snapshots) == [1]
+
+    def test_overrides_apply_to_april_only(self):
+        overrides = dict([learning.setting("over_provisioning=1.5"), learning.setting("max_staleness=null")])
+        assert learning.options_of("grpo", APRIL, overrides)[0].items() >= overrides.items()
+        synchronous = learning.options_of("grpo", SYNCHRONOUS, overrides)[0]
+        assert (synchronous["over_provisioning"], synchronous["max_staleness"]) == (1.0, 5)
+
+
+class EvenEngine:
+    """Every decode step takes a second, for any number of requests."""
+
+    def __init__(self, long: int, every: int) -> None:
+        self.long, self.every = long, every
+        self.aborted: set[str] = set()
+
+    def length(self, group_id: int, index: int) -> int:
+        return 100 if index or group_id % self.every else self.long
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        left = self.length(*key_of(request.request_id)) - request.generated
+        while left and request.request_id not in self.aborted:
+            await asyncio.sleep(10)
+            left -= 10
+            yield Chunk([5] * 10, [-1.0] * 10, None if left else "length")
+        if left:
+            yield Chunk([], [], "abort")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted.update(request_ids)
+
+    async def holds(self, version: int) -> bool:
+        return True
+
+    async def close(self) -> None:
+        pass
+
+
+class TestTail:
+    @pytest.mark.parametrize(
+        ("text", "every", "rounds", "oldest"),
+        [("1", 8, 1, 0), ("2:5", 8, 6, 5), ("2:none", 8, 9, 8), ("2:5", 4, 5, 4)],
+    )
+    def test_batches_during_a_long_completion(self, text, every, rounds, oldest):
+        """Every cycle takes the same time, so one is enough to measure."""
+        contestant = tail.Contestant.parse(text)
+        options = argparse.Namespace(quota=8, every=every, group_size=4, long=5000, seed=0)
+        assert contestant.cycle(options.quota, every) == rounds
+
+        async def cycles() -> list[tail.Measurement]:
+            playing = tail.Rounds(contestant, options, EvenEngine(options.long, every))
+            measured = [tail.Measurement(contestant.name, turn) for turn in range(3)]
+            for measurement in measured:
+                for _ in range(rounds):
+                    await playing.run(measurement)
+            return measured
+
+        for measured in simulate(cycles()):
+            assert measured.seconds == pytest.approx(options.long, rel=0.03)
+            assert measured.groups == rounds * options.quota
+            assert measured.staleness_max <= oldest
+        assert measured.staleness_max == oldest
+
+    def test_table_and_picture(self, tmp_path):
+        runs = {"x2, no bound": (10.0, 12.0), "synchronous": (60.0, 60.0)}
+        results = [
+            tail.Measurement(name, turn, 6, seconds, 48, 24_000, 24_000, 6_000, 36_000, 5, 100.0)
+            for name, turns in runs.items()
+            for turn, seconds in enumerate(turns)
+        ]
+        lines = tail.table(results).splitlines()
+        assert lines[2].startswith("| synchronous | 400 | 1.00 (1.00 to 1.00) |")
+        assert lines[3].startswith("| x2, no bound | 2,200 | 5.50 (5.00 to 6.00) | 4.40 | 5.50 |")
+        tail.draw(results, tmp_path / "tail.png")
+        assert (tmp_path / "tail.png").stat().st_size > 10_000
+
+
+class TestOverhead:
+    def test_every_part_is_measured_at_every_size(self, tmp_path):
+        measurements = overhead.measure([8, 16], repeats=1, chunk=4, with_gc=False)
+        assert gc.isenabled()
+        found = overhead.medians(measurements)
+        assert {part for part, _ in found} == set(overhead.COLORS)
+        assert all(list(by_samples) == [8, 16] for by_samples in found.values())
+        assert overhead.table(measurements).count("\n") == len(found) + 1
+        overhead.draw(measurements, tmp_path / "overhead.png")
+        assert (tmp_path / "overhead.png").stat().st_size > 20_000
+
+    def test_growth_compares_costs_per_sample(self):
+        repeats = [
+            overhead.Measurement("pool", "admit", samples, 0, seconds)
+            for samples, seconds in ((10, 1.0), (10, 9.0), (10, 2.0), (100, 40.0))
+        ]
+        assert overhead.growth(overhead.medians(repeats)["pool", "admit"]) == pytest.approx(2.0)
+
+
+class TestMicroBatches:
+    def test_like_lengths_have_less_padding_than_trls_order(self, tmp_path, monkeypatch, capsys, one_thread):
+        micro_batches = importlib.import_module("micro_batches")
+        path = tmp_path / "found.json"
+        arguments = "--sigma 1.0 --sizes 4 --samples 16 --turns 2 --median 80 --json"
+        monkeypatch.setattr(sys, "argv", ["micro_batches.py", *arguments.split(), str(path)])
+        micro_batches.main()
+        settings, (result,) = read_json(path)
+        assert settings["samples"] == 16 and len(result["ours"]) == len(result["of_trl"]) == 2
+        for ours, of_trl in zip(result["ours_padding"], result["of_trl_padding"], strict=True):
+            assert 0 < ours < of_trl < 1
+        assert capsys.readouterr().out.splitlines()[-1].startswith("| 1 | 4 |")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("learning", ["--set", "batch=3"], "'batch=3' is not NAME=VALUE with a field of APRILGRPOConfig"),
+        ("tail", ["--contestants", "2:5"], "the first contestant is compared with, so it must be 1"),
+        ("tail", ["--every", "3"], "--every is 3, but --quota, 8, must be a multiple of it"),
+        ("micro_batches", ["--samples", "30", "--sizes", "5"], "--samples is 30, but it must be a multiple of 4"),
+        ("overhead", ["--plot-only", "/nowhere.json"], "/nowhere.json cannot be read as the results of a benchmark"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(name, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(name).main()
+    assert left.value.code
+    assert message in f"{capsys.readouterr().err}{left.value.code}"

@@ -1,0 +1,244 @@
+"""The documentation agrees with the code: commands, snippets, links, options, metrics, names of tests and rooms."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+import shlex
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import trl
+import yaml
+from datasets import Dataset
+
+import trl_april
+from tests.support import docs_commands
+from tests.support.docs_pages import ROOT, Block, page_names, read_page
+from tests.support.docs_snippets import check_names
+from tests.support.serverless import ServerlessTrainer
+from tests.training.test_batch import round_of_a_small_pool
+from tests.training.test_correction import batch, group, sample
+from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+from trl_april.commands.simulate import main as simulate
+from trl_april.config import AprilOptions
+from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
+from trl_april.rollout.round import Round
+from trl_april.training.batch import round_metrics
+from trl_april.training.correction import AGES, correction_metrics
+
+
+PAGES = page_names()
+BLOCKS = [block for name in PAGES for block in read_page(name).blocks]
+INTERNALS = read_page("docs/internals.md")
+CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
+NEEDS_A_SERVER = {"LocalServer", "APRILGRPOTrainer", "trainer", "server"}
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Code blocks in these languages, except file trees."""
+    return [block for block in BLOCKS if block.language in languages and not block.text.startswith("trl_april/\n")]
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+# Code
+
+
+def test_languages_of_code_blocks_are_known():
+    assert {block.language for block in BLOCKS} <= {"", "bash", "python", "diff", "yaml", "text", "mermaid", "bibtex"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_are_accepted_by_their_programs(name):
+    shell = [block.text for block in blocks("bash", "") if block.page == name]
+    for code in [*shell, *filter(docs_commands.is_command, read_page(name).inline_code)]:
+        for words in docs_commands.commands(code):
+            docs_commands.check(words)
+
+
+def test_simulations_print_the_output_shown_after_them(capsys):
+    shown = 0
+    for block, following in pairwise(BLOCKS):
+        for words in docs_commands.commands(block.text) if block.language == "bash" else []:
+            if words[:2] == ["trl-april", "simulate"] and not any(word.endswith(".json") for word in words):
+                assert simulate(words[2:]) == 0
+                printed = capsys.readouterr().out.splitlines()
+                if (following.page, following.language) == (block.page, "text"):
+                    assert set(following.text.splitlines()) <= set(printed), shlex.join(words)
+                    shown += 1
+    assert shown
+
+
+@pytest.mark.parametrize("block", [one for one in blocks("python") if one.page != "CONTRIBUTING.md"], ids=str)
+def test_python_runs_or_uses_existing_names(block, monkeypatch):
+    source = doctest.script_from_examples(block.text) if block.text.startswith(">>>") else block.text
+    check_names(source, {"trainer": APRILGRPOTrainer, "server": LocalServer})
+    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    if not names & NEEDS_A_SERVER:
+        monkeypatch.setattr(trl_april, "APRILGRPOConfig", partial(APRILGRPOConfig, **CPU))
+        exec(compile(source, str(block), "exec"), {})
+
+
+@pytest.mark.parametrize("block", blocks("diff"), ids=str)
+def test_both_sides_of_a_diff_use_existing_names(block):
+    for sign in "-+":
+        lines = [line[1:] for line in block.text.splitlines() if line.startswith(sign)]
+        assert len(lines) == 3
+        check_names("\n".join(lines), {})
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_is_a_valid_recipe(block):
+    APRILGRPOConfig("out", **CPU, **yaml.safe_load(block.text))
+
+
+class GivenCompletions(ServerlessTrainer):
+    """Trains on completions of two tokens."""
+
+    def _run_round(self) -> Round:
+        size = self.args.num_generations
+        self.groups = [
+            Group(group_id, {"prompt": "1+1="}, [5, 6], 8, 0, [Sample(group_id, i) for i in range(size)])
+            for group_id in range(self.args.generation_batch_size // size)
+        ]
+        for made in (made for one in self.groups for made in one.samples):
+            made.append([7 + made.index, 8], [-1.0, -2.0], 0)
+            made.state, made.finish_reason = SampleState.FINISHED, FinishReason.STOP
+        return super()._run_round()
+
+
+def test_script_of_the_readme_trains_for_a_step(tiny_model_dir, tmp_path, monkeypatch, one_thread):
+    """tests/project/test_recipes.py trains on a real server."""
+    (block,) = [block for block in blocks("python") if block.page == "README.md"]
+    url = "http://127.0.0.1:1"
+    config = partial(APRILGRPOConfig, **CPU, max_steps=1, save_strategy="no")
+    monkeypatch.setattr(trl_april, "LocalServer", lambda *args, **kwargs: nullcontext(SimpleNamespace(base_url=url)))
+    monkeypatch.setattr(trl_april, "APRILGRPOTrainer", GivenCompletions)
+    monkeypatch.setattr(trl_april, "APRILGRPOConfig", config)
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "dataset": Dataset.from_list([{"prompt": f"{number}+1="} for number in range(4)]),
+        "my_reward": lambda completions, **columns: [float(len(set(text))) for text in completions],
+    }
+    exec(compile(block.text.replace("path/or/model-id", tiny_model_dir), str(block), "exec"), names)
+    trainer = names["trainer"]
+    assert trainer.april_enabled and trainer.state.global_step == 1
+    assert trainer.args.vllm_server_base_url == url
+
+
+# Links and names
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_resolve(name):
+    for link in read_page(name).links:
+        target, _, anchor = link.partition("#")
+        path = ((ROOT / name).parent / target).resolve() if target else ROOT / name
+        if not re.match(r"https?://", link):
+            assert path.exists(), link
+            assert not anchor or anchor in read_page(str(path.relative_to(ROOT))).anchors, link
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_python_files_exist(name):
+    files = {f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    named = set(re.findall(r"(?<![\w/.])((?:[\w-]+/)*\w+\.py)\b", read_page(name).text)) - {"my_rewards.py"}
+    assert [wanted for wanted in named if not any(file.endswith(f"/{wanted}") for file in files)] == []
+
+
+def test_named_tests_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)((?:::\w+)+)`", INTERNALS.text)
+    assert len(named) > 20
+    for file, path in named:
+        scope: ast.AST = ast.parse((ROOT / file).read_text())
+        for name in path.split("::")[1:]:
+            found = [node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name]
+            assert found, f"{file}{path}"
+            scope = found[0]
+
+
+def test_overridden_methods_of_trl_are_listed():
+    (table,) = [table for table in INTERNALS.tables if table[0][0] == "method"]
+    overridden = {
+        name
+        for name, value in vars(APRILGRPOTrainer).items()
+        if callable(value) and name != "__init__" and hasattr(trl.GRPOTrainer, name)
+    }
+    assert {cells[0].strip("`") for cells in table[1:]} == overridden
+
+
+def test_file_tree_of_the_readme_lists_the_rooms():
+    (tree,) = [block.text for block in read_page("README.md").blocks if block.text.startswith("trl_april/\n")]
+    package = ROOT / "trl_april"
+    assert set(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == {path.parent.name for path in package.glob("*/*.py")}
+    assert all((package / name).is_file() for name in re.findall(r"\w+\.py", tree))
+
+
+# Options, metrics, figures
+
+
+def test_every_option_is_listed_with_its_default():
+    (table,) = [table for table in read_page("README.md").tables if table[0][0] == "field"]
+    defaults = AprilOptions()
+    expected = {option.name: repr(getattr(defaults, option.name)).replace("'", '"') for option in fields(AprilOptions)}
+    assert {cells[0].strip("`"): cells[1].strip("`") for cells in table[1:]} == expected
+
+
+def metric_names() -> set[str]:
+    """Metrics that a round can log, with `*` for the ages and lengths of the correction."""
+    done, pool = round_of_a_small_pool()
+    names = set(round_metrics(replace(done, seconds=2.0), pool, sync_seconds=0.0, max_staleness=5))
+    samples = [sample(index, (index, 1)) for index in range(4)]
+    correction = correction_metrics(batch([[1.0]] * 4), [group(*samples)], version=3)
+    ages_and_lengths = "|".join([*map(re.escape, AGES), *(f"length_q{n}" for n in range(1, 5))])
+    return names | {re.sub(f"/({ages_and_lengths})/", "/*/", name) for name in correction}
+
+
+def test_every_metric_is_listed_once_with_its_unit():
+    tables = [table for table in read_page("docs/tuning.md").tables if table[0] == ["metric", "unit", "meaning"]]
+    rows = [cells for table in tables for cells in table[1:]]
+    assert sorted(cells[0].strip("`") for cells in rows) == sorted(metric_names())
+    assert all(unit and meaning for _, unit, meaning in rows)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_metrics_exist(name):
+    patterns = [re.escape(metric).replace(r"\*", r"(age_[0-3]\+?|length_q[1-4])") for metric in metric_names()]
+    for metric in re.findall(r"`april/([\w/+]*[\w+])`", read_page(name).text):
+        assert any(re.fullmatch(pattern, metric) for pattern in patterns), metric
+
+
+def test_results_of_the_readme_are_rows_of_the_benchmarks():
+    section = re.search(r"^## Results$(.*?)^## ", read_page("README.md").text, re.MULTILINE | re.DOTALL)[1]
+    rows = {line for line in section.splitlines() if line.startswith("|")}
+    assert len(rows) > 3 and rows <= set(read_page("docs/benchmarks.md").text.splitlines())
+
+
+# Generated files
+
+
+def test_reference_is_up_to_date():
+    reference = docs_commands.load(ROOT / "docs/reference.py")
+    assert reference.PAGE.read_text() == reference.page(), "run `make docs`"
+    headings = re.findall(r"^### `(\w+)`$", reference.page(), re.MULTILINE)
+    assert set(trl_april.__all__) - {"__version__"} <= set(headings)
+
+
+def test_picture_shows_the_numbers_of_its_description(tmp_path):
+    picture = docs_commands.load(ROOT / "docs/picture.py")
+    picture.draw(tmp_path / "april.svg")
+    assert b"<svg" in (tmp_path / "april.svg").read_bytes()[:1000]
+    end = picture.tell(1.0, steps=picture.SYNCHRONOUS_STEPS).updates[-1][1]
+    april = picture.tell(picture.FACTOR, until=end)
+    (alt,) = re.findall(r"!\[(.*?)\]", read_page("README.md").text, re.DOTALL)
+    assert f"trains {picture.SYNCHRONOUS_STEPS} batches in {end:.0f} simulated seconds" in alt
+    assert f"the same time has {sum(stop <= end for _, stop in april.updates)} batches" in alt

@@ -1,0 +1,68 @@
+"""The notebooks, run completely in a kernel."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from trl_april import APRILGRPOConfig
+
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def execute(name: str, folder: Path) -> tuple[str, int]:
+    """Run a notebook, and return what it prints and the number of its pictures."""
+    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}})
+    client.execute(env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **os.environ})
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert all(len(base64.b64decode(picture)) > 10_000 for picture in pictures)
+    return "".join(output.text for output in outputs if output.get("name") == "stdout"), len(pictures)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_is_stored_without_outputs_and_its_imports_exist(path):
+    code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert code
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+    for cell in code:
+        tree = compile(cell.source, path.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("trl_april"):
+                exec(ast.unparse(node), {})
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_quickstart_trains(tmp_path):
+    printed, pictures = execute("quickstart.ipynb", tmp_path)
+    assert "tokens carried over" in printed
+    assert "the pool holds 0 groups" in printed
+    assert pictures == 1
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_long_tail_recommends_settings(tmp_path):
+    printed, pictures = execute("long_tail.ipynb", tmp_path)
+    assert pictures == 2  # the lengths, the gains
+    assert re.search(r"256 completions, \d+% of them cut at the limit", printed)
+    assert re.search(r"^(?:ok|warn) +decode speed ", printed, re.MULTILINE)
+    recommended = printed[printed.index("APRILGRPOConfig(\n") :]
+    # One optimiser step per batch, as simulated.
+    (call,) = ast.parse(recommended.strip()).body
+    settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}
+    args = APRILGRPOConfig(str(tmp_path), bf16=False, **settings)
+    assert args.max_staleness == 5
+    assert args.steps_per_generation * args.num_iterations == args.gradient_accumulation_steps

@@ -1,0 +1,156 @@
+"""The package as a whole: loaded modules, exported names, files of the wheel, and names of vendors."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import trl_april
+
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+HEAVY = (
+    *("torch", "trl", "transformers", "datasets", "accelerate", "vllm", "aiohttp", "requests", "numpy", "pandas"),
+    *("matplotlib", "tensorboard"),
+)
+# In lower case, as code spells them: torch.cuda, device.type == "cuda", tensor.cuda(), "nvidia-smi".
+VENDOR = re.compile(r"(?<![a-z0-9])(cuda|hip|rocm|xpu|tpu|npu|hpu|mps|nvidia|amd)(?![a-z0-9])")
+ALLOWED = {  # number of lines by file
+    "server/host.py": 1,  # asks the driver of each vendor how many GPUs there are
+    "weights/transport.py": 1,  # TRL's NCCL transport takes only devices of torch's type "cuda", also on ROCm
+    "server/command_line.py": 1,  # the name of vLLM's build gives its platform
+}
+
+
+def fresh_interpreter(program: str, *, path: Path = ROOT) -> str:
+    """Run a program in a new interpreter, with warnings as errors, and return what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", program],
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("modules", "others"),
+    [
+        ("trl_april.pool.pool, trl_april.pool.state", ("asyncio", "socket", "http", "psutil")),
+        ("trl_april.server.local, trl_april.tuning.simulated_clock, trl_april.commands.doctor", ()),
+    ],
+)
+def test_light_modules_import_no_heavy_library(modules, others):
+    program = f"import {modules}, sys; print([name for name in {(*HEAVY, *others)} if name in sys.modules])"
+    assert fresh_interpreter(program) == "[]"
+
+
+@pytest.mark.parametrize("arguments", ["--version", "serve --help", "demo --help"])
+def test_help_of_the_command_line_imports_no_heavy_library(arguments):
+    program = (
+        "import sys\n"
+        "from trl_april.cli import main\n"
+        "try:\n"
+        f"    main({arguments.split()})\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    *answer, loaded = fresh_interpreter(program).splitlines()
+    assert answer and loaded == "[]"
+
+
+def test_exported_names_are_imported_on_first_use_and_completed_by_tab():
+    program = (
+        "import rlcompleter, sys, trl_april;"
+        "trl_april.Pool, trl_april.Group, trl_april.ConfigError;"
+        "found = rlcompleter.Completer({'trl_april': trl_april}).complete('trl_april.Lo', 0);"
+        "print(found, 'torch' in sys.modules or 'trl' in sys.modules)"
+    )
+    assert fresh_interpreter(program) == "trl_april.LocalServer( False"
+
+
+def test_all_exported_names_exist():
+    names: dict = {}
+    exec("from trl_april import *", names)
+    assert names.keys() - {"__builtins__"} == set(trl_april.__all__) <= set(dir(trl_april))
+    assert names["APRILGRPOTrainer"] is trl_april.APRILGRPOTrainer
+    assert not hasattr(trl_april, "no_such_name")
+
+
+def test_type_checkers_see_exactly_the_exported_names():
+    """The imports under TYPE_CHECKING list the lazy names; a visible `__getattr__` would accept every name."""
+    source = ast.parse(Path(trl_april.__file__).read_text())
+    for_checkers = next(node for node in source.body if isinstance(node, ast.If) and not node.orelse)
+    assert ast.unparse(for_checkers.test) == "TYPE_CHECKING"
+    imported = {alias.name for node in for_checkers.body for alias in node.names}
+    assert imported | {"__version__"} == set(trl_april.__all__)
+    hidden = next(node for node in source.body if ast.unparse(node).startswith("if not TYPE_CHECKING:"))
+    assert [node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)] == ["__dir__", "__getattr__"]
+    assert [node.name for node in hidden.body] == ["__getattr__"]
+
+
+def test_project_has_one_version():
+    assert PROJECT["version"] == trl_april.__version__
+    assert f"## [{trl_april.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_constraints_pin_every_direct_dependency():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    # A line other than `name==version`, such as an address or a path, does not unpack.
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    extras = [entry for extra in ("cpu", "peft", "plots", "test") for entry in PROJECT["optional-dependencies"][extra]]
+    assert {entry.split(">")[0] for entry in [*PROJECT["dependencies"], *extras]} <= pins.keys()
+    assert pins["trl"].startswith("1.16.")
+
+
+def test_wheel_is_complete_and_works_without_the_clone(tmp_path):
+    source, unpacked = tmp_path / "source", tmp_path / "unpacked"
+    shutil.copytree(ROOT / "trl_april", source / "trl_april", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, source]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    packaged = {path.relative_to(unpacked) for path in (unpacked / "trl_april").rglob("*") if path.is_file()}
+    written = (path.relative_to(source) for path in (source / "trl_april").rglob("*") if path.is_file())
+    assert packaged == set(written)
+    assert {Path("trl_april/py.typed"), Path("trl_april/commands/report.html")} <= packaged
+    program = (
+        "import trl_april; from trl_april.cli import main; print(trl_april.__file__)\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0"
+    )
+    path, *answer = fresh_interpreter(program, path=unpacked).splitlines()
+    assert Path(path).is_relative_to(unpacked) and answer[0].startswith("usage: trl-april")
+
+
+def lines_with_a_vendor(source: str) -> list[str]:
+    """Lines of code that name a vendor, without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if ast.get_docstring(node) is not None:
+                node.body[0] = ast.Pass()
+    return [line.strip() for line in ast.unparse(tree).splitlines() if VENDOR.search(line)]
+
+
+def test_package_names_vendors_only_where_allowed():
+    """Device questions go to torch, accelerate and vLLM: one code path for all vendors."""
+    package = ROOT / "trl_april"
+    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    found = {name: len(lines) for name, source in sources.items() if (lines := lines_with_a_vendor(source))}
+    assert found == ALLOWED

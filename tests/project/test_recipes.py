@@ -1,0 +1,160 @@
+"""Recipes in scripts/recipes: values of the papers with their sources; and the script and benchmark that read them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import learning as benchmark
+import pytest
+import yaml
+from trl import TrlParser
+
+from tests.support.docs_commands import load
+from tests.support.docs_pages import ROOT
+from trl_april import APRILGRPOConfig
+from trl_april.errors import ConfigError
+from trl_april.pool.staleness import check_bound
+
+
+RECIPES = sorted((ROOT / "scripts" / "recipes").glob("*.yaml"))
+NAMES = [path.stem for path in RECIPES]
+REQUIRED = ["--model", "m", "--dataset", "d", "--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+SOURCE = re.compile(r"section \d|eq\. \d|github\.com/|TRL's default|APRIL's (scripts|paper)|ours, because ")
+UPDATES = {"grpo": 1, "dapo": 16, "gspo": 4}  # per round
+
+
+quickstart = load(ROOT / "scripts" / "quickstart.py")
+
+
+def parse(*options: str):
+    """Script arguments and config of the quickstart script."""
+    return TrlParser((quickstart.ScriptArguments, APRILGRPOConfig)).parse_args_and_config([*REQUIRED, *options])
+
+
+def recipe(name: str, *options: str):
+    return parse("--config", str(ROOT / "scripts" / "recipes" / f"{name}.yaml"), *options)
+
+
+def updates_per_round(config: APRILGRPOConfig) -> int:
+    return config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps
+
+
+def check_staleness(config: APRILGRPOConfig) -> None:
+    check_bound(config.over_provisioning, config.max_staleness, config.staleness_policy, updates_per_round(config))
+
+
+# The recipes
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_values_are_read_as_written_and_have_a_source(path):
+    script, config = recipe(path.stem)
+    written = yaml.safe_load(path.read_text())
+    for option, value in written.items():
+        read = {**vars(script), **vars(config)}[option]
+        assert read == value, option
+        assert isinstance(value, str) == isinstance(read, str), option  # YAML reads 1e-6 as a string
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert len(lines) == len(written)
+    for line in lines:
+        assert SOURCE.search(line.partition("  # ")[2]), line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_staleness_bound_is_five_rounds_and_keeps_the_factor(name):
+    _, config = recipe(name)
+    assert updates_per_round(config) == UPDATES[name]
+    assert config.max_staleness == 5 * UPDATES[name]
+    check_staleness(config)
+
+
+# scripts/quickstart.py
+
+
+def test_quickstart_starts_a_server_only_if_needed(monkeypatch):
+    monkeypatch.setattr(quickstart, "LocalServer", lambda *args, **kwargs: contextlib.nullcontext((args, kwargs)))
+    flags = "--vllm_args=--gpu-memory-utilization 0.4"
+    with quickstart.own_server(*parse(flags)) as server:
+        assert server == (("m",), {"vllm_args": ["--gpu-memory-utilization", "0.4"]})
+    for option, value in {
+        "--vllm_server_base_url": "http://gpu7:8000", "--vllm_server_host": "gpu7", "--vllm_server_port": "8001",
+        "--use_vllm": "false", "--vllm_mode": "colocate",
+    }.items():  # fmt: skip
+        with quickstart.own_server(*parse(option, value)) as server:
+            assert server is None
+        with pytest.raises(ConfigError, match="no server is started"):
+            quickstart.own_server(*parse(option, value, flags))
+
+
+def test_quickstart_resumes_as_told(tmp_path, monkeypatch):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    seen = []
+    trainer = SimpleNamespace(train=lambda **arguments: seen.append(arguments), save_model=seen.append)
+    monkeypatch.setattr(quickstart, "APRILGRPOTrainer", lambda **arguments: trainer)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = ["--dataset", str(data), "--vllm_server_base_url", "http://127.0.0.1:1"]
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *REQUIRED, *options, "--resume_from_checkpoint", "true"])
+    quickstart.main()
+    assert seen == [{"resume_from_checkpoint": True}, "out"]
+
+
+def train_on_a_server(name: str, options: dict[str, object], folder: Path) -> None:
+    """Run a script in a folder for two steps, with 8 rows, and see that it uses APRIL."""
+    rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(8)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    options = {
+        "output_dir": "out", "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 20,
+        "max_steps": 2, "logging_steps": 1, "report_to": "none", "bf16": "false", "over_provisioning": 1.5, **options,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / name, *(word for n, v in options.items() for word in (f"--{n}", str(v)))],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "april/round_seconds" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_quickstart_trains_on_a_server(server, tiny_model_dir, tmp_path):
+    options = {"model": tiny_model_dir, "dataset": "prompts.jsonl", "vllm_server_base_url": server.base_url}
+    train_on_a_server("quickstart.py", options, tmp_path)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+# benchmarks/learning.py
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_benchmark_overrides_only_sizes_and_learning_rate(name):
+    options, reward_funcs = benchmark.load(name)
+    sizes = benchmark.laptop_sizes(options)
+    assert sizes.keys() <= {
+        "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+        "max_completion_length", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    }  # fmt: skip
+    config = APRILGRPOConfig("out", use_cpu=True, bf16=False, **{**options, **sizes})
+    assert updates_per_round(config) == min(UPDATES[name], 4)
+    check_staleness(config)
+    punishments = ["soft_overlong_punishment_reward"] if name == "dapo" else []
+    assert [reward.__name__ for reward in reward_funcs] == ["countdown_reward", *punishments]
+
+
+def test_benchmark_punishes_no_right_answer_for_its_length():
+    longest = len(benchmark.task.solution(benchmark.task.LARGEST_NUMBER)) + 1  # with the end token
+    (_, punishment) = benchmark.load("dapo")[1]
+    assert punishment(completion_ids=[[0] * longest, [0] * (longest + 1)])[0] == 0.0
+    assert punishment.max_completion_len - punishment.soft_punish_cache == longest
+    assert sorted(benchmark.NAMES) == NAMES

@@ -1,0 +1,484 @@
+"""The rollout driver and a scripted engine, on a simulated clock. Rules are those of DESIGN.md."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rollout.arena import (
+    SILENT,
+    aborted,
+    admit,
+    assert_at_rest,
+    assert_tokens,
+    finished,
+    ids,
+    make_driver,
+    make_pool,
+    run,
+    tokens,
+)
+from tests.support.scripted_engine import (
+    Attempt,
+    Break,
+    End,
+    ScriptedEngine,
+    Silence,
+    Tokens,
+    key_of,
+    natural,
+    simulate,
+)
+from trl_april.engine.protocol import GenerationRequest, RequestMaker
+from trl_april.errors import EngineError, PoolError, ServerError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import FinishReason, SampleState
+from trl_april.rollout.driver import RolloutDriver
+from trl_april.rollout.round import Round, drain_grace
+
+
+BROKEN = Break(ServerError("The connection broke."))
+RACING = Attempt([Silence()], tail=4, wins_race="stop")  # finishes at the moment of the abort
+
+
+# Delivery
+
+
+def test_synchronous_round_requests_every_sample_once():
+    pool = make_pool(2, outstanding=2)
+    admit(pool, 0, 1, samples=3)
+    engine = ScriptedEngine({(1, 2): natural(9)}, default=natural(4))
+    done = run(pool, engine)
+    assert ids(done.groups) == [0, 1]
+    assert [len(sample) for group in done.groups for sample in group.samples] == [4, 4, 4, 4, 4, 9]
+    for group in done.groups:
+        assert_tokens(group)
+        assert {sample.finish_reason for sample in group.samples} == {FinishReason.STOP}
+    assert len(engine.requests) == 6 and engine.aborts == []
+    assert len(pool) == 0
+    assert done.seconds == pytest.approx(9.0), "no drain grace without requests"
+
+
+def test_round_closes_when_quota_is_met():
+    """The fast groups are delivered, whatever their ids. The slow ones are cut and keep their tokens."""
+    pool = make_pool(2)
+    admit(pool, 0, 1, 2, 3)
+    done = run(pool, ScriptedEngine({(1, 0): natural(3), (3, 0): natural(5)}, default=natural(50)))
+    assert ids(done.groups) == [1, 3]
+    assert tokens(pool) == {0: 5, 2: 5}
+    assert all(sample.state is SampleState.PARKED for group in pool for sample in group.samples)
+    assert done.seconds == pytest.approx(5.0 + drain_grace(5.0))
+
+
+@pytest.mark.parametrize(("seconds", "late", "cut"), [(5.0, 0.04, False), (5.0, 0.06, True), (500.0, 1.1, True)])
+def test_requests_about_to_finish_are_not_cut(seconds, late, cut):
+    """The drain grace is a hundredth of the time until the quota was met, at most a second."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    script = {(0, 0): Attempt([Tokens(1, seconds), End()]), (1, 0): Attempt([Tokens(1, seconds + late), End()])}
+    done = run(pool, ScriptedEngine(script), idle_timeout=1000.0)
+    assert ids(done.groups) == [0]
+    assert finished(pool) == ([] if cut else [1])
+    assert done.seconds == pytest.approx(seconds + drain_grace(seconds))
+    assert done.abort_seconds == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("admitted", [0, 1])
+def test_round_with_too_few_groups_fails_and_loses_nothing(admitted: int):
+    pool = make_pool(2)
+    admit(pool, *range(admitted))
+    engine = ScriptedEngine()
+    driver = make_driver(pool, engine)
+
+    async def main() -> Round:
+        with pytest.raises(PoolError, match=f"{admitted} of 2 groups are finished"):
+            await driver.run_round()
+        assert_at_rest(pool, engine)
+        assert finished(pool) == list(range(admitted))
+        admit(pool, 2, 3)
+        return await driver.run_round()
+
+    assert len(simulate(main()).groups) == 2
+
+
+# Surplus
+
+
+def test_quota_met_by_surplus_needs_no_request():
+    pool = make_pool(1, outstanding=3)
+    admit(pool, 0, 1, 2)
+    engine = ScriptedEngine({(0, 0): natural(3), (1, 0): RACING, (2, 0): SILENT})
+    assert ids(run(pool, engine).groups) == [0]
+    pool.begin_round(1)
+    sent, aborts = len(engine.requests), len(engine.aborts)
+    done = run(pool, engine)
+    assert ids(done.groups) == [1]
+    assert (len(engine.requests), len(engine.aborts)) == (sent, aborts)
+    assert (done.requests, done.generated_tokens, done.in_flight_mean, done.waited) == (0, 0, 0.0, False)
+    assert done.carried_tokens == 4
+
+
+# Resuming
+
+
+def test_finished_sample_of_an_unfinished_group_is_not_generated_again():
+    """Rule 5."""
+    pool = make_pool(1)
+    admit(pool, 0, 1, samples=2)
+    engine = ScriptedEngine({(0, 0): natural(2), (0, 1): natural(40)}, default=natural(5))
+    driver = make_driver(pool, engine)
+    simulate(driver.run_round())
+    pool.begin_round(1)
+    admit(pool, 2, samples=2)
+    simulate(driver.run_round())
+    assert len(engine.requests_of(0, 0)) == 1
+    assert [request.generated for request in engine.requests_of(0, 1)] == [0, 5]
+
+
+# The abort
+
+
+def test_only_our_own_running_requests_are_aborted():
+    """By id. The server takes an empty list to mean everybody's requests."""
+    pool = make_pool(2)
+    admit(pool, 0, 1, 2, 3)
+    engine = ScriptedEngine({(2, 0): SILENT, (3, 0): natural(80)}, default=natural(4))
+    done = run(pool, engine)
+    assert engine.aborts
+    for request_ids, live in zip(engine.aborts, engine.live_at_abort, strict=True):
+        assert request_ids and set(request_ids) <= live
+        assert {key_of(request_id)[0] for request_id in request_ids} == {2, 3}
+    assert done.aborted_requests == 2
+
+
+def test_abort_is_repeated_for_requests_that_still_run():
+    """The server may not know a request yet when the first abort arrives."""
+    pool = make_pool(1, outstanding=3)
+    admit(pool, 0, 1, 2)
+    late = Attempt([Silence()], deaf_to=3, tail=1)
+    engine = ScriptedEngine({(0, 0): natural(2), (1, 0): SILENT, (2, 0): late})
+    assert run(pool, engine).abort_seconds == pytest.approx(0.15)
+    swept = [{key_of(request_id)[0] for request_id in request_ids} for request_ids in engine.aborts]
+    assert swept == [{1, 2}, {2}, {2}, {2}]
+    assert tokens(pool) == {1: 0, 2: 1}
+
+
+def test_completion_that_finishes_at_the_abort_counts_as_finished():
+    """It is in the batch if it is older, and not counted as aborted."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    done = run(pool, ScriptedEngine({(0, 0): RACING, (1, 0): natural(4)}))
+    assert ids(done.groups) == [0]
+    assert done.groups[0].samples[0].finish_reason is FinishReason.STOP
+    assert finished(pool) == [1]
+    assert done.aborted_requests == 0
+
+
+@pytest.mark.parametrize("attempt", [Attempt([Tokens(2), Silence()], tail=4), Attempt([Tokens(6, 3.0), BROKEN])])
+def test_sample_without_remaining_budget_is_finished_without_a_request(attempt: Attempt):
+    """Rule 2: its last tokens may come with the abort, or before the stream breaks."""
+    pool = make_pool(1)
+    admit(pool, 0, 1, budget=6)
+    engine = ScriptedEngine({(0, 0): attempt, (1, 0): natural(4, pace=1.01)})
+    done = run(pool, engine)
+    assert ids(done.groups) == [0]
+    assert done.groups[0].samples[0].finish_reason is FinishReason.LENGTH
+    assert len(engine.requests_of(0)) == 1
+
+
+# Broken streams
+
+
+@pytest.mark.parametrize("ending", [[BROKEN], [], [End("abort")]], ids=["broken", "no finish reason", "abort"])
+def test_broken_stream_is_requested_again_from_the_prefix(ending: list):
+    pool = make_pool(1, outstanding=1)
+    admit(pool, 0, budget=20)
+    engine = ScriptedEngine({(0, 0): [Attempt([Tokens(3), *ending]), natural(8)]})
+    done = run(pool, engine)
+    assert [(r.generated, r.max_tokens) for r in engine.requests_of(0)] == [(0, 20), (3, 17)]
+    assert_tokens(done.groups[0])
+    assert (done.generated_tokens, done.aborted_requests, done.broken_streams) == (8, 0, 1)
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [(BROKEN, "The connection broke"), (End("abort"), "sample 0 of group 0 was aborted by another")],
+)
+def test_retries_without_progress_are_bounded(retries: int, step, message: str):
+    pool = make_pool(1, outstanding=1)
+    admit(pool, 0)
+    engine = ScriptedEngine(default=Attempt([step]))
+    with pytest.raises(ServerError, match=message):
+        run(pool, engine, retries=retries)
+    assert len(engine.requests) == retries + 1
+    assert_at_rest(pool, engine)
+
+
+def test_retries_with_progress_are_not_bounded():
+    pool = make_pool(1, outstanding=1)
+    admit(pool, 0)
+    engine = ScriptedEngine({(0, 0): [*[Attempt([Tokens(1), BROKEN])] * 9, natural(10)]})
+    done = run(pool, engine, retries=1)
+    assert done.groups[0].num_tokens == 10
+    assert [request.generated for request in engine.requests] == list(range(10))
+
+
+def test_pause_before_a_retry_ends_with_the_round():
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    # Repeated at once the first time, and after 0.1 s or more the second time.
+    engine = ScriptedEngine({(0, 0): [Attempt([Tokens(2), BROKEN]), Attempt([BROKEN])], (1, 0): natural(1, pace=1.01)})
+    done = run(pool, engine)
+    assert ids(done.groups) == [1]
+    assert len(engine.requests_of(0)) == 2
+    assert tokens(pool) == {0: 2}
+    assert done.seconds == pytest.approx(1.01, abs=0.01)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "message"),
+    [
+        (Attempt([Tokens(2), Break(EngineError("Garbled."))]), EngineError, "Garbled"),
+        (Attempt([Tokens(2), Break(TimeoutError("unforeseen"))]), TimeoutError, "unforeseen"),
+        (Attempt([Tokens(2), End("content_filter")]), EngineError, "content_filter"),
+    ],
+    ids=["refused", "unforeseen", "finish reason"],
+)
+def test_error_aborts_all_requests_and_loses_nothing(attempt: Attempt, error: type[Exception], message: str):
+    """The first error ends the round, without a retry. The pool keeps every valid token and can continue."""
+    pool = make_pool(2)
+    admit(pool, 0, 1, 2, 3)
+    cut = Attempt([Tokens(3, 0.5), Silence()], tail=2)
+    script = {(0, 0): [cut, natural(8)], (1, 0): [attempt, natural(8)], (2, 0): [cut, natural(9)]}
+    engine = ScriptedEngine(script, default=[SILENT, natural(30)])
+    driver = make_driver(pool, engine)
+    with pytest.raises(error, match=message):
+        simulate(driver.run_round())
+    assert_at_rest(pool, engine)
+    assert len(engine.requests_of(1)) == 1 and engine.asked_for == []
+    assert aborted(engine) == {0, 2, 3}
+    assert tokens(pool) == {0: 5, 1: 2, 2: 5, 3: 0}
+
+    done = simulate(driver.run_round())
+    assert ids(done.groups) == [0, 2]
+    assert [request.generated for request in engine.requests_of(0)] == [0, 5]
+    for group in done.groups:
+        assert_tokens(group)
+
+
+def test_silent_server_ends_the_round():
+    """No token from any request for `idle_timeout` seconds. Tokens that come with the abort are kept."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    engine = ScriptedEngine(default=[Attempt([Tokens(2), Silence()], tail=1), SILENT])
+    with pytest.raises(ServerError, match="not sent a token for 30 s with 2 requests in flight"):
+        run(pool, engine, idle_timeout=30.0)
+    assert_at_rest(pool, engine)
+    assert tokens(pool) == {0: 3, 1: 3}
+
+
+def test_long_round_is_not_a_silent_one():
+    """One slow request with progress keeps the round alive beside silent ones."""
+    pool = make_pool(1, outstanding=1)
+    admit(pool, 0, samples=2)
+    engine = ScriptedEngine({(0, 0): natural(90, pace=29.0), (0, 1): natural(1, pace=2000.0)})
+    assert run(pool, engine, idle_timeout=30.0).seconds == pytest.approx(90 * 29.0)
+
+
+# Aborts that fail
+
+
+@pytest.mark.parametrize("fault", ["ignored", "hangs"])
+def test_requests_that_do_not_end_fail_the_round(fault: str):
+    """Silence after the abort is bounded, too. Finished groups stay in the pool."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    deaf = Attempt([Tokens(1), Silence()], deaf_to=float("inf") if fault == "ignored" else 0)
+    engine = ScriptedEngine({(0, 0): natural(2), (1, 0): deaf})
+    engine.abort_hangs = fault == "hangs"
+
+    async def main() -> None:
+        with pytest.raises(ServerError, match="1 aborted requests have not ended in 30 s"):
+            await make_driver(pool, engine, idle_timeout=30.0).run_round()
+        assert_at_rest(pool, engine)
+        assert engine.aborting == 0
+
+    simulate(main())
+    assert finished(pool) == [0]
+    assert tokens(pool) == {0: 2, 1: 1}
+
+
+@pytest.mark.parametrize("error", [EngineError("not taken"), RuntimeError("Session is closed")])
+def test_refused_abort_ends_the_round_and_loses_nothing(error: Exception):
+    """The connections are closed instead, and the next round continues from there."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    engine = ScriptedEngine({(0, 0): natural(3), (1, 0): natural(9)})
+    engine.abort_error = error
+    driver = make_driver(pool, engine)
+
+    async def main() -> None:
+        with pytest.raises(type(error), match=str(error)):
+            await driver.run_round()
+        assert_at_rest(pool, engine)
+        assert tokens(pool) == {0: 3, 1: 3}
+        engine.abort_error = None
+        assert ids((await driver.run_round()).groups) == [0]
+        pool.begin_round(1)
+        assert ids((await driver.run_round()).groups) == [1]
+
+    simulate(main())
+    assert [request.generated for request in engine.requests_of(1)] == [0, 3]
+
+
+# Cancellation
+
+
+async def cancel_after(seconds: float, driver: RolloutDriver) -> None:
+    task = asyncio.create_task(driver.run_round())
+    await asyncio.sleep(seconds)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("fault", ["ignored", "fails", "hangs"])
+def test_cancelled_round_ends_within_seconds_whatever_the_server_does(fault: str):
+    """After 5 s the connections are closed. Streamed tokens are kept."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    deaf_to = float("inf") if fault == "ignored" else 0
+    engine = ScriptedEngine(default=Attempt([Tokens(3), Silence()], deaf_to=deaf_to))
+    engine.abort_hangs = fault == "hangs"
+    engine.abort_error = ServerError("The server did not take an abort.") if fault == "fails" else None
+
+    async def main() -> float:
+        await cancel_after(2.0, make_driver(pool, engine))
+        return asyncio.get_running_loop().time()
+
+    assert simulate(main()) == pytest.approx(7.0, abs=0.1)
+    assert_at_rest(pool, engine)
+    assert tokens(pool) == {0: 3, 1: 3}
+
+
+# The record of a round
+
+
+def test_record_of_a_round():
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    engine = ScriptedEngine({(0, 0): natural(7), (1, 0): natural(3), (2, 0): Attempt([Silence()], tail=2)})
+    driver = make_driver(pool, engine)
+
+    async def main() -> tuple[Round, Round]:
+        first = await driver.run_round()
+        pool.begin_round(1)
+        admit(pool, 2)
+        return first, await driver.run_round()
+
+    first, second = simulate(main())
+    assert ids(first.groups) == [1]
+    assert (first.version, first.requests, first.resumed_groups, first.aborted_requests) == (0, 2, 0, 1)
+    assert (first.generated_tokens, first.carried_tokens, first.launched_tokens) == (6, 0, 6)
+    assert (first.started, first.seconds) == (0.0, pytest.approx(3.0 + drain_grace(3.0)))
+    assert first.in_flight_mean == pytest.approx((3 + 2 + 1 + drain_grace(3.0)) / first.seconds)
+    assert [count for _, count in first.in_flight] == [1, 2, 1, 0]
+
+    assert ids(second.groups) == [0]
+    assert (second.version, second.requests, second.resumed_groups, second.aborted_requests) == (1, 2, 1, 1)
+    assert (second.generated_tokens, second.carried_tokens, second.launched_tokens) == (6, 3, 9)
+    assert second.started == pytest.approx(3.0 + drain_grace(3.0))
+    assert second.seconds == pytest.approx(4.0 + drain_grace(4.0))
+
+
+def test_requests_dispatched_together_began_together(monkeypatch):
+    """However long it takes to send them: here half a second each. A repeated request begins after its first one."""
+    pool = make_pool(1, outstanding=3)
+    admit(pool, 0, 1, 2)
+    engine = ScriptedEngine({(1, 0): [Attempt([Tokens(3), BROKEN]), natural(4)]}, default=natural(9))
+    make = RequestMaker.make
+
+    def slowly(self: RequestMaker, *args: object) -> GenerationRequest:
+        asyncio.get_running_loop()._clock.now += 0.5
+        return make(self, *args)
+
+    monkeypatch.setattr(RequestMaker, "make", slowly)
+    traces = sorted(run(pool, engine).traces, key=lambda trace: (trace.group_id, trace.began))
+    first, second, again, third = traces
+    assert (first.began, second.began, third.began) == (0.0, 0.0, 0.0)
+    assert 0.0 < second.ended <= again.began < again.ended
+
+
+# Any schedule
+
+ATTEMPTS = st.one_of(
+    st.builds(lambda n, pace: natural(n, pace=pace), st.integers(1, 14), st.sampled_from([0.01, 0.3, 1.0, 2.5])),
+    st.builds(
+        lambda n, broken: Attempt([Tokens(n, 0.5), BROKEN if broken else End("abort")]),
+        st.integers(1, 3),
+        st.booleans(),
+    ),
+)
+
+
+@given(st.data())
+def test_no_token_is_lost_or_doubled_in_any_schedule(data: st.DataObject):
+    """Rules 1, 2, 4 and 8 with random lengths, paces, broken streams, late aborts and completions at the abort."""
+    quota = data.draw(st.integers(1, 3), "quota")
+    bound = data.draw(st.integers(1, 3), "max_staleness")
+    budget = 12
+    pool = Pool(quota, over_provisioning=2.0, max_staleness=bound)
+
+    def script(key: tuple[int, int], entry: object) -> object:
+        def attempt(request: GenerationRequest) -> Attempt:
+            made = entry if isinstance(entry, Attempt) else entry(request)
+            left = request.max_tokens - sum(step.count for step in made.steps if isinstance(step, Tokens))
+            if left < 0:
+                return natural(budget)(request)
+            if sum(key) % 3:
+                return made
+            # One sample in three finishes at the abort, has tokens in transit, or ignores the first abort.
+            wins = "stop" if left and key[0] % 2 else None
+            return Attempt(made.steps, tail=min(left, 1), wins_race=wins, deaf_to=key[1])
+
+        return attempt
+
+    scripts = {
+        (group, index): [
+            script((group, index), entry)
+            for entry in [*data.draw(st.lists(ATTEMPTS, max_size=2)), natural(data.draw(st.integers(1, 20)))]
+        ]
+        for group in range(quota * 6)
+        for index in range(2)
+    }
+    engine = ScriptedEngine(scripts)
+    driver = make_driver(pool, engine)
+    taken: list[int] = []
+
+    async def rounds() -> None:
+        next_id = 0
+        for version in range(4):
+            pool.begin_round(version)
+            for _ in range(pool.schedule.room):
+                admit(pool, next_id, samples=2, budget=budget)
+                next_id += 1
+            done = await driver.run_round()
+            assert_at_rest(pool, engine)
+            assert len(done.groups) == quota
+            assert ids(done.groups) == sorted(ids(done.groups))
+            for group in done.groups:
+                assert_tokens(group)
+                for sample in group.samples:
+                    assert 1 <= len(sample) <= budget
+                    assert version - min(sample.versions) <= bound
+            taken.extend(ids(done.groups))
+
+    simulate(rounds())
+    assert len(set(taken)) == len(taken)

@@ -1,0 +1,202 @@
+"""Dynamic sampling and a scripted engine, on a simulated clock. Reward calls take simulated time, too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextvars import ContextVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rollout.arena import USEFUL, USELESS, Arena, admit, ids, make_pool
+from tests.support.scripted_engine import Attempt, Break, Tokens, natural, simulate
+from trl_april.errors import PoolError, ServerError
+from trl_april.pool.samples import Score
+from trl_april.rollout.dynamic_sampling import DynamicSampling
+from trl_april.rollout.round import drain_grace
+
+
+def useless(*groups: int):
+    """Rewards without a signal for these groups."""
+    return lambda group: USELESS if group in groups else USEFUL
+
+
+class TestFilter:
+    def test_group_of_equal_rewards_is_rejected_and_replaced_in_the_same_round(self):
+        arena = Arena(useless(0))
+        done = arena.run()
+        assert ids(done.groups) == [1]
+        assert done.groups[0].score.rewards == [[0.0], [1.0]]
+        assert arena.calls == [[0], [1]] and arena.replaced == [1]
+        assert (done.rejected_groups, done.rejected_tokens) == (1, 4)
+        assert (done.requests, done.launched_tokens) == (4, 8)
+
+    def test_round_that_closes_with_a_rejection_requests_no_replacement(self):
+        """Groups 0 to 2 are scored at 9 s and close the round. A row read then would delay the abort."""
+        arena = Arena(useless(0), quota=2, factor=2.0, lengths={3: 12}, seconds=7.0)
+        done = arena.run()
+        assert ids(done.groups) == [1, 2]
+        assert done.seconds == pytest.approx(9.0 + drain_grace(9.0))
+        assert arena.replaced == []
+
+    def test_finished_group_does_not_count_before_it_is_scored(self):
+        assert Arena(useless(), seconds=3.0).run().seconds == pytest.approx(2.0 + 3.0)
+
+    def test_rejected_groups_are_replaced_only_below_the_target(self):
+        """`over_provisioning="auto"` may lower the target, and a checkpoint may hold more groups."""
+        arena = Arena(useless(1, 2, 3), factor=4.0, lengths={group: 2 + group for group in range(6)})
+
+        async def main() -> None:
+            assert ids((await arena.round()).groups) == [0]
+            arena.pool.schedule.aim_at(1.0)
+            assert len(arena.pool) == 3
+            assert ids((await arena.round(1)).groups) == [4]
+            assert arena.replaced == [1] and arena.dynamic.replaced == 1
+
+        simulate(main())
+
+    def test_paused_retry_is_not_dispatched_twice(self):
+        """The sample pauses for 0.1 to 0.3 s after its second break, while a replacement is dispatched."""
+        broken = Attempt([Tokens(1, 0.95), Break(ServerError("broken"))])
+        again = Attempt([Break(ServerError("broken again"))])
+        arena = Arena(useless(1), quota=2, lengths={1: 1, 2: 1}, script={(0, 0): [broken, again, natural(3)]})
+        assert ids(arena.run().groups) == [0, 2]
+        assert len(arena.engine.requests_of(0, 0)) == 3
+
+    def test_groups_are_filtered_when_one_is_finished_and_not_at_each_sample(self, monkeypatch):
+        """Looking through all groups takes a step for each."""
+        script = {(group, index): natural(1 + 2 * group + index) for group in range(8) for index in range(2)}
+        arena = Arena(useless(), quota=8, script=script)
+        looks = []
+        unscored = arena.pool.unscored
+        monkeypatch.setattr(arena.pool, "unscored", lambda: looks.append(True) or unscored())
+        arena.run()
+        assert len(looks) <= 2 * 8 + 2
+
+
+class TestSlowRewards:
+    def test_groups_that_finish_during_a_call_are_scored_together_by_the_next(self):
+        arena = Arena(useless(), quota=4, lengths={0: 1, 1: 3, 2: 4, 3: 5}, seconds=10.0)
+        arena.run()
+        assert arena.calls == [[0], [1, 2, 3]]
+
+    def test_other_requests_continue_during_a_call(self):
+        """Group 0 is scored from 1 s to 6 s."""
+        arena = Arena(useless(), factor=2.0, lengths={0: 1, 1: 100}, seconds=5.0)
+        assert ids(arena.run().groups) == [0]
+        (waiting,) = arena.pool
+        assert [len(sample) for sample in waiting.samples] in ([5, 5], [6, 6])
+
+    def test_abort_does_not_wait_for_a_call(self):
+        """Group 1 finishes at 4 s. Its call would begin at 6 s, when the round closes."""
+        done = Arena(useless(), factor=3.0, lengths={0: 1, 1: 4, 2: 100}, seconds=5.0).run()
+        assert done.seconds == pytest.approx(6.0 + drain_grace(6.0))
+        assert done.abort_seconds == pytest.approx(0.0, abs=0.01)
+
+    def test_group_not_scored_in_its_round_is_scored_in_the_next(self):
+        """Groups 0 and 1 are scored from 1 s to 6 s and close the round. Groups 2 and 3 finish meanwhile."""
+        arena = Arena(useless(2), quota=2, factor=2.0, lengths={0: 1, 1: 1, 2: 3, 3: 4, 4: 50, 5: 2}, seconds=5.0)
+        arena.run(rounds=2)
+        assert arena.calls[:2] == [[0, 1], [2, 3]]
+        assert ids(arena.taken) == [0, 1, 3, 5]
+
+    def test_score_of_a_group_that_was_withdrawn_meanwhile_is_dropped(self):
+        arena = Arena(useless(), factor=2.0, lengths={0: 1, 1: 2}, seconds=5.0)
+
+        async def main() -> None:
+            await arena.round(0)
+            assert arena.calls == [[0]]
+            filtering = asyncio.create_task(arena.dynamic.filter_finished(arena.pool))
+            await asyncio.sleep(1)
+            arena.pool.withdraw(1)
+            await filtering
+            assert arena.calls == [[0], [1]] and len(arena.pool) == 0
+            assert ids((await arena.round(1)).groups) == [2]
+
+        simulate(main())
+
+    def test_reward_call_longer_than_the_idle_timeout_is_not_a_silent_server(self):
+        assert ids(Arena(useless(), seconds=1000.0).run().groups) == [0]
+
+
+def test_reward_functions_run_in_the_context_of_the_caller():
+    """trackio keeps its run there, and TRL logs to it how long a reward function took."""
+    tracker_run = ContextVar("run", default="none")
+    seen = []
+
+    def score(groups):
+        seen.append(tracker_run.get())
+        return [Score([[0.0]]) for _ in groups]
+
+    def replace(number):
+        seen.append(tracker_run.get())
+        return []
+
+    pool = make_pool(1, outstanding=2, dynamic_sampling=True)
+    for group in admit(pool, 0, 1):
+        pool.start(group.samples[0])
+        pool.record(group.samples[0], [4], [-1.0])
+        pool.finish(group.samples[0], "stop")
+    dynamic = DynamicSampling(score, lambda score: False, replace, max_rejected=9)
+    tracker_run.set("mine")
+    try:
+        assert asyncio.run(dynamic.filter_finished(pool))
+        asyncio.run(dynamic.replace(pool))
+    finally:
+        dynamic.close()
+    assert seen == ["mine", "mine"]
+
+
+class TestErrors:
+    def test_error_of_a_reward_function_ends_the_round_and_loses_nothing(self):
+        def rewards(group: int) -> list[float]:
+            raise ZeroDivisionError("mine")
+
+        arena = Arena(rewards, factor=2.0, lengths={0: 1, 1: 100})
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            arena.run()
+        arena.pool.check()
+        assert len(arena.pool) == 2
+        assert arena.engine.live == set()
+
+    def test_round_fails_when_the_dataset_runs_out_of_rows(self):
+        with pytest.raises(PoolError, match="0 of 2 groups"):
+            Arena(lambda group: USELESS, quota=2, rows=5).run()
+
+
+class TestRejectionLimit:
+    def test_round_at_its_limit_is_filled_with_the_oldest_rejected_groups(self, caplog):
+        arena = Arena(lambda group: USELESS, quota=2, max_rejected=6)
+        with caplog.at_level(logging.WARNING):
+            done = arena.run()
+        assert ids(done.groups) == [0, 1] and done.filled_groups == 2
+        assert sum(map(len, arena.calls)) == 6
+        assert "is filled with 2 of them" in caplog.text and "max_rejected_groups_per_round is 6" in caplog.text
+
+    def test_accepted_groups_come_along(self):
+        done = Arena(lambda group: USEFUL if group == 3 else USELESS, quota=2, max_rejected=6).run()
+        assert ids(done.groups) == [0, 3] and done.filled_groups == 1
+
+
+@given(data=st.data())
+def test_no_group_is_lost_or_scored_twice_in_any_schedule(data: st.DataObject):
+    quota = data.draw(st.integers(1, 3), "quota")
+    without_signal = data.draw(st.sets(st.integers(0, 40), max_size=20), "without signal")
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=40, max_size=40), "lengths")
+    arena = Arena(
+        useless(*without_signal),
+        quota=quota,
+        factor=data.draw(st.sampled_from([1.0, 1.5, 2.0, 3.0]), "factor"),
+        lengths=dict(enumerate(lengths)),
+        seconds=data.draw(st.sampled_from([0.0, 0.5, 7.0]), "seconds"),
+        max_staleness=data.draw(st.sampled_from([None, 2, 3]), "bound"),
+    )
+    arena.run(rounds=6)
+    assert len(arena.taken) == 6 * quota
+    assert not set(ids(arena.taken)) & without_signal
+    scored = [group for call in arena.calls for group in call]
+    assert len(scored) == len(set(scored))
+    rejected = arena.pool.counters.groups_rejected
+    assert sum(arena.replaced) <= rejected == len(without_signal & set(scored) - set(ids(arena.pool)))

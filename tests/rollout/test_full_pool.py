@@ -1,0 +1,244 @@
+"""`max_parked_tokens`: which requests of a full pool continue, on a simulated clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.rollout.arena import (
+    USEFUL,
+    USELESS,
+    Arena,
+    aborted,
+    admit,
+    assert_at_rest,
+    assert_tokens,
+    ids,
+    make_driver,
+    make_pool,
+    requested,
+    tokens,
+)
+from tests.support.effort import cases
+from tests.support.scripted_engine import (
+    Attempt,
+    Break,
+    End,
+    ScriptedEngine,
+    Silence,
+    Tokens,
+    key_of,
+    natural,
+    simulate,
+)
+from trl_april.errors import ServerError
+from trl_april.pool.pool import Pool
+
+
+BROKEN = Break(ServerError("broke"), 0.5)
+
+
+def full_at(bound: int, quota: int = 1, *, outstanding: int | None = None) -> Pool:
+    outstanding = outstanding or 2 * quota
+    pool = make_pool(quota, outstanding=outstanding, max_parked_tokens=bound)
+    admit(pool, *range(outstanding))
+    return pool
+
+
+# One round
+
+
+def test_full_pool_cuts_requests_that_the_round_does_not_need():
+    """Four groups get a token a second: 12 after 3 s. The two youngest are cut, and resumed in the next round."""
+    pool = full_at(12, quota=2)
+    engine = ScriptedEngine({(0, 0): natural(9), (1, 0): natural(6)}, default=natural(8))
+    driver = make_driver(pool, engine)
+    done = simulate(driver.run_round())
+    assert ids(done.groups) == [0, 1]
+    assert aborted(engine) == {2, 3} and len(engine.aborts) == 1
+    assert all(count in (2, 3, 4) for count in tokens(pool).values())
+    assert (done.requests, done.aborted_requests, done.broken_streams) == (4, 2, 0)
+    assert_at_rest(pool, engine)
+    pool.begin_round(1)
+    done = simulate(driver.run_round())
+    assert ids(done.groups) == [2, 3]
+    assert [len(engine.requests_of(group)) for group in range(4)] == [1, 1, 2, 2]
+
+
+def test_round_that_begins_full_requests_only_the_groups_it_needs():
+    pool = full_at(4, outstanding=3)
+    engine = ScriptedEngine({(0, 0): natural(2)}, default=natural(20))
+    driver = make_driver(pool, engine)
+    simulate(driver.run_round())
+    pool.begin_round(1)
+    assert pool.is_full and pool.schedule.room == 0 and len(pool) == 2
+    sent, aborts = len(engine.requests), len(engine.aborts)
+    done = simulate(driver.run_round())
+    assert ids(done.groups) == [1]
+    assert requested(engine)[sent:] == [1]
+    assert len(engine.aborts) == aborts
+    assert (done.requests, done.resumed_groups) == (1, 1)
+
+
+def test_full_pool_holds_back_between_the_rounds():
+    """The next round needs the oldest group. The other one waits."""
+    pool = full_at(10)
+    engine = ScriptedEngine({(0, 0): natural(3)}, default=natural(30))
+    driver = make_driver(pool, engine, overlap=True)
+
+    async def main() -> None:
+        await driver.run_round()
+        admit(pool, 2)
+        await driver.dispatch_ahead()
+        await asyncio.sleep(20.0)
+        assert [sample.state for group in pool for sample in group.samples] == ["running", "parked"]
+        await driver.close()
+
+    simulate(main())
+    assert_at_rest(pool, engine)
+
+
+def test_sample_that_pauses_before_a_retry_is_held_back():
+    """The pool is full at 1 s, and the pause of group 1 ends at 1.06 s or later."""
+    pool = full_at(4, outstanding=3)
+    engine = ScriptedEngine(
+        {
+            (0, 0): Attempt([Tokens(4), *[Tokens(1)] * 9, End()]),
+            (1, 0): [Attempt([Break(ServerError("broke"), seconds)]) for seconds in (0.9, 0.06)],
+        },
+        default=natural(9),
+    )
+    assert ids(simulate(make_driver(pool, engine).run_round()).groups) == [0]
+    assert [len(engine.requests_of(group)) for group in (1, 2)] == [2, 1]
+
+
+# Dynamic sampling
+
+
+def full_arena(bound: int, *without_signal: int, **options) -> Arena:
+    """Groups `without_signal` are rejected."""
+    return Arena(lambda group: USELESS if group in without_signal else USEFUL, max_parked_tokens=bound, **options)
+
+
+def test_held_back_group_continues_when_a_needed_one_is_rejected():
+    """The tokens of the rejected group 0 leave, so there is room again."""
+    arena = full_arena(6, 0, factor=2.0, lengths={0: 5, 1: 9, 2: 50})
+    done = arena.run()
+    assert ids(done.groups) == [1] and done.rejected_groups == 1
+    assert len(arena.engine.requests_of(1, 0)) == 2
+
+
+def test_group_that_becomes_needed_is_requested_above_a_lowered_target():
+    """`over_provisioning="auto"` may lower the target. Group 1 is not replaced then."""
+    arena = full_arena(20, 1, factor=3.0, lengths={0: 2, 1: 30, 2: 40})
+
+    async def main():
+        await arena.round()
+        arena.pool.schedule.aim_at(1.0)
+        arena.pool.max_parked_tokens = 1  # full from the beginning: only group 1 is requested
+        return await arena.round(1)
+
+    done = simulate(main())
+    assert ids(done.groups) == [2] and done.rejected_groups == 1
+
+
+def test_pool_that_is_full_again_holds_back_again():
+    """Group 2 replaces group 0, whose tokens have left, until group 1 needs the room."""
+    arena = full_arena(10, 0, factor=2.0, lengths={0: 5, 1: 40, 2: 100})
+    assert ids(arena.run().groups) == [1]
+    assert 0 < tokens(arena.pool)[2] <= 10
+    assert len(arena.engine.requests_of(2)) == 1
+
+
+@pytest.mark.parametrize("rows", [2, 10])
+def test_group_that_becomes_needed_during_its_abort_continues(rows: int):
+    """Its abort takes 10 s, and group 0 is rejected meanwhile."""
+    slow = Attempt([Tokens(4), Silence()], tail=1, abort_seconds=10.0)
+    script = {(1, index): [slow, natural(8)] for index in range(2)}
+    arena = full_arena(4, 0, factor=2.0, rows=rows, lengths={0: 4, 2: 100}, script=script)
+    assert ids(arena.run().groups) == [1]
+    assert [request.generated for request in arena.engine.requests_of(1)] == [0, 5]
+
+
+# Many rounds
+
+TAIL = [1, 2, 2, 3, 3, 4, 5, 8, 40]
+
+
+def rounds_of(bound: int | None, *, seed: int = 0, rounds: int = 30, quota: int = 3, max_staleness: int | None = None):
+    """Rounds with a long tail. Returns the pool, the engine, and the tokens held after each round."""
+    rng = random.Random(seed)
+    lengths: dict[tuple[int, int], int] = {}
+
+    def attempt(request):
+        key = key_of(request.request_id)
+        return natural(lengths.setdefault(key, rng.choice(TAIL)), pace=1.0 + 0.001 * (key[0] % 7))(request)
+
+    pool = Pool(quota, over_provisioning=3.0, max_parked_tokens=bound, max_staleness=max_staleness)
+    engine = ScriptedEngine(default=attempt)
+    driver = make_driver(pool, engine)
+    taken: list[int] = []
+    held: list[int] = []
+
+    async def main() -> None:
+        for version in range(rounds):
+            pool.begin_round(version)
+            first = pool.counters.groups_admitted
+            admit(pool, *range(first, first + pool.schedule.room), samples=2, budget=50)
+            done = await driver.run_round()
+            assert_at_rest(pool, engine)
+            for group in done.groups:
+                assert_tokens(group)
+                if max_staleness is not None:
+                    assert all(version - v <= max_staleness for sample in group.samples for v in sample.versions)
+            taken.extend(ids(done.groups))
+            held.append(sum(tokens(pool).values()))
+
+    simulate(main())
+    assert len(set(taken)) == len(taken) == rounds * quota
+    return pool, engine, held
+
+
+@pytest.mark.parametrize("max_staleness", [None, 2, 3])
+@pytest.mark.parametrize("bound", [0, 10, 60])
+def test_parked_tokens_are_bounded_and_every_round_closes(bound: int, max_staleness: int | None):
+    """By the bound, and a chunk for each request that ran beside it."""
+    for seed in range(cases(1, 5)):
+        pool, _, held = rounds_of(bound, seed=seed, max_staleness=max_staleness)
+        in_flight = 2 * pool.schedule.target
+        assert max(held) <= bound + in_flight
+    unbounded = rounds_of(None, max_staleness=max_staleness)[2]
+    assert max(unbounded) > 60 + in_flight
+
+
+def test_bound_of_zero_makes_every_round_synchronous():
+    _, engine, held = rounds_of(0)
+    assert held == [0] * 30
+    assert engine.aborts == [] and len(engine.requests) == 30 * 3 * 2
+
+
+def test_bound_that_is_not_reached_changes_nothing():
+    free, bounded = (rounds_of(bound, max_staleness=4)[1] for bound in (None, 10**6))
+    assert free.requests == bounded.requests
+    assert free.aborts == bounded.aborts
+
+
+@pytest.mark.parametrize("seed", range(cases(2, 8)))
+@pytest.mark.parametrize("bound", [0, 8, 40])
+@pytest.mark.parametrize("max_staleness", [None, 2])
+def test_rounds_of_a_full_pool_close_with_dynamic_sampling(seed: int, bound: int, max_staleness: int | None):
+    rng = random.Random(seed)
+    arena = full_arena(
+        bound,
+        *(group for group in range(300) if rng.random() < 0.35),
+        quota=2,
+        factor=3.0,
+        lengths={group: rng.choice(TAIL) for group in range(300)},
+        seconds=rng.choice([0.0, 0.5, 3.0]),
+        max_staleness=max_staleness,
+        max_rejected=rng.choice([3, 100]),
+    )
+    arena.run(rounds=20)
+    assert len(set(ids(arena.taken))) == 40

@@ -1,0 +1,68 @@
+"""The life-cycle of a round."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+
+import pytest
+
+from tests.rollout.arena import admit, ids, make_driver, make_pool
+from tests.support.scripted_engine import ScriptedEngine, natural, simulate
+from trl_april.errors import PoolError
+from trl_april.rollout.lifecycle import TRANSITIONS, RoundLifecycle, RoundState
+
+
+def in_state(state: RoundState) -> RoundLifecycle:
+    lifecycle = RoundLifecycle()
+    lifecycle.state = state
+    return lifecycle
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(RoundState, RoundState)))
+def test_illegal_transition_raises_and_changes_nothing(before: RoundState, after: RoundState):
+    lifecycle = in_state(before)
+    if after in TRANSITIONS[before]:
+        lifecycle.check(after)
+        assert lifecycle.state is before
+        lifecycle.enter(after)
+        assert lifecycle.state is after
+    else:
+        with pytest.raises(PoolError, match=f"The round is {before} and cannot become {after}"):
+            lifecycle.enter(after)
+        assert lifecycle.state is before
+    assert lifecycle.closing.is_set() == (before is RoundState.RUNNING and after is RoundState.CLOSING)
+
+
+@pytest.mark.parametrize("state", RoundState)
+def test_first_error_is_kept_and_closes_only_a_running_round(state: RoundState):
+    lifecycle = in_state(state)
+    first, second = ValueError("first"), ValueError("second")
+    lifecycle.fail(first)
+    lifecycle.fail(second)
+    assert lifecycle.state is (RoundState.CLOSING if state is RoundState.RUNNING else state)
+    assert lifecycle.take_error() is first
+    assert lifecycle.take_error() is None
+
+
+def test_driver_refuses_calls_out_of_order():
+    """Not even a batch that is complete is taken before the round has closed, nor is it taken twice."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    driver = make_driver(pool, ScriptedEngine({(0, 0): natural(3)}, default=natural(9)))
+
+    async def main() -> None:
+        with pytest.raises(PoolError, match="The round is idle and cannot become idle"):
+            driver.take()
+        running = asyncio.create_task(driver.generate())
+        await asyncio.sleep(1.5)
+        with pytest.raises(PoolError, match="The round is running and cannot become running"):
+            await driver.generate()
+        with pytest.raises(PoolError, match="The round is running and cannot become idle"):
+            driver.take()
+        await running
+        assert ids(driver.take().groups) == [0]
+        with pytest.raises(PoolError, match="The round is idle and cannot become idle"):
+            driver.take()
+
+    simulate(main())

@@ -1,0 +1,322 @@
+"""Outages and suspensions: the driver and a scripted engine, on a simulated clock.
+
+An outage ends `generate` with an error, and another call continues the round. The scripted engine checks the prefix of
+every request, so a lost or doubled token shows in the next request of its sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.rollout.arena import (
+    SILENT,
+    USEFUL,
+    USELESS,
+    Arena,
+    admit,
+    assert_at_rest,
+    assert_tokens,
+    ids,
+    make_driver,
+    make_pool,
+    requested,
+    tokens,
+)
+from tests.support.scripted_engine import (
+    Attempt,
+    Break,
+    End,
+    ScriptedEngine,
+    Silence,
+    Tokens,
+    logprobs,
+    natural,
+    simulate,
+    token_ids,
+)
+from trl_april.errors import RoundSuspended, ServerError
+from trl_april.pool.samples import Score
+from trl_april.rollout.round import drain_grace
+
+
+BROKE = ServerError("The connection broke.")
+
+
+def breaks_after(count: int) -> Attempt:
+    """One token a second, and half a second later the connection breaks."""
+    return Attempt([*[Tokens(1)] * count, Break(BROKE, 0.5)])
+
+
+async def suspended_after(driver, seconds: float) -> None:
+    running = asyncio.create_task(driver.generate())
+    await asyncio.sleep(seconds)
+    driver.suspend("A signal has asked training to end.")
+    driver.suspend("Again.")
+    with pytest.raises(RoundSuspended, match="^A signal has asked training to end"):
+        await running
+
+
+# Outages
+
+
+def test_server_without_its_weights_ends_the_round_at_once():
+    """Nothing is requested again, and tokens that come with the abort are kept."""
+    pool = make_pool(2)
+    admit(pool, 0, 1, 2, 3)
+    script = {(0, 0): breaks_after(3), (1, 0): Attempt([Tokens(2), Silence()], tail=4)}
+    engine = ScriptedEngine(script, default=natural(50))
+    engine.held = 7
+    driver = make_driver(pool, engine)
+
+    async def main() -> float:
+        with pytest.raises(ServerError, match="broke.*no longer has the weights of policy version 0"):
+            await driver.generate()
+        return asyncio.get_running_loop().time()
+
+    assert simulate(main()) == pytest.approx(3.5)
+    assert engine.asked_for == [0] and len(engine.requests) == 4
+    assert_at_rest(pool, engine)
+    assert tokens(pool) == {0: 3, 1: 6, 2: 3, 3: 3}
+
+
+def test_round_continues_after_an_outage_with_one_record():
+    """Its counters cover both parts, and no token is generated twice."""
+    pool = make_pool(2)
+    admit(pool, 0, 1, 2, 3)
+    one_token = Attempt([Silence()], tail=1)  # groups 2 and 3 have one from the first round
+    script = {
+        (0, 0): natural(1),
+        (1, 0): natural(1),
+        (2, 0): [one_token, breaks_after(2), natural(5)],
+        (3, 0): [one_token, breaks_after(2), natural(40)],
+        (4, 0): [breaks_after(2), natural(6)],
+        (5, 0): [breaks_after(2), natural(40)],
+    }
+    engine = ScriptedEngine(script)
+    driver = make_driver(pool, engine)
+
+    async def main() -> None:
+        await driver.run_round()
+        pool.begin_round(1)
+        admit(pool, 4, 5)
+        before = len(engine.requests)
+        engine.abort_error = ServerError("gone")
+        asyncio.get_running_loop().call_later(2.25, setattr, engine, "held", 99)
+        with pytest.raises(ServerError, match="The server is away"):
+            await driver.generate()
+        first = driver.round
+        assert len(engine.requests) == before + 4
+        assert_at_rest(pool, engine)
+        assert tokens(pool) == {2: 3, 3: 3, 4: 2, 5: 2}
+        assert (first.requests, first.launched_tokens, first.resumed_groups) == (4, 10, 2)
+        assert first.broken_streams == 4
+        assert driver.in_flight == 0
+
+        await asyncio.sleep(100.0)
+        engine.held = engine.abort_error = None
+        done = await driver.generate()
+        assert done is first
+        assert requested(engine)[before + 4 :] == [2, 3, 4, 5]
+        assert [request.generated for request in engine.requests[before + 4 :]] == [3, 3, 2, 2]
+        assert (done.requests, done.resumed_groups, done.broken_streams) == (4, 2, 4)
+        held = sum(tokens(pool).values())
+        assert (done.launched_tokens, done.generated_tokens) == (held, held - 2)
+        times, counts = zip(*done.in_flight, strict=True)
+        assert list(times) == sorted(times) and counts[-1] == 0 and max(counts) == 4
+        assert done.seconds == pytest.approx(2.5 + 100 + 4 + drain_grace(106.5))
+        assert driver.take() is done and ids(done.groups) == [2, 4]
+        assert done.carried_tokens == 1
+        for group in done.groups:
+            assert_tokens(group)
+
+    simulate(main())
+    assert_at_rest(pool, engine)
+
+
+def test_server_restarted_during_the_pause_before_a_retry_gets_no_request():
+    pool = make_pool(1, outstanding=1)
+    admit(pool, 0)
+    engine = ScriptedEngine(default=Attempt([Break(BROKE)]))
+    driver = make_driver(pool, engine)
+
+    async def main() -> None:
+        running = asyncio.create_task(driver.generate())
+        await asyncio.sleep(0.05)  # the second pause takes at least 0.1 s
+        assert len(engine.requests) == 2
+        engine.held = 99
+        with pytest.raises(ServerError, match="no longer has the weights"):
+            await running
+
+    simulate(main())
+    assert len(engine.requests) == 2
+
+
+def test_round_closes_if_its_quota_is_met_while_the_server_is_asked():
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+
+    class Slow(ScriptedEngine):
+        async def holds(self, version: int) -> bool:
+            await asyncio.sleep(2.0)
+            return False
+
+    engine = Slow({(0, 0): breaks_after(2), (1, 0): natural(3)}, default=natural(5))
+    assert ids(simulate(make_driver(pool, engine).run_round()).groups) == [1]
+    assert len(engine.requests) == 2
+    assert_at_rest(pool, engine)
+
+
+@pytest.mark.parametrize("error_first", [True, False])
+def test_quota_met_at_the_moment_of_an_error_needs_no_further_request(error_first: bool):
+    """The batch is taken after this call or the next."""
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    breaks, ends = Attempt([Tokens(1), Break(BROKE, 1.0)]), Attempt([Tokens(2, 2.0), End()])
+    engine = ScriptedEngine({(0, 0): breaks if error_first else ends, (1, 0): ends if error_first else breaks})
+    engine.held = 99
+    driver = make_driver(pool, engine)
+
+    async def main() -> None:
+        try:
+            await driver.generate()
+        except ServerError:
+            await driver.generate()
+        done = driver.take()
+        assert ids(done.groups) == [1 if error_first else 0]
+        assert done.generated_tokens == 3
+
+    simulate(main())
+    assert len(engine.requests) == 2
+    assert_at_rest(pool, engine)
+
+
+def test_server_that_dies_during_the_drain_does_not_cost_the_batch():
+    pool = make_pool(1)
+    admit(pool, 0, 1)
+    engine = ScriptedEngine({(0, 0): natural(3), (1, 0): Attempt([Tokens(1, 2.5), Break(BROKE, 0.6)])})
+    engine.held, engine.abort_error = 99, ServerError("gone")
+    done = simulate(make_driver(pool, engine).run_round())
+    assert ids(done.groups) == [0]
+    assert tokens(pool) == {1: 1}
+    assert (done.broken_streams, done.aborted_requests, engine.asked_for) == (1, 0, [])
+
+
+def test_requests_whose_connections_are_closed_count_as_broken():
+    pool = make_pool(2)
+    admit(pool, 0, 1, 2)
+    engine = ScriptedEngine({(0, 0): breaks_after(2)}, default=Attempt([Tokens(1), Silence()], deaf_to=float("inf")))
+    engine.held = 99
+    driver = make_driver(pool, engine)
+    with pytest.raises(ServerError, match="weights"):
+        simulate(driver.generate())
+    assert driver.round.broken_streams == 3
+    assert_at_rest(pool, engine)
+
+
+# Suspension
+
+
+def test_suspended_round_keeps_all_tokens_and_continues():
+    pool = make_pool(2)
+    admit(pool, 0, 1, 2, 3)
+    cut = Attempt([Tokens(3), Silence()], tail=2, abort_seconds=1.0)
+    engine = ScriptedEngine(
+        {(0, 0): natural(2), (1, 0): [cut, natural(7)], (2, 0): [cut, natural(40)]}, default=[SILENT, natural(40)]
+    )
+    driver = make_driver(pool, engine)
+
+    async def main() -> None:
+        driver.suspend("Too early: no round is open.")
+        await suspended_after(driver, 5.0)
+        assert_at_rest(pool, engine)
+        assert engine.asked_for == []
+        first = driver.round
+        assert tokens(pool) == {0: 2, 1: 5, 2: 5, 3: 0}
+        assert (first.broken_streams, first.aborted_requests, first.launched_tokens) == (0, 3, 12)
+        done = await driver.run_round()
+        driver.suspend("Too late.")
+        assert done is first and ids(done.groups) == [0, 1]
+        assert [request.generated for request in engine.requests_of(1)] == [0, 5]
+        assert len(engine.requests_of(0)) == 1
+        assert done.requests == 4 and done.generated_tokens == pool.counters.tokens_generated
+        pool.begin_round(1)
+        admit(pool, 4, 5)
+        assert len((await driver.run_round()).groups) == 2, "not suspended by the call after the last round"
+
+    simulate(main())
+    assert_at_rest(pool, engine)
+
+
+# Dynamic sampling
+
+
+class TestDynamicSampling:
+    @pytest.mark.parametrize("pause", [0.0, 100.0])
+    def test_reward_call_in_progress_counts_when_the_round_continues(self, pause: float):
+        """Group 0 is scored from 1 s to 6 s, and the round is suspended at 3 s."""
+        arena = Arena(lambda group: USEFUL, factor=2.0, lengths={0: 1, 1: 50}, seconds=5.0)
+
+        async def main() -> None:
+            arena.begin()
+            await suspended_after(arena.driver, 3.0)
+            await asyncio.sleep(pause)
+            assert ids((await arena.driver.run_round()).groups) == [0]
+            assert arena.calls == [[0]]
+            assert len(arena.engine.requests_of(0)) == 1
+
+        simulate(main())
+
+    @pytest.mark.parametrize("seconds", [2.5, 3.5, 4.5, 5.5])
+    @pytest.mark.parametrize("at_once", [False, True])
+    def test_no_replacement_is_lost_by_a_suspension(self, seconds: float, at_once: bool):
+        """Group 0 finishes at 2 s, is rejected at 3 s, its replacement arrives at 4 s and is accepted at 7 s.
+
+        A thread that has begun to read rows cannot be interrupted.
+        """
+        arena = Arena(lambda group: USELESS if group == 0 else USEFUL, seconds=1.0, at_once=at_once)
+
+        async def main() -> None:
+            arena.begin()
+            await suspended_after(arena.driver, seconds)
+            assert arena.pool.counters.groups_admitted == arena.handed_out
+            assert arena.dynamic.replaced == sum(arena.replaced)
+            if at_once and seconds == 3.5:
+                assert ids(arena.pool) == [1]
+            assert ids((await arena.driver.run_round()).groups) == [1]
+            assert arena.replaced == [1] and arena.dynamic.replaced == 1
+            assert arena.pool.counters.groups_admitted == arena.handed_out == 2
+
+        simulate(main())
+
+    def test_server_restarted_during_a_reward_call_gets_no_request(self):
+        """Nothing runs for 50 s, and the server is restarted meanwhile. Then a replacement is admitted."""
+        arena = Arena(lambda group: USELESS if group == 0 else USEFUL, seconds=50.0)
+
+        async def main() -> None:
+            arena.begin()
+            asyncio.get_running_loop().call_later(10.0, setattr, arena.engine, "held", 99)
+            with pytest.raises(ServerError, match="The server is away, or no longer has the weights"):
+                await arena.driver.generate()
+            assert requested(arena.engine) == [0, 0]
+            assert arena.engine.asked_for == [0]
+            assert arena.pool.counters.groups_admitted == arena.handed_out == 2
+            arena.engine.held = 0
+            assert ids((await arena.driver.run_round()).groups) == [1]
+            assert arena.replaced == [1]
+
+        simulate(main())
+
+    def test_round_that_reopens_at_its_rejection_limit_requests_nothing(self):
+        arena = Arena(lambda group: USELESS, factor=2.0, max_rejected=1)
+        arena.begin()
+        group = next(iter(arena.pool))
+        for sample in group.samples:
+            arena.pool.start(sample)
+            arena.pool.record(sample, token_ids(sample.key, 0, 1), logprobs(0, 1))
+            arena.pool.finish(sample, "stop")
+        arena.pool.reject(group, Score([[1.0], [1.0]]))
+        done = simulate(arena.driver.run_round())
+        assert ids(done.groups) == [0] and done.filled_groups == 1
+        assert arena.engine.requests == []

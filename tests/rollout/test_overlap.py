@@ -1,0 +1,350 @@
+"""Requests that continue during training: the driver and a scripted engine, on a simulated clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from tests.rollout.arena import (
+    admit,
+    assert_at_rest,
+    finished,
+    ids,
+    make_driver,
+    make_pool,
+    segments,
+    simulate_and_close,
+)
+from tests.support.scripted_engine import (
+    Attempt,
+    Break,
+    Raw,
+    ScriptedEngine,
+    Silence,
+    Tokens,
+    key_of,
+    logprobs,
+    natural,
+    simulate,
+    token_ids,
+)
+from trl_april.distributed.quota import SharedQuota
+from trl_april.engine.protocol import Chunk
+from trl_april.errors import EngineError, PoolError, RoundSuspended, ServerError
+from trl_april.pool.pool import Pool
+from trl_april.pool.state import restore, state_dict
+
+
+def overlapping(pool, engine, **options):
+    return make_driver(pool, engine, overlap=True, **options)
+
+
+def two_groups(script=None, *, default=None, outstanding: int = 2, **options):
+    """A pool of `outstanding` groups, a scripted engine and an overlapping driver. Group 0 finishes after 3 s."""
+    pool = make_pool(1, outstanding=outstanding)
+    admit(pool, *range(outstanding))
+    engine = ScriptedEngine({(0, 0): natural(3), **(script or {})}, default=default or natural(20))
+    return pool, engine, overlapping(pool, engine, **options)
+
+
+class TestBetweenTheRounds:
+    def test_requests_continue_and_count_for_the_next_round(self):
+        """Rule 6: group 1 finishes while the batch of group 0 is trained."""
+        pool, engine, driver = two_groups(default=natural(8))
+
+        async def main():
+            first = await driver.run_round()
+            assert ids(first.groups) == [0] and driver.in_flight == 1 and engine.aborts == []
+            await asyncio.sleep(10.0)
+            assert driver.in_flight == 0
+            await driver.cut()
+            pool.begin_round(1)
+            return first, await driver.run_round()
+
+        first, second = simulate(main())
+        assert ids(second.groups) == [1]
+        assert (first.generated_tokens, second.generated_tokens, second.overlap_tokens) == (6, 0, 5)
+        assert second.seconds == 0.0 and second.requests == 0 and second.carried_tokens == 8
+        assert (first.overlap_in_flight, second.overlap_in_flight) == ([], [(-10.0, 1), (-5.0, 0)])
+        assert (first.overlap_seconds, second.overlap_seconds) == (0.0, 5.0)
+        assert len(engine.requests) == 2 and engine.aborts == []
+        assert_at_rest(pool, engine)
+
+    def test_cut_leaves_nothing_running_and_loses_no_token(self):
+        """Rule 4: after the cut, the sample continues in a new segment of the new version."""
+        slow = Attempt([Tokens(4, 2.0), Silence()], tail=3, abort_seconds=0.5)
+        pool, engine, driver = two_groups({(1, 0): [slow, natural(20)]})
+
+        async def main():
+            await driver.run_round()
+            await asyncio.sleep(1.0)
+            with pytest.raises(PoolError, match="1 requests"):
+                pool.begin_round(1)
+            await driver.cut()
+            assert_at_rest(pool, engine)
+            pool.begin_round(1)
+            return await driver.run_round()
+
+        second = simulate(main())
+        assert segments(second.groups[0]) == [(0, 7), (1, 13)]
+        assert second.resumed_groups == 1 and second.aborted_requests == 1
+        assert second.overlap_tokens == 3 and second.generated_tokens == 13
+
+    def test_group_that_finishes_before_its_round_starts_closes_it(self):
+        """The round is open by then, and its last request ends before `generate` is called."""
+        pool, engine, driver = two_groups({(1, 0): natural(6)})
+
+        async def main():
+            await driver.run_round()
+            pool.begin_round(0)
+            driver.open_round()
+            await asyncio.sleep(5.0)
+            return await driver.run_round()
+
+        done = simulate(main())
+        assert ids(done.groups) == [1] and (done.generated_tokens, done.requests) == (3, 1)
+
+
+class TestRecord:
+    def test_tokens_of_a_checkpoint_were_not_generated_between_two_rounds(self):
+        before = make_pool(1)
+        admit(before, 0, 1)
+        simulate(make_driver(before, ScriptedEngine(default=natural(3))).run_round())
+        pool = Pool(1, over_provisioning=2.0, max_staleness=None)
+        restore(pool, [state_dict(before)])
+        pool.begin_round(0)
+        admit(pool, 2)
+        driver = overlapping(pool, ScriptedEngine(default=natural(3)))
+        assert simulate_and_close(driver, driver.run_round()).overlap_tokens == 0
+
+    def test_every_request_of_a_round_is_traced(self):
+        """Requests that run when the round opens are traced from there on."""
+        pool, _, driver = two_groups({(1, 0): natural(9)}, default=natural(4))
+
+        async def main():
+            first = await driver.run_round()
+            pool.begin_round(0)
+            admit(pool, 2)
+            second = await driver.run_round()
+            await driver.cut()
+            pool.begin_round(1)
+            admit(pool, 3)
+            return first, second, await driver.run_round()
+
+        first, second, third = simulate(main())
+
+        def summary(done):
+            return [(trace.group_id, trace.began, trace.ended, trace.finished) for trace in done.traces]
+
+        assert summary(first) == [(0, 0.0, 3.0, True), (1, 0.0, 3.0, False)]
+        assert summary(second) == [(2, 0.0, 4.0, True), (1, 0.0, 4.0, False)]
+        assert [(trace.ran_on, trace.held, trace.tokens) for trace in second.traces] == [(False, 0, 4), (True, 3, 4)]
+        assert second.requests == 2
+        assert {trace.group_id for trace in third.traces} == {1, 3}
+
+    def test_request_dispatched_before_the_round_began_with_it(self):
+        pool = make_pool(1)
+        admit(pool, 0)
+        driver = overlapping(pool, ScriptedEngine(default=natural(4)))
+
+        async def main():
+            await driver.run_round()
+            pool.begin_round(0)
+            admit(pool, 1)
+            await driver.dispatch_ahead()
+            asyncio.get_running_loop()._clock.now += 0.5  # without an await it is not even sent
+            return await driver.run_round()
+
+        (trace,) = simulate_and_close(driver, main()).traces
+        assert (trace.group_id, trace.began) == (1, 0.0)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("how", ["raises", "cancelled", "suspended"])
+    def test_interrupted_round_leaves_nothing_running(self, how):
+        bad = Attempt([Tokens(5, 5.0), Raw(Chunk([1], [], None), 0.5)])
+        pool, engine, driver = two_groups({(0, 0): bad if how == "raises" else natural(9)})
+
+        async def main():
+            running = asyncio.create_task(driver.generate())
+            await asyncio.sleep(5.25)
+            if how == "cancelled":
+                running.cancel()
+            elif how == "suspended":
+                driver.suspend("Stop.")
+            error = {"raises": EngineError, "cancelled": asyncio.CancelledError, "suspended": RoundSuspended}[how]
+            with pytest.raises(error):
+                await running
+            assert_at_rest(pool, engine)
+            if how != "raises":
+                assert ids((await driver.run_round()).groups) == [0]
+
+        simulate_and_close(driver, main())
+
+    def broken(self):
+        return {(1, 0): [Attempt([Tokens(4, 2.0), Break(ServerError("gone"), 2.0)]), natural(20)]}
+
+    def test_lost_server_fails_the_next_round_at_once_without_a_sync(self):
+        """It does not wait for requests that still run. The round can continue afterwards."""
+        pool, engine, driver = two_groups({**self.broken(), (2, 0): natural(90)}, outstanding=3)
+
+        async def main():
+            await driver.run_round()
+            engine.held = 7
+            await asyncio.sleep(5.0)
+            pool.begin_round(0)
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(ServerError, match="gone"):
+                await driver.run_round()
+            assert asyncio.get_running_loop().time() == began
+            assert_at_rest(pool, engine)
+            engine.held = None
+            return await driver.run_round()
+
+        assert ids(simulate_and_close(driver, main()).groups) == [1]
+
+    def test_satisfied_round_does_not_need_the_server(self):
+        """Its error is kept for the round after it."""
+        pool, engine, driver = two_groups({**self.broken(), (2, 0): natural(3)}, outstanding=3)
+
+        async def main():
+            assert ids((await driver.run_round()).groups) == [0]
+            engine.held = 7
+            await asyncio.sleep(5.0)
+            pool.begin_round(0)
+            assert ids((await driver.run_round()).groups) == [2]
+            pool.begin_round(0)
+            with pytest.raises(ServerError, match="gone"):
+                await driver.run_round()
+            engine.held = None
+            return await driver.run_round()
+
+        assert ids(simulate(main()).groups) == [1]
+
+    @pytest.mark.parametrize("cuts", [True, False])
+    def test_server_restarted_while_nothing_ran_gets_no_groups_ahead(self, cuts):
+        """No stream broke to tell. It would sample from its initial weights."""
+        pool = make_pool(1)
+        admit(pool, 0)
+        engine = ScriptedEngine(default=natural(3))
+        driver = overlapping(pool, engine)
+
+        async def main():
+            await driver.run_round()
+            engine.held = 7
+            admit(pool, 1)
+            await driver.dispatch_ahead()
+            await asyncio.sleep(5.0)
+            assert len(engine.requests) == 1
+            if cuts:
+                await driver.cut()
+            pool.begin_round(int(cuts))
+            if not cuts:
+                with pytest.raises(ServerError, match="is away, or no longer has the weights"):
+                    await driver.run_round()
+            engine.held = None
+            return await driver.run_round()
+
+        assert ids(simulate_and_close(driver, main()).groups) == [1]
+
+    def test_invalid_answer_is_an_error_of_the_cut(self):
+        pool, engine, driver = two_groups({(1, 0): Attempt([Tokens(4, 2.0), Raw(Chunk([1], [], None), 2.0)])})
+
+        async def main():
+            await driver.run_round()
+            await asyncio.sleep(5.0)
+            with pytest.raises(EngineError, match="1 tokens"):
+                await driver.cut()
+            assert_at_rest(pool, engine)
+
+        simulate(main())
+
+
+# The staleness bound
+
+
+@given(seed=st.integers(0, 10**9))
+def test_staleness_bound_holds_with_groups_admitted_ahead(seed: int):
+    """Rule 8."""
+    rng = random.Random(seed)
+    versions_per_round, bound = rng.randint(1, 2), rng.randint(0, 5)
+    quota = rng.randint(1, 3)
+    pool = Pool(
+        quota,
+        over_provisioning=rng.uniform(1.0, bound // versions_per_round + 1),
+        max_staleness=bound,
+        versions_per_round=versions_per_round,
+    )
+    lengths: dict[tuple[int, int], int] = {}
+
+    def attempt(request):
+        drawn = 1 + int(rng.expovariate(1.0 if rng.random() < 0.8 else 0.05))
+        return natural(lengths.setdefault(key_of(request.request_id), drawn))(request)
+
+    engine = ScriptedEngine(default=attempt)
+    driver = overlapping(pool, engine)
+    next_id = 0
+
+    def admit_next(room: int) -> None:
+        nonlocal next_id
+        admit(pool, *range(next_id, next_id + room), samples=2, budget=60)
+        next_id += room
+
+    async def main():
+        version = 0
+        for _ in range(25):
+            pool.begin_round(version)
+            assert pool.schedule.fits()
+            admit_next(pool.schedule.room)
+            done = await driver.run_round()
+            assert len(done.groups) == quota
+            for group in done.groups:
+                assert all(version - segment.version <= bound for s in group.samples for segment in s.segments)
+            if rng.random() < 0.8:
+                admit_next(rng.randint(0, pool.schedule.room_ahead))
+                await driver.dispatch_ahead()
+            await asyncio.sleep(rng.choice([0.0, 1.5, 30.0]))
+            step = rng.randint(0, versions_per_round)
+            if step:
+                await driver.cut()
+                assert_at_rest(pool, engine)
+            version += step
+        await driver.cut()
+
+    simulate(main())
+    assert_at_rest(pool, engine)
+
+
+# Several processes
+
+
+def test_group_that_finishes_in_a_satisfied_round_is_not_reported_to_other_processes():
+    """After a resume, a satisfied round has no counters to report to."""
+    pool = Pool(1, over_provisioning=3.0, max_staleness=None)
+    pool.begin_round(0)
+    for group in admit(pool, 0, 1, 2)[:2]:
+        (sample,) = group.samples
+        pool.start(sample)
+        pool.record(sample, token_ids(sample.key, 0, 1), logprobs(0, 1))
+        pool.finish(sample, "stop")
+    quota = SharedQuota(HashStore(), pool.schedule)
+    reports = []
+    quota.notify = lambda: reports.append(True)
+    driver = overlapping(pool, ScriptedEngine(default=natural(3)), quota=quota)
+
+    async def main():
+        batches = [ids((await driver.run_round()).groups)]
+        await driver.dispatch_ahead()
+        await asyncio.sleep(1.5)
+        pool.begin_round(0)
+        driver.open_round()
+        await asyncio.sleep(5.0)
+        return [*batches, ids((await driver.run_round()).groups)]
+
+    assert simulate_and_close(driver, main()) == [[0], [1]]
+    assert finished(pool) == [2] and reports == []

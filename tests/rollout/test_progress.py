@@ -1,0 +1,87 @@
+"""The progress bar of a round."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from transformers.utils.notebook import NotebookProgressBar
+
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import FinishReason, Score
+from trl_april.rollout.progress import RoundProgress, notebook_bar
+
+
+DRIVER = SimpleNamespace(in_flight=3)
+
+
+def make_pool(**options) -> Pool:
+    pool = Pool(2, **options)
+    pool.begin_round(0)
+    pool.start(pool.admit(0, {}, [1], num_generations=1, max_completion_length=9).samples[0])
+    return pool
+
+
+def finish(pool: Pool) -> None:
+    (group,) = pool
+    pool.record(group.samples[0], [5] * 4, [-1.0] * 4)
+    pool.finish(group.samples[0], FinishReason.STOP)
+
+
+def test_bar_shows_groups_requests_and_tokens_per_second(capfd):
+    pool = make_pool()
+    with RoundProgress(pool, DRIVER, disable=False) as progress:
+        finish(pool)
+        progress.update()
+    assert re.search(r"rollout:.* 1/2 .*3 in flight, [\d,]+ tok/s", capfd.readouterr().err)
+
+
+def test_bar_shows_rejected_groups(capfd):
+    pool = make_pool(dynamic_sampling=True)
+    finish(pool)
+    pool.reject(next(iter(pool)), Score([[0.0]]))
+    with RoundProgress(pool, DRIVER, disable=False):
+        pass
+    assert "1 rejected" in capfd.readouterr().err
+
+
+@pytest.fixture
+def outputs(monkeypatch) -> list[str]:
+    """The last state of every output of a notebook."""
+    outputs: list[str] = []
+
+    def display(shown, display_id: bool):
+        index = len(outputs)
+        outputs.append(shown.data)
+        return SimpleNamespace(update=lambda shown: outputs.__setitem__(index, shown.data))
+
+    monkeypatch.setattr("IPython.display.display", display)
+    return outputs
+
+
+def test_rounds_in_a_notebook_share_one_output_until_it_is_closed(outputs, capfd):
+    pool, bar = make_pool(), NotebookProgressBar(1, prefix="Rollout")
+    with RoundProgress(pool, DRIVER, disable=False, notebook=bar) as progress:
+        progress.update()
+        assert re.search(r"<progress value='0' max='2'.*0/2 groups, 3 in flight, 0 tok/s", *outputs, re.DOTALL)
+        finish(pool)
+    assert re.search(r"<progress value='1' max='2'", *outputs)
+    with RoundProgress(Pool(2), DRIVER, disable=False, notebook=bar):
+        assert re.search(r"<progress value='0' max='2'", *outputs)
+    bar.close()
+    assert outputs == [""]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("in_notebook", [False, True])
+def test_disabled_bar_shows_nothing(in_notebook: bool, outputs, capfd):
+    bar = NotebookProgressBar(1, prefix="Rollout") if in_notebook else None
+    with RoundProgress(make_pool(), DRIVER, disable=True, notebook=bar) as progress:
+        progress.update()
+    assert outputs == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_outside_a_notebook_there_is_no_notebook_bar():
+    assert notebook_bar() is None

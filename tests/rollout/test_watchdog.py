@@ -1,0 +1,122 @@
+"""The watchdog: single streams that fall silent while others continue, on a simulated clock."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.rollout.arena import admit, assert_at_rest, assert_tokens, make_driver, make_pool, tokens
+from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, key_of, natural, simulate
+from trl_april.errors import EngineError, ServerError
+from trl_april.pool.pool import Pool
+from trl_april.rollout.round import Round
+from trl_april.rollout.running_request import ABORT_SECONDS
+
+
+PATIENCE = 20.0  # checked every 5 s
+DEAF = float("inf")
+
+
+def setup(*attempts, seconds: int = 90, **options) -> tuple[Pool, ScriptedEngine]:
+    """A group whose sample 0 gets a token a second. Sample 1 makes these attempts."""
+    pool = make_pool(1, outstanding=1)
+    admit(pool, 0, samples=2, budget=1000)
+    engine = ScriptedEngine({(0, 0): natural(seconds), (0, 1): list(attempts)})
+    for name, value in options.items():
+        setattr(engine, name, value)
+    return pool, engine
+
+
+def run(pool: Pool, engine: ScriptedEngine) -> Round:
+    done = simulate(make_driver(pool, engine, idle_timeout=PATIENCE).run_round())
+    assert_at_rest(pool, engine)
+    return done
+
+
+def beside_a_live_stream(*attempts, seconds: int = 100, **options) -> tuple[ScriptedEngine, Round]:
+    """Sample 1 makes these attempts and then finishes. Sample 0 must not be affected."""
+    pool, engine = setup(*attempts, natural(8), seconds=seconds, **options)
+    done = run(pool, engine)
+    assert_tokens(done.groups[0])
+    assert done.seconds == pytest.approx(seconds)
+    assert {key_of(request_id) for request_ids in engine.aborts for request_id in request_ids} <= {(0, 1)}
+    assert len(engine.requests_of(0, 0)) == 1
+    return engine, done
+
+
+def prefixes(engine: ScriptedEngine) -> list[int]:
+    return [request.generated for request in engine.requests_of(0, 1)]
+
+
+def changes(done: Round, step: int) -> list[float]:
+    """When the number of running requests changed by `step`."""
+    pairs = zip(done.in_flight[1:], done.in_flight, strict=False)
+    return [time for (time, count), (_, before) in pairs if count - before == step]
+
+
+def test_silent_stream_is_aborted_and_requested_again_from_its_prefix():
+    """Silent from 3 s on, it is aborted once, at the first check after 20 s. Tokens that come with it are kept."""
+    engine, done = beside_a_live_stream(Attempt([Tokens(3, 3.0), Silence()], tail=2))
+    assert engine.aborts == [[engine.requests_of(0, 1)[0].request_id]]
+    assert changes(done, -1)[0] == pytest.approx(25.0)
+    assert prefixes(engine) == [0, 5] and engine.asked_for == [0]
+    assert (done.broken_streams, done.aborted_requests, done.requests) == (1, 0, 2)
+
+
+def test_stream_that_ignores_its_abort_is_closed():
+    """Its connection is dead. The sample is requested again after `ABORT_SECONDS`."""
+    engine, done = beside_a_live_stream(Attempt([Tokens(3), Silence()], deaf_to=DEAF, tail=9))
+    assert prefixes(engine) == [0, 3]
+    assert len(engine.aborts) == 1 and done.broken_streams == 1
+    again = changes(done, +1)[-1]
+    assert 25.0 + ABORT_SECONDS <= again <= 25.0 + ABORT_SECONDS + 2 * PATIENCE / 4
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [natural(1, pace=900.0), Attempt([Silence(900.0), *[Tokens(1)] * 8, End()]), natural(40, pace=PATIENCE - 1)],
+    ids=["one token after 900 s", "queued for 900 s", "a token every 19 s"],
+)
+def test_queued_and_slow_requests_are_left_alone(slow):
+    engine, _ = beside_a_live_stream(slow, seconds=950)
+    assert engine.aborts == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"abort_hangs": True}, "The server did not answer the abort."),
+        ({"abort_error": ServerError("The abort was not taken.")}, "The abort was not taken."),
+    ],
+)
+def test_abort_that_fails_does_not_end_the_round(fault: dict, message: str, caplog: pytest.LogCaptureFixture):
+    """The connection is closed instead, and other silent streams are aborted."""
+    silent = Attempt([Tokens(3), Silence()])
+    with caplog.at_level(logging.WARNING):
+        engine, done = beside_a_live_stream(silent, silent, seconds=200, **fault)
+    assert prefixes(engine) == [0, 3, 6]
+    assert done.broken_streams == 2 and engine.aborting == 0
+    assert message in caplog.text
+    assert "1 streams have been silent for 20 s; aborting them." in caplog.text
+
+
+def test_refused_abort_is_an_error():
+    """The abort at the end of the round would be refused, too."""
+    pool, engine = setup(Attempt([Tokens(3), Silence()]))
+    engine.abort_error = EngineError("The vLLM server answered 404 to /abort_requests.")
+    with pytest.raises(EngineError, match="404 to /abort_requests"):
+        run(pool, engine)
+    assert tokens(pool) == {0: 25 + 3}
+
+
+@pytest.mark.parametrize(
+    ("deaf_to", "message"),
+    [(0, "by the watchdog after silence.*weights"), (DEAF, "sample 1 of group 0 has been silent for 20 s.*weights")],
+)
+def test_silent_stream_on_a_restarted_server_is_not_requested_again(deaf_to: float, message: str):
+    pool, engine = setup(Attempt([Tokens(3), Silence()], tail=1, deaf_to=deaf_to), held=99)
+    with pytest.raises(ServerError, match=message):
+        run(pool, engine)
+    assert [len(sample) for group in pool for sample in group.samples][1] == (3 if deaf_to else 4)
+    assert len(engine.requests) == 2

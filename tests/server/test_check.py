@@ -1,0 +1,139 @@
+"""Servers that cannot be trained with: one error for each reason, before the first rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from tests.support.fake_vllm import FakeVLLM
+from trl_april.errors import AprilError, ConfigError, ServerError
+from trl_april.server.check import ServerInfo, check_server
+
+
+VOCAB = 100
+
+
+def config(**changed: Any) -> Qwen3Config:
+    """The trainer's model."""
+    shape = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    return Qwen3Config(**{**shape, "architectures": ["Qwen3ForCausalLM"], **changed})
+
+
+def check(options: dict[str, Any] | None = None, **says: Any) -> ServerInfo:
+    """Check a server that says these things; `options` go to `check_server`, but `api_key` to the session."""
+    options = {"config": config(), "max_completion_length": 256, "needs_logprobs": True, **(options or {})}
+    with FakeVLLM(**{"vocab_size": VOCAB, **says}) as server, requests.Session() as session:
+        if "api_key" in options:
+            session.headers["Authorization"] = f"Bearer {options.pop('api_key')}"
+        return check_server(session, server.base_url, **options)
+
+
+def refusal(error: type[AprilError], *args: Any, **says: Any) -> str:
+    """The error's message, which always names the server."""
+    with pytest.raises(error, match="http://127.0.0.1") as caught:
+        check(*args, **says)
+    return str(caught.value)
+
+
+def test_accepted_server_describes_itself(tmp_path: Path):
+    config().save_pretrained(tmp_path)
+    info = check(model="served-name", model_path=str(tmp_path), max_model_len=512)
+    assert info == ServerInfo(
+        model="served-name",
+        max_model_len=512,
+        dtype="float32",
+        quantized=False,
+        device="cpu",
+        has_weight_transfer=False,
+        max_sequences=None,
+    )
+    info = check(
+        dtype="torch.bfloat16",
+        quantization="fp8",
+        device="cuda:1",
+        weight_transfer={"backend": "nccl"},
+        more_config={"scheduler_config": {"max_num_seqs": 128}, "parallel_config": {"data_parallel_size": 4}},
+    )
+    assert (info.dtype, info.quantized, info.device, info.has_weight_transfer) == ("bfloat16", True, "cuda", True)
+    assert info.max_sequences == 512  # of all engines
+
+
+@pytest.mark.parametrize(
+    ("says", "options"),
+    [
+        ({"device": "cuda"}, {"config": config(num_experts=8)}),
+        ({}, {"config": config(num_local_experts=None)}),
+        ({"logprobs_mode": "raw_logprobs"}, {"needs_logprobs": False}),
+        ({"max_model_len": 257}, {}),
+        ({"max_model_len": 256}, {"max_completion_length": None}),
+        ({"api_key": "secret"}, {"api_key": "secret"}),
+    ],
+)
+def test_server_is_accepted(says, options):
+    assert check(options, **says).model == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "words"),
+    [
+        (ServerError, {"dev_endpoints": False}, ["no development endpoints", "VLLM_SERVER_DEV_MODE=1"]),
+        (ConfigError, {"logprobs_mode": "raw_logits"}, ["--logprobs-mode raw_logits", "processed_logprobs"]),
+        (
+            ConfigError,
+            {"max_model_len": 256},  # a prompt has at least one token
+            ["context of 256 tokens", "max_completion_length=256", "--max-model-len"],
+        ),
+        (ConfigError, {"options": {"config": config(num_experts=8)}}, ["has 8 experts", "on GPUs"]),
+        (ConfigError, {"options": {"config": config(n_routed_experts=8)}}, ["has 8 experts"]),
+        (ServerError, {"api_key": "secret"}, ["VLLM_API_KEY", "/v1/models"]),
+        (ServerError, {"answers": {"/weight_info": (404, "Not Found")}}, ["weight version", "0.27", "pip install"]),
+        (ServerError, {"answers": {"/server_info": (500, "EngineCore died")}}, ["answered 500", "EngineCore died"]),
+        (ServerError, {"answers": {"/v1/completions": (503, "try again later")}}, ["answered 503"]),
+    ],
+)
+def test_server_that_training_cannot_use_is_refused(error, says, words):
+    message = refusal(error, **says)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        (VOCAB - 2, f"does not know token id {VOCAB - 1}"),
+        (VOCAB + 1, f"knows token id {VOCAB + 1}"),  # vLLM accepts the id that equals the size
+    ],
+)
+def test_other_vocabulary_is_refused(served: int, words: str):
+    message = refusal(ConfigError, vocab_size=served, model_path="/on/another/host")
+    assert words in message and f"vocabulary of {VOCAB}" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "served"),
+    [
+        ("architectures", LlamaConfig(vocab_size=VOCAB, hidden_size=64, architectures=["LlamaForCausalLM"])),
+        ("vocab_size", config(vocab_size=VOCAB + 4)),
+        ("hidden_size", config(hidden_size=128)),
+    ],
+)
+def test_other_architecture_is_refused(tmp_path: Path, field: str, served: PretrainedConfig):
+    served.save_pretrained(tmp_path)
+    message = refusal(ConfigError, model_path=str(tmp_path))
+    assert str(tmp_path) in message
+    assert f"{field}={getattr(served, field)}" in message and f"{field}={getattr(config(), field)}" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/server_info", "<html>Welcome to nginx!</html>"),
+        ("/server_info", '{"vllm_config": {"model_config": {}}}'),
+        ("/v1/models", '{"data": []}'),
+    ],
+)
+def test_other_program_is_refused(path: str, answer: str):
+    assert "does not answer as a vLLM server does" in refusal(ServerError, answers={path: (200, answer)})

@@ -1,0 +1,146 @@
+"""The command line and the environment of the server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+
+import pytest
+
+from trl_april.errors import ConfigError
+from trl_april.server.command_line import (
+    check_model,
+    flag_name,
+    flag_value,
+    server_command,
+    server_environment,
+)
+from trl_april.server.local import LocalServer
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens
+
+
+def middleware_of(command: list[str]) -> list[str]:
+    return [value for name, value in itertools.pairwise(command) if name == "--middleware"]
+
+
+def test_command_on_a_cpu():
+    command = server_command("dir/model", "127.0.0.1", 8123, ["--max-model-len", "4096"], platform="cpu")
+    assert command[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in {
+        "--model": "dir/model",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1",
+        "--generation-config": "vllm",
+        "--max-model-len": "4096",
+    }.items():
+        assert flag_value(command, flag) == value
+    assert "--disable-uvicorn-access-log" in command
+    assert "--weight-transfer-config" not in command  # no NCCL on a CPU
+    guard = f"{BrowserGuard.__module__}.{BrowserGuard.__name__}"
+    assert middleware_of(command) == [f"{GeneratedTokens.__module__}.{GeneratedTokens.__name__}", guard]
+    open_to_all = server_command("m", "127.0.0.1", 1, ["--allowed-origins", '["*"]'], platform="cpu")
+    assert guard not in middleware_of(open_to_all)
+
+
+@pytest.mark.parametrize("release, scale_out", [("0.22.1", False), ("0.30.0", True), ("0.31.0+cu130", True)])
+def test_command_on_a_gpu(monkeypatch, release, scale_out):
+    monkeypatch.setattr("trl_april.server.command_line.version", lambda name: release)
+    command = server_command("m", "127.0.0.1", 1, platform="gpu")
+    assert json.loads(flag_value(command, "--weight-transfer-config")) == {"backend": "nccl"}
+    assert ("--enable-scale-out" in command) == scale_out
+    for own in (["--weight-transfer-config", '{"backend": "ipc"}'], ["--weight_transfer_config.backend=ipc"]):
+        assert '{"backend": "nccl"}' not in server_command("m", "127.0.0.1", 1, own, platform="gpu")
+
+
+def test_user_flags_override_defaults_but_not_what_training_needs():
+    """Order decides, because vLLM's parser accepts abbreviations."""
+    given = ["--generation-config", "auto", "--max_logprobs=5", "--logprobs-mod", "raw_logprobs"]
+    command = server_command("m", "h", 1, given, platform="cpu")
+    assert flag_value(command, "--generation-config") == "auto"
+    assert flag_value(command, "--max-logprobs") == "5"
+    assert command.index("--logprobs-mod") < command.index("--logprobs-mode")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--logprobs-mode", "raw_logprobs"], ["raw_logprobs", "processed_logprobs", "Leave the flag out"]),
+        (["--port", "8000"], ["--port", "argument `port`"]),
+        (["--host=0.0.0.0"], ["--host", "argument `host`"]),
+        ("--dtype float32", ["--dtype float32", "one entry per word", "['--dtype', 'float32']"]),
+    ],
+)
+def test_flag_that_makes_training_impossible_is_refused(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        LocalServer("m", vllm_args=arguments)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_missing_vllm_is_reported(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"trl-april\[cpu\]"):
+        LocalServer("m")
+
+
+def test_flags_are_read_as_vllm_reads_them():
+    assert flag_name("--logprobs_mode=x") == "--logprobs-mode"
+    assert flag_name("--weight-transfer-config.backend") == "--weight-transfer-config"
+    assert flag_name("-1") is None and flag_name("value") is None
+    assert flag_value(["--a", "1", "--a=2"], "--a") == "2"
+    assert flag_value(["--a"], "--a") == ""
+    assert flag_value(["--b", "1"], "--a") is None
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "s3://bucket/model", "some/folder/model.gguf"])
+def test_model_that_only_vllm_can_find_is_accepted(model):
+    check_model(model)
+
+
+def test_folder_needs_a_configuration(tmp_path):
+    with pytest.raises(ConfigError, match="has no config.json in it"):
+        check_model(str(tmp_path))
+    check_model(str(tmp_path), ["--hf-config-path=elsewhere"])
+    (tmp_path / "params.json").touch()
+    check_model(str(tmp_path))
+
+
+def test_environment_is_that_of_the_process_without_its_launcher(monkeypatch):
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+    for variable in launcher:
+        monkeypatch.setenv(variable, "1")
+    env = server_environment({"A": "b", "VLLM_SERVER_DEV_MODE": "0"}, platform="cpu")
+    assert env["A"] == "b" and env["PATH"] == os.environ["PATH"]
+    assert env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert not set(launcher) & env.keys()
+
+
+def test_memory_on_a_cpu_is_limited_unless_the_user_limits_it(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert server_environment(platform="cpu")["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert server_environment({"VLLM_CPU_KVCACHE_SPACE": "8"}, platform="cpu")["VLLM_CPU_KVCACHE_SPACE"] == "8"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(platform="gpu")
+    # vLLM lets the variable override the flag.
+    flags = ["--kv-cache-memory-bytes=2000000000"]
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(None, flags, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "cores", "given", "expected"),
+    [
+        ("cpu", 1, {}, ("0", "1")),
+        ("cpu", 3, {}, ("0", "2")),
+        ("cpu", 2, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "2"}, ("1", "2")),
+        ("cpu", 4, {}, (None, None)),
+        ("gpu", 2, {}, (None, None)),
+    ],
+)
+def test_model_and_scheduler_share_a_process_on_few_cores(monkeypatch, platform, cores, given, expected):
+    for variable in ("VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    env = server_environment(given, platform=platform)
+    assert (env.get("VLLM_ENABLE_V1_MULTIPROCESSING"), env.get("OMP_NUM_THREADS")) == expected

@@ -1,0 +1,196 @@
+"""`LocalServer`: how it starts and stops, and that nothing of it stays behind.
+
+Most tests start a small script instead of vLLM; those marked `server` run on the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from tests.server.test_process import wait_for
+from trl_april.errors import ConfigError, ServerError
+from trl_april.server.local import LocalServer, sees_our_devices
+from trl_april.server.process import session_members
+
+
+HEALTHY = """
+    import http.server, sys
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    print("listening", flush=True)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+DYING = """
+    import sys
+    for number in range(100):
+        print("line", number)
+    print("(APIServer pid=6) WARNING 11-21 06:23:46 [x.py:2] Expect errors like `OSError: [Errno 24] Too many`.")
+    print("(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1]     raise ValueError(")
+    print("(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1] ValueError: the KV cache is too small")
+    print("RuntimeError: Engine core initialization failed. See root cause above.")
+    for number in range(100, 150):
+        print("line", number)
+    sys.exit(3)
+"""
+
+
+class ScriptServer(LocalServer):
+    """A `LocalServer` that runs a script instead of vLLM."""
+
+    def __init__(self, script: Path, **kwargs):
+        self.script = script
+        super().__init__("model", **{"log_file": script.with_suffix(".log"), "quiet": True, **kwargs})
+
+    def command(self, port):
+        return [sys.executable, str(self.script), str(port), *self.vllm_args]
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(program: str) -> Path:
+        path = tmp_path / "fake_vllm.py"
+        path.write_text(textwrap.dedent(program))
+        return path
+
+    return write
+
+
+def test_server_runs_for_the_length_of_a_with_block(script, capsys, tmp_path):
+    server = ScriptServer(script(HEALTHY), log_file=tmp_path / "logs" / "server.log", quiet=False)
+    for early in ("base_url", "pid"):
+        with pytest.raises(ServerError, match="Call start.., or use it in a with block"):
+            getattr(server, early)
+    with server:
+        pid = server.pid
+        assert server.base_url == f"http://127.0.0.1:{server.port}"
+        assert server.is_healthy()
+        assert server.start() is server and server.pid == pid  # a second start changes nothing
+        assert server.tail(1) == "listening"
+        assert server.log_path == tmp_path / "logs" / "server.log"
+    assert not session_members(pid)
+    assert not server.is_healthy()
+    server.stop()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "starting" in lines[0] and "ready after" in lines[1]
+    with server:
+        assert server.pid != pid and server.is_healthy()
+
+
+def test_server_that_died_is_started_again(script):
+    with ScriptServer(script(HEALTHY)) as server:
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: not session_members(first))
+        assert server.start().pid != first and server.is_healthy()
+
+
+def test_server_that_dies_while_starting_shows_its_log(script):
+    server = ScriptServer(script(DYING))
+    with pytest.raises(ServerError) as error:
+        server.start()
+    message = str(error.value)
+    assert "exit code 3" in message and str(server.log_path) in message
+    assert "first error: ValueError: the KV cache is too small" in message
+    assert "line 149" in message and "line 120" in message and "line 119" not in message  # 30 lines
+    with pytest.raises(ServerError, match="is not running"):
+        server.pid  # noqa: B018
+    script(DYING.replace("KV cache is too small", "model is of another kind"))
+    with pytest.raises(ServerError, match="first error: ValueError: the model is of another kind"):
+        server.start()
+
+
+def test_server_that_does_not_become_healthy_is_stopped(script):
+    server = ScriptServer(script("import time; time.sleep(600)"), startup_timeout=0.5)
+    with pytest.raises(ServerError, match="startup_timeout=0.5"):
+        server.start()
+    assert not server.is_healthy()
+    with pytest.raises(ConfigError, match="startup_timeout is 0, .*positive"):
+        LocalServer("m", startup_timeout=0)
+
+
+@pytest.mark.parametrize("rank, launched, refused", [("1", True, True), ("0", True, False), ("1", False, False)])
+def test_only_the_first_process_of_a_launch_starts_a_server(script, monkeypatch, rank, launched, refused):
+    """Only that server would get the weights."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+    server = ScriptServer(script(HEALTHY))
+    words = f"process {rank} of 2.*trl-april serve"
+    with pytest.raises(ConfigError, match=words) if refused else nullcontext():
+        server.start().stop()
+
+
+@pytest.mark.parametrize(("env", "ours"), [({"OMP_NUM_THREADS": "1"}, True), ({"CUDA_VISIBLE_DEVICES": "1"}, False)])
+def test_server_sees_our_devices_unless_told_otherwise(script, env, ours):
+    with ScriptServer(script(HEALTHY), env=env) as server:
+        assert sees_our_devices(server.base_url) is ours
+    assert not sees_our_devices(server.base_url)
+
+
+OWNER = """
+    import os, sys, time
+    from pathlib import Path
+    from tests.server.test_local import ScriptServer
+
+    server = ScriptServer(Path({script!r})).start()
+    print(server.pid, flush=True)
+    {after}
+"""
+
+
+@pytest.fixture
+def owner(script):
+    """Starts a process that owns a server and then runs `after`. Returns it with the server's pid."""
+
+    def start(after: str) -> tuple[subprocess.Popen, int]:
+        program = textwrap.dedent(OWNER).format(script=str(script(HEALTHY)), after=after)
+        root = Path(__file__).parents[2]
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True)
+        return process, int(process.stdout.readline())
+
+    return start
+
+
+@pytest.mark.parametrize("after", ["", "raise RuntimeError"])
+def test_end_of_the_interpreter_stops_the_server(owner, after):
+    process, pid = owner(after)
+    process.communicate(timeout=60)
+    assert not session_members(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_killed_owner_leaves_no_server(owner, number):
+    process, pid = owner("time.sleep(600)")
+    assert session_members(pid)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    wait_for(lambda: not session_members(pid))
+
+
+def test_fork_of_the_owner_does_not_stop_the_server(owner):
+    process, pid = owner(
+        "child = os.fork()\nif child: os.waitpid(child, 0); print('the fork has ended', flush=True); time.sleep(600)"
+    )
+    assert process.stdout.readline() == "the fork has ended\n"
+    assert session_members(pid)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_for(lambda: not session_members(pid))

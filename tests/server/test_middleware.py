@@ -1,0 +1,137 @@
+"""The middleware inside the vLLM server: exact token counts during a pause, and no requests from browsers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+
+from trl_april.server.command_line import GENERATED_TOKENS_PATH
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens
+
+
+def answer_of(middleware: Callable[[Any], Any], scope: dict[str, Any], body: bytes = b"") -> Coroutine[Any, Any, Any]:
+    """Send a request; returns what the server sends: ASGI messages, or "passed on"."""
+    sent: list[Any] = []
+
+    async def app(*_: Any) -> None:
+        sent.append("passed on")
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ask() -> Any:
+        async with asyncio.timeout(10):
+            await middleware(app)(scope, receive, send)
+        return (sent[0]["status"], json.loads(sent[1]["body"])) if len(sent) == 2 else sent[0]
+
+    return ask()
+
+
+class Engine:
+    """The part of vLLM's client that the middleware reads."""
+
+    def __init__(self, *, paused: bool = True, engines: int = 1, servers: int = 1) -> None:
+        parallel = SimpleNamespace(data_parallel_size=engines, _api_process_count=servers)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+        self.output_processor = SimpleNamespace(request_states={})
+        self._paused = paused
+
+    async def is_paused(self) -> bool:
+        return self._paused
+
+    def add(self, name: str) -> list[int]:
+        tokens: list[int] = []
+        self.output_processor.request_states[f"{name}-internal"] = SimpleNamespace(
+            external_req_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda: len(tokens))
+        )
+        return tokens
+
+    async def handle_outputs(self) -> None:
+        """Append queued tokens, one for each turn of the event loop."""
+        while True:
+            tokens, new = await self.engine_core.outputs_queue.get()
+            for token in new:
+                await asyncio.sleep(0)
+                tokens.append(token)
+
+
+async def ask(engine: Engine, body: Any = None, *, path: str = GENERATED_TOKENS_PATH, method: str = "POST") -> Any:
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    scope = {"type": "http", "path": path, "method": method, "app": app}
+    return await answer_of(GeneratedTokens, scope, json.dumps(body).encode())
+
+
+def test_tokens_in_transit_are_counted():
+    """Tokens that the engine sampled before the pause may still be queued in the API server."""
+
+    async def run() -> Any:
+        engine = Engine()
+        one, other = engine.add("one"), engine.add("other")
+        engine.add("another client's")
+        handler = asyncio.create_task(engine.handle_outputs())
+        for tokens in (one, other, one):
+            engine.engine_core.outputs_queue.put_nowait((tokens, [1, 2, 3]))
+        answer = await ask(engine, {"request_ids": ["one", "other", "unknown"]})
+        handler.cancel()
+        return answer
+
+    assert asyncio.run(run()) == (200, {"generated": {"one": 6, "other": 3}})
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "path", "expected"),
+    [
+        ({"paused": False}, "GET", GENERATED_TOKENS_PATH, (200, {"known": True})),
+        ({"paused": False}, "POST", GENERATED_TOKENS_PATH, 409),
+        ({"engines": 2}, "GET", GENERATED_TOKENS_PATH, 501),
+        ({"engines": 2}, "POST", GENERATED_TOKENS_PATH, 501),
+        ({"servers": 2}, "POST", GENERATED_TOKENS_PATH, 501),
+        ({}, "POST", "/v1/completions", "passed on"),
+        ({}, "POST", GENERATED_TOKENS_PATH + "/more", "passed on"),
+    ],
+)
+def test_counts_need_a_paused_server_of_one_process(engine, method, path, expected):
+    async def run() -> Any:
+        return await ask(Engine(**engine), {"request_ids": []}, method=method, path=path)
+
+    answer = asyncio.run(run())
+    assert (answer[0] if isinstance(expected, int) else answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ({"type": "http", "headers": [(b"host", b"127.0.0.1")]}, "passed on"),
+        ({"type": "websocket", "headers": []}, "passed on"),
+        ({"type": "lifespan"}, "passed on"),
+        ({"type": "http", "headers": [(b"host", b"127.0.0.1"), (b"Origin", b"https://evil.example")]}, 403),
+        ({"type": "http", "headers": [(b"origin", b"null")]}, 403),
+        ({"type": "websocket", "headers": [(b"origin", b"null")]}, {"type": "websocket.close", "code": 1008}),
+    ],
+)
+def test_requests_with_an_origin_are_refused(scope, expected):
+    answer = asyncio.run(answer_of(BrowserGuard, scope))
+    if expected == 403:
+        assert answer[0] == 403 and "--allowed-origins" in answer[1]["error"]
+    else:
+        assert answer == expected
+
+
+@pytest.mark.server
+def test_real_server_refuses_a_web_page(server):
+    """A form of a page needs no preflight request: it sends its body as text."""
+    body = json.dumps({"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}})
+    headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    response = requests.post(f"{server.base_url}/collective_rpc", data=body, headers=headers, timeout=30)
+    assert response.status_code == 403
+    assert requests.get(f"{server.base_url}/health", timeout=30).status_code == 200

@@ -1,0 +1,113 @@
+"""Sessions of processes: found as a whole, ended as a whole, and watched over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing import shared_memory
+
+import psutil
+import pytest
+
+from trl_april.server import process as process_session
+from trl_april.server.process import ServerProcess, end_session, session_members
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def start(program: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True, **options)
+
+
+# Ignores SIGTERM, as its child does.
+STUBBORN = """
+    import signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True)"
+    subprocess.Popen([sys.executable, "-c", child + "; time.sleep(600)"])
+    time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize("leader_ends", [False, True])
+def test_session_is_killed_with_its_orphans(leader_ends):
+    process = start(STUBBORN.format(seconds=0 if leader_ends else 600))
+    assert process.stdout.readline() == "child\n"
+    if leader_ends:
+        process.wait(20)
+    assert len(session_members(process.pid)) == (1 if leader_ends else 2)
+    end_session(process.pid, grace=0.3)
+    assert not session_members(process.pid)
+    process.communicate()
+
+
+def test_process_that_left_the_session_is_found_through_its_parent():
+    process = start("import subprocess; subprocess.run(['sleep', '600'], start_new_session=True)")
+    wait_for(lambda: len(session_members(process.pid)) == 2)
+    members = session_members(process.pid)
+    end_session(process.pid, grace=5.0)
+    process.communicate()
+    assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
+
+
+def test_session_ends_with_its_last_thread():
+    """A process whose first thread has ended looks like a zombie, but still holds its port."""
+    process = start("""
+        import ctypes, socket, threading, time
+        held = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=lambda: (print("held", flush=True), time.sleep(600))).start()
+        ctypes.CDLL(None).pthread_exit(None)
+    """)
+    assert process.stdout.readline() == "held\n"
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    assert [member.pid for member in session_members(process.pid)] == [process.pid]
+    end_session(process.pid, 0.0)
+    assert not session_members(process.pid)
+    process.communicate()
+
+
+def test_shared_memory_of_a_killed_process_is_freed(monkeypatch):
+    monkeypatch.setattr(process_session, "TRACKER_WAIT", 30.0)  # of a busy machine
+    monkeypatch.setattr(process_session, "KILL_WAIT", 40.0)
+    process = start("""
+        import signal, time
+        from multiprocessing import shared_memory
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        block = shared_memory.SharedMemory(create=True, size=1024)
+        print(block.name, flush=True)
+        time.sleep(600)
+    """)
+    name = process.stdout.readline().strip()
+    wait_for(lambda: len(session_members(process.pid)) == 2)  # with Python's resource tracker
+    end_session(process.pid, grace=0.2)
+    process.communicate()
+    with pytest.raises(FileNotFoundError):
+        shared_memory.SharedMemory(name=name)
+
+
+def test_processes_that_nothing_ends_are_named(monkeypatch, caplog):
+    process = start("import time; time.sleep(600)")
+    monkeypatch.setattr(process_session, "KILL_WAIT", -1.0)
+    monkeypatch.setattr(process_session, "_signal", lambda processes, number: None)
+    end_session(process.pid, grace=0.0)
+    assert f"could not be ended and keep their memory and ports: {process.pid}. End them by hand" in caplog.text
+    process.kill()
+    process.communicate()
+
+
+def test_watchdog_ends_with_the_server():
+    others = {child.pid for child in psutil.Process().children()}
+    server = ServerProcess(["sleep", "600"], os.environ)
+    children = {child.pid for child in psutil.Process().children()} - others
+    assert server.process.pid in children and len(children) == 2
+    server.end()
+    assert not {child.pid for child in psutil.Process().children()} & children

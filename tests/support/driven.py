@@ -1,0 +1,166 @@
+"""A run without an engine: the pools of several processes in random rounds."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+from typing import Any
+
+import numpy as np
+
+from trl_april.data.row_json import encode_row
+from trl_april.distributed.scatter import owner_of
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import FinishReason, Group, SampleState, Score
+from trl_april.pool.state import state_dict
+
+
+BUDGET = 12
+REWARDS = (0.0, 1.0, -2.5, float("nan"))
+
+
+def row_of(group_id: int) -> dict[str, Any]:
+    """A dataset row with values of types that JSON does not have."""
+    return {
+        "prompt": [{"role": "user", "content": f"{group_id} + é"}],
+        "number": group_id,
+        "raw": bytes([group_id % 256, 0, 255]),
+        "when": datetime.datetime(2024, 2, 29, 23, 59, 59, group_id % 1000, tzinfo=datetime.UTC),
+        "day": datetime.date(2024, 1, 1) + datetime.timedelta(days=group_id),
+        "array": np.arange(group_id % 4, dtype=np.float32),
+        "nothing": None,
+        "ratio": float("inf") if group_id % 3 else float("nan"),
+    }
+
+
+class DrivenRun:
+    """The pools of some processes, which know of the same groups in the same order, and the batch in training.
+
+    `rng` draws the options of the pools that are not given.
+    """
+
+    def __init__(self, rng: random.Random, processes: int, **options: Any) -> None:
+        self.rng = rng
+        versions_per_round = options.get("versions_per_round", rng.randint(1, 2))
+        bound = options.get("max_staleness", rng.choice([None, *range(6)]))
+        most = 3 if bound is None else bound // versions_per_round + 1
+        self.options = {
+            "quota": rng.randint(1, 4),
+            "over_provisioning": rng.choice([1.0, most, rng.uniform(1.0, most)]),
+            "max_staleness": bound,
+            "versions_per_round": versions_per_round,
+            "dynamic_sampling": rng.random() < 0.5,
+            **options,
+        }
+        self.samples = rng.randint(1, 3)
+        self.pools = [Pool(**self.options) for _ in range(processes)]
+        self.version = rng.randint(0, 3)
+        self.next_id = rng.randint(0, 2)
+        self.in_training: list[list[Group]] = [[] for _ in range(processes)]
+
+    def pool_of(self, group_id: int) -> Pool:
+        return self.pools[owner_of(group_id, len(self.pools))]
+
+    def round(self) -> list[Group]:
+        """Run a round and return its batch, which is in training until the next round."""
+        rng = self.rng
+        for pool in self.pools:
+            pool.begin_round(self.version)
+        self._admit()
+        for pool in self.pools:
+            for _, sample in pool.ready():
+                if rng.random() < 0.8:
+                    pool.start(sample)
+                    self._generate(pool, sample, rng.randint(0, 4))
+        while not self.pools[0].schedule.quota_met:
+            unfinished = [(pool, group) for pool in self.pools for group in pool if not group.is_finished]
+            if unfinished:
+                self._complete(*rng.choice(unfinished))
+            self._score(1.0)
+            self._agree()
+            self._admit()
+        for pool in self.pools:  # at the abort, some samples have just finished and are not scored yet
+            for group in pool:
+                if rng.random() < 0.2:
+                    self._complete(pool, group)
+                for sample in group.samples:
+                    if sample.state is SampleState.RUNNING:
+                        pool.park(sample)
+        self._score(0.5)
+        self._agree()
+        self.in_training = [pool.take() for pool in self.pools]
+        self.version += rng.randint(0, self.options["versions_per_round"])
+        return [group for groups in self.in_training for group in groups]
+
+    def states(self, *, in_training: bool = True) -> list[dict[str, Any]]:
+        """The state of each process in a checkpoint."""
+        return [
+            state_dict(pool, groups if in_training else [])
+            for pool, groups in zip(self.pools, self.in_training, strict=True)
+        ]
+
+    def groups(self) -> dict[int, Group]:
+        """All groups of the pools, and those in training, by id."""
+        batch = [group for groups in self.in_training for group in groups]
+        return {group.group_id: group for group in [*batch, *(group for pool in self.pools for group in pool)]}
+
+    def _admit(self) -> None:
+        for _ in range(self.pools[0].schedule.room):
+            for pool in self.pools:
+                if pool is self.pool_of(self.next_id):
+                    prompt_ids = [self.rng.randrange(2**31) for _ in range(self.rng.randint(1, 3))]
+                    pool.admit(
+                        self.next_id, row_of(self.next_id), prompt_ids,
+                        num_generations=self.samples, max_completion_length=BUDGET,
+                    )  # fmt: skip
+                else:
+                    pool.schedule.admit(self.next_id)
+            self.next_id += 1
+
+    def _generate(self, pool: Pool, sample: Any, count: int) -> None:
+        count = min(count, BUDGET - len(sample))
+        # Log-probabilities with all bits of a 32-bit number in use.
+        pool.record(
+            sample,
+            [self.rng.randrange(2**31) for _ in range(count)],
+            [-self.rng.random() * 10 ** self.rng.randint(-40, 3) for _ in range(count)],
+        )
+
+    def _complete(self, pool: Pool, group: Group) -> None:
+        for sample in group.samples:
+            if sample.state is SampleState.FINISHED:
+                continue
+            if sample.state is not SampleState.RUNNING:
+                pool.start(sample)
+            self._generate(pool, sample, 1)
+            pool.finish(sample, self.rng.choice(list(FinishReason)))
+
+    def _score(self, share: float) -> None:
+        """Accept or reject a share of the finished groups."""
+        for pool in self.pools:
+            for group in pool.unscored():
+                if self.rng.random() > share:
+                    continue
+                rewards = [[self.rng.choice(REWARDS) for _ in range(2)] for _ in group.samples]
+                logged = [{"text": f"é{i}", "n": i} for i in range(len(group.samples))]
+                score = Score(rewards, {"logged": logged, "value": [0.5] * len(group.samples)})
+                if self.rng.random() < 0.7:
+                    pool.accept(group, score)
+                else:
+                    pool.reject(group, score)
+                    for other in self.pools:
+                        if other is not pool:
+                            other.schedule.reject(group.group_id)
+
+    def _agree(self) -> None:
+        finished = [group_id for pool in self.pools for group_id in pool.finished_here]
+        for pool in self.pools:
+            pool.learn(finished)
+
+
+def canonical(state: dict[str, Any]) -> str:
+    """A pool's state as text, for an exact comparison that includes NaN and the bits of log-probabilities."""
+    rows = [encode_row(row) for row in state["rows"]]
+    arrays = {"token_ids": state["token_ids"].tolist(), "logprobs": state["logprobs"].tobytes().hex()}
+    return json.dumps({**state, "rows": rows, **arrays}, sort_keys=True)

@@ -1,0 +1,293 @@
+"""A small HTTP server for the part of vLLM's protocol that trl_april uses, with faults on request.
+
+Token `position` of a completion is `100 + position`, with log-probability `-1 / (position + 1)`. Positions continue
+across a resumed prompt, whose first `prompt_length` tokens are the prompt proper. The form is that of vLLM 0.31.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+HANG_GUARD = 20.0  # seconds; nothing here takes that long unless it hangs
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request as it arrived."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]  # names in any case
+    body: Any
+    peer: tuple[str, int]  # which connection
+
+
+@dataclass
+class Stream:
+    """The answer to a streamed completion, written by hand."""
+
+    request_id: str  # as in `/abort_requests`
+    body: dict[str, Any]
+    request: web.Request
+    response: web.StreamResponse
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    events: int = 0  # written so far
+
+    async def raw(self, data: bytes) -> None:
+        """Send bytes unchanged, in a write of their own."""
+        await self.response.write(data)
+
+    def event(
+        self, token_ids: list[int], logprobs: Any = None, finish_reason: str | None = None, **other: Any
+    ) -> bytes:
+        """One event as vLLM writes it; the first one of a stream echoes the prompt."""
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": "",
+            "logprobs": {
+                "text_offset": [0] * len(token_ids),
+                "token_logprobs": [-1.0] * len(token_ids) if logprobs is None else logprobs,
+                "tokens": [f"token_id:{token_id}" for token_id in token_ids],
+                "top_logprobs": [None] * len(token_ids),
+            },
+            "finish_reason": finish_reason,
+            "stop_reason": None,
+            "token_ids": token_ids,
+            "prompt_token_ids": self.body["prompt"] if not self.events else None,
+            **other,
+        }
+        self.events += 1
+        answer = {"id": self.request_id, "object": "text_completion", "created": 1, "model": self.body["model"]}
+        return b"data: " + json.dumps({**answer, "choices": [choice]}).encode() + b"\n\n"
+
+    async def tokens(self, *args: Any, **kwargs: Any) -> None:
+        """Send one event; arguments as of `event`."""
+        await self.raw(self.event(*args, **kwargs))
+
+    async def done(self) -> None:
+        """Send the end of the stream."""
+        await self.raw(b"data: [DONE]\n\n")
+
+    async def stall(self) -> None:
+        """Send nothing until the request is aborted."""
+        async with asyncio.timeout(HANG_GUARD):
+            await self.aborted.wait()
+
+    def drop(self) -> None:
+        """Break the connection."""
+        assert self.request.transport is not None
+        self.request.transport.abort()
+
+
+@dataclass(eq=False, repr=False)
+class FakeVLLM:
+    """The server, on its own thread for the length of a `with` block. All fields may change while it runs."""
+
+    # Reported configuration.
+    model: str = "tiny"
+    model_path: str = "/nowhere/tiny"
+    vocab_size: int = 1000
+    max_model_len: int = 4096
+    dtype: str = "torch.float32"
+    quantization: str | None = None
+    device: str = "cpu"
+    logprobs_mode: str = "processed_logprobs"
+    weight_transfer: dict[str, Any] | None = None
+    version: str = "0.31.0"
+    more_config: dict[str, Any] = field(default_factory=dict)
+    api_key: str | None = None  # required under `/v1`, as in vLLM
+    dev_endpoints: bool = True  # as with `VLLM_SERVER_DEV_MODE=1`
+    # Answers.
+    prompt_length: int = 3  # tokens of every prompt that were not generated
+    length: int = 10  # tokens of a completion, over all its requests
+    pace: float = 0.0  # seconds per token
+    script: Callable[[Stream], Awaitable[None]] | None = None  # answers streamed completions instead
+    answers: dict[str, tuple[int, str]] = field(default_factory=dict)  # (status, text) instead, by path
+    prompt_logprobs: Callable[[list[int]], list[float]] = lambda token_ids: [-1.0] * (len(token_ids) - 1)
+    weight_version: str = "default"
+    holds_new_weights: bool = True  # whether `/update_weight_version` has an effect
+    # Observations.
+    received: list[Received] = field(default_factory=list)
+    base_url: str = ""
+    _streams: dict[str, Stream] = field(default_factory=dict)
+
+    def received_at(self, path: str) -> list[Received]:
+        return [request for request in self.received if request.path == path]
+
+    @property
+    def live(self) -> set[str]:
+        """Ids of the completions that are being streamed."""
+        return set(self._streams)
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
+
+    def __enter__(self) -> FakeVLLM:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-vllm", daemon=True)
+        self._thread.start()
+        self._in_loop(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._in_loop(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(HANG_GUARD)
+        self._loop.close()
+
+    def _in_loop(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANG_GUARD)
+
+    async def _start(self) -> None:
+        app = web.Application(middlewares=[self._gate], client_max_size=2**26)
+        for path in ("health", "version", "metrics", "v1/models"):
+            app.router.add_get(f"/{path}", getattr(self, "_" + path.removeprefix("v1/")))
+        app.router.add_post("/v1/completions", self._completions)
+        if self.dev_endpoints:
+            for path in ("server_info", "weight_info"):
+                app.router.add_get(f"/{path}", getattr(self, f"_{path}"))
+            for path in ("abort_requests", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
+                app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
+        # As in vLLM, a client that leaves ends its requests.
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.base_url = f"http://{host}:{port}"
+
+    @web.middleware
+    async def _gate(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        assert request.transport is not None
+        text = await request.text()
+        peer = request.transport.get_extra_info("peername")[:2]
+        body = json.loads(text) if text else None
+        self.received.append(Received(request.method, request.path, request.headers.copy(), body, peer))
+        if request.path in self.answers:
+            status, text = self.answers[request.path]
+            return web.Response(status=status, text=text)
+        authorization = request.headers.get("Authorization")
+        if self.api_key is not None and request.path.startswith("/v1") and authorization != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        labels = f'{{engine="0",model_name="{self.model}"}}'
+        return web.Response(
+            text="# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
+            f"vllm:num_requests_running{labels} {float(len(self._streams))}\n"
+            f"vllm:num_requests_waiting{labels} 0.0\n"
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        model = {"model": self.model_path, "max_model_len": self.max_model_len, "dtype": self.dtype}
+        config = {
+            "model_config": {**model, "quantization": self.quantization, "logprobs_mode": self.logprobs_mode},
+            "device_config": {"device": self.device},
+            "weight_transfer_config": self.weight_transfer,
+            **self.more_config,
+        }
+        as_json = request.query.get("config_format") == "json"
+        return web.json_response({"vllm_config": config if as_json else str(config), "vllm_env": {}})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        version = (await request.json())["new_version"]
+        if self.holds_new_weights:
+            self.weight_version = version
+        return web.json_response({"success": True, "new_version": version})
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        return await self._load(request)
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return web.json_response({"results": [None]})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": not self._streams})
+
+    async def _abort_requests(self, request: web.Request) -> web.Response:
+        # Unknown ids are counted and ignored; no ids at all mean all requests.
+        names = (await request.json()).get("request_ids") or list(self._streams)
+        for name in names:
+            if name in self._streams:
+                self._streams[name].aborted.set()
+        return web.json_response({"status": "aborted", "aborted": len(names)})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = body["prompt"]
+        # vLLM accepts the id that equals the size of the vocabulary.
+        if any(not 0 <= token_id <= self.vocab_size for token_id in prompt):
+            message = f"Token id {max(prompt)} is out of vocabulary"
+            return web.json_response({"error": {"message": message}}, status=400)
+        if len(prompt) + body["max_tokens"] > self.max_model_len:
+            return web.json_response({"error": {"message": "maximum context length"}}, status=400)
+        if body.get("stream"):
+            return await self._stream(request, body)
+        choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length"}
+        if body.get("prompt_logprobs") is not None:
+            logprobs = zip(prompt[1:], self.prompt_logprobs(prompt), strict=True)
+            choice["prompt_logprobs"] = [None, *({str(token_id): {"logprob": value}} for token_id, value in logprobs)]
+        return web.json_response({"id": "cmpl-check", "model": self.model, "choices": [choice]})
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        stream = Stream(f"cmpl-{request.headers['X-Request-Id']}-0", body, request, response)
+        self._streams[stream.request_id] = stream
+        try:
+            await (self.script or self.generate)(stream)
+        except ConnectionResetError:
+            pass  # the client, or the script, broke the connection
+        finally:
+            del self._streams[stream.request_id]
+        return response
+
+    async def generate(self, stream: Stream) -> None:
+        """Answer as a healthy server; scripts may use it for some of the requests."""
+        body = stream.body
+        start = position = len(body["prompt"]) - self.prompt_length
+        stop = min(self.length, start + body["max_tokens"])
+        while True:
+            count = min(body.get("stream_interval", 1), stop - position)
+            try:
+                async with asyncio.timeout(self.pace * count):
+                    await stream.aborted.wait()
+            except TimeoutError:
+                pass
+            cut = stream.aborted.is_set()
+            if cut:
+                count = min(1, count - 1)  # generated but not yet streamed; sent with the abort
+            ids = [100 + place for place in range(position, position + count)]
+            logprobs = [-1 / (place + 1) for place in range(position, position + count)]
+            position += count
+            if cut and position == start:
+                break  # vLLM sends only the end of a stream without tokens
+            ended = "abort" if cut else "stop" if position == self.length else "length" if position == stop else None
+            await stream.tokens(ids, logprobs, ended)
+            if ended:
+                break
+        await stream.done()

@@ -1,0 +1,44 @@
+"""A trainer without a server: everything after the rounds is real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trl_april.distributed.processes import OneProcess
+from trl_april.pool.samples import Group
+from trl_april.rollout.round import Round
+from trl_april.session import RolloutSession
+from trl_april.trainer import APRILGRPOTrainer
+from trl_april.training.run_log import RunLog
+
+
+class GivenBatches(RolloutSession):
+    """A session without rollouts: it logs, and saves nothing."""
+
+    def __init__(self) -> None:
+        self.scorer, self.run_log, self._processes = None, RunLog(), OneProcess()
+
+    def save(self, checkpoint: Path) -> None: ...
+
+    def release_trained(self, micro_steps: int) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ServerlessTrainer(APRILGRPOTrainer):
+    """A trainer with APRIL on whose next batch is `groups`, scored under the policy version `version`."""
+
+    groups: Sequence[Group] = ()
+    version = 0
+
+    def _attach_server(self) -> None:
+        self.use_vllm = True
+        self._last_loaded_step = self.state.global_step
+
+    def _run_round(self) -> Round:
+        self._session = self._session or GivenBatches()
+        self._last_loaded_step = self.state.global_step
+        return Round(self.version, groups=list(self.groups))

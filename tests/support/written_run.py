@@ -1,0 +1,111 @@
+"""Run logs of simulated rounds of a real pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.simulated_rounds import Curve, Lengths, SimulatedRounds, bent, lognormal
+from trl_april.pool.pool import Pool
+from trl_april.rollout.round import Round
+from trl_april.training.batch import round_metrics
+from trl_april.training.run_log import RunLog
+
+
+class WrittenRun:
+    """A training run on a simulated clock, whose `output_dir` is `folder`.
+
+    `lengths` and `curve` are as for [`SimulatedRounds`]; `options` are added to the `run` line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        factor: float = 2.0,
+        *,
+        lengths: Lengths | None = None,
+        curve: Curve = bent,
+        quota: int = 8,
+        max_staleness: int = 5,
+        training_seconds: float = 0.3,
+        sync_seconds: float = 0.05,
+        resumed_at: int | None = None,
+        reward: Callable[[int], float] = lambda step: 0.9 - 0.6 / (1 + step / 8),
+        **options: object,
+    ) -> None:
+        self.now = 1000.0
+        self.pool = Pool(quota, over_provisioning=factor, max_staleness=max_staleness)
+        self.rounds = SimulatedRounds(self.pool, lengths or lognormal(1.0), curve, prefill=1e-5, overhead=0.01)
+        self.training_seconds, self.sync_seconds, self.reward = training_seconds, sync_seconds, reward
+        self.max_staleness = max_staleness
+        self.log = RunLog(
+            folder,
+            {
+                "over_provisioning": factor,
+                "max_staleness": max_staleness,
+                "staleness_policy": "wait",
+                "overlap_generation": False,
+                "resume_kv": "recompute",
+                "dynamic_sampling": False,
+                "quota": quota,
+                "group_size": 4,
+                "max_completion_length": 1000,
+                "versions_per_round": 1,
+                **options,
+            },  # fmt: skip
+            resumed_at_step=resumed_at,
+            clock=lambda: self.now,
+        )
+        self.rounds.version = resumed_at or 0
+
+    def go(self, count: int = 20) -> WrittenRun:
+        """Write rounds of one optimiser step each, and return self."""
+        for _ in range(count):
+            self.step()
+        return self
+
+    def step(self) -> Round:
+        """Write one round and its optimiser step."""
+        log = self.log
+        log.step_began()
+        with log.timing("sync"):
+            self.now += self.sync_seconds
+        done = self.rounds.run_round()
+        done.started = self.now
+        done.in_flight = in_flight(done)
+        done.launched_lengths = [trace.held + trace.tokens for trace in done.traces]
+        samples = [sample for group in done.groups for sample in group.samples]
+        done.carried_tokens = sum(s.length for one in samples for s in one.segments if s.version < done.version)
+        done.abort_seconds = min(done.seconds, 0.01)
+        self.now += done.seconds
+        metrics = round_metrics(done, self.pool, sync_seconds=self.sync_seconds, max_staleness=self.max_staleness)
+        log.note(metrics)
+        with log.timing("scoring"):
+            self.now += 0.02
+        log.note(corrections(done))
+        reward = self.reward(done.version)
+        log.write_round(done, {"reward": reward, "reward_std": 0.2, "rewards/right/mean": reward})
+        self.now += self.training_seconds
+        log.step_ended(done.version + 1)
+        self.now += 0.03  # neither round nor step
+        return done
+
+
+def in_flight(done: Round) -> list[tuple[float, int]]:
+    """Requests in flight at every change."""
+    changes = sorted([(trace.began, 1) for trace in done.traces] + [(trace.ended, -1) for trace in done.traces])
+    points, count = [], 0
+    for time, change in changes:
+        count += change
+        points.append((time, count))
+    return points
+
+
+def corrections(done: Round) -> dict[str, float]:
+    """Effective sample sizes that decrease with the age."""
+    ages = {done.version - s.version for group in done.groups for sample in group.samples for s in sample.segments}
+    names = {("age_0", "age_1", "age_2", "age_3+")[min(age, 3)]: age for age in sorted(ages, reverse=True)}
+    return {
+        f"correction/{name}/effective_sample_size": 1 / (1 + 0.05 * age + 0.002 * done.version * age)
+        for name, age in names.items()
+    } | {"correction/length_q1/effective_sample_size": 0.9}

@@ -1,0 +1,193 @@
+"""APRIL's options: defaults, command line and YAML, and refused values."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from transformers import HfArgumentParser
+from trl import GRPOConfig, TrlParser
+
+from trl_april.config import APRILGRPOConfig, AprilOptions
+from trl_april.errors import AprilError, ConfigError
+
+
+CPU = {"use_cpu": True, "bf16": False}
+OWN = {
+    "over_provisioning": 1.5,
+    "max_staleness": 3,
+    "staleness_policy": "ignore",
+    "resume_kv": "reuse",
+    "overlap_generation": True,
+    "dynamic_sampling": True,
+    "max_rejected_groups_per_round": 40,
+    "weight_sync": "filesystem",
+    "weight_sync_dir": "/some/where",
+    "stream_interval": 32,
+    "save_on_signal": True,
+    "max_parked_tokens": 1_000_000,
+}
+
+
+def own(args: APRILGRPOConfig) -> dict:
+    return {name: getattr(args, name) for name in OWN}
+
+
+def test_the_fields_and_their_defaults():
+    assert own(APRILGRPOConfig("out", **CPU)) == {
+        "over_provisioning": 2.0,
+        "max_staleness": 5,
+        "staleness_policy": "wait",
+        "resume_kv": "recompute",
+        "overlap_generation": False,
+        "dynamic_sampling": False,
+        "max_rejected_groups_per_round": None,
+        "weight_sync": "auto",
+        "weight_sync_dir": None,
+        "stream_interval": 64,
+        "save_on_signal": False,
+        "max_parked_tokens": None,
+    }
+    ours = {field.name: field for field in dataclasses.fields(APRILGRPOConfig)}
+    trls = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    assert ours.keys() - trls.keys() == set(OWN)
+    changed = {
+        name: ours[name].default
+        for name, field in trls.items()
+        if (field.default, field.default_factory) != (ours[name].default, ours[name].default_factory)
+    }
+    assert changed == {
+        "use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"
+    }  # fmt: skip
+
+
+def test_every_field_is_documented(capsys):
+    for name in (*OWN, "use_vllm", "vllm_mode", "vllm_importance_sampling_mode"):
+        help_text = APRILGRPOConfig.__dataclass_fields__[name].metadata["help"]
+        assert help_text.endswith(".") and name in APRILGRPOConfig.__doc__
+    with pytest.raises(SystemExit) as ended:  # argparse formats the texts
+        TrlParser(APRILGRPOConfig).parse_args_into_dataclasses(["--help"])
+    assert ended.value.code == 0 and "--over_provisioning" in capsys.readouterr().out
+
+
+def test_options_come_from_the_config_or_are_the_defaults():
+    assert dataclasses.asdict(AprilOptions.of(APRILGRPOConfig("out", **CPU, **OWN))) == OWN
+    assert (
+        AprilOptions.of(APRILGRPOConfig("out", **CPU)) == AprilOptions.of(GRPOConfig("out", **CPU)) == AprilOptions()
+    )
+
+
+COMMAND_LINE = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+def test_the_command_line(parser):
+    options = [text for name, value in OWN.items() for text in (f"--{name}", str(value))]
+    (args,) = parser(APRILGRPOConfig).parse_args_into_dataclasses(
+        [*COMMAND_LINE, *options, "--num_generations", "4", "--use_vllm", "false"]
+    )
+    assert own(args) == OWN
+    assert (args.num_generations, args.use_vllm, args.vllm_mode) == (4, False, "server")
+
+
+def test_the_command_line_overrides_yaml(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("output_dir: out\nuse_cpu: true\nbf16: false\nmax_staleness: null\nover_provisioning: 9.5\n")
+    (args,) = HfArgumentParser(APRILGRPOConfig).parse_yaml_file(path)
+    assert (args.max_staleness, args.over_provisioning) == (None, 9.5)
+    (args,) = TrlParser(APRILGRPOConfig).parse_args_and_config(
+        ["--config", str(path), "--stream_interval", "16", "--over_provisioning", "3.5"]
+    )
+    assert (args.max_staleness, args.over_provisioning, args.stream_interval) == (None, 3.5, 16)
+
+
+def test_a_saved_config_makes_the_same_config_again():
+    args = APRILGRPOConfig("out", **CPU, **OWN)
+    stored = json.loads(args.to_json_string())
+    assert {name: stored[name] for name in OWN} == OWN
+    assert own(APRILGRPOConfig("out", **CPU, **{name: stored[name] for name in OWN})) == OWN
+    assert {name: args.to_sanitized_dict()[name] for name in OWN} == OWN
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"over_provisioning": 0.5}, ["over_provisioning is 0.5", "at least 1.0", "1.0 is synchronous"]),
+        ({"over_provisioning": math.nan}, ["over_provisioning is nan", "finite"]),
+        ({"over_provisioning": math.inf, "max_staleness": None}, ["over_provisioning is inf", "finite"]),
+        (
+            {"over_provisioning": 4.5, "max_staleness": 3},
+            ["over_provisioning is 4.5", "max_staleness=3", "at most 4", "Lower it, or raise"],
+        ),
+        ({"over_provisioning": "fast"}, ["over_provisioning is 'fast'", "at least 1.0", "'auto'"]),
+        ({"over_provisioning": "0.5"}, ["over_provisioning is 0.5", "at least 1.0"]),
+        ({"over_provisioning": None}, ["over_provisioning is None", "a number", "'auto'"]),
+        ({"over_provisioning": True}, ["over_provisioning is True", "a number"]),
+        ({"over_provisioning": "auto", "max_staleness": -1}, ["max_staleness is -1", "cannot be negative"]),
+        ({"over_provisioning": "auto", "staleness_policy": "drop"}, ["staleness_policy is 'drop'"]),
+        ({"max_staleness": 0}, ["over_provisioning is 2.0", "max_staleness=0", "at most 1"]),
+        ({"max_staleness": -1}, ["max_staleness is -1", "cannot be negative", "None"]),
+        ({"max_staleness": -1, "staleness_policy": "ignore"}, ["max_staleness is -1", "cannot be negative"]),
+        ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
+        ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, nccl, filesystem"]),
+        ({"resume_kv": "kept"}, ["resume_kv is 'kept'", "recompute, reuse, keep"]),
+        ({"resume_kv": "keep"}, ["Set overlap_generation=True"]),
+        ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
+        ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Omit it"]),
+    ],
+)
+def test_refused_values_are_named_with_rule_and_remedy(wrong, words):
+    for make in (lambda: APRILGRPOConfig("out", **CPU, **wrong), lambda: AprilOptions(**wrong)):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, AprilError)
+        for word in words:
+            assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("'auto'", "auto"), ("2.5", 2.5), ("3", 3.0), ("'3'", 3.0), ("1e0", 1.0)]
+)
+def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"output_dir: out\nuse_cpu: true\nbf16: false\nover_provisioning: {text}\n")
+    words = [*COMMAND_LINE, "--over_provisioning", text.strip("'")]
+    found = [
+        *TrlParser(APRILGRPOConfig).parse_args_and_config(["--config", str(path)]),
+        *HfArgumentParser(APRILGRPOConfig).parse_yaml_file(path),
+        *TrlParser(APRILGRPOConfig).parse_args_into_dataclasses(words),
+        *HfArgumentParser(APRILGRPOConfig).parse_args_into_dataclasses(words),
+    ]
+    assert [args.over_provisioning for args in found] == [value] * 4
+    assert {type(args.over_provisioning) for args in found} == {type(value)}
+
+
+@pytest.mark.parametrize(
+    ("options", "start", "steps"),
+    [
+        ({}, 2.0, 1),
+        ({"max_staleness": None}, 2.0, 1),
+        ({"max_staleness": 0}, 1.0, 1),
+        ({"max_staleness": 3}, 1.0, 4),
+        ({"max_staleness": 5}, 2.0, 4),
+        ({"max_staleness": 3, "staleness_policy": "mask"}, 1.0, 4),
+        ({"over_provisioning": 3.0}, 2.0, 4),
+        ({"over_provisioning": 3.0, "staleness_policy": "ignore"}, 3.0, 4),
+    ],
+)
+def test_the_factor_is_lowered_to_the_bound(options, start, steps, caplog):
+    """With a warning, unless "auto" still has a choice. `steps` optimiser steps train a batch."""
+    assert AprilOptions(**{"over_provisioning": "auto", **options}).bounded_factor(steps) == start
+    if options == {"over_provisioning": 3.0}:
+        assert "over_provisioning is lowered from 3.0 to 2: " in caplog.text
+    elif start > 1 or steps == 1:
+        assert not caplog.records
+    else:
+        assert "'auto' and stays 1, which is synchronous" in caplog.text
+        assert "Set max_staleness to 4 or more for a factor of 2" in caplog.text
+
+
+def test_trls_checks_still_run():
+    with pytest.raises(ValueError, match="divisible by num_generations"):
+        APRILGRPOConfig("out", **CPU, num_generations=3, per_device_train_batch_size=4)

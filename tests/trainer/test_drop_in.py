@@ -1,0 +1,209 @@
+"""Subclasses, processors, models and model cards that work with `GRPOTrainer`. No server is needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import ProcessorMixin, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOTrainer
+
+from tests.support.serverless import ServerlessTrainer
+from tests.support.tiny import build_model, build_tokenizer
+from trl_april import trainer as trainer_module
+from trl_april.config import APRILGRPOConfig
+from trl_april.errors import ConfigError
+from trl_april.trainer import APRILGRPOTrainer
+from trl_april.weights.canary import depends_on_width
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DATASET = Dataset.from_list([{"prompt": f"{number}+{number}="} for number in range(16)])
+
+
+def make_trainer(folder: Path, trainer_class: type[APRILGRPOTrainer] = ServerlessTrainer, **changes):
+    arguments = {"model": build_model(), "processing_class": build_tokenizer(), **changes.pop("arguments", {})}
+    options = {
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 40, "max_steps": 2,
+        "report_to": [], "save_strategy": "no", "bf16": False, "use_cpu": True, "disable_tqdm": True, **changes,
+    }  # fmt: skip
+    return trainer_class(
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=APRILGRPOConfig(str(folder), **options),
+        **{"train_dataset": DATASET, **arguments},
+    )
+
+
+# Subclasses
+
+
+def in_place(rows):
+    """The natural way with conversations."""
+    for row in rows:
+        row["prompt"][-1]["content"] += " Be brief."
+    return rows
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        in_place,
+        lambda rows: [{**row, "prompt": [{"role": "user", "content": "Be brief."}]} for row in rows],
+        lambda rows: [{**row, "weight": 1.0} for row in rows],
+    ],
+)
+def test_changed_prompts_and_columns_are_refused(tmp_path, changed):
+    """The pool trains rows of the dataset, and not those that TRL asks for."""
+
+    class Brief(ServerlessTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions(changed(inputs))
+
+    chats = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{n}="}]} for n in range(16)])
+    with pytest.raises(
+        ConfigError, match=r"Brief changes the prompts or columns of a generation batch.*train_dataset\.map"
+    ):
+        make_trainer(tmp_path, Brief, arguments={"train_dataset": chats}).train()
+
+
+def test_a_subclass_that_generates_itself_is_warned_once(tmp_path, caplog):
+    class Own(ServerlessTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return {"completion_mask": torch.ones(len(inputs), 3), "advantages": torch.zeros(len(inputs))}
+
+    trainer = make_trainer(tmp_path, Own)
+    trainer.model.train()
+    rows = [{"prompt": "a"}] * 8
+    for step in range(3):
+        trainer._step = step
+        trainer._prepare_inputs(rows)
+    assert caplog.text.count("Own generates training batches itself") == 1
+
+
+def test_a_second_request_for_one_batch_is_refused(tmp_path):
+    class Stubborn(ServerlessTrainer):
+        def _run_round(self):
+            raise ZeroDivisionError
+
+        def _generate_and_score_completions(self, inputs):
+            with pytest.raises(ZeroDivisionError):
+                super()._generate_and_score_completions(inputs)
+            return super()._generate_and_score_completions(inputs)
+
+    with pytest.raises(ConfigError, match="Stubborn asks twice for one generation batch.*dynamic_sampling"):
+        make_trainer(tmp_path, Stubborn).train()
+
+
+# Where APRIL is off
+
+
+def rollout(prompts, trainer):
+    raise NotImplementedError
+
+
+def test_april_off_is_logged_before_anything_can_fail(tmp_path, caplog):
+    """Stock GRPO needs another kind of server; its error alone would be puzzling."""
+    with pytest.raises(Exception, match="vllm|vLLM|connect"):
+        make_trainer(
+            tmp_path, APRILGRPOTrainer, arguments={"rollout_func": rollout}, vllm_server_timeout=0.1,
+            vllm_server_base_url="http://127.0.0.1:9", weight_sync="filesystem", max_staleness=3,
+        )  # fmt: skip
+    assert "APRIL is off: rollout_func is given" in caplog.text
+    assert "have no effect: max_staleness, weight_sync." in caplog.text
+    assert "a vLLM server with its own GPUs and without an API key" in caplog.text
+
+
+def test_a_subclass_keeps_its_own_name_on_the_model_card(tmp_path):
+    class Named(APRILGRPOTrainer):
+        _name = "Mine"
+
+    trainer = make_trainer(tmp_path, Named, use_vllm=False)
+    assert (trainer._name, trainer._paper, trainer._tag_names) == ("Mine", GRPOTrainer._paper, GRPOTrainer._tag_names)
+
+
+# Processors and models
+
+
+class Beside(ProcessorMixin):
+    """An image processor beside a text-only model."""
+
+    attributes = ["tokenizer"]
+    tokenizer_class = "AutoTokenizer"
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
+
+
+def test_a_text_model_may_have_an_image_processor(tmp_path):
+    model = build_model()
+    trainer = make_trainer(tmp_path, arguments={"model": model, "processing_class": Beside(build_tokenizer())})
+    assert trainer.april_enabled
+    assert not hasattr(model.config, "image_token_id"), "the config is restored"
+
+
+def test_a_text_model_by_name_with_an_image_processor_is_refused(tmp_path):
+    build_model().save_pretrained(tmp_path / "model")
+    arguments = {"model": str(tmp_path / "model"), "processing_class": Beside(build_tokenizer())}
+    with pytest.raises(ConfigError, match="takes text only, but its processor takes images. Pass the loaded model"):
+        make_trainer(tmp_path, arguments=arguments)
+
+
+def rope(kind: str, **more: float) -> dict:
+    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "matters"),
+    [
+        (rope("default"), False), (rope("linear", factor=2.0), False), (rope("dynamic", factor=4.0), True),
+        ({"rope_theta": 10000.0, "type": "longrope"}, True),
+        ({"full_attention": rope("dynamic", factor=4.0), "sliding_attention": rope("default")}, True),
+        ({"full_attention": rope("linear", factor=4.0), "sliding_attention": rope("default")}, False),
+    ],
+)  # fmt: skip
+def test_models_with_width_dependent_frequencies_are_known(parameters, matters):
+    config = Qwen3Config()
+    config.rope_parameters = parameters
+    assert depends_on_width(config) is matters
+
+
+def test_a_width_dependent_model_keeps_its_padding(tmp_path, monkeypatch):
+    """Dynamic NTK: beyond `max_position_embeddings` all frequencies change, also those of short completions."""
+    config = build_model().config
+    config.max_position_embeddings, config.rope_parameters = 16, rope("dynamic", factor=4.0)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    trainer = make_trainer(tmp_path, arguments={"model": model}, pad_to_multiple_of=1)
+    prompt, lengths = 4, (5, 40)
+    ids = torch.randint(4, 60, (2, prompt + 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, prompt + lengths[0] :] = 0
+
+    def scored(trainer_class: type) -> torch.Tensor:
+        with torch.no_grad():
+            found = trainer_class._get_per_token_logps_and_entropies(trainer, model, ids, mask, 40, batch_size=1)
+        return found[0] * mask[:, prompt:]
+
+    assert torch.equal(scored(APRILGRPOTrainer), scored(GRPOTrainer))
+    monkeypatch.setattr(trainer_module, "depends_on_width", lambda config: False)
+    assert not torch.allclose(scored(APRILGRPOTrainer)[0], scored(GRPOTrainer)[0], atol=1e-4), "it would matter"
+
+
+# Model cards
+
+
+@pytest.mark.parametrize("april", [True, False])
+def test_the_model_card_names_the_method(tmp_path, april):
+    trainer = make_trainer(tmp_path, ServerlessTrainer if april else APRILGRPOTrainer, use_vllm=april)
+    assert trainer.april_enabled is april
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    said = {name: bool(re.search(name, card)) for name in (r"trained with APRIL", r"- april\b", "zhou2025april")}
+    assert set(said.values()) == {april}, said
+    assert ("shao2024deepseekmath" in card) is not april
+    assert ("april" in trainer.model.model_tags) is april

@@ -1,0 +1,255 @@
+"""Requests that survive a weight sync on the real server: exact versions and log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tests.checkpoint.test_resume import SAVED, assert_continued, numbers, saved_groups
+from tests.trainer.test_overlap import counter
+from tests.trainer.test_trainer import make_trainer, rows_of, wait_until_idle
+from trl_april.engine.protocol import GenerationRequest, RequestMaker
+from trl_april.engine.sampling import sampling_options
+from trl_april.engine.vllm import VLLMEngine
+from trl_april.errors import ServerError
+from trl_april.server.command_line import GENERATED_TOKENS_PATH as PATH
+
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
+
+
+def mixed(models, group, sample):
+    """Log-probabilities of the completion, each segment under its own weights behind keys and values of the others.
+
+    When the weights change, the last token has been sampled and its keys and values have not been computed yet.
+    """
+    ids = torch.tensor([[*group.prompt_ids, *sample.token_ids]])
+    past, end, found = DynamicCache(), len(group.prompt_ids), []
+    for segment in sample.segments:
+        begin, end = end, end + segment.length
+        cached = past.get_seq_length()
+        assert cached == (begin - 1 if found else 0)
+        with torch.no_grad():
+            logits = models[segment.version](ids[:, cached : end - 1], past_key_values=past, use_cache=True).logits[0]
+        found.append(logits[begin - 1 - cached :].log_softmax(-1).gather(-1, ids[0, begin:end, None]).squeeze(-1))
+    return torch.cat(found)
+
+
+def limit_lengths(monkeypatch, length) -> None:
+    """Completions that ignore the end token have `length(group_id)` tokens."""
+    make = RequestMaker.make
+
+    def limited(maker, group, sample, version):
+        return replace(make(maker, group, sample, version), max_tokens=length(group.group_id) - len(sample))
+
+    monkeypatch.setattr(RequestMaker, "make", limited)
+
+
+@pytest.fixture(scope="module")
+def kept(server, tiny_model_dir, tmp_path_factory, one_thread):
+    """A run whose requests survive weight syncs, with evaluation and checkpoints. The first group survives several."""
+    trainer = make_trainer(
+        server, tiny_model_dir, tmp_path_factory.mktemp("kept"), resume_kv="keep", overlap_generation=True,
+        over_provisioning=4.0, max_completion_length=600, generation_kwargs={"ignore_eos": True}, max_steps=10,
+        eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=16, eval_dataset=rows_of(4), **SAVED,
+    )  # fmt: skip
+    trainer.failed = fail_once_while_paused(trainer.vllm_generation, server, ServerError("The connection was reset."))
+    with pytest.MonkeyPatch.context() as patch:
+        limit_lengths(patch, lambda group_id: 50 + 40 * (group_id % 10) if group_id else 600)
+        trainer.train()
+    return trainer
+
+
+def fail_once_while_paused(generation, server, error: Exception) -> list[bool]:
+    """Lose the server's answer to new weights; returns a list of lost answers."""
+    answer, failed = generation.server.request, []
+
+    def fail(method, path, *args, **options):
+        if path == "collective_rpc" and not failed:
+            if requests.get(f"{server.base_url}/is_paused", timeout=10).json()["is_paused"]:  # or nothing ran
+                failed.append(True)
+                raise error
+        return answer(method, path, *args, **options)
+
+    generation.server.request = fail
+    return failed
+
+
+class TestKept:
+    def test_no_request_is_aborted(self, kept):
+        assert sum(done.aborted_requests for done in kept.rounds) == 0
+        # Some request lived through a sync; how many of them depends on the speed of server and trainer.
+        assert max(len(s.segments) for group in kept.trained_groups for s in group.samples) > 1
+
+    def test_every_token_is_trained_once_within_the_bound(self, kept, server):
+        assert kept.failed, "a sync was to be done again, and requests to live through that, too"
+        assert len(kept.pool) == 0 and wait_until_idle(server) == 0
+        assert sorted(group.group_id for group in kept.trained_groups) == list(range(40))
+        assert set(numbers(kept.trained_groups).values()) == {1}
+        tokens = sum(group.num_tokens for group in kept.trained_groups)
+        assert tokens == kept.pool.counters.tokens_generated == kept.pool.counters.tokens_taken
+        ages = [done.version - s.segments[0].version for done in kept.rounds for g in done.groups for s in g.samples]
+        assert 1 <= max(ages) <= kept.args.max_staleness
+
+    def test_every_token_has_the_version_that_sampled_it(self, kept, tiny_model_dir):
+        """To the token, also in the middle of what is streamed as one chunk."""
+        models = {}
+        for version, weights in kept.weights.items():
+            models[version] = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+            models[version].load_state_dict(weights, strict=False)
+        inside = 0
+        for group in kept.trained_groups:
+            for sample in group.samples:
+                recorded = torch.tensor(sample.logprobs.tolist())
+                assert (mixed(models, group, sample) - recorded).abs().max() < 1e-4
+                first = sample.segments[0].length
+                inside += len(sample.segments) > 1 and first % 64 != 1
+        assert inside > 0
+
+    def test_a_checkpoint_holds_every_arrived_token(self, server, tiny_model_dir, tmp_path, kept):
+        """It was written after an evaluation, whose weight sync the requests survived."""
+        checkpoint = Path(kept.args.output_dir, "checkpoint-4")
+        resumed = make_trainer(
+            server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=4.0,
+            max_completion_length=600, max_steps=10,
+        )  # fmt: skip
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert_continued(saved_groups(checkpoint), resumed.trained_groups)
+        before = [group for done in kept.rounds[:4] for group in done.groups]
+        assert set(numbers(before + resumed.trained_groups).values()) == {1} and len(resumed.pool) == 0
+
+
+async def completion(engine: VLLMEngine, request: GenerationRequest, begun: asyncio.Event):
+    """All of a stream."""
+    tokens, reason = 0, None
+    async for chunk in engine.generate(request):
+        tokens, reason = tokens + len(chunk.token_ids), chunk.finish_reason
+        begun.set()
+    return tokens, reason
+
+
+@pytest.fixture
+def engine(server):
+    model = requests.get(f"{server.base_url}/v1/models", timeout=10).json()["data"][0]["id"]
+    sampling = sampling_options(generation_kwargs={"ignore_eos": True})
+    yield VLLMEngine(server.base_url, model, sampling, stream_interval=1000)
+    requests.post(f"{server.base_url}/resume", timeout=10)
+    assert wait_until_idle(server) == 0
+
+
+class TestEndpoint:
+    def test_counted_tokens_are_those_an_abort_delivers(self, server, engine):
+        """Streamed was one token of each; an abort on the paused server brings the others, which is what `hold` does
+        where it cannot hold."""
+
+        async def run():
+            wanted = [GenerationRequest(f"counted-{i}", [5, 6, 7 + i], 0, 2000, "salt") for i in range(5)]
+            begun = [asyncio.Event() for _ in wanted]
+            tasks = [asyncio.create_task(completion(engine, r, b)) for r, b in zip(wanted, begun, strict=True)]
+            for event in begun:
+                await event.wait()
+            name = "vllm:generation_tokens_total"
+            before = await asyncio.to_thread(counter, server, name)
+            async with asyncio.timeout(60):
+                while await asyncio.to_thread(counter, server, name) < before + 100:
+                    await asyncio.sleep(0.02)
+            await asyncio.to_thread(requests.post, f"{server.base_url}/pause?mode=keep&clear_cache=false", timeout=10)
+            names = [request.request_id for request in wanted]
+            first = await engine.generated([*names, "counted-never"])
+            await asyncio.sleep(0.2)
+            assert await engine.generated(names[:2]) == {name: first[name] for name in names[:2]}
+            await engine.abort(names)
+            found = dict(zip(names, await asyncio.gather(*tasks), strict=True))
+            await engine.close()
+            return first, found
+
+        generated, found = asyncio.run(run())
+        assert found == {name: (count, "abort") for name, count in generated.items()}
+        assert min(generated.values()) > 10
+
+    def test_a_request_during_the_pause_has_no_tokens(self, server, engine):
+        async def run():
+            await asyncio.to_thread(requests.post, f"{server.base_url}/pause?mode=keep&clear_cache=false", timeout=10)
+            late = asyncio.create_task(
+                completion(engine, GenerationRequest("late", [5, 6, 7], 0, 30, "salt"), asyncio.Event())
+            )
+            while not (generated := await engine.generated(["late"])):
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(requests.post, f"{server.base_url}/resume", timeout=10)
+            found = await late
+            await engine.close()
+            return generated, found
+
+        assert asyncio.run(run()) == ({"late": 0}, (30, "length"))
+
+
+@pytest.fixture
+def keeping(server, tiny_model_dir, tmp_path, monkeypatch):
+    """A trainer whose first step is short beside the completions of the second one, which run in its weight sync."""
+    limit_lengths(monkeypatch, lambda group_id: 1000 if group_id else 8)
+    return make_trainer(
+        server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=1.0,
+        max_completion_length=1000, per_device_train_batch_size=4, generation_kwargs={"ignore_eos": True}, max_steps=2,
+    )  # fmt: skip
+
+
+class TestServers:
+    def test_requests_are_aborted_without_the_middleware(self, request, monkeypatch, caplog):
+        """A server started by other means: a warning, and training as with "reuse"."""
+        monkeypatch.setattr("trl_april.server.traffic.GENERATED_TOKENS_PATH", PATH + "-that-is-not-there")
+        trainer = request.getfixturevalue("keeping")
+        trainer.train()
+        assert caplog.text.count("resume_kv='keep' is not possible") == 1
+        assert sum(done.aborted_requests for done in trainer.rounds) > 0
+        assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
+
+    @pytest.mark.parametrize(
+        ("places", "waiting", "can_pause", "held"),
+        [(4, 0, True, [3]), (None, None, True, [3]), (5, None, True, [4]), (256, 17, True, []), (256, 0, False, [])],
+        ids=["full", "unknown", "one free", "preempted", "no pause"],
+    )
+    def test_the_canary_waits_for_no_completion(self, keeping, places, waiting, can_pause, held):
+        """A full server frees a slot. All four requests are aborted if preempted ones would come before the canary."""
+        trainer, generation = keeping, keeping.vllm_generation
+        generation.server_info = replace(generation.server_info, max_sequences=places)
+        generation.requests_waiting = lambda: waiting
+        pause, held_requests = generation.pause, []
+
+        def noted() -> bool:
+            if can_pause:
+                held_requests.append(trainer._session.driver.in_flight)
+            return can_pause and pause()
+
+        generation.pause = noted
+        trainer.train()
+        assert held_requests == held
+        assert sum(done.aborted_requests for done in trainer.rounds) == 4 - sum(held)
+        assert set(numbers(trainer.trained_groups).values()) == {1} and len(trainer.pool) == 0
+
+    def test_a_paused_server_is_resumed(self, server, tiny_model_dir, tmp_path, caplog):
+        """A training killed inside a sync leaves it paused."""
+        requests.post(f"{server.base_url}/pause?mode=keep&clear_cache=false", timeout=10).raise_for_status()
+        # Otherwise the first completion would be waited for in vain.
+        rescue = threading.Timer(60.0, requests.post, [f"{server.base_url}/resume"])
+        rescue.start()
+        with caplog.at_level(logging.WARNING, "trl_april"):
+            make_trainer(server, tiny_model_dir, tmp_path)
+        assert rescue.is_alive()
+        rescue.cancel()
+        assert "is paused. It is resumed." in caplog.text
+        assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}
+
+    def test_a_failed_sync_leaves_no_server_paused(self, server, keeping):
+        fail_once_while_paused(keeping.vllm_generation, server, ValueError("that cannot be loaded"))
+        with pytest.raises(ValueError, match="that cannot be loaded"):
+            keeping.train()
+        assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}
+        assert wait_until_idle(server) == 0

@@ -1,0 +1,92 @@
+"""The trainer is killed with -9 at random moments of one training, and resumed each time: nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(400)]
+
+KILLS = 20
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def journals(forker, server, tiny_model_dir, tmp_path_factory) -> list[list[dict[str, Any]]]:
+    """What every attempt has written down."""
+    folder = tmp_path_factory.mktemp("kills")
+    spec = {
+        "url": server.base_url,
+        "model": tiny_model_dir,
+        "folder": str(folder),
+        "rows": 4 * STEPS,
+        "kills": KILLS,
+        "seed": 40,
+        "seconds": 1.0,
+        "options": {
+            "max_steps": STEPS,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "save_total_limit": 2,
+            "max_completion_length": 200,
+            "weight_sync_dir": str(folder),  # what is killed in the middle of a sync leaves files
+        },
+    }
+    (folder / "spec.json").write_text(json.dumps(spec))
+    process = forker.start("kill_worker", folder / "spec.json", {"TOKENIZERS_PARALLELISM": "false"})
+    output = process.communicate(timeout=380)
+    assert process.returncode == 0, output[-6000:]
+    return [read(path) for path in sorted(folder.glob("journal-*.jsonl"))]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a journal but one that was being written when its writer was killed."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def test_every_row_is_trained_once_as_in_an_undisturbed_run(journals):
+    """What counts of a step is the last time that it was trained: what was trained before went with its process."""
+    batches = {}
+    for journal in journals:
+        for entry in journal:
+            if entry["kind"] == "trained":
+                batches[entry["step"]] = entry["groups"]
+    assert sorted(batches) == list(range(STEPS))
+    trained = [(int(group_id), row) for groups in batches.values() for group_id, (row, _) in groups.items()]
+    assert sorted(group_id for group_id, _ in trained) == list(range(4 * STEPS))
+    assert sorted(row for _, row in trained) == list(range(4 * STEPS))
+
+
+def test_what_a_checkpoint_held_is_resumed(journals):
+    """The tokens that an attempt began with are the beginning of what it trains."""
+    held = resumed = 0
+    for journal in journals:
+        start = next((entry for entry in journal if entry["kind"] == "resumed"), None)
+        trained = {i: group for entry in journal if entry["kind"] == "trained" for i, group in entry["groups"].items()}
+        for group_id, (row, samples) in (start["groups"] if start else {}).items():
+            held += sum(map(len, samples))
+            if group_id in trained:
+                assert trained[group_id][0] == row
+                for before, after in zip(samples, trained[group_id][1], strict=True):
+                    assert after[: len(before)] == before
+                    resumed += len(before)
+    assert held > resumed > 0
+
+
+def test_attempts_begin_where_the_last_complete_checkpoint_was(journals):
+    """At most the step in which a process was killed is trained again."""
+    starts = [journal[0]["step"] for journal in journals if journal]
+    assert len(journals) == KILLS + 1
+    assert starts == sorted(starts) and starts[-1] < STEPS
+    # With this seed 6 attempts live until their second batch, so until a checkpoint is complete.
+    assert len(set(starts)) > KILLS // 4
+    last = 0
+    for journal in journals:
+        # A batch that was trained is in the next checkpoint, which may not have been complete yet.
+        assert not journal or journal[0]["step"] in (last, last + 1)
+        last = max([last, *(entry["step"] for entry in journal)])

@@ -1,0 +1,106 @@
+"""Sharded training in two processes on the real server: FSDP2 and DeepSpeed, whole models and adapters.
+
+Every kind trains the same seeded, synchronous run as plain data-parallel training, so the losses have to be the same,
+and the canary and the recorded log-probabilities say whether the weights arrive whole.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.preloaded import launch_preloaded
+
+
+pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(400)]
+
+OPTIONS = {
+    "max_steps": 4,
+    "over_provisioning": 1.0,
+    "max_completion_length": 16,
+    "learning_rate": 1e-3,
+    "generation_kwargs": {"seed": 5},
+    # Evaluation reads the weights with no backward pass before it.
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 4,
+}
+FULL = {"name": "full", "kind": "train_sharded", "options": OPTIONS}
+LORA = {"name": "lora", "kind": "train_sharded", "lora": True, "options": {**OPTIONS, "learning_rate": 1e-2}}
+# As it is meant to be used: partial samples, several versions, another loss.
+APRIL = {"name": "april", "kind": "train_sharded", "options": {"max_steps": 6, "max_completion_length": 240}}
+
+
+@pytest.fixture(scope="module")
+def sharded(server, forker, tiny_model_dir, tmp_path_factory):
+    """Runs of every kind, by the names of their configurations; made when asked for."""
+    folder = tmp_path_factory.mktemp("sharded")
+    made = {}
+
+    def run(config: str):
+        if config not in made:
+            # Plain data-parallel training is only what the losses are compared with.
+            kinds = (FULL, LORA) if config == "cpu_ddp" else (FULL, LORA, APRIL)
+            runs = [{**r, "fsdp": config == "fsdp2"} for r in kinds]
+            # DeepSpeed builds an extension when it is first used, with the ninja that is installed beside Python.
+            env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+            made[config] = launch_preloaded(
+                forker,
+                2,
+                runs,
+                folder / config,
+                model=tiny_model_dir,
+                url=server.base_url,
+                config=f"{config}.yaml",
+                env=env,
+            )
+        assert made[config].code == 0, made[config].output[-6000:]
+        return made[config]
+
+    return run
+
+
+KINDS = ("fsdp2", "zero2", "zero3")
+
+
+def logged(done, name: str, key: str) -> list[float]:
+    return [entry[key] for entry in done.result(name, 0)["log"] if key in entry]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestSharded:
+    @pytest.mark.parametrize("name", ["full", "lora", "april"])
+    def test_the_model_is_really_sharded(self, sharded, kind, name):
+        """A setting that is slightly off runs plain data-parallel training, or two trainings."""
+        results = sharded(kind).results(name, 2)
+        assert [result["kind"] for result in results] == [kind, kind]
+        for result in results:
+            if kind == "zero2":  # only what the optimiser holds
+                trained = result["optimiser"]
+                assert 0 < trained < 0.6 * result["whole"]
+            else:
+                assert 0.4 < result["local"] / result["whole"] < 0.6
+            assert result["optimiser"] > 0
+
+    @pytest.mark.parametrize("key", ["loss", "reward", "entropy", "eval_reward"])
+    @pytest.mark.parametrize("name", ["full", "lora"])
+    def test_it_learns_what_data_parallel_training_learns(self, sharded, kind, name, key):
+        expected = logged(sharded("cpu_ddp"), name, key)
+        assert len(expected) == (3 if "eval" in key else 4)
+        assert "eval" in key or len(set(expected)) == 4
+        assert logged(sharded(kind), name, key) == pytest.approx(expected, abs=1e-4)
+
+    @pytest.mark.parametrize("name", ["full", "lora"])
+    def test_the_server_samples_from_the_weights_that_are_trained(self, sharded, kind, name):
+        differences = logged(sharded(kind), name, "sampling/sampling_logp_difference/max")
+        assert len(differences) == 4
+        assert max(differences) < 1e-4
+
+    def test_partial_samples_are_resumed(self, sharded, kind):
+        results = sharded(kind).results("april", 2)
+        assert sum(sum(result["carried_here"]) for result in results) > 0
+        assert max(logged(sharded(kind), "april", "april/versions_per_sample_max")) >= 2
+        assert [result["left"] for result in results] == [0, 0]

@@ -1,0 +1,250 @@
+"""Everything of TRL that trl_april relies on, so that an upgrade fails here and not in training.
+
+If a test fails after an upgrade of TRL, read what changed there, adapt the override that the test names, and only then
+widen the pin in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import trl
+from packaging.version import Version
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import utils
+
+from trl_april.trainer import APRILGRPOTrainer
+from trl_april.weights.sync import ServerGeneration
+
+
+GENERATE = inspect.getsource(GRPOTrainer._generate)
+SCORE = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+CONSTRUCTOR = inspect.getsource(GRPOTrainer.__init__)
+
+
+def parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_version_is_the_minor_that_was_tested():
+    assert Version(trl.__version__).release[:2] == (1, 16)
+
+
+def test_the_constructor_takes_what_stock_takes():
+    """APRILGRPOTrainer.__init__ repeats the signature; defaults and order are part of a drop-in."""
+    stock, ours = (inspect.signature(cls.__init__).parameters for cls in (GRPOTrainer, APRILGRPOTrainer))
+    assert list(ours) == list(stock)
+    assert {name: p.default for name, p in ours.items()} == {name: p.default for name, p in stock.items()}
+
+
+def test_the_slot_for_foreign_rollouts():
+    """`rollout_func` is read at every call of `_generate`, before tokenization, and returns these keys."""
+    assert GENERATE.index("if self.rollout_func is not None") < GENERATE.index("self._tokenize_prompts")
+    assert "self.rollout_func(prompts, self)" in GENERATE
+    assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in GENERATE
+    assert "self.state.global_step != self._last_loaded_step" in GENERATE
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["inputs"]
+    assert 'mode = "train" if self.model.training else "eval"' in SCORE
+
+
+def test_a_checkpoint_is_written_by_one_method_and_ends_with_the_trainers_state():
+    """The pool is written before it, into the same folder; a checkpoint with the trainer's state is complete."""
+    save = inspect.getsource(Trainer._save_checkpoint)
+    assert parameters(GRPOTrainer._save_checkpoint) == ["model", "trial"] == parameters(Trainer._save_checkpoint)
+    assert 'f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"' in save and PREFIX_CHECKPOINT_DIR == "checkpoint"
+    assert "run_dir = self._get_output_dir(trial=trial)" in save
+    order = [
+        save.index(step)
+        for step in (
+            "self.save_model(", "_save_optimizer_and_scheduler(", "self._save_rng_state(", "self.state.save_to_json(",
+            "self._push_from_checkpoint(", "rotate_checkpoints(",
+        )
+    ]  # fmt: skip
+    assert order == sorted(order)
+    assert parameters(Trainer.train)[0] == "resume_from_checkpoint"
+
+
+def test_the_order_of_events_at_the_end_of_a_step():
+    """A checkpoint after a signal is written after `on_step_end`, and training stops before the next step."""
+    epoch, after = inspect.getsource(Trainer._run_epoch), inspect.getsource(Trainer._maybe_log_save_evaluate)
+    began, ended, saves = (
+        epoch.index(words)
+        for words in ("handler.on_step_begin", "handler.on_step_end", "self._maybe_log_save_evaluate(")
+    )
+    assert began < epoch.index("self.training_step(") < ended < saves < epoch.index("handler.on_epoch_end")
+    # What an evaluation says of the best model decides on saving, so there is none.
+    assert after.index("if self.control.should_evaluate:") < after.index("SaveStrategy.BEST")
+    assert after.index("self._save_checkpoint(") < after.index("handler.on_save(")
+
+
+def test_how_a_training_ends():
+    """Also a training that resumes at its end, where `Trainer` alone would do one more step."""
+    assert parameters(Trainer._finalize_training) == ["trial", "num_train_samples", "start_time"]
+    assert "global_step >= " not in inspect.getsource(Trainer._run_epoch)
+    assert "save_total_limit == 1" in inspect.getsource(Trainer._finalize_training)
+
+
+def test_the_step_counter_of_generation_batches():
+    """Reset when training starts, read when an optimiser step ends. `RowSource` counts rounds by this rule."""
+    assert "self._step += 1" in inspect.getsource(GRPOTrainer.training_step)
+    prepare = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "self._step % generate_every == 0 or self._buffered_inputs is None" in prepare
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in prepare
+
+
+def test_micro_batches_are_read_from_a_buffer():
+    """There they are regrouped by length."""
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]" in source
+    assert "split_tensor_dict(generation_batch, self.args.steps_per_generation)" in source
+    assert parameters(GRPOTrainer._prepare_inputs) == ["generation_batch"]
+
+
+def test_which_terms_of_the_loss_depend_on_the_micro_batch():
+    """A mean over a micro-batch depends on its other samples. Check new losses."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    named = {
+        name
+        for listed in re.findall(r"self\.loss_type (?:==|in|!=) (.*?):", source)
+        for name in re.findall('"(.*?)"', listed)
+    }
+    assert named == {"grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo"}
+    assert source.count("mask.sum().clamp(min=1.0)") == 2  # of bnpo, and of the entropy bonus
+    for switch in ("self._entropy_bonus_enabled", "self.top_entropy_quantile < 1.0", "self.aux_loss_enabled"):
+        assert f"if {switch}:" in source
+
+
+def test_reward_functions_are_called_with_these_arguments():
+    """Dynamic sampling calls them itself, group by group, and hands their rewards over by other reward functions."""
+    rewards = inspect.getsource(GRPOTrainer._calculate_rewards)
+    for argument in (
+        'key not in ["prompt", "completion", "completion_ids"]', 'reward_kwargs["trainer_state"] = self.state',
+        'reward_kwargs["log_extra"]', 'reward_kwargs["log_metric"]', "completion_ids=completion_ids_list",
+        "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True)",
+    ):  # fmt: skip
+        assert argument in rewards
+    assert "self._pending_extra_logs[column].extend" in inspect.getsource(GRPOTrainer._log_completion_extra)
+    assert "self._pending_metrics[name].append" in inspect.getsource(GRPOTrainer._log_metric)
+    assert "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)" in SCORE
+
+
+def test_completions_are_decoded_like_this():
+    """`decode_completions` repeats it for the groups of dynamic sampling."""
+    for line in (
+        'if is_conversational({"prompt": prompts[0]}):',
+        "[parse_response(self._tokenizer, ids, prefix=prompt_ids[i], tools=per_prompt_tools[i])]",
+        "contents = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)",
+        'completions = [[{"role": "assistant", "content": content}] for content in contents]',
+    ):
+        assert line in GENERATE
+
+
+def test_log_probabilities_come_from_one_method():
+    """It reads the completion columns only; padding after the last token is masked in the loss."""
+    method = GRPOTrainer._get_per_token_logps_and_entropies
+    assert parameters(method)[:5] == ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+    source = inspect.getsource(method)
+    assert "labels[:, :-logits_to_keep] = -100" in source and "[:, -logits_to_keep:]" in source
+    assert SCORE.count("self._get_per_token_logps_and_entropies(") == 3
+    assert "self._get_per_token_logps_and_entropies(" in inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'completion_mask, padding_value=0, padding_side="right"' in SCORE
+
+
+def test_the_completions_table_takes_more_columns():
+    """One value per completion of this process, gathered in the order of the prompts, in evaluation as well."""
+    assert SCORE.index('self._logs["prompt"].extend(gather_object(prompts))') < SCORE.index("_pending_extra_logs")
+    assert "values = self._pending_extra_logs.get(column, [None] * len(prompts))" in SCORE
+    assert 'self._logs["extra"][column].extend(gather_object(values))' in SCORE
+    assert '**self._logs["extra"]' in inspect.getsource(GRPOTrainer.log)
+
+
+def test_recorded_log_probabilities_and_masks_reach_the_correction():
+    """Its results are in the batch."""
+    assert "sampling_per_token_logps_list," in SCORE
+    assert "self.use_vllm and self.vllm_importance_sampling_correction" in SCORE
+    assert 'extra_fields.pop("env_mask", None)' in GENERATE and "completion_mask * tool_mask" in SCORE
+    for key in ("importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps", "tool_mask"):
+        assert f'output["{key}"]' in SCORE
+
+
+def test_the_options_of_gspo():
+    options = GRPOConfig.__dataclass_fields__
+    assert options["epsilon"].default == 0.2 and options["epsilon_high"].default is None
+    for line in (
+        "self.loss_type = args.loss_type",
+        "self.importance_sampling_level = args.importance_sampling_level",
+        "self.epsilon_low = args.epsilon",
+    ):
+        assert line in CONSTRUCTOR
+
+
+def test_vllm_is_attached_at_the_end_of_the_constructor():
+    """It is constructed with vLLM off; these are the attributes that the branch with vLLM would have set."""
+    branch = CONSTRUCTOR[CONSTRUCTOR.index("if self.use_vllm:\n            # Initialize vLLM") :]
+    branch = branch[: branch.index("\n        else:")]
+    set_there = set(re.findall(r"^            self\.(\w+) = ", branch, flags=re.MULTILINE))
+    assert set_there == {"vllm_generation", "_last_loaded_step"}
+    assert CONSTRUCTOR.count("model.config.image_token_id") == 1  # an image processor asks for it without vLLM
+
+
+def test_tokenization_and_sampler():
+    assert parameters(GRPOTrainer._tokenize_prompts) == ["prompts"]
+    assert "return prompt_ids, images, multimodal_fields" in inspect.getsource(GRPOTrainer._tokenize_prompts)
+    assert parameters(GRPOTrainer._get_train_sampler) == ["dataset"]
+    sampler = inspect.getsource(GRPOTrainer._get_train_sampler)
+    for argument in (
+        "mini_repeat_count=self.num_generations",
+        "batch_size=self.args.generation_batch_size // self.num_generations",
+        "repeat_count=self.num_iterations * self.args.steps_per_generation",
+    ):
+        assert argument in sampler
+    assert parameters(utils.repeat_iterable_dataset) == ["dataset", "mini_repeat_count", "batch_size", "repeat_count"]
+
+
+def test_the_interface_of_vllm_generation():
+    """ServerGeneration overrides two of these and calls the others."""
+    assert parameters(VLLMGeneration._init_vllm) == [] == parameters(VLLMGeneration.sync_weights)
+    assert parameters(VLLMGeneration._iter_named_params) == []
+    assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
+    wanted = {
+        "model", "accelerator", "processing_class", "mode", "server_base_url", "server_host", "server_port",
+        "server_timeout", "group_port", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+        "max_completion_length", "logprobs", "generation_kwargs",
+    }  # fmt: skip
+    assert wanted <= set(parameters(VLLMGeneration.__init__))
+    overridden = {
+        name
+        for name in vars(ServerGeneration)
+        if name in vars(VLLMGeneration) and callable(getattr(VLLMGeneration, name))
+    }
+    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights"}
+
+
+def test_the_client_sets_its_session_up_before_it_checks_the_server():
+    """The API key is added in `check_server`, the first call after the session is made."""
+    source = inspect.getsource(VLLMClient.__init__)
+    assert source.index("self.session = ") < source.index("self.check_server(") < source.index("/v1/models")
+    assert parameters(VLLMClient.check_server) == ["total_timeout", "retry_interval"]
+
+
+def test_the_client_posts_by_one_method():
+    """Without images, everything is a sampling parameter, including the cache salt."""
+    assert "json={" in inspect.getsource(VLLMClient._generate_from_features)
+    assert '"sampling_params": sampling_params' in inspect.getsource(VLLMClient._generate_from_features)
+    assert list(inspect.signature(VLLMClient._post).parameters) == ["self", "url", "kwargs"]
+
+
+def test_the_client_takes_a_cache_salt_and_parameters_after_their_announcement():
+    """Sampling options unknown to TRL are passed through."""
+    assert "generation_kwargs" in parameters(VLLMClient.generate)
+    source = inspect.getsource(VLLMClient.generate)
+    assert "sampling_params.update(generation_kwargs or {})" in source and "**sampling_params" in source
+    assert parameters(VLLMClient.update_named_params) == ["metadata", "named_params"]
+    assert "vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in inspect.getsource(
+        VLLMGeneration.sync_weights
+    )

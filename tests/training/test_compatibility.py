@@ -1,0 +1,222 @@
+"""When APRIL applies, why stock GRPO runs instead, and which arguments are refused."""
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from trl import GRPOConfig
+
+from tests.support.tiny import build_model
+from trl_april.config import APRILGRPOConfig, AprilOptions
+from trl_april.errors import ConfigError
+from trl_april.trainer import APRILGRPOTrainer
+from trl_april.training.compatibility import (
+    check_arguments,
+    check_dataset,
+    check_model,
+    check_processes,
+    check_scoring,
+    ignored_overrides,
+    why_stock,
+    without_effect,
+)
+
+
+TEXT = Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]})
+CPU = {"use_cpu": True, "bf16": False}
+
+
+def config(**changes) -> APRILGRPOConfig:
+    return APRILGRPOConfig("out", **CPU, **changes)
+
+
+def stream(*rows: dict) -> IterableDataset:
+    """A stream that does not declare its columns."""
+    dataset = IterableDataset.from_generator(lambda: iter(rows))
+    assert dataset.column_names is None
+    return dataset
+
+
+class TwoProcesses(APRILGRPOConfig):
+    """As under `accelerate launch --num_processes 2`."""
+
+    world_size = 2
+
+
+# Stock GRPO
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TEXT, TEXT.to_iterable_dataset(), stream({"prompt": "a"}), None, Dataset.from_dict({"prompt": []}), stream(),
+        DatasetDict({"train": TEXT}), [{"prompt": "a"}],
+    ],
+)  # fmt: skip
+def test_april_applies_and_leaves_odd_datasets_to_trl(dataset):
+    assert why_stock(config(), dataset, tools=[], overridden=[]) is None
+    assert why_stock(GRPOConfig("out", use_vllm=True, vllm_mode="server", **CPU), dataset) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({"use_vllm": False}, {}, "use_vllm is False"),
+        ({"vllm_mode": "colocate"}, {}, "vllm_mode is 'colocate', and partial rollouts need 'server'"),
+        ({}, {"tools": [print]}, "tools are given"),
+        ({}, {"environment_factory": dict}, "environment_factory is given"),
+        ({}, {"rollout_func": print}, "rollout_func is given"),
+    ],
+)
+def test_reasons_for_stock(changes, arguments, words):
+    assert words in why_stock(config(**changes), TEXT, **arguments)
+
+
+def test_a_subclass_that_overrides_a_replaced_method_runs_stock():
+    class Curriculum(APRILGRPOTrainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    class Generates(Curriculum):
+        def _generate_single_turn(self, *args, **kwargs):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    class Rewards(APRILGRPOTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    assert ignored_overrides(APRILGRPOTrainer) == ignored_overrides(Rewards) == []
+    assert ignored_overrides(Curriculum) == ["get_train_dataloader"]
+    reason = why_stock(config(), TEXT, overridden=ignored_overrides(Generates))
+    assert reason.startswith("a subclass overrides _generate_single_turn and get_train_dataloader, which")
+
+
+def test_processes_without_a_process_group_run_stock():
+    args = TwoProcesses("out", **CPU)
+    assert why_stock(args, TEXT) == "the 2 processes do not form a torch.distributed process group"
+
+
+IMAGES = {
+    "column image": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}),
+    "column images": Dataset.from_dict({"prompt": ["a"], "images": [["x.png"]]}),
+    "column of an iterable dataset": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}).to_iterable_dataset(),
+    "column of a stream": stream({"prompt": "a", "images": ["x.png"]}),
+}
+
+
+@pytest.mark.parametrize("images", IMAGES)
+def test_images_run_stock(images):
+    assert why_stock(config(), IMAGES[images]) == "the dataset has images, which partial rollouts do not support yet"
+
+
+def test_columns_are_those_of_a_transform():
+    questions = Dataset.from_dict({"question": ["a", "b"]})
+    prompts = questions.with_transform(lambda rows: {"prompt": rows["question"]})
+    check_dataset(prompts, 2)
+    assert why_stock(config(), prompts) is None
+    images = questions.with_transform(lambda rows: {"prompt": rows["question"], "image": rows["question"]})
+    assert "images" in why_stock(config(), images)
+
+
+def test_the_checks_consume_no_row_of_a_stream_and_leave_foreign_datasets_to_trl():
+    for foreign in (None, [{"prompt": "a"}]):
+        check_dataset(foreign, 2)
+    dataset = stream({"prompt": "a"}, {"prompt": "b"})
+    why_stock(config(), dataset)
+    check_dataset(dataset, 1)
+    assert [row["prompt"] for row in dataset] == ["a", "b"]
+
+
+def test_options_without_effect_are_named_when_april_is_off():
+    assert "vllm_importance_sampling_mode stays 'token_truncate'; TRL's default is" in without_effect(config())
+    assert "importance_sampling" not in without_effect(config(vllm_importance_sampling_mode="sequence_mask"))
+    assert "importance_sampling" not in without_effect(config(use_vllm=False))
+    assert "no effect: over_provisioning, stream_interval." in without_effect(
+        config(over_provisioning=3.0, stream_interval=8)
+    )
+
+
+# Refused arguments
+
+
+def check(**changes) -> None:
+    args = config(**{"per_device_train_batch_size": 4, "num_generations": 2, **changes})
+    check_arguments(args, AprilOptions.of(args), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_rejected_groups_per_round": 1}, "max_rejected_groups_per_round is 1, .* may need 2 .*at least 2"),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate"},
+            "vllm_importance_sampling_mode is 'sequence_truncate', but loss_type='vespo' needs 'token_truncate'",
+        ),
+    ],
+)
+def test_impossible_options_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        check(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, None),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, "'sequence_mask', which masks samples"),
+        ({"vllm_importance_sampling_correction": False}, "which biases the gradient"),
+        ({"vllm_importance_sampling_correction": False, "over_provisioning": 1.0}, None),
+        (
+            {"vllm_importance_sampling_correction": False, "over_provisioning": 1.0, "overlap_generation": True},
+            "which biases the gradient",
+        ),
+    ],
+)
+def test_harmful_options_are_warned_of(options, words, caplog):
+    check(**options)
+    assert (words in caplog.text) if words else not caplog.records
+
+
+def test_processes_that_would_train_separately_are_refused(monkeypatch):
+    alone, together = config(), TwoProcesses("out", **CPU)
+    check_processes(alone)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_processes(alone)  # a cluster's variable, without a launcher
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_processes(together)
+    with pytest.raises(ConfigError, match=r"2 processes were launched.*world_size is 1.*ACCELERATE_USE_CPU=true"):
+        check_processes(alone)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (TEXT, "has 2 rows.*needs 3 prompts .generation_batch_size / num_generations.*Add rows, lower"),
+        (Dataset.from_dict({}), "has 0 rows.*needs 3 prompts"),
+        (stream(), "no `prompt`: it is empty"),
+        (Dataset.from_dict({"question": ["a"] * 3, "answer": ["1"] * 3}), "no `prompt`: question, answer"),
+        (stream({"question": "a"}), "no `prompt`: question. .*rename_column"),
+    ],
+    ids=["too few", "no rows", "empty stream", "no prompt", "no prompt in a stream"],
+)
+def test_a_dataset_without_enough_prompts_is_refused(dataset, words):
+    with pytest.raises(ConfigError, match=words):
+        check_dataset(dataset, 3)
+
+
+@pytest.mark.parametrize("adapter", [PrefixTuningConfig, PromptTuningConfig])
+def test_an_adapter_that_cannot_be_merged_is_refused(adapter):
+    check_model(build_model())
+    check_model(get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"])))
+    adapted = get_peft_model(build_model(), adapter(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ConfigError, match="an adapter of the type P.*_TUNING, .*such as LoRA, or .*use_vllm=False"):
+        check_model(adapted)
+
+
+def test_a_sharded_reward_model_is_refused_under_dynamic_sampling():
+    funcs = [torch.nn.Linear(1, 1)]
+    check_scoring(funcs, 1, sharded=True)
+    check_scoring(funcs, 2, sharded=False)
+    check_scoring([print], 2, sharded=True)
+    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*dynamic_sampling=False"):
+        check_scoring(funcs, 2, sharded=True)

@@ -1,0 +1,266 @@
+"""Inputs of the simulator: step times, lengths, and the limits of a scenario."""
+
+import json
+import math
+import random
+import statistics
+
+import pytest
+
+from trl_april.errors import ConfigError
+from trl_april.tuning.scenario import (
+    LOGGED,
+    UNITS,
+    Histogram,
+    Lognormal,
+    Quantiles,
+    Scenario,
+    draw,
+    group_correlation,
+    read_histogram,
+    read_log,
+)
+from trl_april.tuning.step_time import EXAMPLE, StepTime, parse_step_time, read_doctor
+
+
+NORMAL = statistics.NormalDist()
+
+
+# Step times
+
+
+@pytest.mark.parametrize(
+    ("points", "seconds"),
+    [
+        pytest.param(
+            ((2, 1.0), (4, 2.0), (8, 3.0)), {1: 1.0, 2: 1.0, 3: 1.5, 4: 2.0, 6: 2.5, 8: 3.0, 12: 4.0}, id="linear"
+        ),
+        pytest.param(((1, 3.8), (4, 1.7)), {1: 3.8, 4: 1.7, 100: 1.7}, id="does not fall beyond the last point"),
+        pytest.param(((4, 2.0),), {1: 2.0, 4: 2.0, 9: 2.0}, id="one point"),
+    ],
+)
+def test_step_times_follow_their_points(points, seconds):
+    assert {sequences: StepTime(points).decode(sequences) for sequences in seconds} == seconds
+
+
+def test_peak_is_at_the_best_number_of_sequences():
+    step_time = StepTime(((1, 1.0), (4, 2.0), (5, 5.0)))
+    assert step_time.peak(10) == 2.0
+    assert step_time.peak(3) == pytest.approx(3 / (5 / 3))
+    assert StepTime(((1, 1.0), (4, 1.0)), context_seconds=0.01).peak(4, 100) == pytest.approx(4 / (1 + 4))
+
+
+def test_step_times_are_parsed():
+    assert parse_step_time("1:0.0025,8:0.0032", 1e-5) == StepTime(((1, 0.0025), (8, 0.0032)), 1e-5)
+    assert parse_step_time(EXAMPLE).decode(64) == 0.0058
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is not a step time"),
+        ("1", "'1' is not a step time; write SEQUENCES:SECONDS"),
+        ("1:fast", "'1:fast'"),
+        ("1.5:0.1", "'1.5:0.1'"),
+        ("0:0.1", r"\(\(0, 0.1\),\); sequences must ascend from 1"),
+        ("1:0", "seconds be positive"),
+        ("1:nan", "seconds be positive"),
+        ("8:0.1,1:0.1", "must ascend"),
+        ("1:0.1,1:0.2", "must ascend"),
+    ],
+)
+def test_bad_step_times_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_step_time(text)
+    with pytest.raises(ConfigError, match="prefill_seconds is -1 s"):
+        parse_step_time("1:0.1", -1)
+
+
+DECODE = [
+    {"sequences": 1, "seconds_per_step": 0.002, "context": 100, "tokens_per_second": 500.0},
+    {"sequences": 16, "seconds_per_step": 0.004, "context": 100},
+]
+
+
+def report(tmp_path, **content):
+    path = tmp_path / "server.json"
+    path.write_text(json.dumps({"decode": DECODE, **content}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("prefill", "seconds"),
+    [
+        pytest.param([{"tokens": 128, "seconds": 0.01}, {"tokens": 1128, "seconds": 0.03}], 2e-5, id="slope"),
+        pytest.param([{"tokens": 100, "seconds": 0.01}], 1e-4, id="one point"),
+        pytest.param([], 0.0, id="not measured"),
+    ],
+)
+def test_prefill_of_a_doctor_report_is_what_a_further_token_adds(tmp_path, prefill, seconds):
+    path = report(tmp_path, prefill=prefill)
+    step_time, _ = read_doctor(path)
+    assert step_time.points == ((1, 0.002), (16, 0.004))
+    assert step_time.prefill_seconds == pytest.approx(seconds)
+    assert read_doctor(path, 0.5)[0].prefill_seconds == 0.5
+
+
+def test_context_of_a_doctor_report_is_subtracted_from_its_steps(tmp_path):
+    """16 sequences: 2000 tokens of context more take 3.2 ms more, which is 1e-7 s for each of 32,000."""
+    long = {"sequences": 16, "seconds_per_step": 0.0072, "context": 2100}
+    found, _ = read_doctor(report(tmp_path, decode_in_context=[long]))
+    assert found.context_seconds == pytest.approx(1e-7)
+    assert found.decode(1) == pytest.approx(0.002 - 1e-7 * 100)
+    assert found.decode(16) == pytest.approx(0.004 - 1e-7 * 1600)
+    # Noise that makes long contexts faster, or leaves no time for a step, is not believed.
+    path = report(tmp_path, decode_in_context=[{**long, "seconds_per_step": 1e-3}])
+    assert read_doctor(path)[0].context_seconds == 0.0
+    assert read_doctor(path, context_seconds=1.0)[0].decode(16) == 0.002
+
+
+@pytest.mark.parametrize(("content", "number"), [({"server": {"max_num_seqs": 8}}, 8), ({}, None)])
+def test_max_sequences_of_a_doctor_report_are_read(tmp_path, content, number):
+    assert read_doctor(report(tmp_path, **content))[1] == number
+
+
+# Lengths
+
+
+def test_lognormal_lengths_are_those_of_the_benchmark():
+    """Pinned: benchmarks/rollout.py forces these very lengths, so cells can be compared one by one."""
+    for group, index in ((0, 0), (3, 1), (70, 3)):
+        drawn = random.Random(f"5/{group}/{index}").lognormvariate(0.0, 1.0)
+        expected = round(min(3500, max(8, 150 * drawn)))
+        assert draw(Lognormal(150, 1.0, 8, 3500), group, index, seed=5) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "at"),
+    [
+        (Lognormal(100, 0.5, 50, 10**6), {0.0: 100, 1.0: round(100 * math.exp(0.5)), -9.0: 50, 1e9: 10**6}),
+        (Histogram((7, 100, 3500), (1.0, 3.0, 0.0)), {-99.0: 7, NORMAL.inv_cdf(0.26): 100, 99.0: 100}),
+        (Histogram((1, 5, 9), (0.0, 1.0, 0.0)), {-99.0: 5, 99.0: 5}),
+        (
+            Quantiles((0.0, 0.5, 1.0), (10, 40, 640)),
+            {-99.0: 10, NORMAL.inv_cdf(0.25): 20, 0.0: 40, NORMAL.inv_cdf(0.75): 160, 99.0: 640},
+        ),
+    ],
+)
+def test_lengths_are_those_at_a_normal_score(lengths, at):
+    assert {score: lengths.at(score) for score in at} == at
+    assert lengths.longest == at[max(at)]
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize("longest", [100_000, 300])  # 300: a third of the lengths is cut there, and equal
+def test_correlation_in_a_group_is_estimated(correlation, longest):
+    lengths = Lognormal(200, 1.0, 1, longest)
+    groups = [[draw(lengths, group, i, seed=0, correlation=correlation) for i in range(6)] for group in range(400)]
+    assert group_correlation(groups) == pytest.approx(correlation, abs=0.08)
+    if longest > 300:
+        assert statistics.stdev(math.log(group[0]) for group in groups) == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("groups", [[], [[5], [7]], [[5, 5], [5, 5]]])
+def test_correlation_is_zero_without_lengths_to_compare(groups):
+    assert group_correlation(groups) == 0.0
+
+
+def test_histogram_counts_completions():
+    assert Histogram.of([30, 10, 30]) == Histogram((10, 30), (1, 2))
+
+
+@pytest.mark.parametrize("content", ["20,1\n10,2\n20,3\n", '{"20": 4, "10": 2}'])
+def test_histogram_is_read(tmp_path, content):
+    path = tmp_path / "lengths"
+    path.write_text(content)
+    assert read_histogram(path) == Histogram((10, 20), (2.0, 4.0))
+
+
+def logged(*columns):
+    """A log with a round per column, among entries of an evaluation and of the end of training."""
+    rounds = [{"loss": 0.1, **dict(zip(LOGGED, column, strict=True))} for column in columns]
+    return json.dumps({"log_history": [*rounds, {"eval_loss": 1.0}, {"train_runtime": 3.0}]})
+
+
+@pytest.mark.parametrize(
+    ("columns", "lengths"),
+    [
+        pytest.param(
+            [(2, 10, 20, 30, 40, 50, 60, 70), (4, 20, 40, 60, 80, 100, 120, 140)], (3, 15, 30, 45, 60, 75, 90, 105),
+            id="averaged over the rounds",
+        ),
+        pytest.param([(100, 99, 100, 100, 100, 100, 101, 100)], (100,) * 8, id="binned quantiles beyond the extremes"),
+    ],
+)  # fmt: skip
+def test_lengths_are_read_from_the_log_of_a_training_run(tmp_path, columns, lengths):
+    path = tmp_path / "trainer_state.json"
+    path.write_text(logged(*columns))
+    assert read_log(path) == Quantiles((0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0), lengths)
+
+
+def test_log_has_the_quantiles_that_the_trainer_logs():
+    from trl_april.training.batch import QUANTILES
+
+    ours = {key: share for key, share in LOGGED.items() if key.startswith("april/")}
+    assert ours == {f"april/length_{name}": share for name, share in QUANTILES.items()}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "words"),
+    [
+        *((read_doctor, content, "a file with a decode curve") for content in (None, "", "[]", "{}")),
+        *((read_doctor, content, "decode curve") for content in ('{"decode": [{"sequences": 1}]}', '{"decode": 3}')),
+        (read_doctor, '{"decode": []}', r"are \(\)"),
+        *((read_histogram, content, "counts of at least 0, and one above 0") for content in ("", "{}", "10,0")),
+        (read_histogram, "length,count\n10,2", "without a header"),
+        *((read_histogram, content, "a histogram") for content in (None, "10", '{"10": "many"}', '{"10": [1]}')),
+        *((read_histogram, content, "lengths of at least 1") for content in ("0,1", "10,-1", "10,nan")),
+        *((read_log, content, "the log of a training run") for content in (None, "", "[]", '{"log_history": [3]}')),
+        (read_log, '{"log_history": []}', "no entry with completions/min_length, april/length_p10"),
+        (read_log, '{"log_history": [{"completions/min_length": 3}]}', "stock GRPO does not"),
+    ],
+)
+def test_bad_files_are_refused_with_what_was_expected(tmp_path, read, content, words):
+    path = tmp_path / "input"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(150, 1.0, 0, 10), (150, 1.0, 10, 9), (0, 1.0, 1, 10), (150, -1.0, 1, 10), (math.nan, 1.0, 1, 10)]
+)
+def test_bad_lognormals_are_refused(arguments):
+    with pytest.raises(ConfigError, match="The lengths are Lognormal.*median must be at least 1"):
+        Lognormal(*arguments)
+
+
+def make(longest=3500, **settings):
+    return Scenario(StepTime(((1, 1.0),)), Lognormal(8, 1.0, 8, longest), **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quota": 0}, {"group_size": 0}, {"servers": 0}, {"processes": 0}, {"rounds": 0}, {"warmup": -1},
+        {"prompt_tokens": 0}, {"kv_block": 0}, {"max_sequences": 0}, {"max_batched_tokens": 0},
+        {"train_seconds": -1.0}, {"sync_seconds": math.nan}, {"abort_seconds": math.inf}, {"request_seconds": -0.1},
+        {"group_correlation": 1.5}, {"max_staleness": -1}, {"quantum": -1},
+    ],
+)  # fmt: skip
+def test_scenarios_out_of_range_are_refused(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}.*(must be|negative)"):
+        make(**settings)
+
+
+@pytest.mark.parametrize(("longest", "quantum"), [(8, 1), (UNITS, 1), (UNITS + 1, 2), (32_768, 32)])
+def test_the_longest_completion_has_a_limited_number_of_units(longest, quantum):
+    scenario = make(longest)
+    assert scenario.quantum == quantum
+    assert scenario.units(longest) <= UNITS and scenario.units(1) == 1
+    assert make(longest, quantum=7).quantum == 7

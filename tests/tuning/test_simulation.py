@@ -1,0 +1,325 @@
+"""Whole configurations: closed forms, nothing lost, the grid, the recommendation, and `auto` in a simulation."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from tests.support.effort import cases
+from trl_april.errors import ConfigError
+from trl_april.tuning.grid import Grid, recommend, simulate_grid
+from trl_april.tuning.scenario import Lognormal, Scenario, draw
+from trl_april.tuning.simulated_clock import simulate
+from trl_april.tuning.simulation import Mode, Result, _Simulation, run
+from trl_april.tuning.step_time import EXAMPLE, StepTime, parse_step_time
+
+
+CPU = parse_step_time(EXAMPLE, 2e-5)
+LONG_TAIL = Lognormal(150, 1.0, 8, 3500)
+EQUAL = Lognormal(200, 0.0, 8, 3500)
+
+
+def scenario(**settings):
+    return Scenario(**{**dict(step_time=CPU, lengths=LONG_TAIL, warmup=2, rounds=4), **settings})
+
+
+def without_latency(**settings):
+    return scenario(**{**dict(request_seconds=0.0, abort_seconds=0.0), **settings})
+
+
+# Closed forms
+
+
+def test_synchronous_rounds_of_equal_lengths():
+    """Prefill of 32 x 16 tokens in the first step, then 32 sequences to the end, then training and sync."""
+    result = run(without_latency(lengths=EQUAL, train_seconds=2.0, sync_seconds=0.5), Mode.SYNCHRONOUS, 1)
+    rollout = 200 * 0.0039 + 32 * 16 * 2e-5
+    assert result.rollout_seconds == pytest.approx(4 * rollout, rel=1e-6)
+    assert result.seconds == pytest.approx(4 * (rollout + 2.5), rel=1e-6)
+    assert result.trained_tokens == result.generated_tokens == 4 * 32 * 200
+    assert result.bubble == pytest.approx(1 - 32 * 200 / (rollout + 2.5) / CPU.peak(256))
+    assert result.staleness == {0: 1.0}
+    assert result.carried == 0.0
+
+
+def test_synchronous_round_is_as_long_as_its_longest_completion():
+    settings = without_latency(step_time=StepTime(((1, 0.01),)), servers=2)
+    lengths = [[draw(LONG_TAIL, g, i, seed=0) for g in range(8 * r, 8 * r + 8) for i in range(4)] for r in range(6)]
+    result = run(settings, Mode.SYNCHRONOUS, 1)
+    assert result.seconds == pytest.approx(0.01 * sum(max(batch) for batch in lengths[2:]), rel=1e-6)
+    assert result.trained_tokens == sum(sum(batch) for batch in lengths[2:])
+
+
+def test_tokens_age_by_the_updates_of_a_batch():
+    one = run(scenario(max_staleness=3), Mode.KEEP, 2.0)
+    four = run(scenario(max_staleness=12, updates_per_batch=4), Mode.KEEP, 2.0)
+    assert four.seconds == one.seconds and four.trained_tokens == one.trained_tokens
+    assert four.staleness == {4 * age: share for age, share in one.staleness.items()}
+    grid = simulate_grid(scenario(max_staleness=5, updates_per_batch=4), [Mode.ABORT], [2.0, 3.0])
+    assert [result.factor for result in grid.results] == [1.0, 2.0]
+
+
+# Nothing is lost
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_every_token_is_generated_once_and_trained_with_its_group(mode):
+    simulation = _Simulation(scenario(quantum=1), mode, 2.0)
+    engine, pool, trained = simulation.engine, simulation.pool, []
+    forget, take = engine.forget, pool.take
+
+    def note(group_id):
+        trained.append(group_id)
+        forget(group_id)
+
+    def checked():
+        groups = take()
+        for group in groups:
+            assert [len(sample) for sample in group.samples] == [
+                draw(LONG_TAIL, group.group_id, index, seed=0) for index in range(4)
+            ]
+        return groups
+
+    engine.forget, pool.take = note, checked
+    simulate(simulation.run())
+    if mode.can_be_trained:
+        assert pool.counters.tokens_generated == engine.tokens
+        samples = [sample for group in pool for sample in group.samples]
+        held = [engine._progress.get((one.group_id, one.index), (len(one),))[0] for one in samples]
+        assert held == [len(one) for one in samples]
+        pool.check()
+    assert simulation.result.groups == 4 * 8
+    assert len(set(trained)) == len(trained)
+    assert all(server.load == 0 for server in engine.servers)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_result_depends_on_the_seed_only(mode):
+    first, second = (asdict(run(scenario(seed=3), mode, 1.5)) for _ in range(2))
+    assert first == second
+    assert first["seconds"] != run(scenario(seed=4), mode, 1.5).seconds
+
+
+def test_units_of_the_pool_barely_change_the_result():
+    fine, coarse = (run(scenario(quantum=quantum, rounds=8), Mode.ABORT, 2.0) for quantum in (1, 16))
+    assert coarse.trained_per_second == pytest.approx(fine.trained_per_second, rel=0.03)
+    assert coarse.staleness_mean == pytest.approx(fine.staleness_mean, abs=0.05)
+    assert coarse.carried == pytest.approx(fine.carried, abs=0.05)
+
+
+# What the modes gain
+
+
+@pytest.mark.parametrize("factor", [1.25, 2.0, 3.0])
+@pytest.mark.parametrize("mode", [Mode.ABORT, Mode.REUSE])
+def test_over_provisioning_loses_nothing_with_equal_lengths(mode, factor):
+    """Pinned: a backlog of finished groups that grows without bound made this x 0.68."""
+    equal = without_latency(lengths=Lognormal(150, 0.0, 8, 3500), rounds=8)
+    gain = run(equal, mode, factor).trained_per_second / run(equal, Mode.SYNCHRONOUS, 1).trained_per_second
+    assert gain >= 0.98
+
+
+def test_order_of_the_modes_on_a_long_tail():
+    results = {mode: run(scenario(rounds=8, warmup=4, train_seconds=1.0), mode, 2.0) for mode in Mode}
+    rates = {mode: result.trained_per_second for mode, result in results.items()}
+    assert (
+        rates[Mode.SYNCHRONOUS] < rates[Mode.ABORT] < rates[Mode.REUSE] < rates[Mode.BOTH] < rates[Mode.UNINTERRUPTED]
+    )
+    assert rates[Mode.ABORT] < rates[Mode.OVERLAP] < rates[Mode.BOTH], "training overlaps with generation"
+    assert results[Mode.OVERLAP].bubble < results[Mode.ABORT].bubble
+    discard, synchronous = results[Mode.DISCARD], results[Mode.SYNCHRONOUS]
+    assert discard.groups == synchronous.groups
+    assert discard.trained_tokens < 0.8 * synchronous.trained_tokens, "it trains on the shorter completions"
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1.0])
+def test_limit_is_within_what_the_servers_can_do(sigma):
+    """Pinned: equal lengths finish in waves, and counting from the start of one made it 20 % too much."""
+    for factor in (1.5, 3.0):
+        result = run(scenario(lengths=Lognormal(150, sigma, 8, 3500), rounds=8), Mode.UNINTERRUPTED, factor)
+        assert result.trained_per_second == result.generated_per_second <= CPU.peak(int(32 * factor))
+    assert run(without_latency(lengths=Lognormal(150, 0.0, 8, 3500)), Mode.UNINTERRUPTED, 2.0).bubble < 0.35
+
+
+def test_kept_requests_are_sent_once():
+    """Servers pause for the sync, with their requests in place."""
+    settings = scenario(rounds=8, train_seconds=0.5, sync_seconds=0.2, quantum=1)
+    simulation = _Simulation(settings, Mode.KEEP, 2.0)
+    aborts = []
+    abort = simulation.engine.abort
+    simulation.engine.abort = lambda names: (aborts.append(simulation.pool.schedule.version), abort(names))[1]
+    simulate(simulation.run())
+    assert aborts == [settings.warmup + settings.rounds - 1], "only at the end"
+    both, limit = (run(settings, mode, 2.0) for mode in (Mode.BOTH, Mode.UNINTERRUPTED))
+    assert both.trained_per_second < simulation.result.generated_per_second < limit.trained_per_second
+    assert simulation.result.staleness_max >= 2
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_staleness_is_within_the_bound(bound):
+    result = run(scenario(max_staleness=bound, rounds=10), Mode.ABORT, 2.0)
+    assert 0 < result.staleness_max <= bound
+    assert sum(result.staleness.values()) == pytest.approx(1)
+    assert result.carried == pytest.approx(1 - result.staleness[0])
+
+
+# The grid
+
+
+def test_grid_has_the_reference_first_and_reasons_for_what_it_leaves_out():
+    grid = simulate_grid(
+        scenario(max_staleness=1, rounds=1), [Mode.ABORT, Mode.DISCARD, Mode.UNINTERRUPTED], [3.0, 1.5, 1.5, 1.0]
+    )
+    assert [(result.mode, result.factor) for result in grid.results] == [
+        (Mode.SYNCHRONOUS, 1.0), (Mode.ABORT, 1.5), (Mode.DISCARD, 1.5), (Mode.DISCARD, 3.0),
+        (Mode.UNINTERRUPTED, 1.0), (Mode.UNINTERRUPTED, 1.5), (Mode.UNINTERRUPTED, 3.0),
+    ]  # fmt: skip
+    (left_out,) = grid.left_out
+    assert left_out.startswith("abort with factor 3 is left out: ")
+    assert "raise max_staleness to at least 2" in left_out
+
+
+# The recommendation
+
+
+def result_of(mode, factor, rate, ages, **values):
+    return Result(mode, factor, seconds=1.0, groups=1, trained_tokens=rate, ages=ages, **values)
+
+
+def grid_of(*results):
+    return Grid(scenario(), [result_of(Mode.SYNCHRONOUS, 1.0, 1000, {0: 1}), *results])
+
+
+def test_the_fastest_configuration_that_can_be_trained_is_recommended():
+    advice = recommend(
+        grid_of(
+            result_of(Mode.ABORT, 2.0, 2000, {0: 1, 1: 1}),
+            result_of(Mode.BOTH, 2.0, 3000, {0: 1, 1: 1}),
+            result_of(Mode.DISCARD, 2.0, 4000, {0: 1}),
+            result_of(Mode.UNINTERRUPTED, 2.0, 9000, {}),
+        )
+    )
+    assert advice.gain == 3.0
+    assert advice.settings == {
+        "over_provisioning": 2.0, "max_staleness": 5, "resume_kv": "reuse", "overlap_generation": True,
+    }  # fmt: skip
+
+
+def test_auto_can_be_recommended():
+    grid = grid_of(result_of(Mode.ABORT, 2.0, 1200, {0: 1}), result_of(Mode.ABORT, 2.9, 2000, {0: 1}, is_chosen=True))
+    assert recommend(grid).settings == {"over_provisioning": "auto", "max_staleness": 5}
+
+
+def test_recommendation_keeps_both_bounds_on_staleness():
+    grid = grid_of(
+        result_of(Mode.ABORT, 1.5, 1500, {0: 3, 1: 1}),
+        result_of(Mode.ABORT, 2.0, 2000, {0: 1, 2: 1}),
+        result_of(Mode.ABORT, 3.0, 3000, {1: 1, 4: 1}),
+    )
+    assert recommend(grid).result.factor == 3.0
+    assert recommend(grid, max_staleness=4).result.factor == 3.0
+    assert recommend(grid, max_staleness=3).result.factor == 2.0
+    assert recommend(grid, max_staleness=3).settings["max_staleness"] == 3
+    assert recommend(grid, max_staleness_mean=1.0).result.factor == 2.0
+    assert recommend(grid, max_staleness_mean=0.5).result.factor == 1.5
+    assert recommend(grid, max_staleness=0).result.mode is Mode.SYNCHRONOUS
+
+
+def test_two_percent_are_not_worth_any_staleness():
+    old, young = result_of(Mode.REUSE, 3.0, 2000, {2: 1}), result_of(Mode.ABORT, 1.5, 1970, {1: 1})
+    assert recommend(grid_of(old, young)).result is young
+    young.trained_tokens = 1950
+    assert recommend(grid_of(old, young)).result is old
+    assert recommend(grid_of(result_of(Mode.ABORT, 2.0, 1015, {1: 1}))).result.mode is Mode.SYNCHRONOUS
+
+
+# `over_provisioning="auto"`
+
+
+def on_two_cores(sigma=0.5, **settings):
+    """The server of docs/benchmarks.md, where engine, API server and client share two cores."""
+    costs = dict(request_stall_seconds=0.0012, request_seconds=0.0012, train_seconds=0.2, max_sequences=128)
+    return Scenario(CPU, Lognormal(100, sigma, 8, 1000), **{**costs, "max_staleness": 10, **settings})
+
+
+CELLS = [
+    (0.5, Mode.KEEP), (0.0, Mode.ABORT), (1.0, Mode.OVERLAP), (0.0, Mode.BOTH), (0.5, Mode.REUSE), (0.5, Mode.ABORT),
+    (0.01, Mode.ABORT), (0.0, Mode.REUSE), (0.0, Mode.OVERLAP), (1.0, Mode.KEEP),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sigma", "mode"), CELLS[: cases(2, len(CELLS))])
+def test_after_ten_rounds_auto_is_within_five_percent_of_the_best_factor(sigma, mode):
+    grid = simulate_grid(on_two_cores(sigma, rounds=40), [mode], [1.5, 2.0, 3.0, 4.0, 6.0, "auto"])
+    *fixed, chosen = grid.results
+    assert chosen.is_chosen
+    # Generated tokens: which of them are trained within few rounds is chance.
+    best = max(result.generated_per_second for result in fixed)
+    assert chosen.generated_per_second >= 0.95 * best, (chosen.factor, fixed)
+
+
+@pytest.mark.parametrize("quantum", [1, 4])
+def test_auto_sees_the_first_token_when_the_prefill_is_done(quantum):
+    """Requests come every 0.1 s, each with 10 tokens to prefill for 1 s each, beside steps of 2 s."""
+    settings = on_two_cores(
+        0.0, quota=1, group_size=2, prompt_tokens=10, request_seconds=0.1, request_stall_seconds=0.0, kv_block=10,
+        warmup=0, rounds=1, quantum=quantum, train_seconds=0.0,
+    )  # fmt: skip
+    simulation = _Simulation(replace(settings, step_time=parse_step_time("1:2,8:2", 1.0)), Mode.ABORT, "auto")
+    seen = []
+    simulation._chooser.observe = lambda done, groups, **times: seen.append(done)
+    simulate(simulation.run())
+    traces = {(trace.group_id, trace.index): trace for trace in seen[0].traces}
+    assert len(traces) == 4
+    for sample, trace in traces.items():
+        # The first request is alone in its step, and the other three are prefilled in the next.
+        first = 0.1 + 2 + 10 + (0 if sample == (0, 0) else 2 + 30)
+        assert trace.first == pytest.approx(first)
+        assert trace.head == (1 if quantum == 1 else 0)
+        assert not trace.finished or trace.ended >= first + 99 * 2 - 1e-6
+
+
+@pytest.mark.parametrize(("prompt_tokens", "quantum"), [(16, 1), (100, 1), (100, 16)])
+def test_auto_sees_what_training_would_tell_it(prompt_tokens, quantum):
+    """The real length of the prompts, and not the lengths of unfinished samples."""
+    settings = on_two_cores(1.0, prompt_tokens=prompt_tokens, quantum=quantum, warmup=0, rounds=3)
+    simulation = _Simulation(settings, Mode.ABORT, "auto")
+    simulate(simulation.run())
+    assert simulation._chooser._prompts.value == pytest.approx(settings.units(prompt_tokens))
+    known = {tuple(lengths) for lengths in simulation._chooser._lengths.groups()}
+    drawn = {
+        tuple(map(settings.units, simulation.engine.lengths(group_id))) for group_id in range(simulation._next_id)
+    }
+    assert known and not known <= drawn
+
+
+def test_auto_shows_the_mean_factor_of_the_measured_rounds():
+    short, long = (run(on_two_cores(warmup=warmup, rounds=1), Mode.BOTH, "auto") for warmup in (0, 12))
+    assert short.factor == 2.0, "its first factor"
+    assert long.factor > 2.0
+    assert short.is_chosen and long.is_chosen
+
+
+def test_auto_gives_all_configurations_ten_rounds_of_warmup():
+    grids = [
+        simulate_grid(on_two_cores(warmup=2, rounds=2), [Mode.ABORT], factors) for factors in ([2.0], [2.0, "auto"])
+    ]
+    assert [grid.scenario.warmup for grid in grids] == [2, 10]
+    assert grids[1].results[1] == run(on_two_cores(warmup=10, rounds=2), Mode.ABORT, 2.0)
+
+
+@pytest.mark.parametrize("mode", [Mode.SYNCHRONOUS, Mode.DISCARD, Mode.UNINTERRUPTED])
+def test_auto_needs_a_mode_that_is_trained_with_a_factor(mode):
+    with pytest.raises(ConfigError, match=f"over_provisioning='auto' is impossible in the mode {mode}"):
+        run(scenario(), mode, "auto")
+    grid = simulate_grid(on_two_cores(rounds=1), [mode], ["auto"])
+    assert len(grid.results) == 1
+    assert len(grid.left_out) == (mode is not Mode.SYNCHRONOUS)
+
+
+@pytest.mark.parametrize(("bound", "start"), [(0, 1.0), (1, 2.0), (10, 2.0)])
+def test_auto_keeps_the_staleness_bound(bound, start):
+    settings = on_two_cores(max_staleness=bound, warmup=10, rounds=2)
+    assert _Simulation(settings, Mode.BOTH, "auto").pool.schedule.over_provisioning == start
+    result = run(settings, Mode.BOTH, "auto")
+    assert result.factor <= bound + 1
+    assert result.staleness_max <= bound

@@ -1,0 +1,123 @@
+"""The canary: tolerated differences between server and trainer, and signs of old weights."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.support.fake_vllm import FakeVLLM
+from trl_april.errors import WeightSyncError
+from trl_april.weights.canary import (
+    NUM_TOKENS,
+    TOLERANCE_FLOAT32,
+    TOLERANCE_OTHER,
+    VISIBLE_FLOAT32,
+    VISIBLE_OTHER,
+    Canary,
+    server_logprobs,
+    trainer_logprobs,
+)
+from trl_april.weights.client import ServerControl
+
+
+BASE = [-(place % 7) - 0.5 for place in range(NUM_TOKENS - 1)]
+precisions = pytest.mark.parametrize(
+    ("exact", "tolerance", "visible"),
+    [(True, TOLERANCE_FLOAT32, VISIBLE_FLOAT32), (False, TOLERANCE_OTHER, VISIBLE_OTHER)],
+)
+
+
+def shifted(by: float) -> list[float]:
+    return [value + by for value in BASE]
+
+
+def test_the_token_ids_are_fixed_and_distinct():
+    """Distinct neighbours reveal a shift. The global random state stays."""
+    state = random.getstate()
+    token_ids = Canary(10, exact=True).token_ids
+    assert random.getstate() == state
+    assert token_ids == Canary(10, exact=False).token_ids and len(token_ids) == NUM_TOKENS
+    assert all(0 <= token_id < 10 for token_id in token_ids) and len(set(token_ids)) > 5
+
+
+@precisions
+def test_other_weights_are_an_error(exact, tolerance, visible):
+    """A difference within the tolerance is returned. Differences of opposite sign do not cancel out."""
+    assert Canary(10, exact=exact).compare(BASE, shifted(0.9 * tolerance), 0) == pytest.approx(0.9 * tolerance)
+    by = 1.1 * tolerance
+    server = [value + (by if place % 2 else -by) for place, value in enumerate(BASE)]
+    with pytest.raises(WeightSyncError, match=rf"policy version 7, .* differ by .* more than {tolerance:g}"):
+        Canary(10, exact=exact).compare(BASE, server, 7)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("comparable", [True, False])
+def test_a_value_that_is_not_finite_is_an_error(comparable: bool, value: float):
+    """On either side: NaN compares as false with everything."""
+    other = [*BASE[:-1], value]
+    for trainer, server in ((other, BASE), (BASE, other)):
+        with pytest.raises(WeightSyncError, match="not finite"):
+            Canary(10, exact=True, comparable=comparable).compare(trainer, server, 0)
+
+
+@precisions
+def test_a_server_that_stays_while_the_trainer_moves_has_old_weights(exact, tolerance, visible):
+    """Even if the difference is within the tolerance, but not if its rounding hides the move."""
+    assert 2 * visible < tolerance
+    canary = Canary(10, exact=exact)
+    canary.compare(BASE, BASE, 0)
+    canary.compare(BASE, BASE, 1)
+    assert canary.compare(shifted(0.5 * visible), BASE, 2) == pytest.approx(0.5 * visible)
+    with pytest.raises(WeightSyncError, match="policy version 3, .* kept its old weights"):
+        canary.compare(shifted(2 * visible), BASE, 3)
+
+
+def test_a_quantized_server_may_differ_but_has_to_move():
+    """Each sync is compared with the previous one."""
+    canary = Canary(10, exact=False, comparable=False)
+    assert canary.compare(BASE, shifted(3.0), 0) == pytest.approx(3.0)
+    assert canary.compare(shifted(1.0), shifted(3.5), 1) == pytest.approx(2.5)
+    with pytest.raises(WeightSyncError, match="kept its old weights"):
+        canary.compare(shifted(2.0), shifted(3.5), 2)
+
+
+# Log-probabilities of both sides
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=16, attention_dropout=0.5,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_trainers_values_are_those_of_each_next_token_without_dropout(model: Qwen3ForCausalLM, training: bool):
+    ids = [3, 1, 4, 1, 5]
+    model.eval()
+    with torch.no_grad():
+        table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [table[place, token_id].item() for place, token_id in enumerate(ids[1:])]
+    model.train(training)
+    assert trainer_logprobs(model, ids, torch.device("cpu")) == pytest.approx(expected, abs=1e-6)
+    assert model.training is training
+
+
+def test_the_servers_values_are_prompt_logprobs_at_temperature_1():
+    """vLLM always computes them, whatever the prefix cache holds."""
+    with FakeVLLM() as server:
+        control = ServerControl(server.base_url, 10.0, {})
+        assert server_logprobs(control, "tiny", [5, 6, 7]) == [-1.0, -1.0]
+        body = server.received[0].body
+        assert (body["prompt"], body["prompt_logprobs"], body["temperature"]) == ([5, 6, 7], 0, 1.0)
+        server.answers["/v1/completions"] = (500, "EngineCore died")
+        with pytest.raises(WeightSyncError, match="answered 500 .* EngineCore died"):
+            server_logprobs(control, "tiny", [5, 6, 7])

@@ -1,0 +1,91 @@
+"""TRL's client of the server: waiting for the server, cache salts and connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from trl.generation.vllm_client import VLLMClient
+
+from tests.support.fake_vllm import FakeVLLM
+from trl_april.errors import ServerError
+from trl_april.weights import client as weight_client
+from trl_april.weights.client import ServerClient, ServerControl
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeVLLM]:
+    with FakeVLLM(api_key="key") as running:
+        yield running
+
+
+def connect(base_url: str, *, seconds: float = 0.0) -> ServerClient:
+    control = ServerControl(base_url, 1.0, {"Authorization": "Bearer key"})
+    return ServerClient(control, connection_timeout=seconds)
+
+
+def test_every_completion_has_the_cache_salt_where_the_server_reads_it(fake, monkeypatch):
+    """With images, TRL puts all options under `sampling_params`, where vLLM ignores the salt."""
+    client = connect(fake.base_url)
+    sent = []
+    choice = {
+        "token_ids": [5], "prompt_token_ids": [1, 2],
+        "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}],
+                     "content": [{"token": "token_id:5", "logprob": -1.0, "top_logprobs": []}]},
+    }  # fmt: skip
+
+    def post(self, url: str, json: dict) -> dict:
+        sent.append((url.removeprefix(fake.base_url), json["cache_salt"]))
+        return {"choices": [choice]}
+
+    monkeypatch.setattr(VLLMClient, "_post", post)
+    monkeypatch.setattr("trl.generation.vllm_client.parse_logprobs", lambda logprobs: ([], []))
+    for _ in range(2):
+        client.generate([[1, 2], [1, 2]], features=[{"image": 1}, None], generation_kwargs={"seed": 3})
+        client.generate([[1, 2]])
+        client.renew_cache_salt()
+    assert [path for path, _ in sent] == [*["/inference/v1/generate"] * 2, "/v1/completions"] * 2
+    salts = [salt for _, salt in sent]
+    assert len(set(salts[:3])) == len(set(salts[3:])) == 1 and salts[0] != salts[3]
+
+
+def test_a_server_that_is_not_ready_is_waited_for(fake, monkeypatch, caplog):
+    answers = iter([(503, "loading"), (502, "of a proxy")])
+
+    def sleep(seconds: float) -> None:
+        fake.answers = {"/health": answer} if (answer := next(answers, None)) else {}
+
+    fake.answers = {"/health": (404, "its text")}
+    monkeypatch.setattr(weight_client.time, "sleep", sleep)
+    assert connect(fake.base_url, seconds=60.0).model == fake.model
+    said = "is not ready: /health answered 404 its text. Waiting for at most 60 s (vllm_server_timeout)."
+    assert caplog.text.count(said) == 1
+    assert [request.path for request in fake.received] == ["/health"] * 4 + ["/v1/models"]
+    assert {request.headers["Authorization"] for request in fake.received} == {"Bearer key"}
+
+
+@pytest.mark.parametrize("status", [401, 404, 503, None])
+def test_a_server_that_does_not_become_ready_is_an_error(fake, status):
+    base_url, problem = "http://127.0.0.1:9", "127.0.0.1"  # nothing listens there
+    if status is not None:
+        fake.answers = {"/health": (status, "its text")}
+        base_url, problem = fake.base_url, f"/health answered {status} its text"
+    with pytest.raises(ServerError, match=f"No vLLM server was ready at .* within 0.1 s: .*{problem}.*trl-april"):
+        connect(base_url, seconds=0.1)
+
+
+def test_an_address_ending_in_v1_is_refused_at_once(fake):
+    fake.answers = {"/v1/health": (404, "")}
+    with pytest.raises(ServerError, match=f"without /v1: {fake.base_url}$"):
+        connect(f"{fake.base_url}/v1", seconds=3600.0)
+
+
+def test_proxies_of_the_environment_are_ignored_and_its_certificates_used(fake, monkeypatch):
+    """As for completions: aiohttp ignores proxies by default."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/some/bundle.pem")
+    client = connect(fake.base_url)
+    assert client.model == fake.model and client.session.verify == "/some/bundle.pem"

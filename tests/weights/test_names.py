@@ -1,0 +1,144 @@
+"""Parameters are sent under the names that `save_pretrained` would write."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import extract_model_from_parallel
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from tests.support.tiny import build_model
+from trl_april.weights.names import base_model, in_checkpoint_format, tied_names
+
+
+SMALL = dict(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False, pad_token_id=0,
+)  # fmt: skip
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=12)
+KINDS = {
+    "llama": {},
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": dict(num_experts=4, shared_expert_intermediate_size=12, **EXPERTS),
+    "qwen3_moe": dict(num_experts=4, **EXPERTS),
+    "deepseek_v3": dict(
+        n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, **EXPERTS,
+    ),
+}  # fmt: skip
+
+
+def sent(model, params=None):
+    """Copies of the parameters that would be sent."""
+    found = [(name, param.clone()) for name, param in in_checkpoint_format(params or model.named_parameters(), model)]
+    assert max(Counter(name for name, _ in found).values()) == 1
+    return dict(found)
+
+
+def assert_same(found, expected):
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(params=sorted(KINDS))
+def model(request):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **SMALL, **KINDS[request.param])
+    return AutoModelForCausalLM.from_config(config).float()
+
+
+@pytest.fixture
+def saved(model, tmp_path):
+    """The parameters in a checkpoint of the model, without buffers."""
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    return {name: tensor for name, tensor in weights.items() if name not in dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["from a configuration", "from a checkpoint"])
+def test_parameters_are_sent_as_a_checkpoint_has_them(model, saved, tmp_path, is_loaded):
+    if is_loaded:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same(sent(model), saved)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_a_checkpoint_with_the_models_own_names_keeps_them(model, tmp_path):
+    """The server was started from the same checkpoint."""
+    model.save_pretrained(tmp_path, save_original_format=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same(sent(model), dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
+def test_adapters_do_not_change_the_names(model, saved):
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    params = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+    assert_same(sent(adapted, params.items()), saved)
+
+
+def test_a_distributed_model_is_unwrapped():
+    model = build_model()
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = model
+    assert extract_model_from_parallel(wrapped) is model
+    assert base_model(wrapped) is model
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_only_one_parameter_is_held_at_a_time(model):
+    """A sharded parameter stays gathered while it is held."""
+    live = set()
+
+    def gathered():
+        for name, param in model.named_parameters():
+            live.add(name)
+            yield name, param
+            live.remove(name)
+
+    for _ in in_checkpoint_format(gathered(), model):
+        assert len(live) == 1
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_a_custom_module_keeps_its_names(model):
+    other = torch.nn.Sequential(model)
+    assert_same(sent(other), dict(other.named_parameters()))
+
+
+def chunked():
+    """A conversion of several parameters, as in `hrm_text`."""
+    return WeightConverter("self_attn.qkv.weight", ["self_attn.q_proj.weight", "self_attn.k_proj.weight"], [Chunk(0)])
+
+
+def dequantized():
+    """An 8-bit checkpoint loaded with `dequantize=True`. Reverting would quantize it again."""
+    quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config())
+    return WeightConverter("mlp.gate.weight", "mlp.gate.weight", [Fp8Dequantize(quantizer)])
+
+
+def quantized():
+    conversion = WeightRenaming("block_sparse_moe", "mlp")
+    conversion.quantization_operation = object()
+    return conversion
+
+
+@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("conversion", [chunked, dequantized, quantized])
+def test_conversions_that_compute_keep_all_names(model, conversion):
+    model._weight_conversions = [WeightRenaming("block_sparse_moe", "mlp"), conversion()]
+    assert_same(sent(model), dict(model.named_parameters()))
+
+
+def test_shared_parameters_have_several_names():
+    assert tied_names(build_model(tie_word_embeddings=True)) == {"model.embed_tokens.weight": ["lm_head.weight"]}
+    assert tied_names(build_model(tie_word_embeddings=False)) == {}
+    without = AutoConfig.for_model("gemma2", **(SMALL | {"tie_word_embeddings": True}))
+    assert tied_names(AutoModelForCausalLM.from_config(without)) == {}, "vLLM has no output layer for this model"

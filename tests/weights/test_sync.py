@@ -1,0 +1,107 @@
+"""Weight syncs to the real server."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from tests.support.synced_trainer import SyncedTrainer
+from tests.support.tiny import build_tokenizer
+from trl_april import LocalServer
+from trl_april.errors import WeightSyncError
+from trl_april.server import check as server_check
+
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def trainer(tiny_model_dir, one_thread) -> SyncedTrainer:
+    return SyncedTrainer(tiny_model_dir)
+
+
+def test_after_a_sync_the_server_samples_from_the_trainers_weights(server, trainer, tmp_path, monkeypatch):
+    """Tied weights, in many shards, sync after sync; requests stop when the files are complete."""
+    monkeypatch.setattr("trl_april.weights.files.SHARD_BYTES", 20_000)
+    generation = trainer.connect(server, weight_sync_dir=str(tmp_path))
+    assert generation.weight_sync == "filesystem"
+    generation.sync_weights()
+    before_load = []
+
+    def quiesce():
+        (folder,) = tmp_path.iterdir()
+        written = {name: tensor for file in folder.iterdir() for name, tensor in load_file(file).items()}
+        assert all(torch.equal(written[name], param) for name, param in trainer.model.named_parameters())
+        before_load.append(trainer.distance(generation))
+
+    generation.before_sync = quiesce
+    for version in (41, 42):
+        trainer.change(0.3)
+        trainer.step = version
+        generation.sync_weights()
+        assert before_load.pop() > 0.1, "the server has its old weights until it loads the files"
+        assert trainer.distance(generation) < 1e-4
+        reported = requests.get(f"{server.base_url}/weight_info", timeout=10).json()
+        assert reported == {"weight_version": str(version)} and generation.holds_weights()
+    assert list(tmp_path.iterdir()) == [] and generation.sync_seconds > 0
+
+
+class NoTransport:
+    """Claims to have sent the weights."""
+
+    @contextmanager
+    def stage(self, parameters, *, sends):
+        yield lambda: None
+
+
+@pytest.mark.parametrize("scale", [0.3, 1e-4])
+def test_training_stops_if_the_server_keeps_its_old_weights(server, trainer, scale):
+    """Even if the weights moved so little that both sides agree within the tolerance."""
+    generation = trainer.connect(server)
+    generation.sync_weights()
+    trainer.change(1e-4)
+    generation.sync_weights()  # a small step that arrives passes
+    generation._transport = NoTransport()
+    trainer.change(scale)
+    with pytest.raises(WeightSyncError, match="does not hold|has kept its old weights"):
+        generation.sync_weights()
+
+
+@pytest.mark.long
+def test_the_server_loads_experts_by_their_names_in_a_checkpoint(tmp_path, one_thread, monkeypatch):
+    """Under the names that the model has in memory, the server would crash.
+
+    vLLM's CPU build does not pack expert weights again when it reloads them, so their output is zero here.
+    """
+    monkeypatch.setattr(server_check, "check_experts", lambda *args: None)
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, max_position_embeddings=256,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_local_experts=4,
+        num_experts_per_tok=2, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+
+    def remove_expert_output(model):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("experts.down_proj"):
+                    parameter.zero_()
+
+    model = MixtralForCausalLM(config)
+    remove_expert_output(model)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    trainer = SyncedTrainer(str(tmp_path))
+    arguments = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
+    with LocalServer(tmp_path, vllm_args=arguments, quiet=True) as server:
+        generation = trainer.connect(server)
+        trainer.change(0.1)
+        remove_expert_output(trainer.model)
+        generation.sync_weights()
+        assert trainer.distance(generation) < 1e-4

@@ -1,0 +1,391 @@
+"""Weight syncs over HTTP: their order, and servers that fail, restart or are replaced at any point."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from accelerate import Accelerator
+from aiohttp import web
+from peft import LoraConfig, get_peft_model
+
+from tests.support.fake_vllm import FakeVLLM
+from tests.support.synced_trainer import SyncedTrainer
+from tests.support.tiny import build_model
+from trl_april.errors import ConfigError, ServerError, WeightSyncError
+from trl_april.weights import sync as weight_sync
+from trl_april.weights.canary import trainer_logprobs
+from trl_april.weights.sync import ServerGeneration
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class MortalVLLM(FakeVLLM):
+    """A server that crashes at the request `dies_at` and loses its weights, but may be `back_at_once`.
+
+    A request to `loses` is executed once without an answer; requests to `stalls` are never answered.
+    """
+
+    def __init__(self, model: torch.nn.Module, **options: Any) -> None:
+        super().__init__(vocab_size=model.config.vocab_size, **options)
+        self._trained = model
+        self.alive = True
+        self.back_at_once = False
+        self.dies_at: str | None = None
+        self.loses: str | None = None
+        self.stalls: str | None = None
+        self._logprobs: list[float] | None = None
+        self.prompt_logprobs = lambda ids: self._logprobs or [-1.0] * (len(ids) - 1)
+
+    def restart(self) -> None:
+        self.alive, self.dies_at = True, None
+        self.weight_version, self._logprobs = "default", None
+
+    @web.middleware
+    async def _gate(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == self.dies_at:
+            await super()._gate(request, handler)  # it may have executed the request
+            self.alive = False
+            if self.back_at_once:
+                self.restart()
+                request.transport.abort()
+        if not self.alive:
+            request.transport.abort()
+            return web.Response()
+        if request.path == self.stalls:
+            await asyncio.sleep(60)
+        if request.path == self.loses:
+            self.loses = None
+            await super()._gate(request, handler)
+            request.transport.abort()
+        answer = await super()._gate(request, handler)
+        if request.path == "/collective_rpc":
+            token_ids = self.canary_ids
+            self._logprobs = trainer_logprobs(self._trained, token_ids, torch.device("cpu"))
+        return answer
+
+    canary_ids: list[int]
+
+
+class TwoProcesses:
+    """This process and another one, which may have noticed an outage."""
+
+    rank, count = 0, 2
+    outage = 0.0
+
+    def reduce_max(self, values: list[float]) -> list[float]:
+        return [max(value, self.outage) for value in values]
+
+
+@pytest.fixture
+def trainer(tiny_model_dir: str) -> SyncedTrainer:
+    return SyncedTrainer(tiny_model_dir)
+
+
+@pytest.fixture
+def fake(trainer: SyncedTrainer, tiny_model_dir: str) -> Iterator[MortalVLLM]:
+    with MortalVLLM(trainer.model, model_path=tiny_model_dir) as running:
+        yield running
+
+
+def connect(trainer: SyncedTrainer, fake: MortalVLLM, **options: Any) -> ServerGeneration:
+    generation = trainer.connect(fake, **{"server_timeout": 10.0, **options})
+    fake.canary_ids = generation._canary.token_ids
+    fake.received.clear()
+    return generation
+
+
+@pytest.fixture
+def generation(trainer: SyncedTrainer, fake: MortalVLLM) -> ServerGeneration:
+    """Connected, and synced once as version 1."""
+    generation = connect(trainer, fake)
+    assert not generation.holds_weights()
+    trainer.change(0.1)
+    generation.sync_weights()
+    assert fake.weight_version == "1" and generation.holds_weights()
+    trainer.change(0.1)
+    fake.received.clear()
+    return generation
+
+
+def paths(fake: MortalVLLM) -> list[str]:
+    return [request.path.lstrip("/") for request in fake.received]
+
+
+# Without an outage
+
+
+def test_a_sync_to_a_running_server_does_not_repeat_the_checks(fake, generation):
+    salt = generation.vllm_client._salt
+    generation.sync_weights()
+    assert generation.vllm_client._salt != salt, "evaluation must not find cached blocks of other weights"
+    assert paths(fake) == [
+        "health", "weight_info", "collective_rpc", "reset_prefix_cache", "update_weight_version", "weight_info",
+        "v1/completions",
+    ]  # fmt: skip
+    assert fake.weight_version == "2"
+
+
+def test_a_kept_cache_is_reset_only_after_another_client_changed_the_weights(trainer, fake, caplog):
+    """Its blocks under our salts would not belong to any of our versions."""
+    generation = connect(trainer, fake, resume_kv="reuse")
+    for _ in range(2):
+        trainer.change(0.1)
+        generation.sync_weights()
+    assert "reset_prefix_cache" not in paths(fake)
+    requests.post(f"{fake.base_url}/update_weight_version", json={"new_version": "77"}, timeout=10)
+    assert not generation.holds_weights()
+    fake.received.clear()
+    generation.sync_weights()
+    assert "another client changed its weights" in caplog.text and generation.holds_weights()
+    assert paths(fake).count("reset_prefix_cache") == 1
+    assert paths(fake).index("reset_prefix_cache") < paths(fake).index("collective_rpc")
+
+
+def test_tied_weights_are_sent_twice_to_cpu_servers_only(trainer, fake):
+    """Other builds of vLLM do not need it, and some models have no output layer to load."""
+    names = [name for name, _ in connect(trainer, fake)._parameters()]
+    assert sorted(names) == sorted(dict(trainer.model.named_parameters(remove_duplicate=False)))
+    fake.device = "cuda"
+    names = [name for name, _ in connect(trainer, fake)._parameters()]
+    assert names == [name for name, _ in trainer.model.named_parameters()]
+
+
+def test_adapters_are_unmerged_whatever_fails(trainer, fake, monkeypatch):
+    trainer.model = get_peft_model(trainer.model, LoraConfig(target_modules=["q_proj"]))
+
+    def fail(params, model):
+        yield next(params)
+        raise RuntimeError("cannot be converted")
+
+    monkeypatch.setattr(weight_sync, "in_checkpoint_format", fail)
+    with pytest.raises(RuntimeError, match="cannot be converted"):
+        connect(trainer, fake).sync_weights()
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+
+def test_the_tolerance_follows_the_models_data_type(trainer, fake, generation):
+    """`bf16_full_eval` changes it outside of training."""
+    for dtype, exact in ((torch.bfloat16, False), (torch.float32, True)):
+        trainer.model.to(dtype)
+        generation.sync_weights()
+        assert generation._canary.exact is exact
+
+
+@pytest.mark.parametrize("cause", ["longrope", "quantized"])
+def test_a_server_that_computes_otherwise_only_has_to_follow(trainer, fake, cause):
+    if cause == "longrope":  # vLLM chooses frequencies by its context, transformers by each input
+        trainer.model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
+    else:
+        fake.quantization = "fp8"
+    assert connect(trainer, fake)._canary.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0
+
+
+def test_another_client_that_syncs_too_is_an_error(fake, generation):
+    fake.holds_new_weights = False
+    fake.weight_version = "12"
+    with pytest.raises(WeightSyncError, match="weight version '12' after the sync of 2.*a separate server"):
+        generation.sync_weights()
+
+
+# Outages
+
+
+def test_a_server_that_is_down_before_the_sync_gets_nothing(fake, generation):
+    """Requests are stopped all the same, and the outage of one sync is forgotten by the next."""
+    fake.alive = False
+    quiesced = []
+    generation.before_sync = lambda: quiesced.append(True)
+    with pytest.raises(ServerError, match="was lost during the weight sync.*Connection") as caught:
+        generation.sync_weights()
+    assert fake.base_url in str(caught.value) and isinstance(caught.value.__cause__, ServerError)
+    assert not generation.holds_weights() and quiesced == [True]
+    fake.alive = True
+    generation.sync_weights()
+    assert generation.holds_weights()
+
+
+WHERE = ["weight_info", "collective_rpc", "reset_prefix_cache", "update_weight_version", "v1/completions"]
+
+
+@pytest.mark.parametrize(
+    ("where", "back_at_once"), [*((where, False) for where in WHERE), *((where, True) for where in WHERE[1:])]
+)
+def test_an_outage_at_any_point_of_a_sync_ends_in_an_error_and_then_in_the_right_weights(
+    fake, generation, where, back_at_once
+):
+    """The server may be back before anybody asks whether it is alive."""
+    fake.dies_at, fake.back_at_once = f"/{where}", back_at_once
+    with pytest.raises(ServerError, match="was lost during the weight sync"):
+        generation.sync_weights()
+    assert (generation.server.problem() is None) is back_at_once and not generation.holds_weights()
+    if not back_at_once:
+        with pytest.raises(ServerError, match="was lost"):
+            generation.sync_weights()
+        fake.restart()
+        assert generation.server.problem() is None and not generation.holds_weights()
+    fake.received.clear()
+    generation.sync_weights()
+    assert "collective_rpc" in paths(fake) and fake.weight_version == "2"
+    assert generation.holds_weights()
+
+
+@pytest.mark.parametrize("in_first_sync", [False, True])
+def test_a_restarted_server_is_checked_and_connected_to_again(trainer, fake, generation, caplog, in_first_sync):
+    """It may be another server, with other flags."""
+    if in_first_sync:
+        generation = connect(trainer, fake)
+        fake.dies_at = "/collective_rpc"
+        with pytest.raises(ServerError, match="was lost"):
+            generation.sync_weights()
+        fake.received.clear()
+    fake.restart()
+    fake.max_model_len, fake.model = 1234, "renamed"
+    connected = []
+    generation._transport.connect = lambda: connected.append(True)
+    generation.sync_weights()
+    assert "was restarted" in caplog.text and connected == [True]
+    assert paths(fake)[:4] == ["health", "weight_info", "server_info", "v1/models"]
+    assert (generation.server_info.max_model_len, generation.server_info.model) == (1234, "renamed")
+    assert fake.received_at("/v1/completions")[-1].body["model"] == "renamed"
+    assert generation.holds_weights()
+
+
+def test_another_model_at_the_address_is_refused_before_weights_are_sent(fake, generation, tmp_path):
+    other = build_model()
+    other.config.hidden_size = 32
+    other.config.save_pretrained(tmp_path)
+    fake.restart()
+    fake.model_path = str(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="hidden_size=32, but the trainer's model has hidden_size=64"):
+            generation.sync_weights()
+    assert "collective_rpc" not in paths(fake) and not generation.holds_weights()
+
+
+def test_a_server_that_refuses_the_weights_is_no_outage(fake, generation):
+    """Waiting would not help."""
+    fake.answers = {"/collective_rpc": (500, "out of memory")}
+    with pytest.raises(WeightSyncError, match="500 to /collective_rpc.*out of memory.*its log.*set weight_sync_dir"):
+        generation.sync_weights()
+    assert not generation.holds_weights() or fake.weight_version == "1"
+
+
+@pytest.mark.parametrize(("where", "status"), [("/collective_rpc", 429), ("/v1/completions", 503)])
+def test_a_busy_server_or_proxy_is_an_outage(fake, generation, where, status):
+    fake.answers = {where: (status, "later")}
+    with pytest.raises(ServerError, match=f"was lost during the weight sync.*answered {status} to "):
+        generation.sync_weights()
+    fake.answers = {}
+    generation.sync_weights()
+    assert fake.weight_version == "2"
+
+
+@pytest.mark.parametrize("lost", ["question", "answer"])
+def test_a_lost_answer_about_the_version_is_no_restart(fake, generation, caplog, lost):
+    """A restart would repeat the checks and the connection."""
+    if lost == "question":
+        fake.answers = {"/weight_info": (503, "busy")}
+    else:
+        fake.loses = "/update_weight_version"
+    with pytest.raises(ServerError, match="was lost"):
+        generation.sync_weights()
+    fake.answers = {}
+    generation.sync_weights()
+    assert "restarted" not in caplog.text and "server_info" not in paths(fake)
+    assert generation.holds_weights()
+
+
+@pytest.mark.parametrize("where", ["/server_info", "/v1/models"])
+def test_a_check_without_an_answer_ends(fake, generation, where):
+    fake.restart()
+    fake.stalls = where
+    generation.server.session.seconds = 0.3
+    with pytest.raises(ServerError, match="was lost during the weight sync.*did not answer a question"):
+        generation.sync_weights()
+
+
+def test_loading_has_a_longer_time_limit_and_keeps_its_files_until_the_answer(trainer, fake):
+    seen = []
+
+    async def load(request: web.Request) -> web.Response:
+        folder = Path((await request.json())["kwargs"]["weights_path"])
+        await asyncio.sleep(1.0)
+        seen.extend(folder.glob("*.safetensors"))
+        return web.json_response({"results": [None]})
+
+    fake._load = load
+    connect(trainer, fake, server_timeout=0.5).sync_weights()
+    assert seen and not any(path.exists() for path in seen)
+
+
+@pytest.mark.parametrize(("status", "error"), [(503, ServerError), (500, WeightSyncError), (None, ServerError)])
+def test_an_nccl_request_is_sent_once_and_has_a_time_limit(trainer, fake, status, error):
+    """TRL's session would retry without a limit, but tensors are not broadcast again."""
+    generation = connect(trainer, fake)
+    if status is None:
+        fake.stalls, generation.server.session.seconds = "/update_weights", 0.03
+    else:
+        fake.answers = {"/update_weights": (status, "busy")}
+    with pytest.raises(error, match=f"{status} to /update_weights .*busy" if status else "did not answer"):
+        generation.vllm_client._post(f"{fake.base_url}/update_weights", json={"update_info": 1})
+    assert len(fake.received_at("/update_weights")) == (1 if status else 0)  # a stalled request is not recorded
+
+
+# Which errors are outages
+
+
+def test_only_an_error_that_an_outage_explains_is_noted_as_one(generation, monkeypatch):
+    def fail() -> None:
+        raise error
+
+    for error in (WeightSyncError("a"), ConfigError("b"), requests.JSONDecodeError("c", "", 0), OSError("d")):
+        with pytest.raises(type(error)):
+            generation._on_server(fail)
+        assert generation._outage is None
+    for error in (ServerError("e"), requests.ConnectionError("f"), requests.Timeout("g")):
+        generation._outage = None
+        generation._on_server(fail)
+        assert generation._outage is error
+    monkeypatch.setattr(generation.server, "problem", lambda: "down")
+    for error in (WeightSyncError("a"), requests.ConnectionError("b"), OSError("c")):
+        generation._outage = None
+        generation._on_server(fail)
+        assert generation._outage is error
+    generation._on_server(lambda: pytest.fail("no step follows an outage"))
+    generation._outage, error = None, ValueError("d")
+    with pytest.raises(ValueError):
+        generation._on_server(fail)
+
+
+# The server's weights
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(500, ""), (404, ""), (200, "{}"), (200, '{"weight_version": null}'), (200, '{"weight_version": "0"}')],
+)
+def test_a_server_that_does_not_confirm_its_weights_has_lost_them(fake, generation, answer):
+    fake.answers = {"/weight_info": answer}
+    assert not generation.holds_weights()
+
+
+def test_an_outage_noticed_by_the_main_process_is_raised_in_all(fake, generation, monkeypatch):
+    """Other processes do not talk to the server in a sync, and must not request tokens afterwards."""
+    generation._processes = TwoProcesses()
+    assert generation.holds_weights()
+    generation._processes.outage = 1.0
+    assert not generation.holds_weights()
+    fake.received.clear()
+
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    with pytest.raises(ServerError, match="was lost during the weight sync") as caught:
+        generation.sync_weights()
+    assert caught.value.__cause__ is None
+    assert paths(fake) == []

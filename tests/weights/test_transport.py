@@ -1,0 +1,222 @@
+"""Weight transports: which one is chosen, and what each of them reads and sends."""
+
+from __future__ import annotations
+
+import gc
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+
+from trl_april.distributed.processes import OneProcess
+from trl_april.errors import ConfigError, WeightSyncError
+from trl_april.server.check import ServerInfo
+from trl_april.weights import files, transport
+from trl_april.weights.transport import FileTransport, NcclTransport, choose_transport
+
+
+# Choice
+
+
+def info(*, device: str = "cuda", has_transfer: bool = True) -> ServerInfo:
+    return ServerInfo(
+        model="m", max_model_len=100, dtype="bfloat16", quantized=False, device=device,
+        has_weight_transfer=has_transfer,
+    )  # fmt: skip
+
+
+def choose(
+    asked: str = "auto", *, device: str = "cuda", base_url: str = "http://127.0.0.1:8000", folder=None, **options
+) -> str:
+    client = SimpleNamespace(base_url=base_url, control=None)
+    defaults = {"server_info": info(), "processes": OneProcess(), "client": client}
+    return choose_transport(asked, folder, device=torch.device(device), **{**defaults, **options}).name
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainer_device", "server_device", "has_transfer", "chosen"),
+    [
+        ("auto", "cuda", "cuda", True, "nccl"),
+        ("auto", "cuda", "cuda", False, "filesystem"),
+        ("auto", "cpu", "cuda", True, "filesystem"),
+        ("auto", "cuda", "cpu", True, "filesystem"),
+        ("filesystem", "cuda", "cuda", True, "filesystem"),
+        ("nccl", "cuda", "cuda", True, "nccl"),
+    ],
+)
+def test_nccl_needs_a_gpu_on_both_sides(monkeypatch, asked, trainer_device, server_device, has_transfer, chosen):
+    monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
+    server_info = info(device=server_device, has_transfer=has_transfer)
+    assert choose(asked, device=trainer_device, server_info=server_info) == chosen
+
+
+@pytest.mark.parametrize(
+    ("gpus", "base_url", "chosen"),
+    [
+        (1, "http://127.0.0.1:8000", "filesystem"),
+        (1, "http://192.0.2.1:8000", "nccl"),  # on another host
+        (2, "http://127.0.0.1:8000", "nccl"),
+        (None, "http://127.0.0.1:8000", "nccl"),
+    ],
+)
+def test_trainer_and_server_on_one_gpu_use_files(monkeypatch, gpus, base_url, chosen):
+    monkeypatch.setattr(transport, "gpus_of_host", lambda: gpus)
+    assert choose(base_url=base_url) == chosen
+    # The main process decides: others may be on other hosts.
+    others_say_no = SimpleNamespace(rank=1, reduce_max=lambda values: values)
+    assert choose(base_url=base_url, processes=others_say_no) == "nccl"
+    main_says_yes = SimpleNamespace(rank=1, reduce_max=lambda values: [1.0])
+    assert choose(base_url=base_url, processes=main_says_yes) == "filesystem"
+
+
+@pytest.mark.parametrize(
+    ("visible", "ours", "chosen"), [(1, True, "filesystem"), (2, True, "nccl"), (1, False, "nccl")]
+)
+def test_a_server_started_by_a_process_that_sees_one_gpu_shares_it(monkeypatch, visible, ours, chosen):
+    monkeypatch.setattr(transport, "gpus_of_host", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
+    monkeypatch.setattr(transport, "sees_our_devices", lambda base_url: ours)
+    assert choose() == chosen
+
+
+def test_an_impossible_choice_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="weight_sync='nccl' needs.*cpu.*filesystem"):
+        choose("nccl", device="cpu")
+    with pytest.raises(ConfigError, match="nowhere.*not a folder"):
+        choose(folder=str(tmp_path / "nowhere"))
+
+
+# Reading and sending
+
+
+class Parameters:
+    """Iterations over the parameters of a module, as far as each was read."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.read: list[list[str]] = []
+
+    def __call__(self):
+        self.read.append([])
+        for name, param in self.module.named_parameters():
+            self.read[-1].append(name)
+            yield name, param
+
+
+class Loads:
+    """A server that loads files, or fails."""
+
+    error: Exception | None = None
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def load(self, path, body):
+        assert (path, body["method"]) == ("collective_rpc", "reload_weights")
+        self.sizes += [file.stat().st_size for file in Path(body["kwargs"]["weights_path"]).iterdir()]
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def parameters() -> Parameters:
+    return Parameters(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))))
+
+
+@pytest.fixture
+def everything(parameters) -> list[str]:
+    return [name for name, _ in parameters.module.named_parameters()]
+
+
+@pytest.mark.parametrize("fails_at", ["write", "load", None])
+def test_files_are_removed_and_all_parameters_read_whatever_fails(
+    tmp_path, monkeypatch, parameters, everything, fails_at
+):
+    server = Loads()
+    monkeypatch.setattr(files, "SHARD_BYTES", 1)  # one file per parameter
+    error = OSError(28, "No space left on device") if fails_at == "write" else WeightSyncError("refused")
+    if fails_at == "write":
+        monkeypatch.setattr(files, "save_file", lambda *args: (_ for _ in ()).throw(error))
+    elif fails_at == "load":
+        server.error = error
+    with pytest.raises(WeightSyncError, match="No space left.*--shm-size|refused") if fails_at else nullcontext():
+        with FileTransport(server, str(tmp_path)).stage(parameters, sends=True) as load:
+            assert parameters.read == [everything]
+            load()
+    assert parameters.read == [everything] and list(tmp_path.iterdir()) == []
+    assert len(server.sizes) == (0 if fails_at == "write" else 6)
+
+
+@pytest.mark.parametrize("sent", [0, 2, None])
+def test_nccl_gathers_all_parameters_even_if_the_server_is_lost(parameters, everything, sent):
+    class Client:
+        def update_named_params(self, metadata, params):
+            assert [name for name, _, _ in metadata] == everything
+            assert metadata[0][1:] == ("float32", [2, 2])
+            for _ in range(len(metadata) if sent is None else sent):
+                next(params)
+            if sent is not None:
+                raise requests.ConnectionError("lost")
+
+    nccl = NcclTransport(Client(), torch.device("cpu"))
+    with nccl.stage(parameters, sends=True) as load:
+        assert parameters.read == [everything]  # for the announcement, before the server is paused
+        with pytest.raises(requests.ConnectionError) if sent is not None else nullcontext():
+            load()
+    with nccl.stage(parameters, sends=True):
+        pass
+    assert parameters.read == [everything] * 2, "the announcement is made once"
+
+
+@pytest.mark.parametrize(("made", "iterations"), [(FileTransport(None, None), 1), (NcclTransport(None, None), 2)])
+def test_other_processes_read_the_same_parameters_and_send_none(parameters, everything, made, iterations):
+    """Gathering takes all processes. With a server of `None`, sending would fail."""
+    with made.stage(parameters, sends=False) as load:
+        load()
+    assert parameters.read == [everything] * iterations
+
+
+def memory(name: str) -> int:
+    """A figure of /proc/self/status, in bytes."""
+    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
+    return int(line[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_a_sync_through_files_needs_memory_for_some_shards_and_not_for_the_model(tmp_path, monkeypatch):
+    shard = 16 * 1024**2
+    monkeypatch.setattr(files, "SHARD_BYTES", shard)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(96)))
+    server = Loads()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = memory("VmRSS")
+    with FileTransport(server, str(tmp_path)).stage(Parameters(model), sends=True) as load:
+        load()
+    assert len(server.sizes) == 24 and sum(server.sizes) > 24 * shard
+    assert memory("VmHWM") - before < 5 * shard
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("NCCL error: invalid usage"), OSError(98, "Address in use")], ids=["gpu", "port"]
+)
+def test_a_failed_nccl_connection_names_its_remedies(error):
+    calls = []
+
+    def fail(device):
+        calls.append("init")
+        raise error
+
+    client = SimpleNamespace(
+        base_url="http://there", group_port=51216, init_communicator=fail,
+        close_communicator=lambda: calls.append("close"),
+    )  # fmt: skip
+    with pytest.raises(WeightSyncError) as caught:
+        NcclTransport(client, torch.device("cuda")).connect()
+    for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
+        assert words in str(caught.value)
+    assert calls == ["close", "init"], "the previous connection still uses the port"

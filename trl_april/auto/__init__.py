@@ -1,1 +1,0 @@
-"""`over_provisioning="auto"`: what it learns of a training run, and which factor that speaks for."""

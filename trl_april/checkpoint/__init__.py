@@ -1,0 +1,1 @@
+"""Partial samples in checkpoints, and where training resumes."""

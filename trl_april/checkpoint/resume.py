@@ -1,0 +1,171 @@
+"""The checkpoints of a training run: where it resumes from, and where it saves.
+
+Invariant: at no moment is there less to resume from than before. A folder that is rewritten is no checkpoint until it
+is complete again; one that is complete for this step only gets the newer rollouts and the newer trainer state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..distributed.processes import Processes
+from ..errors import CheckpointError
+from .rollouts import SavedRollouts, load_rollouts
+
+
+logger = get_logger(__name__)
+
+
+class RunCheckpoints:
+    """The rollouts in the checkpoints of one training run, which resumes from the folder `resumed_from`, if any.
+
+    `run_dir` returns the folder of a trial's checkpoints, in which `save` writes; `output_dir` is searched for the
+    last checkpoint. One that is incomplete or damaged raises `CheckpointError`.
+    """
+
+    def __init__(
+        self,
+        output_dir: str,
+        run_dir: Callable[[Any], str],
+        processes: Processes,
+        resume_from: str | bool | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._processes = processes
+        self._rollouts: SavedRollouts | None = None
+        self._complete_step: int | None = None  # the step of a complete checkpoint with the current weights
+        self.resumed_from = resolve_checkpoint(resume_from, output_dir)
+        if self.resumed_from is not None:
+            found = Path(self.resumed_from)
+            self._rollouts = load_rollouts(found)
+            if self._rollouts is None:
+                logger.info(f"{found} holds no partial samples, like a checkpoint of stock GRPO.")
+            step = found.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+            if step.isdecimal() and found.resolve() == self.folder(int(step), None).resolve():
+                self._complete_step = int(step)
+
+    def take_rollouts(self) -> SavedRollouts | None:
+        """The rollouts of the checkpoint; released here, since they are large."""
+        rollouts, self._rollouts = self._rollouts, None
+        return rollouts
+
+    def folder(self, step: int, trial: Any = None) -> Path:
+        """The checkpoint folder of a step."""
+        return Path(self._run_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+    def has_weights(self, step: int, trial: Any = None) -> bool:
+        """Whether a complete checkpoint of `step` exists, which must not be overwritten. A collective call."""
+        if self._complete_step != step:
+            return False
+        # A callback may have moved it elsewhere.
+        is_gone = self._processes.rank == 0 and not is_complete(self.folder(step, trial))
+        return not any(self._processes.reduce_max([float(is_gone)]))
+
+    def save(
+        self,
+        state: TrainerState,
+        trial: Any,
+        *,
+        rollouts: Callable[[Path], None] | None,
+        everything: Callable[[], None],
+        stateful: Iterable[Any],
+        writes_state: bool,
+    ) -> None:
+        """Write a checkpoint: rollouts first, since the file that completes a checkpoint comes last.
+
+        `rollouts` and `everything` write the rollouts and everything else. `stateful` are the callbacks and control,
+        whose states the trainer saves, in the process that `writes_state`.
+        """
+        has_weights = self.has_weights(state.global_step, trial)
+        folder = self.folder(state.global_step, trial)
+        if self._processes.rank == 0 and not has_weights:
+            # Until this save is complete, the files of an earlier run are no checkpoint either.
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        if rollouts is not None:
+            rollouts(folder)
+        if has_weights:
+            self._update_state(folder, state, stateful, writes=writes_state)
+        else:
+            everything()
+            self._complete_step = state.global_step
+
+    def _update_state(self, folder: Path, state: TrainerState, stateful: Iterable[Any], *, writes: bool) -> None:
+        """Rewrite the trainer's state in a complete checkpoint, as `Trainer` would."""
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(folder)
+        for callback in stateful:
+            # Several callbacks of one class share a list, which is left unchanged.
+            name = type(callback).__name__
+            if isinstance(callback, ExportableState) and not isinstance(state.stateful_callbacks[name], list):
+                state.stateful_callbacks[name] = callback.state()
+        if writes:
+            temporary = folder / f".{TRAINER_STATE_NAME}.tmp"
+            state.save_to_json(str(temporary))
+            os.replace(temporary, folder / TRAINER_STATE_NAME)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written completely: the trainer's own state is written last."""
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    except (OSError, RecursionError, ValueError):
+        return False
+    return isinstance(state, dict) and "global_step" in state
+
+
+def resolve_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output_dir: str) -> str | None:
+    """The folder to resume from, or `None`. `True` takes the last complete checkpoint of `output_dir`.
+
+    Without one, and for a folder that is not complete, it raises `CheckpointError`.
+    """
+    if resume_from is None or resume_from is False:
+        return None
+    names = _checkpoints(output_dir)
+    complete = [name for name in names if is_complete(Path(output_dir, name))]
+    if resume_from is True:
+        if complete:
+            return os.path.join(output_dir, complete[0])
+        torn = f" ({', '.join(sorted(names))} was not written completely)" if names else ""
+        raise CheckpointError(
+            f"resume_from_checkpoint is True, but there is no complete checkpoint in {output_dir!r}{torn}. Start "
+            "without it, or pass the folder of a checkpoint."
+        )
+    path = os.fspath(resume_from)
+    if not is_complete(Path(path)):
+        others = f"Complete are: {', '.join(complete)}." if complete else f"There is none in {output_dir!r}."
+        raise CheckpointError(
+            f"{path!r} is no complete checkpoint: {TRAINER_STATE_NAME}, which is written last, is missing or cut "
+            f"short. {others} resume_from_checkpoint=True takes the last complete one of output_dir."
+        )
+    return path
+
+
+def _checkpoints(output_dir: str) -> list[str]:
+    """The checkpoints of a training run, complete or not, the last one first."""
+    # By name, as in transformers: with a limit on their number, an older one may have been written later.
+    names = [path.name for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(names, key=lambda name: int(name.removeprefix("checkpoint-")), reverse=True)
+
+
+def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None:
+    """`--resume_from_checkpoint` of a command line as a value for [`~transformers.Trainer.train`].
+
+    `"true"`, `"false"` and a folder are as for `train`. `"auto"` takes the last complete checkpoint of `output_dir` if
+    there is one, as a job needs that may be requeued.
+    """
+    if not isinstance(value, str):
+        return value
+    if value.lower() == "auto":
+        return any(is_complete(Path(output_dir, name)) for name in _checkpoints(output_dir))
+    return {"true": True, "false": False}.get(value.lower(), value)

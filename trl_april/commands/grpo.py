@@ -1,0 +1,196 @@
+"""`trl-april grpo`: train with partial rollouts, with the arguments of TRL's own `trl grpo`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trl.rewards
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser, get_dataset, get_peft_config, get_quantization_config
+from trl.scripts.grpo import GRPOScriptArguments
+
+from .. import APRILGRPOConfig, APRILGRPOTrainer
+from ..checkpoint.resume import resume_point
+from ..errors import ConfigError
+
+
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+REWARD_NAMES = ("contains_answer", "soft_overlong_punishment", *TRL_REWARDS)
+FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+@dataclass
+class ScriptArguments(GRPOScriptArguments):
+    """TRL's arguments, with a wider choice of rewards."""
+
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Rewards, which are summed: contains_answer, soft_overlong_punishment, accuracy_reward, "
+            "reasoning_accuracy_reward, think_format_reward, or module:function for your own, from the current "
+            "folder or installed."
+        },
+    )
+    soft_punish_cache: int | None = field(
+        default=None,
+        metadata={
+            "help": "Last tokens of max_completion_length, over which soft_overlong_punishment falls from 0 to -1. "
+            "Default: a fifth of it, as in the DAPO paper."
+        },
+    )
+
+
+def load_file(path: Path, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
+    """The rows of one file, as the split `train`."""
+    kind = FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise ConfigError(
+            f"dataset_name is {str(path)!r}; a file must be one of {', '.join(FORMATS)}. Convert it, or pass a folder "
+            "of save_to_disk."
+        )
+    return load_dataset(kind, data_files=str(path), streaming=streaming)
+
+
+def load_saved(path: Path, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
+    """The splits of a folder that `save_to_disk` wrote; `train` for a dataset without splits."""
+    saved = load_from_disk(str(path))
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
+
+
+def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Mapping[str, Dataset | IterableDataset]:
+    """The dataset that the arguments name, split by split."""
+    name = script.dataset_name
+    if bool(name) == bool(mixture.datasets):
+        raise ConfigError(
+            f"dataset_name is {name!r} and `datasets` has {len(mixture.datasets)} entries; exactly one must be "
+            "given. Pass --dataset_name for one dataset, or list several under `datasets:` in the file of --config."
+        )
+    if mixture.datasets:
+        return get_dataset(mixture)
+    path = Path(name)
+    if path.is_file():
+        return load_file(path, script.dataset_streaming)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return load_saved(path, script.dataset_streaming)
+    if not path.exists() and (path.suffix.lower() in FORMATS or path.is_absolute() or name.startswith(".")):
+        raise ConfigError(f"dataset_name is {name!r}, but no such file or folder exists. Check the path.")
+    return load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+
+
+def pick_split(
+    splits: Mapping[str, Dataset | IterableDataset], argument: str, split: str
+) -> Dataset | IterableDataset:
+    """One split, by the value of `argument`."""
+    if split not in splits:
+        raise ConfigError(
+            f"{argument} is {split!r}, but the dataset has the splits: {', '.join(splits)}. Name one of them. A "
+            "folder with train.jsonl and test.jsonl has two; so has a mixture (`datasets:`) with test_split_size."
+        )
+    return splits[split]
+
+
+def contains_answer(completions: list, answer: list, **kwargs) -> list[float]:
+    """1.0 if the completion contains the answer, else 0.0: a start, to be replaced by your own rule."""
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [float(str(right) in text) for text, right in zip(texts, answer, strict=True)]
+
+
+def find_reward(
+    name: str, *, max_completion_length: int | None = None, soft_punish_cache: int | None = None
+) -> Callable:
+    """Find one of `REWARD_NAMES`, or a user's `module:function` (or `module.function`, as for `trl grpo`).
+
+    `soft_overlong_punishment` falls from 0 to -1 over the last `soft_punish_cache` tokens of the trainer's
+    `max_completion_length`: by default a fifth, as in the DAPO paper (arXiv 2503.14476, section 4.1). Raises
+    [`ConfigError`] if no such function exists, or the punishment has no length.
+    """
+    if name == "contains_answer":
+        return contains_answer
+    if name == "soft_overlong_punishment":
+        if max_completion_length is None:
+            raise ConfigError(
+                "max_completion_length is None, but soft_overlong_punishment depends on it. Set it, or remove the "
+                "punishment from reward_funcs."
+            )
+        cache = max_completion_length // 5 if soft_punish_cache is None else soft_punish_cache
+        return trl.rewards.get_soft_overlong_punishment(
+            max_completion_len=max_completion_length, soft_punish_cache=cache
+        )
+    if name in TRL_REWARDS:
+        return getattr(trl.rewards, name)
+    module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), function_name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ConfigError(
+            f"reward_funcs has {name!r}; it must be one of {', '.join(REWARD_NAMES)}, or your own module:function. "
+            f"{error}. Start in the folder of the module, or install the module."
+        ) from error
+
+
+def find_rewards(script: ScriptArguments, config: APRILGRPOConfig) -> list:
+    """The reward model, if any, and the reward functions."""
+    rewards: list = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    for name in script.reward_funcs or []:
+        rewards.append(
+            find_reward(
+                name,
+                max_completion_length=config.max_completion_length,
+                soft_punish_cache=script.soft_punish_cache,
+            )
+        )
+    if not rewards:
+        raise ConfigError(
+            "reward_funcs and reward_model_name_or_path are both left out, so training has no reward. "
+            "Pass --reward_funcs contains_answer, or module:function for your own."
+        )
+    return rewards
+
+
+def model_options(model: ModelConfig, config: APRILGRPOConfig) -> dict:
+    """Options for loading the model; `--model_init_kwargs` overrides them."""
+    options = {name: getattr(model, name) for name in ("dtype", "attn_implementation")}
+    options |= {"revision": model.model_revision, "trust_remote_code": config.trust_remote_code}
+    return options | (config.model_init_kwargs or {})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, with these arguments or those of the process; returns the exit code."""
+    types = (ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig)
+    parser = TrlParser(types, prog="trl-april grpo")
+    script, config, model, mixture = parser.parse_args_and_config(argv)
+    if model.model_name_or_path is None:
+        raise ConfigError("model_name_or_path is left out. Pass the folder or id of the model that the server serves.")
+
+    sys.path.append(os.getcwd())  # for the modules of reward functions
+    rewards = find_rewards(script, config)
+    splits = load_splits(script, mixture)
+    train_dataset = pick_split(splits, "dataset_train_split", script.dataset_train_split)
+    eval_dataset = None
+    if config.eval_strategy != "no":
+        eval_dataset = pick_split(splits, "dataset_test_split", script.dataset_test_split)
+
+    config.model_init_kwargs = model_options(model, config)
+    trainer = APRILGRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=rewards,
+        args=config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint, config.output_dir))
+    trainer.save_model(config.output_dir)
+    if config.push_to_hub:
+        # The model card names the dataset; keep local paths out of it.
+        local = script.dataset_name is not None and Path(script.dataset_name).exists()
+        trainer.push_to_hub(dataset_name=None if local else script.dataset_name)
+    trainer.accelerator.end_training()  # closes the trackers and the process group
+    return 0

@@ -1,0 +1,350 @@
+"""Summarize a training run, predict its best over-provisioning factor, and give advice.
+
+The prediction uses the model that `over_provisioning="auto"` chooses with. The log counts lengths by completion, not
+by group, so completions are assigned to groups at random. If completions of a prompt are similar, the gain is larger.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, NamedTuple
+
+from ..training.run_log import AGES, BINS_PER_DOUBLING
+from ..tuning.factor_chooser import factors
+from ..tuning.server_speed import StepTimeCurve
+from ..tuning.throughput_model import Workload, predicted_throughput
+from .report_run import PHASES, Run, RunRound
+
+
+AGE_NAMES = ("age_0", "age_1", "age_2", "age_3+")  # as in trl_april.training.correction
+GROUPS, SAMPLES = 256, 16_384  # upper limits for a prediction
+# Advice is given where a change gains more than runs differ by chance: about 5 % of the wall-clock for free changes,
+# more for changes with a price.
+FEW_ROUNDS = 4  # the first rounds fill the pool, the last one empties it
+HALF_EMPTY = 0.20  # of the wall-clock; a synchronous round of even lengths has almost none
+GAIN = 0.05  # smaller predicted gains are within the model's error
+AT_BOUND = 0.25  # of the trained tokens; a few belong to the longest completions
+IDLE = 0.30  # of the wall-clock; overlap costs some staleness, so it must be worth it
+EVEN = 1.5  # 99th percentile of the lengths over their median
+SAMPLE_SIZE = 0.6  # of tokens of one age
+SYNC, SCORING, ABORT = 0.10, 0.15, 0.05  # of the wall-clock
+REJECTED = 0.5  # of the generated tokens; DAPO's own runs reach it
+# The lowest factor whose predicted gain is that close to the best is recommended: higher ones make batches older.
+NEAR_BEST = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures of a run. Unknown ones are `None`, or missing from a dictionary."""
+
+    rounds: int
+    steps: int | None = None
+    seconds: float | None = None  # wall-clock
+    shares: dict[str, float] = field(default_factory=dict)  # of the wall-clock, by phase
+    engine_idle: float | None = None  # part of the wall-clock without a request in flight
+    half_empty: float | None = None  # part of the wall-clock in rounds below half of their highest requests in flight
+    in_flight_mean: float | None = None
+    trained_tokens: float | None = None
+    generated_per_second: float | None = None  # of wall-clock
+    trained_per_second: float | None = None
+    carried: float | None = None  # part of the trained tokens from an earlier round
+    staleness_mean: float | None = None  # in policy versions
+    staleness_max: float | None = None
+    at_bound: float | None = None  # part of the trained tokens as old as `max_staleness` allows
+    lengths: dict[float, float] = field(default_factory=dict)  # quantiles 0.5, 0.9 and 0.99, in tokens
+    sample_sizes: dict[str, float] = field(default_factory=dict)  # mean effective sample size by age, from 0 to 1
+    reward_first: float | None = None  # mean of the first fifth of the rounds
+    reward_last: float | None = None
+    sync_seconds: float | None = None  # mean per round
+    abort_seconds: float | None = None
+    over_provisioning: float | None = None  # of the last round
+    outage_seconds: float = 0.0
+    broken_streams: float = 0.0
+    rejected: float = 0.0  # part of the generated tokens rejected by dynamic sampling
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def summarize(run: Run) -> Summary:
+    """Summarize a run with at least one round."""
+    rounds, seconds = run.rounds, run.seconds or None
+    generated = _sum(rounds, "generated_tokens", "overlap_tokens") if run.has_log else None
+    trained = _sum(rounds, "trained_tokens") if run.has_log else None
+    rewards = [one.reward for one in rounds if one.reward is not None]
+    fifth = max(1, len(rewards) // 5)
+    ages, bound = sum_counts(one.ages for one in rounds), run.options.get("max_staleness") or 0
+    tokens = sum(ages.values())
+    oldest = [one.metrics["staleness_max"] for one in rounds if "staleness_max" in one.metrics]
+    rejected = _sum(rounds, "rejected_tokens")
+    of_rounds = phases(run)
+    total = sum(sum(one.values()) for one in of_rounds)
+    sizes = {name: _mean(rounds, f"correction/{name}/effective_sample_size") for name in AGE_NAMES}
+    return Summary(
+        rounds=len(rounds),
+        steps=len(run.steps) or None,
+        seconds=seconds,
+        shares={phase: sum(one[phase] for one in of_rounds) / total for phase in PHASES} if total else {},
+        **_occupancy(run),
+        trained_tokens=trained,
+        generated_per_second=None if generated is None or seconds is None else generated / seconds,
+        trained_per_second=None if trained is None or seconds is None else trained / seconds,
+        carried=_mean(rounds, "carried_fraction", weight="trained_tokens"),
+        staleness_mean=sum(age * n for age, n in ages.items()) / tokens if ages else _mean(rounds, "staleness_mean"),
+        # The trainer's log has means over several steps.
+        staleness_max=max(oldest, default=None) if run.has_log else None,
+        # The last bin holds all older tokens.
+        at_bound=sum(n for age, n in ages.items() if age >= bound) / tokens if ages and 0 < bound < AGES else None,
+        lengths=_lengths(rounds, run.options.get("max_completion_length")),
+        sample_sizes={name: size for name, size in sizes.items() if size is not None},
+        reward_first=sum(rewards[:fifth]) / fifth if rewards else None,
+        reward_last=sum(rewards[-fifth:]) / fifth if rewards else None,
+        sync_seconds=_mean([one for one in rounds if one.metrics.get("sync_seconds")], "sync_seconds"),
+        abort_seconds=_mean(rounds, "abort_seconds"),
+        over_provisioning=rounds[-1].metrics.get("over_provisioning"),
+        outage_seconds=_sum(rounds, "outage_seconds") or 0.0,
+        broken_streams=_sum(rounds, "broken_streams") or 0.0,
+        rejected=rejected / generated if rejected and generated else 0.0,
+        options=run.options,
+    )
+
+
+def phases(run: Run) -> list[dict[str, float]]:
+    """Seconds of each round by phase, from the start of its weight sync to the next one."""
+    steps = sorted(interval for step in run.steps for interval in step.training)
+    found = []
+    for one, following in zip_longest(run.rounds, run.rounds[1:]):
+        begin, end = one.sync[0], run.seconds if following is None else following.sync[0]
+        abort = min(one.abort_seconds, one.generation[1] - one.generation[0])
+        training = [min(stop, end) - max(start, begin) for start, stop in steps if start < end and stop > begin]
+        seconds = {
+            "sync": one.sync[1] - one.sync[0],
+            "generation": one.generation[1] - one.generation[0] - abort,
+            "abort": abort,
+            "scoring": one.scoring[1] - one.scoring[0],
+            "training": sum(training),
+        }
+        found.append({**seconds, "other": max(0.0, end - begin - sum(seconds.values()))})
+    return found
+
+
+def sum_counts(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Sum counters, by ascending key."""
+    total: Counter[int] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(sorted(total.items()))
+
+
+def quantile(bins: Mapping[int, int], share: float) -> float:
+    """Length in tokens that this share of the counted completions does not exceed, up to the width of a bin."""
+    wanted = share * sum(bins.values())
+    reached = zip(bins, accumulate(bins.values()), strict=True)
+    return 2 ** (next(number for number, below in reached if below >= wanted) / BINS_PER_DOUBLING)
+
+
+def _occupancy(run: Run) -> dict[str, float]:
+    points, end = run.in_flight, run.seconds
+    if not points or not end:
+        return {}
+    spans = [(count, max(0.0, until - begin)) for (begin, count), (until, _) in pairwise([*points, (end, 0.0)])]
+    half_empty = 0.0
+    for one in run.rounds:
+        half = max((count for _, count in one.in_flight), default=0.0) / 2
+        start, stop = one.generation
+        for (begin, count), (until, _) in pairwise([*one.in_flight, (stop, 0.0)]):
+            half_empty += max(0.0, min(until, stop) - max(begin, start)) if count < half else 0.0
+    return {
+        "engine_idle": (points[0][0] + sum(seconds for count, seconds in spans if count < 1e-9)) / end,
+        "half_empty": half_empty / end,
+        "in_flight_mean": sum(count * seconds for count, seconds in spans) / end,
+    }
+
+
+def _lengths(rounds: Sequence[RunRound], longest: int | None) -> dict[float, float]:
+    bins = sum_counts(one.trained_lengths for one in rounds)
+    if bins:
+        # A bin can reach beyond the longest completion.
+        return {share: min(longest or math.inf, quantile(bins, share)) for share in (0.5, 0.9, 0.99)}
+    means = {share: _mean(rounds, f"length_p{round(100 * share)}") for share in (0.5, 0.9, 0.99)}
+    return {share: value for share, value in means.items() if value is not None}
+
+
+def _sum(rounds: Sequence[RunRound], *names: str) -> float | None:
+    values = [one.metrics[name] for one in rounds for name in names if name in one.metrics]
+    return sum(values) if values else None
+
+
+def _mean(rounds: Sequence[RunRound], name: str, *, weight: str | None = None) -> float | None:
+    known = [one.metrics for one in rounds if name in one.metrics]
+    weights = [1.0 if weight is None else metrics.get(weight, 0.0) for metrics in known]
+    total = sum(weights)
+    return sum(metrics[name] * x for metrics, x in zip(known, weights, strict=True)) / total if total else None
+
+
+class Prediction(NamedTuple):
+    """The best factor, and its trained tokens per second of wall-clock relative to the present factor."""
+
+    factor: float
+    gain: float
+
+
+def predict(run: Run, summary: Summary) -> Prediction | None:
+    """Predict the best factor within the staleness bound, or `None` if lengths or server speed are unknown."""
+    last = next((one for one in reversed(run.rounds) if one.step_times), None)
+    if last is None:
+        return None
+    options = run.options
+    present, shares = summary.over_provisioning, summary.shares
+    share = shares.get("generation", 0.0) + shares.get("abort", 0.0)
+    quota, bound, per_round = options.get("quota"), options.get("max_staleness"), options.get("versions_per_round", 1)
+    lengths = _groups(run, options.get("group_size"))
+    if not lengths or present is None or not share or not quota:
+        return None
+    is_guarantee = options.get("staleness_policy", "wait") == "wait"
+    overlaps = options.get("overlap_generation") is True
+    of_rounds = phases(run)
+    seconds = {phase: sum(one[phase] for one in of_rounds) / len(of_rounds) for phase in PHASES}
+    workload = Workload(
+        quota,
+        lengths,
+        StepTimeCurve.through(last.step_times),
+        options.get("max_sequences") or math.inf,
+        seconds_per_prefilled_token=last.seconds_per_prefilled_token,
+        seconds_per_request=last.seconds_per_request,
+        prompt_tokens=last.prompt_tokens,
+        overhead_seconds=summary.abort_seconds or 0.0,
+        # Rounds wait for due groups only if the bound is a guarantee.
+        rounds_to_wait=bound // per_round if bound is not None and is_guarantee else None,
+        reuses_kv=options.get("resume_kv") in ("reuse", "keep"),
+        keeps=options.get("resume_kv") == "keep",
+        overlaps=overlaps,
+        train_seconds=seconds["scoring"] + seconds["training"] + seconds["other"] if overlaps else 0.0,
+        sync_seconds=seconds["sync"] if overlaps else 0.0,
+    )
+    candidates = factors(quota, bound, per_round)
+    rates = {factor: predicted_throughput(workload, factor) for factor in sorted({*candidates, present})}
+    # Without overlap, only the rounds get faster. With it, the rates cover the whole wall-clock.
+    fixed = 0.0 if overlaps else 1 - share
+    gains = {factor: 1 / (fixed + (1 - fixed) * rates[present] / rates[factor]) for factor in candidates}
+    enough = (1 - NEAR_BEST) * max(gains.values())
+    best = next(factor for factor in candidates if gains[factor] >= enough)
+    return Prediction(best, gains[best])
+
+
+def _groups(run: Run, size: int | None) -> list[list[int]]:
+    if not size:
+        return []
+    bins = sum_counts(one.trained_lengths for one in run.rounds)
+    count = min(GROUPS, SAMPLES // size, sum(bins.values()) // size)
+    numbers = random.Random(0).choices([*bins], [*bins.values()], k=size * count) if bins else []
+    lengths = [max(1, round(2 ** (number / BINS_PER_DOUBLING))) for number in numbers]
+    return [lengths[start : start + size] for start in range(0, len(lengths), size)]
+
+
+def advice(summary: Summary, prediction: Prediction | None = None) -> list[str]:
+    """What to change, the most promising first, or one sentence if there is nothing to change."""
+    if summary.rounds < FEW_ROUNDS:
+        rounds = "1 round is" if summary.rounds == 1 else f"{summary.rounds} rounds are"
+        return [f"{rounds} too few for advice. Train for at least {FEW_ROUNDS}."]
+    if summary.seconds is None:
+        nothing = "The trainer's log alone suggests no change; it has no times."
+    else:
+        nothing = "Nothing to change: the engine was well used, and the trained tokens were recent enough."
+    return list(_sentences(summary, prediction)) or [nothing]
+
+
+def _sentences(s: Summary, prediction: Prediction | None) -> Iterator[str]:
+    factor, bound, shares = s.over_provisioning or 1.0, s.options.get("max_staleness"), s.shares
+    if (s.half_empty or 0.0) >= HALF_EMPTY and s.options.get("over_provisioning") != "auto":
+        waits = f"For {s.half_empty:.0%} of the time, rounds ran with less than half of their requests in flight"
+        yield from _long_tail(s, factor, bound, prediction, waits)
+    if (s.at_bound or 0.0) >= AT_BOUND and factor > 1:
+        yield (
+            f"{s.at_bound:.0%} of the trained tokens are {_versions(bound)} old, the limit of max_staleness={bound}: "
+            f"lower over_provisioning (now {factor:g}), or raise the bound if rewards and effective sample size "
+            "tolerate it."
+        )
+    if (s.engine_idle or 0.0) >= IDLE:
+        idle = f"The engine was idle for {s.engine_idle:.0%} of the time"
+        if s.options.get("overlap_generation"):
+            yield (
+                f"{idle} although overlap_generation is on: the trainer is the bottleneck. Give it more devices, or "
+                "raise over_provisioning."
+            )
+        else:
+            yield f"{idle} while the trainer worked: set overlap_generation=True, so that requests run meanwhile."
+    median, p99 = s.lengths.get(0.5), s.lengths.get(0.99)
+    if median and p99 is not None and p99 / median < EVEN:
+        on_policy = " over_provisioning=1.0 keeps all tokens on-policy." if factor > 1 else ""
+        yield (
+            f"Lengths are even (99th percentile {p99:,.0f} tokens, median {median:,.0f}): without a long tail, APRIL "
+            f"gains little.{on_policy}"
+        )
+    for age, name in enumerate(("age_1", "age_2", "age_3+"), 1):
+        size = s.sample_sizes.get(name, 1.0)
+        if size < SAMPLE_SIZE:
+            # A bound below the versions of a round would leave nothing to carry over.
+            can_be_bound = age > s.options.get("versions_per_round", 1)
+            yield (
+                f"Tokens {_versions(age)} old{' or older' if age == 3 else ''} have an effective sample size of "
+                f"{size:.2f}: the policy moves fast, and they teach little. Lower the learning rate, or lower "
+                f"{f'max_staleness to {age - 1}' if can_be_bound else 'over_provisioning'}."
+            )
+            break
+    if shares.get("sync", 0.0) >= SYNC and s.sync_seconds is not None:
+        faster = 'use a weight_sync_dir in shared memory, or weight_sync="nccl" if trainer and server have own GPUs; '
+        yield (
+            f"Weight syncs took {shares['sync']:.0%} of the time ({s.sync_seconds:.3g} s each): "
+            f"{'' if s.options.get('weight_sync') == 'nccl' else faster}a larger generation batch "
+            "(steps_per_generation) needs fewer of them."
+        )
+    if shares.get("scoring", 0.0) >= SCORING:
+        yield (
+            f"Scoring the batches (rewards, reference and old log-probabilities) took {shares['scoring']:.0%} of the "
+            "time: make the slowest reward function faster or asynchronous."
+        )
+    if shares.get("abort", 0.0) >= ABORT and s.abort_seconds is not None:
+        yield (
+            f"Rounds took {s.abort_seconds:.3g} s to end after their quota was met ({shares['abort']:.0%} of the time)"
+            ": check the server's abort time with `trl-april doctor --base-url URL`."
+        )
+    if s.rejected >= REJECTED:
+        yield (
+            f"Dynamic sampling rejected {s.rejected:.0%} of the generated tokens, because all rewards of a group were "
+            "equal: remove prompts that are always or never solved, or raise num_generations."
+        )
+    if s.outage_seconds:
+        yield f"The server was unavailable for {s.outage_seconds:.3g} s in total: check its log."
+    elif s.broken_streams:
+        yield f"{s.broken_streams:.0f} streams broke and were requested again: check the server's log."
+
+
+def _long_tail(
+    s: Summary, factor: float, bound: int | None, prediction: Prediction | None, waits: str
+) -> Iterator[str]:
+    if prediction is not None:
+        if prediction.factor > factor and prediction.gain >= 1 + GAIN:
+            yield (
+                f"{waits}: raise over_provisioning from {factor:g} to {prediction.factor:g} (predicted: about "
+                f'{prediction.gain:.2f} times the trained tokens per second), or set it to "auto".'
+            )
+        return
+    highest = math.inf
+    if bound is not None and s.options.get("staleness_policy") == "wait":
+        highest = bound // s.options.get("versions_per_round", 1) + 1
+    if factor >= highest:
+        yield (
+            f"{waits}, and over_provisioning={factor:g} is the highest that max_staleness={bound} allows: raise "
+            "max_staleness if the reward tolerates it."
+        )
+    else:
+        higher = min(2.0 if factor < 2 else factor + 1, highest)
+        yield f'{waits}: raise over_provisioning from {factor:g} to {higher:g}, or set it to "auto".'
+
+
+def _versions(count: object) -> str:
+    return "1 version" if count == 1 else f"{count} versions"

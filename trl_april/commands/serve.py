@@ -1,0 +1,92 @@
+"""`trl-april serve`: runs a vLLM server in the foreground, with every flag that training needs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from ..server.command_line import check_model, server_command, server_environment
+from ..server.host import check_address, warn_if_exposed
+from ..server.local import DEFAULT_HOST, DEFAULT_PORT
+from ..server.process import POLL, ServerProcess
+
+
+DESCRIPTION = """\
+Run a vLLM server with every flag that training needs, until Ctrl-C.
+
+All other flags are passed on to vLLM and override our defaults:
+    trl-april serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
+    python -m vllm.entrypoints.openai.api_server --help=all        lists them
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of our own options; those it does not know are vLLM's."""
+    parser = argparse.ArgumentParser(
+        prog="trl-april serve",
+        description=DESCRIPTION,
+        usage="trl-april serve MODEL [--host HOST] [--port PORT] [any flag of vLLM]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # `--max` must reach vLLM's parser unchanged
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or model id to serve; comes first")
+    parser.add_argument("--host", default=DEFAULT_HOST, help="address to bind to (default: %(default)s)")
+    parser.add_argument("--port", default=DEFAULT_PORT, type=int, help="port to bind to (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns the server's exit code, as a shell would report it."""
+    parser = build_parser()
+    if len(argv) > 1 and argv[0].startswith("-"):
+        # The value of a vLLM flag would be taken for the model.
+        parser.error(f"the model comes first: trl-april serve MODEL {argv[0]} ...")
+    options, vllm_args = parser.parse_known_args(argv)
+    check_address(options.host, options.port)
+    check_model(options.model, vllm_args)
+    command = server_command(options.model, options.host, options.port, vllm_args)
+    warn_if_exposed(options.host)
+    return run_in_foreground(command, server_environment(None, vllm_args))
+
+
+def run_in_foreground(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command until it ends or a signal stops it with all its children.
+
+    Must be called from the main thread. A second signal skips the grace period and raises `KeyboardInterrupt`.
+    Returns the exit code as a shell reports it (128 + number of a signal).
+    """
+    stop_requested = False
+
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stop_requested
+        # The first signal only sets a flag: an exception while the server starts would leave its processes behind.
+        if stop_requested:
+            raise KeyboardInterrupt
+        stop_requested = True
+
+    with _stop_signals_call(request_stop):
+        server = ServerProcess(command, environment)
+        try:
+            while server.process.poll() is None and not stop_requested:
+                time.sleep(POLL)
+        finally:
+            server.end()
+    code = server.process.wait()
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _stop_signals_call(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signals.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

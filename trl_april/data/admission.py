@@ -1,0 +1,172 @@
+"""Dataset rows on their way into the pool: tokenized, and checked against the server's context.
+
+Invariant: every process reads the same rows in the same order and takes its own, so a row is admitted once over all
+processes. Each process also knows the rows of the others' outstanding groups, which it may have to train.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError
+from ..pool.pool import Pool
+from ..pool.samples import Group
+from .plan import TrainingPlan
+from .row_json import encode_row
+from .source import Row, RowRef, RowSource
+
+
+_CONTINUE_WITHOUT = "remove the folder `april` from the checkpoint to continue without its partial samples."
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """A dataset row ready to be admitted; see [`Pool.admit`]."""
+
+    group_id: int
+    row: Row
+    prompt_ids: list[int]
+    num_generations: int
+    max_completion_length: int
+    row_index: int | None = None
+
+    def admit_to(self, pool: Pool) -> None:
+        pool.admit(
+            self.group_id,
+            self.row,
+            self.prompt_ids,
+            num_generations=self.num_generations,
+            max_completion_length=self.max_completion_length,
+            row_index=self.row_index,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupElsewhere:
+    """A group that another process admits."""
+
+    group_id: int
+
+    def admit_to(self, pool: Pool) -> None:
+        pool.schedule.admit(self.group_id)
+
+
+class Admission:
+    """Makes groups of dataset rows. `owns` says whether a group belongs to this process.
+
+    `tokenize` is TRL's `_tokenize_prompts`, so that a prompt has the same tokens as in stock GRPO and in evaluation.
+    It returns the token ids of prompts, images (or `None`), and multimodal fields.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        source: RowSource,
+        read_row: Callable[[RowRef], Row],
+        tokenize: Callable[[list[Any]], tuple[list[list[int]], Any, Any]],
+        owns: Callable[[int], bool],
+    ) -> None:
+        self._plan, self._source = plan, source
+        self._read_row, self._tokenize, self._owns = read_row, tokenize, owns
+        self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
+
+    def next_groups(self, count: int) -> list[NewGroup | GroupElsewhere]:
+        """The groups of the next dataset rows, at most `count` over all processes; those of this process tokenized.
+
+        Raises:
+            ConfigError: If a prompt leaves no room for a completion, or the row cannot be written to a checkpoint.
+        """
+        rows = [(group_id, ref, self._read_row(ref)) for group_id, ref in self._source.next_rows(count)]
+        tokenized = iter(self._prompt_ids([row["prompt"] for group_id, _, row in rows if self._owns(group_id)]))
+        groups: list[NewGroup | GroupElsewhere] = []
+        for group_id, ref, row in rows:
+            if self._owns(group_id):
+                groups.append(self._new_group(group_id, ref, row, next(tokenized)))
+            else:
+                self._elsewhere[group_id] = row
+                groups.append(GroupElsewhere(group_id))
+        return groups
+
+    def replacements(self, rejected: int) -> list[NewGroup | GroupElsewhere]:
+        """As many groups as were rejected, of rows beyond those that training was planned with."""
+        self._source.replace(rejected)
+        return self.next_groups(rejected)
+
+    def resume(self, groups: Iterable[Group], elsewhere: Iterable[Group], columns: Collection[str]) -> None:
+        """Check the groups of a checkpoint against this training run, and keep the rows of those `elsewhere`.
+
+        Columns that the training dataset does not have are removed: all rows of a batch need the same ones.
+
+        Raises:
+            CheckpointError: If the groups cannot be trained, or not be resumed on this server.
+        """
+        groups, elsewhere = list(groups), list(elsewhere)
+        for group in (*groups, *elsewhere):
+            if missing := [column for column in columns if column not in group.row]:
+                raise CheckpointError(
+                    f"Group {group.group_id} of the checkpoint has no column {', '.join(map(repr, missing))}, which "
+                    f"the training dataset has. Resume with the dataset of the checkpoint, or {_CONTINUE_WITHOUT}"
+                )
+            group.row = {column: value for column, value in group.row.items() if column in columns}
+        self._elsewhere = {group.group_id: group.row for group in elsewhere}
+        for group in groups:
+            self._check_resumed(group)
+
+    def row_of(self, group_id: int) -> Row:
+        """The row of another process's outstanding group."""
+        return self._elsewhere[group_id]
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """Drop the rows of groups that are no longer outstanding."""
+        for group_id in group_ids:
+            self._elsewhere.pop(group_id, None)
+
+    def _prompt_ids(self, prompts: list[Any]) -> list[list[int]]:
+        if not prompts:
+            return []
+        prompt_ids, images, _ = self._tokenize(copy.deepcopy(prompts))
+        if images is not None:
+            raise ConfigError(
+                "A prompt holds an image, which partial rollouts do not support. Use GRPOTrainer, or a dataset with "
+                "an `images` column, for which this trainer runs stock GRPO."
+            )
+        return [list(ids) for ids in prompt_ids]
+
+    def _new_group(self, group_id: int, ref: RowRef, row: Row, prompt_ids: list[int]) -> NewGroup:
+        plan, length = self._plan, len(prompt_ids)
+        budget = plan.max_completion_length or plan.context_length - length
+        if budget < 1 or length + budget > plan.context_length:
+            raise ConfigError(
+                f"The prompt of group {group_id} has {length} tokens, but with max_completion_length="
+                f"{plan.max_completion_length} the server's context of {plan.context_length} tokens leaves "
+                f"{max(0, plan.context_length - (plan.max_completion_length or 1))} for it: "
+                f"{str(row['prompt'])[:200]!r}. Shorten or filter the prompts, lower max_completion_length, or "
+                "restart the server with a larger --max-model-len."
+            )
+        row_index = ref if isinstance(ref, int) else None
+        if plan.saves_checkpoints and row_index is None:
+            encode_row(row)  # fails now, not at the first checkpoint
+        return NewGroup(group_id, row, prompt_ids, plan.num_generations, budget, row_index)
+
+    def _check_resumed(self, group: Group) -> None:
+        plan, name = self._plan, f"Group {group.group_id} of the checkpoint"
+        largest = max(max(group.prompt_ids), *(max(sample.token_ids, default=0) for sample in group.samples))
+        if len(group.samples) != plan.num_generations:
+            raise CheckpointError(
+                f"{name} has {len(group.samples)} samples, and num_generations is {plan.num_generations}. Resume with "
+                f"the num_generations of the checkpoint, or {_CONTINUE_WITHOUT}"
+            )
+        if largest >= plan.vocab_size:
+            raise CheckpointError(
+                f"{name} holds token id {largest}, and the model has a vocabulary of {plan.vocab_size}. Resume with "
+                f"the model of the checkpoint, or {_CONTINUE_WITHOUT}"
+            )
+        if len(group.prompt_ids) + group.max_completion_length > plan.context_length:
+            raise CheckpointError(
+                f"{name} has a prompt of {len(group.prompt_ids)} tokens and completions of up to "
+                f"{group.max_completion_length}, and the server's context is {plan.context_length} tokens. Restart it "
+                f"with a larger --max-model-len, or {_CONTINUE_WITHOUT}"
+            )

@@ -1,0 +1,44 @@
+"""What a training run asks of its rollouts, as plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """The numbers of a training run that rollouts depend on."""
+
+    num_generations: int  # samples per group
+    groups_per_round: int  # the quota N, over all processes: generation_batch_size / num_generations
+    micro_steps_per_round: int  # calls of `training_step` that train one round: steps_per_generation * num_iterations
+    gradient_accumulation_steps: int  # calls of `training_step` per optimiser step
+    max_steps: int  # optimiser steps at which training ends
+    max_completion_length: int | None  # token budget of a sample; `None`: whatever the context leaves
+    context_length: int  # tokens that the server takes, prompt and completion together
+    vocab_size: int  # token ids are below it
+    skip_trained_rows: bool = True  # whether a resumed run skips the rows of the steps done (`not ignore_data_skip`)
+    saves_checkpoints: bool = False  # whether partial samples may be written into checkpoints
+
+    @classmethod
+    def of(cls, args: Any, **values: Any) -> TrainingPlan:
+        """The plan of a [`~trl.GRPOConfig`], with the values that it does not hold."""
+        return cls(
+            num_generations=args.num_generations,
+            groups_per_round=args.generation_batch_size // args.num_generations,
+            micro_steps_per_round=args.steps_per_generation * args.num_iterations,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            max_completion_length=args.max_completion_length,
+            skip_trained_rows=not args.ignore_data_skip,
+            **values,
+        )
+
+    @property
+    def versions_per_round(self) -> int:
+        """The most policy versions between the start of one round and that of the next."""
+        micro_steps, accumulation = self.micro_steps_per_round, self.gradient_accumulation_steps
+        even = micro_steps % accumulation == 0 or accumulation % micro_steps == 0
+        # Where they do not divide evenly, an epoch can end with one more, shorter step.
+        return math.ceil(micro_steps / accumulation) + (0 if even else 1)

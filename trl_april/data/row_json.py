@@ -1,0 +1,198 @@
+"""Rows of a stream as JSON and back: a row that was written is read back equal in values and types.
+
+JSON alone would turn tuples into lists and keys into strings, and has no bytes, dates or arrays.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import zoneinfo
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+
+
+MARK = "$"  # marks a type that JSON lacks: {"$bytes": "..."}
+_PLAIN = (bool, int, float, str, type(None))
+_MAX_BITS = 10_000  # Python reads no longer integers from text
+# Numbers, bytes, text, dates; not "O" or "T", whose memory holds pointers, nor "V", which may have fields.
+_ARRAY_KINDS = "biufcmMSU"
+
+
+def encode_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as values that JSON can hold.
+
+    Raises:
+        ConfigError: If a column holds a value that cannot be written.
+    """
+    encoded = {}
+    for column, value in row.items():
+        try:
+            encoded[column] = _encode(value)
+        except (RecursionError, TypeError) as error:
+            found = error if isinstance(error, TypeError) else "lists or dicts that are nested too deep"
+            raise ConfigError(
+                f"Column {column!r} of the training dataset holds {found}, which cannot be written into a checkpoint. "
+                "The rows of a stream are stored beside their partial samples. Remove or convert the column, or set "
+                "save_strategy='no' and save_on_signal=False."
+            ) from None
+    return encoded
+
+
+def decode_row(encoded: dict[str, Any]) -> dict[str, Any]:
+    """The row that [`encode_row`] was given. Other input raises an error of any kind, but runs and imports nothing."""
+    return {column: _decode(value) for column, value in encoded.items()}
+
+
+def _encode(value: Any) -> Any:
+    kind = type(value)
+    if kind is int and value.bit_length() > _MAX_BITS:
+        raise TypeError(f"an int of {value.bit_length()} bits")
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_encode(item) for item in value]
+    if kind is dict and all(type(key) is str and not key.startswith(MARK) for key in value):
+        return {key: _encode(item) for key, item in value.items()}
+    for name, (of_kind, encode, _) in _KINDS.items():
+        if kind is of_kind or f"{kind.__module__.partition('.')[0]}.{kind.__name__}" == of_kind:
+            return {MARK + name.partition(" ")[0]: encode(value)}
+    if isinstance(value, np.generic):
+        return {MARK + "scalar": _encode_array(np.asarray(value))}
+    raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(key.startswith(MARK) for key in value):
+        return {key: _decode(item) for key, item in value.items()}
+    ((mark, inner),) = value.items()
+    if mark == MARK + "scalar" and inner[1] == []:
+        return _decode_array(inner)[()]
+    if mark.removeprefix(MARK) not in _KINDS:
+        raise ValueError(f"a value of the unknown kind {mark!r}")
+    return _KINDS[mark.removeprefix(MARK)][2](inner)
+
+
+def _to_text(value: Any) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _from_text(value: str) -> bytes:
+    return base64.b64decode(value, validate=True)
+
+
+def _encode_array(array: np.ndarray) -> list[Any]:
+    if array.dtype == object:  # as `datasets` hands out values that are no numbers, with the format "numpy"
+        return ["object", list(array.shape), [_encode(item) for item in array.flat]]
+    # A type of another package has more to it than its name.
+    if array.dtype.kind not in _ARRAY_KINDS or np.dtype(array.dtype.str) != array.dtype:
+        raise TypeError(f"a numpy array of {array.dtype}")
+    return [array.dtype.str, list(array.shape), _to_text(array.tobytes())]
+
+
+def _decode_array(encoded: list[Any]) -> np.ndarray:
+    name, shape, data = encoded
+    if name == "object":
+        items = np.empty(len(data), dtype=object)
+        for position, item in enumerate(data):  # at once, lists of equal lengths would become more dimensions
+            items[position] = _decode(item)
+        return items.reshape(shape)
+    dtype = np.dtype(name) if type(name) is str else np.dtype("O")
+    if dtype.kind not in _ARRAY_KINDS or dtype.str != name:
+        raise ValueError(f"an array of the type {name!r}")
+    content = bytearray(_from_text(data))
+    return np.ndarray([len(content) // dtype.itemsize], dtype, content).reshape(shape)
+
+
+def _encode_tensor(tensor: Any) -> list[Any]:
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(f"a tensor of the layout {tensor.layout} and the type {tensor.dtype} on {tensor.device}")
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _to_text(flat.numpy())]
+
+
+def _decode_tensor(encoded: list[Any]) -> Any:
+    import torch
+
+    name, shape, data = encoded
+    dtype = vars(torch).get(name)  # not `getattr`: asked for the name of a module, torch imports it
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor of the unknown type {name!r}")
+    content = bytearray(_from_text(data))
+    return torch.from_numpy(np.ndarray([len(content)], np.uint8, content)).view(dtype).reshape(shape)
+
+
+def _encode_datetime(value: datetime.datetime) -> list[Any]:
+    # Arrow's time zones have names, which an offset would lose.
+    if isinstance(value.tzinfo, zoneinfo.ZoneInfo) and value.tzinfo.key is not None:
+        return [value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo.key]
+    return [value.isoformat(), value.fold, None]
+
+
+def _decode_datetime(encoded: list[Any]) -> datetime.datetime:
+    text, fold, zone = encoded
+    value = datetime.datetime.fromisoformat(text).replace(fold=fold)
+    return value if zone is None else value.replace(tzinfo=zoneinfo.ZoneInfo(zone))
+
+
+def _encode_time(value: datetime.time) -> list[Any]:
+    if value.tzinfo is not None and value.utcoffset() is None:
+        raise TypeError(f"a time of day in the time zone {value.tzinfo}")  # its offset depends on the day
+    return [value.isoformat(), value.fold]
+
+
+def _encode_pandas(value: Any) -> list[Any]:
+    """A date or a duration in nanoseconds, as `datasets` hands out columns that came from pandas."""
+    zone = None if getattr(value, "tz", None) is None else str(value.tz)
+    encoded = [type(value).__name__, int(value.asm8.view("i8")), value.unit, zone]
+    if (read := _decode_pandas(encoded)) != value or str(getattr(read, "tz", None)) != str(zone):
+        raise TypeError(f"a pandas.{encoded[0]} in the time zone {zone}")
+    return encoded
+
+
+def _decode_pandas(encoded: list[Any]) -> Any:
+    import pandas
+
+    kind, count, unit, zone = encoded
+    if kind not in ("Timestamp", "Timedelta") or unit not in ("s", "ms", "us", "ns"):
+        raise ValueError(f"a pandas.{kind} in the unit {unit!r}")
+    if kind == "Timedelta":
+        return pandas.Timedelta(np.timedelta64(count, unit))
+    value = pandas.Timestamp(np.datetime64(count, unit))
+    return value if zone is None else value.tz_localize("UTC").tz_convert(zone)
+
+
+# Name -> (type, or package and name of a type that need not be imported, to JSON, from JSON).
+_KINDS: dict[str, tuple[type | str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, lambda value: [_encode(item) for item in value], lambda value: tuple(map(_decode, value))),
+    "dict": (
+        dict,
+        lambda value: [[_encode(key), _encode(item)] for key, item in value.items()],
+        lambda value: {_decode(key): _decode(item) for key, item in value},
+    ),
+    "bytes": (bytes, _to_text, _from_text),
+    "datetime": (datetime.datetime, _encode_datetime, _decode_datetime),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": (datetime.time, _encode_time, lambda value: datetime.time.fromisoformat(value[0]).replace(fold=value[1])),
+    "timedelta": (
+        datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda value: datetime.timedelta(*value),
+    ),
+    "decimal": (decimal.Decimal, str, decimal.Decimal),
+    "array": (np.ndarray, _encode_array, _decode_array),
+    "tensor": ("torch.Tensor", _encode_tensor, _decode_tensor),
+    "pandas": ("pandas.Timestamp", _encode_pandas, _decode_pandas),
+    "pandas timedelta": ("pandas.Timedelta", _encode_pandas, _decode_pandas),
+}

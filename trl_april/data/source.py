@@ -1,0 +1,193 @@
+"""The row source: the dataset row of every next group.
+
+Invariant: rows come in the order in which stock GRPO would train them, each exactly as often, and no row is handed out
+that no remaining optimiser step could train. The source counts optimiser steps as [`~transformers.Trainer`] does, so
+it knows the last round in advance, also for a stream of unknown length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from ..errors import ConfigError
+from .plan import TrainingPlan
+
+
+Row = dict[str, Any]
+RowRef = int | Row  # index of a row in the training dataset, or a row of a stream
+# The position of a source, as checkpoints store it.
+CURSOR = ("origin", "handed_out", "groups_per_round", "micro_steps_per_round", "gradient_accumulation_steps")
+
+
+class RowSource:
+    """Hands out dataset rows, epoch after epoch, until training needs no more.
+
+    `open_epoch` returns the rows of an epoch in training order, and is called with 0, 1, 2, ... once each. A last,
+    incomplete chunk of `groups_per_round` rows is dropped, as by TRL. `rounds_per_epoch` are the complete chunks of an
+    epoch, if the dataset's length is known: `Trainer` then ends an epoch with a shorter optimiser step where it does
+    not divide evenly. `start_step` optimiser steps are already done.
+    """
+
+    def __init__(
+        self,
+        open_epoch: Callable[[int], Iterator[RowRef]],
+        plan: TrainingPlan,
+        *,
+        rounds_per_epoch: int | None = None,
+        start_step: int = 0,
+    ) -> None:
+        self._open_epoch = open_epoch
+        self._groups_per_round = plan.groups_per_round
+        self._round = plan.micro_steps_per_round
+        self._accumulation = plan.gradient_accumulation_steps
+        self._max_steps = plan.max_steps
+        self._has_length = rounds_per_epoch is not None
+        self._epoch = 0
+        self._steps_before_epoch = 0
+        self._chunk = 0  # chunks of this epoch that were read
+        self.offset = 0  # micro-steps by which rounds start later than in a run from step 0, as TRL shifts them
+        self._next_id = 0
+        self._origin = start_step
+        self._handed_out = 0  # since `origin`
+        self._owed = 0  # rows that replace those of rejected groups
+        self._delegate: RowSource | None = None
+
+        if rounds_per_epoch is not None:
+            steps_per_epoch = max(1, self._optimiser_steps(rounds_per_epoch))
+            self._epoch = start_step // steps_per_epoch
+            for epoch in range(self._epoch):
+                open_epoch(epoch)  # draws its permutation, so that the next epoch gets its own
+            self._steps_before_epoch = self._epoch * steps_per_epoch
+            self._next_id = self._epoch * rounds_per_epoch * self._groups_per_round
+        self._rows = open_epoch(self._epoch)
+        micro_steps = (start_step - self._steps_before_epoch) * self._accumulation
+        if plan.skip_trained_rows:
+            self._skip(micro_steps, start_step)
+        else:  # `Trainer` restarts the epoch at its first row
+            self._next_id += -(-micro_steps // self._round) * self._groups_per_round
+            self._steps_before_epoch = start_step
+        self._planned = self._plan_rows()
+
+    def next_rows(self, count: int) -> list[tuple[int, RowRef]]:
+        """Return `count` rows with the ids of their groups; fewer only when training needs no more."""
+        rows = list(islice(self._planned, count))
+        while len(rows) < count and self._owed:
+            rows.append(self._read_replacement())
+        if self._delegate is not None:
+            rows = [self._delegate._next_unplanned() for _ in rows]
+        first, self._next_id = self._next_id, self._next_id + len(rows)
+        self._handed_out += len(rows)
+        return list(enumerate(rows, first))
+
+    def replace(self, count: int) -> None:
+        """Hand out `count` more rows after the planned ones, to replace as many rejected groups."""
+        self._owed += count
+
+    def take_back(self, count: int) -> int:
+        """Undo `replace` for `count` groups; returns for how many it is too late."""
+        taken = min(count, self._owed)
+        self._owed -= taken
+        return count - taken
+
+    def state_dict(self) -> dict[str, int]:
+        """Position of the source: rows handed out since its first step, and the sizes that it counts with."""
+        if self._delegate is not None:
+            return self._delegate.state_dict()
+        numbers = (self._origin, self._handed_out, self._groups_per_round, self._round, self._accumulation)
+        return dict(zip(CURSOR, numbers, strict=True))
+
+    def pass_over(self, rows: int, *, rejected: int, next_id: int) -> int:
+        """Continue after `rows` that were handed out before a checkpoint, `rejected` of them without being trained.
+
+        The next group gets at least the id `next_id`. Returns how many of the rows training can no longer use: 0,
+        unless its arguments changed.
+        """
+        self.replace(rejected)
+        passed = 0
+        while passed < rows and self.next_rows(1):  # one by one: a long run has too many to hold
+            passed += 1
+        self._next_id = max(self._next_id, next_id)
+        return rows - passed
+
+    def delegate_to(self, other: RowSource, rows: int, *, rejected: int) -> None:
+        """Delegate rows to `other`, after `rows` that it handed out before; keep this source's count."""
+        other.replace(rejected)
+        for _ in range(rows):
+            other._next_unplanned()
+        self._delegate = other
+
+    def _next_unplanned(self) -> RowRef:
+        """The next row, also after the planned ones."""
+        if not (rows := self.next_rows(1)):
+            self.replace(1)
+            rows = self.next_rows(1)
+        return rows[0][1]
+
+    def _skip(self, micro_steps: int, start_step: int) -> None:
+        """Skip the rows of this epoch that were trained before."""
+        # A checkpoint may fall inside a round: TRL starts its rounds from there, `offset` later.
+        chunks, self.offset = divmod(micro_steps, self._round)
+        for chunk in range(chunks + (self.offset > 0)):
+            rows = self._read_chunk()
+            if len(rows) < self._groups_per_round:  # the stream ended: `Trainer` continues with the next epoch
+                self._steps_before_epoch, self._chunk, self.offset = start_step, 0, 0
+                self._open_next_epoch()
+            elif chunk < chunks:
+                self._chunk += 1
+                self._next_id += self._groups_per_round
+                continue
+            else:  # the round inside which training resumes starts again
+                self._rows = chain(rows, self._rows)
+            return
+
+    def _plan_rows(self) -> Iterator[RowRef]:
+        """Rows of all rounds that training still has steps for."""
+        while True:
+            steps = self._steps_before_epoch + (self._chunk * self._round + self.offset) // self._accumulation
+            if steps >= self._max_steps and not self.offset:
+                return
+            # With an offset, the round after the last one of an epoch starts in the next epoch, where steps count
+            # anew. Only its rows tell whether this epoch has another round.
+            rows = self._read_chunk()
+            if len(rows) == self._groups_per_round:
+                if steps >= self._max_steps:
+                    self._rows = chain(rows, self._rows)  # they may replace rejected groups
+                    return
+                self._chunk += 1
+                yield from rows
+            elif self._chunk == 0:
+                raise ConfigError(
+                    f"The training dataset has {len(rows)} rows, but one generation batch needs "
+                    f"{self._groups_per_round} prompts. Add rows, or lower generation_batch_size (or "
+                    "per_device_train_batch_size * steps_per_generation), or raise num_generations."
+                )
+            else:
+                self._steps_before_epoch += self._optimiser_steps(self._chunk)
+                self._chunk = 0
+                self._open_next_epoch()
+
+    def _read_chunk(self) -> list[RowRef]:
+        """The rows of one round, or the rest of the epoch."""
+        return list(islice(self._rows, self._groups_per_round))
+
+    def _read_replacement(self) -> RowRef:
+        for _ in range(2):
+            for row in self._rows:
+                self._owed -= 1
+                return row
+            self._open_next_epoch()
+        raise ConfigError(
+            f"{self._owed} rejected groups have to be replaced, but the training dataset has no rows left. Use a "
+            "dataset that can be iterated again, or dynamic_sampling=False."
+        )
+
+    def _open_next_epoch(self) -> None:
+        self._epoch += 1
+        self._rows = self._open_epoch(self._epoch)
+
+    def _optimiser_steps(self, chunks: int) -> int:
+        """Optimiser steps of an epoch with this many chunks."""
+        done, rest = divmod(chunks * self._round, self._accumulation)
+        return done + (1 if rest and self._has_length else 0)

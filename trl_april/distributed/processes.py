@@ -1,0 +1,208 @@
+"""The processes of a training run, as the trainer uses them: a single one, or several with one quota.
+
+[`OneProcess`] and [`ManyProcesses`] have the same methods, so that nothing else asks how many there are. No call waits
+for another process without looking whether that has failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..errors import PoolError
+from ..pool.pool import Pool
+from ..pool.samples import Group
+from ..pool.schedule import Schedule
+from .error_channel import ErrorChannel
+from .quota import SharedQuota
+from .scatter import from_message, owner_of, shards, to_message
+from .signals import Stopped
+
+
+NO_TIMEOUT = timedelta(days=7)
+_trainers = itertools.count(1)  # trainers of this process; the same count in all of them
+
+
+class OneProcess:
+    """A run of one process, which has nothing to agree on."""
+
+    rank = 0
+    count = 1
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Share errors of the body with the other processes; see [`ErrorChannel.watched`]."""
+        yield
+
+    def check(self) -> None:
+        """Raise the error that another process reported, if any."""
+
+    def owns(self, group_id: int) -> bool:
+        """Whether this process generates the group."""
+        return True
+
+    def quota(self, schedule: Schedule, max_rejected: int | None = None) -> SharedQuota | None:
+        """The quota of all processes; `None` for a single one. All processes call it equally often."""
+        return None
+
+    def barrier(self) -> None:
+        """Wait until all processes have called it."""
+
+    def reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """The sum over all processes, value by value. A collective call."""
+        return list(values)
+
+    def reduce_max(self, values: Sequence[float]) -> list[float]:
+        """The maximum over all processes, value by value. A collective call."""
+        return list(values)
+
+    def agree(self, pool: Pool) -> None:
+        """Let every process know which groups are finished in any of them. A collective call.
+
+        Raises:
+            PoolError: If the schedules of the pools differ.
+        """
+
+    def scatter(
+        self, groups: list[Group], batch: Sequence[int], row_of: Callable[[int], dict[str, Any]], num_generations: int
+    ) -> list[Group]:
+        """Bring every group, or a shard of it, to the process that trains it. A collective call.
+
+        `groups` are those that this process generated of the `batch` of group ids; `row_of` returns the dataset row of
+        any of them. Returns the shards that this process trains, in the order of the batch.
+        """
+        return groups
+
+
+class ManyProcesses(OneProcess):
+    """A run of W processes, of which process k generates the groups k, k + W, k + 2W and so on.
+
+    Counters go through the store of the process group, sums and shards through a group of their own on the CPU.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.rank: int = accelerator.process_index
+        self.count: int = accelerator.num_processes
+        # The store outlives a trainer, whose keys the next one must not find.
+        self._prefix = f"trainer-{next(_trainers)}"
+        self._errors = ErrorChannel(connect(f"{self._prefix}/errors"), self.rank, self.count)
+        self._quotas = 0
+        self._group: Any = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        if self._group is not None:  # nested
+            yield
+            return
+        with self._errors.watched():
+            # One group per run, since an error may leave a call in it half done. It has no time-out of its own:
+            # callbacks and reward functions may take as long as they like.
+            group = self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+            try:
+                try:
+                    yield
+                except Stopped:
+                    self.barrier()
+                    raise
+                self.barrier()  # the process that ends first may hold the store
+            finally:
+                self._group = None
+            dist.destroy_process_group(group)  # not after an error: a call may be under way in it
+
+    def check(self) -> None:
+        self._errors.check()
+
+    def owns(self, group_id: int) -> bool:
+        return owner_of(group_id, self.count) == self.rank
+
+    def quota(self, schedule: Schedule, max_rejected: int | None = None) -> SharedQuota:
+        self._quotas += 1
+        return SharedQuota(connect(f"{self._prefix}/quota-{self._quotas}"), schedule, max_rejected)
+
+    def barrier(self) -> None:
+        self.reduce_sum([0.0])
+
+    def reduce_sum(self, values: Sequence[float]) -> list[float]:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def reduce_max(self, values: Sequence[float]) -> list[float]:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def agree(self, pool: Pool) -> None:
+        outstanding, here = pool.schedule.ids, set(pool.finished_here)
+        # Of the same length in every process, whatever its pool contains, as a collective call needs it.
+        flags = [group_id in here for group_id in outstanding] + [False] * (pool.schedule.capacity - len(outstanding))
+        checksum = zlib.crc32(repr(outstanding).encode())
+        *finished, checksums = self.reduce_sum([*flags, checksum])
+        if checksums != checksum * self.count:
+            raise PoolError(
+                f"Process {self.rank} has the groups {outstanding} outstanding, and another process has others. This "
+                "should not happen: please report it."
+            )
+        pool.learn(group_id for group_id, flag in zip(outstanding, finished, strict=False) if flag)
+
+    def scatter(
+        self, groups: list[Group], batch: Sequence[int], row_of: Callable[[int], dict[str, Any]], num_generations: int
+    ) -> list[Group]:
+        by_process = shards(batch, num_generations, self.count)
+        mine = {group.group_id: group for group in groups}
+        sent = [[shard.of(mine[shard.group_id]) for shard in part if shard.group_id in mine] for part in by_process]
+        sent[self.rank] = []
+        messages = self._exchange([to_message(part) for part in sent])
+        received = {group.group_id: group for message in messages for group in from_message(message, row_of)}
+        return [
+            shard.of(mine[shard.group_id]) if shard.group_id in mine else received[shard.group_id]
+            for shard in by_process[self.rank]
+        ]
+
+    def _exchange(self, messages: list[bytes]) -> list[bytes]:
+        """Send each process its message, and return the messages for this one, by sender."""
+        sizes = torch.tensor([len(message) for message in messages])
+        incoming = torch.empty_like(sizes)
+        self._finish(dist.all_to_all_single(incoming, sizes, group=self._group, async_op=True))
+        sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+        found = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+        self._finish(
+            dist.all_to_all_single(found, sent, incoming.tolist(), sizes.tolist(), group=self._group, async_op=True)
+        )
+        return [bytes(part.numpy()) for part in found.split(incoming.tolist())]
+
+    def _reduce(self, values: Sequence[float], how: Any) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        self._finish(dist.all_reduce(tensor, op=how, group=self._group, async_op=True))
+        reduced: list[float] = tensor.tolist()
+        return reduced
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective call, but not for a process that has failed."""
+        pause = 0.0002
+        while not work.is_completed():
+            self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        work.wait()
+
+
+Processes = OneProcess | ManyProcesses
+
+
+def processes_of(accelerator: Accelerator) -> Processes:
+    """The processes that training runs in."""
+    return ManyProcesses(accelerator) if accelerator.num_processes > 1 else OneProcess()
+
+
+def connect(prefix: str) -> dist.Store:
+    """A new connection to the store of the process group, with a prefix of its own."""
+    store = dist.PrefixStore(f"trl_april/{prefix}", _get_default_store().clone())
+    store.set_timeout(timedelta(seconds=30))
+    return store

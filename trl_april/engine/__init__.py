@@ -1,0 +1,1 @@
+"""A rollout engine: its interface, and the vLLM server over HTTP."""

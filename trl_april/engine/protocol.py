@@ -1,0 +1,97 @@
+"""The interface between a round and a rollout engine: requests, chunks of their streams, and the engine itself.
+
+Request ids are never reused. An aborted request's stream still delivers the tokens generated so far and then ends
+with `finish_reason="abort"`; a request that finished in the same instant ends with its own reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..pool.samples import Group, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request for one sample."""
+
+    request_id: str  # unique, chosen by the caller
+    token_ids: list[int]  # the prompt, then the tokens that the sample already has
+    generated: int  # how many of `token_ids` belong to the sample, 0 for a fresh one
+    max_tokens: int  # that may still be generated, at least 1
+    cache_salt: str  # requests share KV blocks only with requests of the same salt
+    seed: int | None = None  # of this request's sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a stream."""
+
+    token_ids: list[int]  # new tokens, possibly none
+    logprobs: list[float]  # of each token, under the distribution it was sampled from
+    finish_reason: str | None = None  # "stop", "length" or "abort" in the last chunk, `None` before
+
+
+class RequestMaker:
+    """Makes the requests of one process: no two share an id, and no two segments share a seed.
+
+    `run_id` is the prefix of request ids and cache salts. Under `resume_kv="recompute"` the salt is the current policy
+    version, so KV blocks of other weights are never hit, even if a cache reset fails. Under `"reuse"` and `"keep"` a
+    resumed sample keeps the salt of its first segment and finds the blocks of all of them, if the engine still has
+    them.
+    """
+
+    def __init__(self, run_id: str, seed: int | None = None, *, resume_kv: str = "recompute") -> None:
+        self._run_id = run_id
+        self._seed = seed
+        self._reuses_kv = resume_kv != "recompute"
+        self._made = 0
+
+    def make(self, group: Group, sample: Sample, version: int) -> GenerationRequest:
+        """Request the rest of `sample` under policy `version`."""
+        self._made += 1
+        salt = sample.segments[0].version if self._reuses_kv and len(sample) else version
+        return GenerationRequest(
+            # The counter makes the id unique: each segment is a request, and so is each retry of a broken stream.
+            request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._made}",
+            token_ids=[*group.prompt_ids, *sample.token_ids],
+            generated=len(sample),
+            max_tokens=group.remaining(sample),
+            cache_salt=f"{self._run_id}-{salt}",
+            seed=None if self._seed is None else derive_seed(self._seed, sample),
+        )
+
+
+def derive_seed(seed: int, sample: Sample) -> int:
+    """Seed for the next segment of `sample`. Equal seeds give equal completions, so no two segments share one."""
+    key = f"{seed}/{sample.group_id}/{sample.index}/{len(sample)}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1  # vLLM takes signed 64-bit
+
+
+class RolloutEngine(Protocol):
+    """An engine that streams the tokens of requests and aborts them. All methods run on one event loop."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Stream the tokens of `request`; the last chunk carries a finish reason.
+
+        Raises [`ServerError`] if the engine went away, and a retry from the prefix that arrived may work;
+        [`EngineError`] if it refuses the request or its answer is invalid.
+        """
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort these requests, at least one; ids that are unknown or finished are ignored."""
+
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        """Number of tokens that each request has generated, streamed or not, while the engine is paused.
+
+        Unknown and finished requests are left out. Raises [`ServerError`] if the engine does not report it.
+        """
+
+    async def holds(self, version: int) -> bool:
+        """Whether the engine answers and samples from the weights of this policy version. Never raises."""
+
+    async def close(self) -> None:
+        """Release connections."""

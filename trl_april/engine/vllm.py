@@ -1,0 +1,183 @@
+"""The rollout engine for a vLLM server over HTTP: token ids in, token ids out, one streamed request per sample.
+
+It yields exactly the tokens that the server generated for these token ids, or raises an error that names what was
+wrong. Nothing is retried here: the caller knows from which token to resume.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+
+from ..errors import EngineError, ServerError
+from ..server.command_line import GENERATED_TOKENS_PATH
+from ..server.traffic import certificates
+from .event_stream import EventStream
+from .protocol import Chunk, GenerationRequest
+from .sampling import JSON, SamplingOptions
+
+
+ANSWER_SECONDS = 10.0  # a healthy server answers short requests at once, however busy it is
+
+
+class VLLMEngine:
+    """A [`~trl_april.engine.protocol.RolloutEngine`] on the vLLM server at `base_url`.
+
+    The server serves its model as `model`, streams `stream_interval` tokens per chunk, and gets `api_key` as a bearer
+    token. A token id beyond the trained model's `vocab_size` is an error.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        sampling: SamplingOptions,
+        *,
+        stream_interval: int = 64,
+        api_key: str | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._min_tokens = sampling.min_tokens
+        self._vocab_size = vocab_size
+        self._body = {
+            **sampling.body,
+            "model": model,
+            "stream": True,
+            "stream_interval": stream_interval,
+            "logprobs": 0,  # only the sampled token's
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # spares the server the text of every token
+        }
+        # Compression would hold tokens back until there are enough to compress.
+        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        body = {
+            **self._body,
+            "prompt": request.token_ids,
+            "max_tokens": request.max_tokens,
+            "min_tokens": max(0, self._min_tokens - request.generated),
+            "cache_salt": request.cache_salt,
+        }
+        if request.seed is not None:
+            body["seed"] = request.seed
+        data, headers = orjson.dumps(body, option=JSON), {"X-Request-Id": request.request_id}
+        async with self._request("POST", "/v1/completions", data=data, headers=headers) as response:
+            events = EventStream(request, self._vocab_size)
+            try:
+                async for received in response.content.iter_any():
+                    for chunk in events.feed(received):
+                        yield chunk
+                    if events.ended:
+                        return
+            except aiohttp.ClientError:
+                # aiohttp has not handed out what arrived last; without it, more than a chunk could be lost.
+                for chunk in events.feed(response.content._read_nowait(-1)):
+                    yield chunk
+                if not events.ended:
+                    raise
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if not request_ids:
+            # vLLM reads an empty list as all requests, other clients' included.
+            raise EngineError("abort() got no request ids, but it needs at least one.")
+        await self._ask("/abort_requests", {"request_ids": [_vllm_name(request_id) for request_id in request_ids]})
+
+    async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
+        """Needs `trl_april.server.middleware.GeneratedTokens` on the server."""
+        by_name = {_vllm_name(request_id): request_id for request_id in request_ids}
+        try:
+            answer = await self._ask(GENERATED_TOKENS_PATH, {"request_ids": list(by_name)}, ANSWER_SECONDS)
+            return {by_name[name]: int(tokens) for name, tokens in orjson.loads(answer)["generated"].items()}
+        except (EngineError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ServerError(
+                f"The vLLM server at {self._base_url} does not report the progress of its requests: {error!r}"
+            ) from error
+
+    async def holds(self, version: int) -> bool:
+        try:
+            answer = await self._ask("/weight_info", seconds=ANSWER_SECONDS)
+            return bool(orjson.loads(answer)["weight_version"] == str(version))
+        except (ServerError, EngineError, ValueError, TypeError, KeyError):
+            return False
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> bytes:
+        """POST `body`, or GET without one, and return the whole answer."""
+        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=30)
+        async with self._request(method, path, data=data, timeout=timeout) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer with status 200; other ones, and a connection that breaks in the block, are our errors."""
+        try:
+            async with self._open_session().request(method, f"{self._base_url}{path}", **options) as response:
+                await _raise_for_status(response)
+                yield response
+        except ServerError:
+            raise  # an OSError too, but it quotes the server
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(
+                f"The vLLM server at {self._base_url} did not answer {path}, or broke the connection: {error!r:.500}."
+            ) from error
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        # Created on first use, because a session belongs to the event loop it is created in.
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # No limit: the server's scheduler decides what runs. No reuse: the server drops idle connections
+                # after 5 s, and under load it did so with a request on its way. A new connection costs far less.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=_ssl_context()),
+                # No total time-out: long completions are normal. The round driver's watchdog handles silence, because
+                # it knows whether other requests make progress.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+                headers=self._headers,
+            )
+        return self._session
+
+
+def _ssl_context() -> ssl.SSLContext | bool:
+    path = certificates()
+    if path is None:
+        return True
+    if os.path.isdir(path):
+        return ssl.create_default_context(capath=path)
+    return ssl.create_default_context(cafile=path)
+
+
+def _vllm_name(request_id: str) -> str:
+    """vLLM's name for a request with this X-Request-Id: endpoint, id, index of the prompt."""
+    return f"cmpl-{request_id}-0"
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    try:
+        beginning = (await response.content.read(500)).decode(errors="replace")
+    except (aiohttp.ClientError, OSError):
+        beginning = ""  # the status decides
+    message = f"The vLLM server answered {response.status} to {response.url.path}: {beginning}"
+    if response.status == 401:
+        raise EngineError(f"{message} Set VLLM_API_KEY to the key that the server was started with.")
+    if response.status == 404 and response.url.path == "/abort_requests":
+        raise EngineError(f"{message} Restart the server with VLLM_SERVER_DEV_MODE=1 in its environment.")
+    if response.status >= 500 or response.status == 429:
+        raise ServerError(message)
+    raise EngineError(message)

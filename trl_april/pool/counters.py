@@ -1,0 +1,66 @@
+"""Counters of the groups and tokens that enter and leave a pool.
+
+Invariant: whatever was admitted or generated was taken, was rejected, or is still in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import PoolError
+from .samples import Group
+
+
+def count_tokens(groups: Sequence[Group]) -> int:
+    return sum(group.num_tokens for group in groups)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts of one pool over the whole training run."""
+
+    groups_admitted: int = 0
+    groups_taken: int = 0
+    groups_rejected: int = 0
+    tokens_generated: int = 0
+    tokens_taken: int = 0
+    tokens_rejected: int = 0
+
+    @property
+    def tokens_held(self) -> int:
+        """Completion tokens of all groups in the pool."""
+        return self.tokens_generated - self.tokens_taken - self.tokens_rejected
+
+    def take(self, groups: Sequence[Group], *, undo: bool = False) -> None:
+        """Count groups that leave the pool for training, or return from there."""
+        sign = -1 if undo else 1
+        self.groups_taken += sign * len(groups)
+        self.tokens_taken += sign * count_tokens(groups)
+
+    def reject(self, groups: Sequence[Group], *, undo: bool = False) -> None:
+        """Count groups that leave the pool without being trained, or return."""
+        sign = -1 if undo else 1
+        self.groups_rejected += sign * len(groups)
+        self.tokens_rejected += sign * count_tokens(groups)
+
+    def continued_with(self, groups: Sequence[Group]) -> Counters:
+        """The counters of a pool that holds `groups` and took and rejected as much as this one."""
+        return replace(
+            self,
+            groups_admitted=self.groups_taken + self.groups_rejected + len(groups),
+            tokens_generated=self.tokens_taken + self.tokens_rejected + count_tokens(groups),
+        )
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise [`PoolError`] unless `groups` are exactly those still in the pool."""
+        if self.groups_admitted != self.groups_taken + self.groups_rejected + len(groups):
+            raise PoolError(
+                f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken, {self.groups_rejected} "
+                f"rejected and {len(groups)} are in the pool: a group was lost or taken twice."
+            )
+        if self.tokens_held != count_tokens(groups):
+            raise PoolError(
+                f"{self.tokens_generated} tokens were generated, {self.tokens_taken} taken, {self.tokens_rejected} "
+                f"rejected and {count_tokens(groups)} are in the pool: tokens were lost or counted twice."
+            )

@@ -1,0 +1,135 @@
+"""Groups as plain data: one head per group, which JSON can hold, and two arrays with all tokens and log-probabilities.
+
+In this form groups travel to another process and are stored in a checkpoint, without their dataset rows. What is
+unpacked equals what was packed, token by token, or an error is raised. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from ..errors import PoolError
+from .samples import FinishReason, Group, Sample, SampleState, Score, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroups:
+    """Groups in the form in which they are sent and stored."""
+
+    heads: list[dict[str, Any]]  # everything about each group but its tokens and its row
+    token_ids: array[int]  # int32: prompt of a group, then the completions of its samples, group by group
+    logprobs: array[float]  # float32, of the completions in the same order
+
+
+def pack(groups: Sequence[Group]) -> PackedGroups:
+    """Groups as plain data. Of a running sample, the tokens received so far are packed. The arrays are copies."""
+    token_ids, logprobs = array("i"), array("f")
+    heads = []
+    for group in groups:
+        token_ids.extend(group.prompt_ids)
+        for sample in group.samples:
+            token_ids.extend(sample.token_ids)
+            logprobs.extend(sample.logprobs)
+        score = group.score and [
+            group.score.rewards,
+            {str(column): list(map(_showable, values)) for column, values in group.score.extra.items()},
+        ]
+        heads.append(
+            {
+                "group_id": group.group_id,
+                "prompt": prompt_digest(group.row),
+                "prompt_length": len(group.prompt_ids),
+                "max_completion_length": group.max_completion_length,
+                "start_version": group.start_version,
+                "score": score,
+                "samples": [
+                    [
+                        sample.index,
+                        len(sample),
+                        [[segment.version, segment.length] for segment in sample.segments],
+                        sample.finish_reason and sample.finish_reason.value,
+                    ]
+                    for sample in group.samples
+                ],
+            }
+        )
+    return PackedGroups(heads, token_ids, logprobs)
+
+
+def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]]) -> list[Group]:
+    """The groups that were packed, with these dataset rows, and their unfinished samples parked or waiting.
+
+    Raises:
+        PoolError: If a head is malformed, or the lengths do not add up.
+    """
+    token_ids, logprobs = BytesIO(packed.token_ids), BytesIO(packed.logprobs)
+    try:
+        groups = [_group(head, row, token_ids, logprobs) for head, row in zip(packed.heads, rows, strict=True)]
+    except (EOFError, KeyError, TypeError, ValueError) as error:
+        raise PoolError(f"The stored groups are malformed: {error!r}.") from error
+    if token_ids.read(1) or logprobs.read(1):
+        raise PoolError("The stored groups leave token ids or log-probabilities that belong to none of them.")
+    return groups
+
+
+def prompt_digest(row: dict[str, Any]) -> str:
+    """Digest of the row's prompt. The token ids do not serve: a chat template may contain the time of day."""
+    prompt = json.dumps(row.get("prompt"), default=plain, sort_keys=True)
+    return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """Value for JSON of anything that reward functions log, such as a number of NumPy or torch."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def _group(head: dict[str, Any], row: dict[str, Any], token_ids: BytesIO, logprobs: BytesIO) -> Group:
+    group = Group(
+        group_id=head["group_id"],
+        row=row,
+        prompt_ids=_take(array("i"), token_ids, head["prompt_length"]).tolist(),
+        max_completion_length=head["max_completion_length"],
+        start_version=head["born" if "born" in head else "start_version"],  # "born" up to format 3
+        samples=[],
+        score=head["score"] and Score(*head["score"]),
+    )
+    for index, length, segments, reason in head["samples"]:
+        sample = Sample(
+            group.group_id,
+            index,
+            _take(array("i"), token_ids, length),
+            _take(array("f"), logprobs, length),
+            [Segment(version, run) for version, run in segments],
+        )
+        if reason is not None:
+            sample.finish_reason = FinishReason(reason)
+        elif not group.remaining(sample):
+            sample.finish_reason = FinishReason.LENGTH  # packed just before it was finished
+        if sample.finish_reason is not None:
+            sample.state = SampleState.FINISHED
+        elif length:
+            sample.state = SampleState.PARKED
+        group.samples.append(sample)
+    return group
+
+
+def _take(values: array[Any], stream: BytesIO, count: int) -> array[Any]:
+    values.fromfile(stream, count)
+    return values
+
+
+def _showable(value: Any) -> Any:
+    """Value that a reward function logged, as JSON holds it."""
+    try:
+        return json.loads(json.dumps(value, default=plain))
+    except (RecursionError, TypeError, ValueError):  # keys that are not strings, or a list that contains itself
+        return str(value)

@@ -1,0 +1,372 @@
+"""The pool: every admitted group is here, in exactly one state, until it is taken for training.
+
+The cache of partial samples is not a second store: it is the pool's parked samples. So "nothing lost, nothing twice"
+is an invariant of one object. The pool never waits and reads no clock.
+
+```
+admit -> WAITING -> start -> RUNNING -> finish -> FINISHED -> take
+                       ^        |                    |
+                       |       park                  +-- under dynamic sampling: accept -> take
+                       +----- PARKED                                             reject
+```
+
+An illegal transition raises [`PoolError`] and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from ..errors import PoolError
+from .counters import Counters
+from .samples import FinishReason, Group, Sample, SampleState, Score
+from .schedule import Schedule
+
+
+class Pool:
+    """The groups of one process between admission and training.
+
+    Args:
+        quota (`int`):
+            Groups that a round delivers (N), over all processes.
+        over_provisioning (`float`, *optional*, defaults to `2.0`):
+            Target for outstanding groups as a factor of the quota (N'/N), at least 1.0. Finished surplus counts
+            against the target.
+        max_staleness (`int` or `None`, *optional*, defaults to `5`):
+            Bound on the staleness of a token in policy versions: version at training minus version at sampling. `None`
+            lifts it.
+        staleness_policy (`str`, *optional*, defaults to `"wait"`):
+            `"wait"` makes the bound a guarantee: a round stays open for the groups that fall due. `"mask"` and
+            `"ignore"` let tokens pass the bound; masking them is left to the trainer.
+        versions_per_round (`int`, *optional*, defaults to `1`):
+            The most that the policy version may advance from one round to the next.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether a finished group counts only once it is scored and accepted.
+        max_parked_tokens (`int`, *optional*):
+            Completion tokens that this pool may hold before groups that the batch does not need have to wait. No bound
+            by default.
+
+    Attributes:
+        schedule ([`~trl_april.pool.schedule.Schedule`]):
+            The outstanding groups of all processes: quota, target, policy version, room, and when a round may close.
+        counters ([`~trl_april.pool.counters.Counters`]):
+            Groups and tokens that entered and left this pool.
+
+    Raises:
+        ConfigError: If an argument is out of range, or if `"wait"` cannot guarantee the bound with that many groups
+            outstanding.
+    """
+
+    def __init__(
+        self,
+        quota: int,
+        *,
+        over_provisioning: float = 2.0,
+        max_staleness: int | None = 5,
+        staleness_policy: str = "wait",
+        versions_per_round: int = 1,
+        dynamic_sampling: bool = False,
+        max_parked_tokens: int | None = None,
+    ) -> None:
+        self.schedule = Schedule(quota, over_provisioning, max_staleness, staleness_policy, versions_per_round)
+        self.counters = Counters()
+        self.dynamic_sampling = dynamic_sampling
+        self.max_parked_tokens = max_parked_tokens
+        self.version_after_resume: int | None = None  # of requests that are held through a weight sync
+        self._groups: dict[int, Group] = {}  # by id, ascending
+        self._rejected: dict[int, Group] = {}  # in this round
+
+    def __len__(self) -> int:
+        """Outstanding groups of this process: admitted and not yet taken."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    # Admission
+
+    def begin_round(self, version: int) -> None:
+        """Enter the next round, whose tokens are sampled under `version`; see [`Schedule.begin_round`].
+
+        Running requests must have been held for this version: a segment has one version.
+        """
+        current = self.schedule.version
+        running = self.count(SampleState.RUNNING)
+        if running and version not in (current, self.version_after_resume):
+            raise PoolError(
+                f"The policy version cannot go from {current} to {version} while {running} requests run: a segment "
+                "has one version. Park, finish or hold them first."
+            )
+        self.schedule.begin_round(version)
+        self.schedule.admits_surplus = not self.is_full
+        self._rejected.clear()
+
+    def admit(
+        self,
+        group_id: int,
+        row: dict[str, Any],
+        prompt_ids: list[int],
+        *,
+        num_generations: int,
+        max_completion_length: int,
+        row_index: int | None = None,
+    ) -> Group:
+        """Add a group for the next dataset row; other processes add its id to their schedules.
+
+        Age is the order of the ids, so they must ascend. `max_completion_length` is the token budget of each sample,
+        and `row_index` the row of the training dataset, by which checkpoints name it.
+        """
+        if not prompt_ids or num_generations < 1 or max_completion_length < 1:
+            raise PoolError(
+                f"Group {group_id} has {len(prompt_ids)} prompt tokens, {num_generations} samples and a budget of "
+                f"{max_completion_length} tokens; each must be at least 1."
+            )
+        self.schedule.admit(group_id)
+        samples = [Sample(group_id, index) for index in range(num_generations)]
+        start_version = self.schedule.start_version(group_id)
+        group = Group(group_id, row, prompt_ids, max_completion_length, start_version, samples, row_index=row_index)
+        self._groups[group_id] = group
+        self.counters.groups_admitted += 1
+        return group
+
+    # Transitions of samples
+
+    def ready(self) -> list[tuple[Group, Sample]]:
+        """Samples to start: resumed ones first, each kind oldest first.
+
+        A full pool lists only samples that the round needs to close.
+        """
+        needed = self.schedule.needed() if self.is_full else self._groups
+        pairs = [
+            (group, sample)
+            for group in (self._groups[group_id] for group_id in needed if group_id in self._groups)
+            for sample in group.samples
+            if sample.state in (SampleState.WAITING, SampleState.PARKED)
+        ]
+        pairs.sort(key=lambda pair: pair[1].state is SampleState.WAITING)  # stable: age within each kind
+        return pairs
+
+    def start(self, sample: Sample) -> None:
+        """Mark `sample` as running, before its request is sent."""
+        self._expect(sample, SampleState.WAITING, SampleState.PARKED)
+        sample.segment_open = False
+        sample.state = SampleState.RUNNING
+
+    def hold(self, version: int) -> None:
+        """Let running requests live through a weight sync, to continue under `version`.
+
+        Tokens sampled before the sync may arrive later. Each is recorded with the version that sampled it.
+        """
+        if self.schedule.version is None or version < self._newest_version:
+            raise PoolError(
+                f"Requests of version {self.schedule.version} cannot be held for version {version}: versions only "
+                "increase."
+            )
+        self.version_after_resume = version
+
+    def record(
+        self, sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], version: int | None = None
+    ) -> None:
+        """Append new tokens of a running sample, each with its log-probability when it was sampled.
+
+        `version` is the policy version that sampled them, by default that of the round; only a held request has
+        another. Malformed tokens raise [`EngineError`], and none of them is recorded.
+        """
+        group = self._expect(sample, SampleState.RUNNING)
+        assert self.schedule.version is not None  # samples run only within a round
+        version = self.schedule.version if version is None else version
+        oldest = sample.segments[-1].version if sample.segments else group.start_version
+        if not oldest <= version <= self._newest_version:
+            raise PoolError(
+                f"Tokens of version {version} arrived for {sample}, whose next token can have version {oldest} to "
+                f"{self._newest_version}."
+            )
+        if len(token_ids) > group.remaining(sample):
+            raise PoolError(
+                f"The engine sent {len(token_ids)} tokens with {group.remaining(sample)} of the budget of "
+                f"{group.max_completion_length} left for {sample}."
+            )
+        sample.append(token_ids, logprobs, version)
+        self.counters.tokens_generated += len(token_ids)
+
+    def finish(self, sample: Sample, reason: FinishReason) -> None:
+        """Mark `sample` as complete: its request ended by itself."""
+        group = self._expect(sample, SampleState.RUNNING)
+        if not len(sample):
+            raise PoolError(f"The request of {sample} finished without a token, so there is nothing to train on.")
+        sample.finish_reason = FinishReason(reason)
+        sample.state = SampleState.FINISHED
+        sample.segment_open = False
+        if self._can_be_taken(group):
+            self.schedule.finish(group.group_id)
+
+    def park(self, sample: Sample) -> None:
+        """Keep the tokens of `sample` after its request was aborted, to be resumed.
+
+        A sample without remaining budget is finished instead.
+        """
+        group = self._expect(sample, SampleState.RUNNING)
+        if not group.remaining(sample):
+            self.finish(sample, FinishReason.LENGTH)
+        else:
+            sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
+
+    # Dynamic sampling
+
+    def unscored(self) -> list[Group]:
+        """Finished groups that wait to be accepted or rejected, oldest first."""
+        if not self.dynamic_sampling:
+            return []
+        return [group for group in self if group.score is None and group.is_finished]
+
+    def accept(self, group: Group, score: Score) -> None:
+        """Count a finished group towards the quota: its rewards differ."""
+        self._set_score(group, score)
+        self.schedule.finish(group.group_id)
+
+    def reject(self, group: Group, score: Score) -> None:
+        """Remove a finished group whose rewards are all equal, which makes room for another.
+
+        It can be brought back by [`~Pool.readmit`] until the next round begins.
+        """
+        self._set_score(group, score)
+        self.schedule.reject(group.group_id)
+        self.counters.reject([group])
+        self._rejected[group.group_id] = self._groups.pop(group.group_id)
+
+    def readmit(self, count: int) -> int:
+        """Bring back the oldest `count` groups that this round rejected in all processes, as accepted ones.
+
+        Returns how many of them are in this pool.
+        """
+        here = [self._rejected.pop(i) for i in self.schedule.readmit(count) if i in self._rejected]
+        self._groups = dict(sorted([*self._groups.items(), *((group.group_id, group) for group in here)]))
+        self.counters.reject(here, undo=True)
+        return len(here)
+
+    def withdraw(self, count: int) -> list[int]:
+        """Remove the youngest `count` groups, which training can no longer use, and count them as rejected.
+
+        Returns their ids, including those of other processes.
+        """
+        youngest = self.schedule.ids[len(self.schedule) - count :]
+        here = [self._groups[group_id] for group_id in youngest if group_id in self._groups]
+        if count > len(self.schedule) or any(group.state is SampleState.RUNNING for group in here):
+            raise PoolError(f"{count} groups cannot be withdrawn: there are {len(self.schedule)}, or one is running.")
+        self.schedule.withdraw(youngest)
+        self.counters.reject(here)
+        for group in here:
+            del self._groups[group.group_id]
+        return youngest
+
+    # Delivery
+
+    def learn(self, finished: Iterable[int]) -> None:
+        """Mark groups of any process as finished. Without this, a pool knows only about its own."""
+        finished = list(finished)
+        for group_id in finished:
+            group = self._groups.get(group_id)
+            if group is not None and not self._can_be_taken(group):
+                raise PoolError(f"Group {group_id} is said to be finished, but is {group.state.value} here.")
+        self.schedule.learn(finished)
+
+    def take(self) -> list[Group]:
+        """Remove the batch for training: the oldest finished groups, exactly `quota` over all processes.
+
+        Returns its groups in this pool, oldest first.
+        """
+        taken = [self._groups.pop(group_id) for group_id in self.schedule.deliver() if group_id in self._groups]
+        self.counters.take(taken)
+        return taken
+
+    # Contents
+
+    @property
+    def finished_here(self) -> list[int]:
+        """Ids of the groups of this process that can be taken, oldest first."""
+        return [group_id for group_id in self.schedule.finished if group_id in self._groups]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the pool holds `max_parked_tokens`, so that groups the batch does not need have to wait."""
+        return self.max_parked_tokens is not None and self.counters.tokens_held >= self.max_parked_tokens
+
+    def not_needed(self) -> list[Sample]:
+        """Unfinished samples that the round can close without."""
+        needed = set(self.schedule.needed())
+        return [
+            sample
+            for group in self
+            if group.group_id not in needed
+            for sample in group.samples
+            if sample.state is not SampleState.FINISHED
+        ]
+
+    def count(self, state: SampleState) -> int:
+        """Number of samples in `state`."""
+        return sum(sample.state is state for group in self for sample in group.samples)
+
+    def check(self) -> None:
+        """Verify every invariant by recounting from the samples."""
+        self.counters.check(list(self))
+        if list(self._groups) != sorted(self._groups):
+            raise PoolError("The groups of the pool are not in the order of their ids.")
+        finished = [group.group_id for group in self if self._can_be_taken(group)]
+        if finished != self.finished_here:
+            raise PoolError(f"Groups {finished} are finished, but {self.finished_here} are scheduled as finished.")
+        if not set(self._groups) <= set(self.schedule.ids):
+            raise PoolError(f"Groups {sorted(set(self._groups) - set(self.schedule.ids))} are not on the schedule.")
+        for group in self:
+            group.check()
+
+    def fill(
+        self,
+        groups: dict[int, Group],
+        owns: Callable[[int], bool],
+        counters: Counters,
+        *,
+        version: int | None,
+        last_id: int,
+    ) -> None:
+        """Put saved groups of all processes, by ascending id, into this empty pool, which keeps those that it `owns`.
+
+        `counters` say how many were taken and rejected before. [`~trl_april.pool.state.restore`] checks the groups.
+        """
+        if self.counters.groups_admitted or self.schedule.last_id >= 0:
+            raise PoolError("A state can only be loaded into an empty pool.")
+        self._groups = {group_id: group for group_id, group in groups.items() if owns(group_id)}
+        self.counters = counters.continued_with(list(self))
+        self.schedule.restore(
+            {group_id: group.start_version for group_id, group in groups.items()},
+            [group_id for group_id, group in groups.items() if self._can_be_taken(group)],
+            version=version,
+            last_id=last_id,
+        )
+
+    @property
+    def _newest_version(self) -> int:
+        """Newest policy version that a token can have."""
+        return max(self.schedule.version or 0, self.version_after_resume or 0)
+
+    def _expect(self, sample: Sample, *states: SampleState) -> Group:
+        """Return the group of `sample`, which must be in this pool and in one of `states`."""
+        group = self._groups.get(sample.group_id)
+        if group is None or group.samples[sample.index] is not sample:
+            raise PoolError(f"The pool does not hold {sample}.")
+        if sample.state not in states:
+            raise PoolError(f"The state of {sample} is {sample.state.value}; it must be {' or '.join(states)}.")
+        return group
+
+    def _set_score(self, group: Group, score: Score) -> None:
+        if not self.dynamic_sampling or self._groups.get(group.group_id) is not group:
+            raise PoolError(f"Group {group.group_id} is not in a pool with dynamic sampling.")
+        if not group.is_finished or group.score is not None:
+            raise PoolError(
+                f"Group {group.group_id} is {group.state.value} and has{'' if group.score else ' not'} been scored; "
+                "only a finished group can be accepted or rejected, and only once."
+            )
+        group.score = score
+
+    def _can_be_taken(self, group: Group) -> bool:
+        return group.is_finished and (group.score is not None or not self.dynamic_sampling)

@@ -1,0 +1,199 @@
+"""Groups, samples and segments: what a dataset row becomes on its way to a training batch.
+
+Invariant: tokens only append, and `len(token_ids) == len(logprobs) == sum(segment.length)` after every
+[`Sample.append`]. Transitions between states belong to [`~trl_april.pool.pool.Pool`].
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import isfinite
+from typing import Any
+
+from ..errors import EngineError, PoolError
+
+
+# A certain token has log-probability 0, which the difference of two large logits misses by a few units in the last
+# place. A larger value is most likely a logit, and the off-policy correction would be wrong.
+LOGPROB_ROUNDING = 1e-3
+
+
+class FinishReason(StrEnum):
+    """Why a sample is complete: the model stopped, or the token budget is used up."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SampleState(StrEnum):
+    """State of a sample, and of a group as derived from its samples. Transitions: [`~trl_april.pool.pool`]."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of `length` tokens that one request generated under one policy version.
+
+    A policy version is the `trainer.state.global_step` of a weight sync.
+    """
+
+    version: int
+    length: int
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One completion of a group's prompt, finished or not.
+
+    `token_ids` (`int32`) are the completion tokens so far, as the engine returned them, and `logprobs` (`float32`,
+    nats) the log-probability of each under the policy that sampled it. `segments` are the runs of tokens by policy
+    version, in order; with `segment_open` the last one belongs to the current request, and so still grows.
+    `finish_reason` is set exactly when `state` is `FINISHED`.
+    """
+
+    group_id: int
+    index: int
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    segments: list[Segment] = field(default_factory=list)
+    state: SampleState = SampleState.WAITING
+    finish_reason: FinishReason | None = None
+    segment_open: bool = False
+
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append tokens that the current request generated under `version`: all of them, or none and an error.
+
+        A new request or a new version opens a new segment.
+        """
+        if len(token_ids) != len(logprobs):
+            raise EngineError(
+                f"The engine sent {len(token_ids)} tokens and {len(logprobs)} log-probabilities for {self}; there "
+                "must be one per token."
+            )
+        if not token_ids:
+            return
+        try:
+            new_ids, new_logprobs = array("i", token_ids), array("f", logprobs)
+        except (TypeError, OverflowError) as error:
+            raise EngineError(
+                f"The engine sent a token id or a log-probability that is not a number for {self}: {error}."
+            ) from error
+        if min(new_ids) < 0:
+            raise EngineError(f"The engine sent token id {min(new_ids)} for {self}; token ids are not negative.")
+        if not all(map(isfinite, new_logprobs)):
+            raise EngineError(
+                f"The engine sent a log-probability that is not finite for {self}. The off-policy correction needs "
+                "the log-probability of every sampled token. Check the loss: diverged weights cause this."
+            )
+        if max(new_logprobs) > LOGPROB_ROUNDING:
+            raise EngineError(
+                f"The engine sent {max(new_logprobs)} as a log-probability for {self}; log-probabilities are not "
+                "positive. Start the server with --logprobs-mode processed_logprobs: it may be reporting logits."
+            )
+        self.token_ids.extend(new_ids)
+        self.logprobs.extend(new_logprobs)
+        if self.segment_open and self.segments[-1].version == version:
+            self.segments[-1].length += len(new_ids)
+        else:
+            self.segments.append(Segment(version, len(new_ids)))
+            self.segment_open = True
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __str__(self) -> str:
+        return f"sample {self.index} of group {self.group_id}"
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Identity of the sample in its run: `(group_id, index)`."""
+        return self.group_id, self.index
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tokens and log-probabilities."""
+        return len(self.token_ids) * (self.token_ids.itemsize + self.logprobs.itemsize)
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy version of every token, shape `(length,)`."""
+        return [segment.version for segment in self.segments for _ in range(segment.length)]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Rewards of a group under dynamic sampling."""
+
+    rewards: list[list[float]]  # by sample and reward function; NaN where a function returned `None`
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that they logged, one value per sample
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One dataset row and its `num_generations` samples.
+
+    `group_id` is the position of the row in training order, from 0, and `row_index` its index in the training dataset,
+    or `None` for a row of a stream. `prompt_ids` are the token ids of the prompt, and `max_completion_length` is the
+    token budget of each sample, over all its segments. `start_version` is the policy version of the round that
+    admitted the group: no token is older. `score` is set once the group is scored under dynamic sampling.
+    """
+
+    group_id: int
+    row: dict[str, Any]
+    prompt_ids: list[int]
+    max_completion_length: int
+    start_version: int
+    samples: list[Sample]
+    score: Score | None = None
+    row_index: int | None = None
+
+    @property
+    def state(self) -> SampleState:
+        """State of the group, derived from its samples."""
+        states = {sample.state for sample in self.samples}
+        if SampleState.RUNNING in states:
+            return SampleState.RUNNING
+        # A finished sample beside unfinished ones is progress too: the group is resumed rather than started.
+        return states.pop() if len(states) == 1 else SampleState.PARKED
+
+    def remaining(self, sample: Sample) -> int:
+        """Tokens that `sample` may still generate."""
+        return self.max_completion_length - len(sample)
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all samples."""
+        return sum(len(sample) for sample in self.samples)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all samples are finished."""
+        return all(sample.state is SampleState.FINISHED for sample in self.samples)
+
+    def check(self) -> None:
+        """Raise [`PoolError`] if an invariant of a sample does not hold."""
+        for index, sample in enumerate(self.samples):
+            length = len(sample)
+            if sample.key != (self.group_id, index):
+                raise PoolError(f"Group {self.group_id} holds {sample} at index {index}.")
+            if length != len(sample.logprobs) or length != sum(segment.length for segment in sample.segments):
+                raise PoolError(f"Tokens, log-probabilities and segments of {sample} differ in length.")
+            if length > self.max_completion_length:
+                raise PoolError(f"{sample} has {length} tokens with a budget of {self.max_completion_length}.")
+            versions = [segment.version for segment in sample.segments]
+            if versions != sorted(versions) or (versions and versions[0] < self.start_version):
+                raise PoolError(
+                    f"Policy versions {versions} of {sample} decrease, or precede {self.start_version}, the version "
+                    "that admitted the group."
+                )
+            if (sample.finish_reason is not None) != (sample.state is SampleState.FINISHED):
+                raise PoolError(f"{sample} is {sample.state.value} with finish reason {sample.finish_reason}.")
+            if sample.state is SampleState.FINISHED and not length:
+                raise PoolError(f"{sample} is finished without a token.")

@@ -1,0 +1,144 @@
+"""State of a pool as plain data, and back, also into the pools of another number of processes.
+
+A state is restored whole or not at all, and every group of the saved pools is in exactly one of the restored ones.
+Checkpoints have checksums, so a state is verified against this run, not against damage. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from ..errors import PoolError
+from .counters import Counters
+from .packing import PackedGroups, pack, prompt_digest, unpack
+from .pool import Pool
+from .samples import Group, Sample
+
+
+STATE_FORMAT = 4  # format 3, with other names and whole rows only, is still read
+COUNTERS = tuple(field.name for field in fields(Counters))
+_SAME_DATASET = "Completions are kept for rows that are read again: resume with the dataset that was saved with."
+
+
+def state_dict(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
+    """Everything in the pool as plain data. Running requests are not disturbed, and their samples stored as parked.
+
+    Groups `in_training` were taken but not yet fully trained. They are stored as if they had not been taken.
+    """
+    groups = sorted([*pool, *in_training], key=lambda group: group.group_id)
+    packed = pack(groups)
+    counters = replace(pool.counters)
+    counters.take(in_training, undo=True)
+    return {
+        "format": STATE_FORMAT,
+        "version": pool.schedule.version,
+        "last_id": pool.schedule.last_id,
+        **asdict(counters),
+        "groups": packed.heads,
+        "rows": [group.row if group.row_index is None else group.row_index for group in groups],
+        "in_training": sorted(group.group_id for group in in_training),
+        "token_ids": packed.token_ids,
+        "logprobs": packed.logprobs,
+    }
+
+
+def restore(
+    pool: Pool,
+    states: Sequence[dict[str, Any]],
+    *,
+    read_row: Callable[[int], dict[str, Any]] | None = None,
+    version: int | None = None,
+    owns: Callable[[int], bool] = lambda group_id: True,
+    has_totals: bool = True,
+    num_reward_funcs: int | None = None,
+) -> list[Group]:
+    """Put saved groups into an empty pool, which keeps its own options. Returns the groups of other pools.
+
+    `states` are the [`state_dict`] of all processes that saved, and `read_row` returns the row of the training dataset
+    at an index; rows of a stream are part of the state. `version` is the policy version of the weights that training
+    continues with, by default that of the last round. The pool keeps the groups that it `owns`. One of the pools
+    `has_totals`: it continues the counters of taken and rejected groups. A group that was scored by another number of
+    reward functions than `num_reward_funcs` loses its score.
+
+    Raises:
+        PoolError: If the pool is not empty, the states contradict each other, are of another dataset or of later
+            weights, or cannot be kept within the staleness bound. The pool is then unchanged.
+    """
+    moments = sorted({(-1 if state["version"] is None else state["version"], state["last_id"]) for state in states})
+    if len(moments) > 1:
+        raise PoolError(
+            f"The pool states are not of one moment: their policy versions and last admitted groups are {moments}."
+        )
+    saved_version, last_id = states[0]["version"], states[0]["last_id"]
+    version = saved_version if version is None else version
+    if version is not None and version < (saved_version or 0):
+        raise PoolError(
+            f"The pool state is of policy version {saved_version}, and training continues with version {version}: it "
+            "belongs to another checkpoint."
+        )
+    found = [group for state in states for group in _groups_of(state, read_row)]
+    groups = {group.group_id: group for group in sorted(found, key=lambda group: group.group_id)}
+    for group in found:
+        if group.score is not None and num_reward_funcs not in (None, len(group.score.rewards[0])):
+            group.score = None
+
+    in_training = sorted(group_id for state in states for group_id in state["in_training"])
+    # Saved in the middle of a step, the batch in training is delivered again by a round that ages nothing.
+    again = len(in_training) if version == saved_version else 0
+    if version is not None and not _fits(pool, groups, version, again):
+        # The batch in training is generated anew where one more round would make it, or what it delays, too old.
+        for group_id in in_training:
+            old, last_id = groups.pop(group_id), last_id + 1
+            samples = [Sample(last_id, index) for index in range(len(old.samples))]
+            groups[last_id] = replace(old, group_id=last_id, start_version=version, samples=samples, score=None)
+        if not _fits(pool, groups, version, again):
+            raise PoolError(
+                f"The {len(groups)} groups of the pool state cannot all be trained within a staleness of "
+                f"{pool.schedule.bound} versions at {pool.schedule.quota} groups per round. Resume with the "
+                "max_staleness, staleness_policy, batch and optimiser steps per batch that they were saved under, or "
+                "with max_staleness=None."
+            )
+    counters = Counters(*(sum(state[name] for state in states) for name in COUNTERS)) if has_totals else Counters()
+    pool.fill(groups, owns, counters, version=version, last_id=last_id)
+    return [group for group_id, group in groups.items() if not owns(group_id)]
+
+
+def _groups_of(state: dict[str, Any], read_row: Callable[[int], dict[str, Any]] | None) -> list[Group]:
+    """The groups of one state, with the rows that they were generated for."""
+    if state["format"] not in (3, STATE_FORMAT):
+        raise PoolError(f"The state has format {state['format']!r}; this version reads 3 and {STATE_FORMAT}.")
+    rows = [row if isinstance(row, dict) else _read(row, read_row) for row in state["rows"]]
+    groups = unpack(PackedGroups(state["groups"], state["token_ids"], state["logprobs"]), rows)
+    for group, head, row in zip(groups, state["groups"], state["rows"], strict=True):
+        group.row_index = None if isinstance(row, dict) else row
+        digest = prompt_digest(group.row)
+        if head.get("prompt", digest) != digest:  # format 3 has none
+            raise PoolError(
+                f"Row {group.row_index} of the training dataset has another prompt than when group {group.group_id} "
+                f"was generated: {str(group.row.get('prompt'))[:200]!r}. {_SAME_DATASET}"
+            )
+        group.check()
+    Counters(*(state[name] for name in COUNTERS)).check(groups)
+    return groups
+
+
+def _read(index: int, read_row: Callable[[int], dict[str, Any]] | None) -> dict[str, Any]:
+    assert read_row is not None, "the state names rows of a dataset"
+    try:
+        return read_row(index)
+    except IndexError:
+        raise PoolError(
+            f"The pool state holds completions of row {index} of the training dataset, which has fewer rows now. "
+            f"{_SAME_DATASET}"
+        ) from None
+
+
+def _fits(pool: Pool, groups: dict[int, Group], version: int, again: int) -> bool:
+    """Whether the groups can be trained in time, with `again` of them delivered by rounds that age nothing."""
+    schedule = copy(pool.schedule)
+    start_versions = {group_id: group.start_version for group_id, group in groups.items()}
+    schedule.restore(start_versions, (), version=version, last_id=-1)
+    return schedule.fits(also=again)

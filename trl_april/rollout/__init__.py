@@ -1,0 +1,1 @@
+"""A round: the driver, its requests in flight, draining, dynamic sampling and progress."""

@@ -1,0 +1,334 @@
+"""The rollout driver: runs a round from its dispatch until its quota is met, and cuts what is not finished.
+
+The invariant owned here: a round closes in all processes or in none. When [`RolloutDriver.generate`] raises, or
+returns without `overlap`, no request of ours is running. Time is the event loop's, which may be simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ..distributed.quota import SharedQuota
+from ..engine.protocol import RequestMaker, RolloutEngine
+from ..errors import EngineError, PoolError, RoundSuspended, ServerError
+from ..pool.pool import Pool
+from ..pool.samples import Group, SampleState
+from .dynamic_sampling import DynamicSampling
+from .in_flight import InFlight
+from .lifecycle import RoundLifecycle, RoundState
+from .round import Round, RoundRecorder, drain_grace
+
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutDriver:
+    """Runs the rounds of a pool on an engine. The caller admits the groups.
+
+    Several processes share a round by its `quota`. `run_id` begins request ids and cache salts: unique per run, since
+    policy versions repeat between runs, and shared by its processes, whose prompts may have common prefixes. `round`
+    is the record of the present or last round.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        engine: RolloutEngine,
+        *,
+        run_id: str,
+        seed: int | None = None,
+        idle_timeout: float = 240.0,  # seconds without a token after which a round fails
+        retries: int = 5,  # of a request whose stream breaks without progress
+        sweep_interval: float = 0.05,  # seconds after which an abort is repeated
+        dynamic_sampling: DynamicSampling | None = None,
+        quota: SharedQuota | None = None,
+        overlap: bool = False,  # whether requests continue after a round closes, until `cut`
+        resume_kv: str = "recompute",
+    ) -> None:
+        self.pool = pool
+        self.round: Round | None = None
+        self._dynamic, self._quota, self._overlap = dynamic_sampling, quota, overlap
+        self._idle_timeout = idle_timeout
+        self._lifecycle = RoundLifecycle()
+        self._may_filter = asyncio.Event()  # a group finished, or no request is left that could finish one
+        self._watching: set[asyncio.Task[None]] = set()  # tasks that may close the round, besides the requests
+        self._flight = InFlight(
+            pool,
+            engine,
+            RequestMaker(run_id, seed, resume_kv=resume_kv),
+            on_sample_ended=self._sample_ended,
+            on_task_ended=self._task_ended,
+            on_error=self._fail,
+            idle_timeout=idle_timeout,
+            retries=retries,
+            sweep_interval=sweep_interval,
+        )
+        self._recorder = RoundRecorder(pool, self._flight, overlap=overlap)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of running requests."""
+        return len(self._flight.running)
+
+    @property
+    def without_tokens(self) -> int:
+        """Number of running requests, queued ones among them, without any token yet."""
+        return sum(not request.received for request in self._flight.running.values())
+
+    async def run_round(self) -> Round:
+        await self.generate()
+        return self.take()
+
+    def open_round(self) -> None:
+        """Open the pool's current round, or reopen it after an error. Finished groups count for it from here on.
+
+        Admit its groups first. In several processes, each must know which groups of the others are finished.
+        """
+        schedule = self.pool.schedule
+        assert schedule.version is not None, "begin_round comes first"
+        outstanding = len(schedule) + len(schedule.rejected)
+        if self._quota is not None and outstanding < schedule.quota:
+            # A single process would run out of requests and fail. Several would wait for each other.
+            raise PoolError(
+                f"{outstanding} groups are outstanding in all processes, but the round needs {schedule.quota}: admit "
+                "as many before opening it."
+            )
+        taken = self._lifecycle.state is RoundState.IDLE
+        is_satisfied = schedule.quota_met if self._dynamic is None else self._dynamic.may_close(self.pool)
+        self._lifecycle.enter(RoundState.SATISFIED if is_satisfied else RoundState.OPEN)
+        if taken or self.round is None or self.round.version != schedule.version:
+            self.round = self._recorder.begin(schedule.version)
+            if self._dynamic is not None:
+                self._dynamic.replaced = 0
+        if self._lifecycle.error is None:
+            self._flight.open()
+        if self._quota is not None and not is_satisfied:
+            self._quota.begin_round()
+
+    async def generate(self) -> Round:
+        """Run the pool's current round until it may close; without `overlap`, until none of its requests runs.
+
+        Opens the round unless that was done. After an error, call it again to continue: after a `ServerError` once
+        the server is back with its weights, or after a `RoundSuspended` of this process or another.
+        """
+        lifecycle = self._lifecycle
+        if not lifecycle.is_active:
+            self.open_round()
+        assert self.round is not None
+        is_satisfied = lifecycle.state is RoundState.SATISFIED
+        if not is_satisfied:
+            lifecycle.enter(RoundState.RUNNING)
+        try:
+            if not is_satisfied:
+                await self._run(self.round)
+            elif isinstance(lifecycle.error, RoundSuspended):
+                lifecycle.take_error()  # nothing to suspend
+            # A satisfied round does not need the server. The error stays for the next one, unless a sync comes first.
+            if lifecycle.error is not None and not (is_satisfied and isinstance(lifecycle.error, ServerError)):
+                await self._flight.cut_off()
+                raise lifecycle.error
+            lifecycle.enter(RoundState.CLOSED)
+        except BaseException:
+            lifecycle.take_error()
+            lifecycle.enter(RoundState.INTERRUPTED)
+            raise
+        finally:
+            self._recorder.end(self.round)
+        return self.round
+
+    def suspend(self, reason: str) -> None:
+        """Let [`~RolloutDriver.generate`] raise `RoundSuspended` in all processes. Call it from the event loop."""
+        if self._lifecycle.is_active:
+            self._fail(RoundSuspended(reason))
+
+    def take(self) -> Round:
+        """Take the batch of the closed round, or this process's part of it."""
+        self._lifecycle.check(RoundState.IDLE)
+        assert self.round is not None
+        filled = 0 if self._dynamic is None else self._dynamic.fill(self.pool)
+        self._recorder.deliver(self.round, self.pool.take(), filled=filled)
+        self._lifecycle.enter(RoundState.IDLE)
+        self.pool.check()
+        return self.round
+
+    # Between two rounds
+
+    async def dispatch_ahead(self) -> None:
+        """With `overlap`, dispatch groups that were admitted after the batch was taken.
+
+        If the server is away, the next round fails, unless a weight sync comes first.
+        """
+        if self._overlap and self._lifecycle.error is None:
+            self._flight.open()
+            await self._flight.dispatch_more()
+
+    async def cut(self) -> None:
+        """Abort requests between two rounds, and wait for their last tokens. The weights may change afterwards.
+
+        Raises the error since the round closed, unless the server went away: the pool has all tokens that arrived.
+        """
+        try:
+            await self._flight.cut()
+        finally:
+            await self._flight.cut_off()
+        failure = self._lifecycle.take_error()
+        if isinstance(failure, ServerError):
+            logger.warning("%s", failure)
+        elif failure is not None:
+            raise failure
+
+    async def stop_asking(self) -> list[int]:
+        """Send no more requests until the next round. Returns how many run, and how many of these without tokens."""
+        self._flight.stop_asking()
+        return [self.in_flight, self.without_tokens]
+
+    async def free_slot(self) -> None:
+        """Free a slot of a full engine: abort queued requests, and the one that is cheapest to resume."""
+        await self._flight.free_slot()
+
+    async def hold(self, version: int) -> None:
+        """Keep requests across the coming sync to policy version `version`, on a paused engine, or else cut them."""
+        if self._lifecycle.error is None:
+            try:
+                await self._flight.hold(version)
+                return
+            except (ServerError, EngineError) as error:
+                logger.warning("%s Requests are cut instead.", error)
+        await self.cut()
+
+    async def close(self) -> None:
+        """End all requests within seconds, whatever the server does. Tokens that have arrived stay in the pool."""
+        if not self._flight.is_cutting_off:  # it may be, after a second Ctrl-C
+            await self._flight.cut_off()
+
+    def _sample_ended(self, group: Group) -> None:
+        if not group.is_finished:
+            return
+        self._may_filter.set()
+        if self._quota is not None:
+            if self._lifecycle.state in (RoundState.OPEN, RoundState.RUNNING, RoundState.CLOSING):
+                self._quota.notify()
+        elif self._lifecycle.state is RoundState.RUNNING and self.pool.schedule.quota_met:
+            self._lifecycle.close()
+
+    def _task_ended(self) -> None:
+        if not len(self._flight):
+            self._may_filter.set()
+            if not self._watching:
+                self._lifecycle.close()  # nothing is left that could meet the quota
+
+    def _fail(self, error: BaseException) -> None:
+        self._lifecycle.fail(error)
+        self._flight.stop_asking()
+
+    # A running round
+
+    async def _run(self, record: Round) -> None:
+        """Wait until the round may close or fails. Without `overlap`, cut its requests then."""
+        clock = asyncio.get_running_loop().time
+        if self._flight.running:
+            self._flight.record_count()
+        record.waited = True
+        self._flight.dispatch()
+        if self._dynamic is not None:
+            self._flight.track(self._filter_groups(self._dynamic), self._watching)
+        if self._quota is not None:
+            self._flight.track(self._follow_quota(self._quota), self._watching)
+        # Earlier requests may have finished or failed since the round opened.
+        if self._lifecycle.error is not None or (self._quota is None and self.pool.schedule.quota_met):
+            self._lifecycle.close()
+        self._task_ended()
+        runs_on = False
+        try:
+            await self._wait_for_quota()
+            if self._lifecycle.error is None and not self._overlap and self.pool.count(SampleState.RUNNING):
+                # To be resumed, requests that are about to finish would be prefilled again.
+                await asyncio.sleep(drain_grace(clock() - record.started))
+            closing_began = clock()
+            if self._lifecycle.error is None and not self._overlap:
+                await self._flight.cut()
+            record.abort_seconds = clock() - closing_began
+            runs_on = self._overlap
+        finally:
+            watching = list(self._watching)
+            for task in watching:
+                task.cancel()
+            if not runs_on:
+                await self._flight.cut_off()
+            await asyncio.gather(*watching, return_exceptions=True)
+            if self._quota is not None:
+                self._agree_on_end(self._quota)
+
+    async def _wait_for_quota(self) -> None:
+        """Wait until the round closes, or fail it if the engine is silent for too long."""
+        # Not by asyncio.wait on all tasks, which takes n steps at each of n ends.
+        while not self._lifecycle.closing.is_set():
+            here, everywhere = self._num_tokens()
+            try:
+                async with asyncio.timeout(self._idle_timeout):
+                    await self._lifecycle.closing.wait()
+            except TimeoutError:
+                running, (here_now, everywhere_now) = self.in_flight, self._num_tokens()
+                # Without requests, the round waits for a reward function.
+                if not running or here_now != here:
+                    continue
+                # Requests without tokens may be queued after requests of other processes.
+                if self.without_tokens < running or everywhere_now == everywhere:
+                    self._fail(
+                        ServerError(
+                            f"The server has not sent a token for {self._idle_timeout:.0f} s with {running} requests "
+                            "in flight. Check its log, or raise vllm_server_timeout."
+                        )
+                    )
+
+    def _num_tokens(self) -> tuple[int, int]:
+        """Tokens that this process received, and tokens of this round in all processes, as far as known here."""
+        return self.pool.counters.tokens_generated, 0 if self._quota is None else self._quota.num_tokens
+
+    def _agree_on_end(self, quota: SharedQuota) -> None:
+        """Learn whether the round was closed or suspended: the first event counts in all processes."""
+        error = self._lifecycle.error
+        interrupted = isinstance(error, (ServerError, RoundSuspended))
+        quota.stop(suspend=interrupted)
+        if quota.is_closed and interrupted:
+            logger.warning("%s The round had been closed before.", error)
+            self._lifecycle.take_error()
+        elif quota.is_suspended and error is None:
+            self._lifecycle.fail(RoundSuspended("Another process has suspended the round."))
+
+    async def _filter_groups(self, dynamic: DynamicSampling) -> None:
+        """Filter groups as they finish, until no request is left and no group can be admitted."""
+        if self._quota is None:
+            await self._replace_rejected(dynamic)  # groups rejected before an interruption
+        while self._lifecycle.state is RoundState.RUNNING:
+            self._may_filter.clear()
+            running = len(self._flight)
+            if await dynamic.filter_finished(self.pool):
+                if self._quota is not None:
+                    self._quota.notify()
+                    continue
+                if dynamic.may_close(self.pool):
+                    self._lifecycle.close()
+                await self._replace_rejected(dynamic)
+            elif running or self._quota is not None:
+                await self._may_filter.wait()
+            else:
+                break
+
+    async def _replace_rejected(self, dynamic: DynamicSampling) -> None:
+        """Admit and dispatch replacements, and samples that the full pool held back, unless the round closes."""
+        if self._lifecycle.state is RoundState.RUNNING:
+            changed = await dynamic.replace(self.pool) or self.pool.max_parked_tokens is not None
+            if changed and self._lifecycle.state is RoundState.RUNNING:
+                await self._flight.dispatch_more()
+
+    async def _follow_quota(self, quota: SharedQuota) -> None:
+        """Count finished and rejected groups of all processes until they close the round."""
+        replacing: asyncio.Task[None] | None = None
+        while self._lifecycle.state is RoundState.RUNNING:
+            if await quota.update(lambda: self.pool.counters.tokens_generated):
+                self._lifecycle.close()
+            if self._dynamic is not None and (replacing is None or replacing.done()):
+                # In a task of its own: rows wait for a reward function, and events of the others must not.
+                replacing = self._flight.track(self._replace_rejected(self._dynamic), self._watching)

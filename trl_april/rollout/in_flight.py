@@ -1,0 +1,351 @@
+"""The requests in flight: dispatched, streamed, repeated after a broken stream, and cut.
+
+The invariants owned here: between dispatch and cut every dispatched sample is running, about to be repeated, or ended.
+After a cut none is running, and every token that arrived is in the pool. Only our own requests are aborted, by their
+ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from ..engine.protocol import RequestMaker, RolloutEngine
+from ..errors import EngineError, ServerError
+from ..pool.pool import Pool
+from ..pool.samples import FinishReason, Group, Sample
+from .round import RequestTrace
+from .running_request import RunningRequest, watch
+
+
+logger = logging.getLogger(__name__)
+
+CUT_OFF_SECONDS = 5.0  # for streams to deliver their last tokens after a failure
+POLL_SECONDS = 0.01  # between two questions about requests that the engine does not know
+
+
+class InFlight:
+    """Generates samples of a pool on an engine until they are finished or cut.
+
+    Errors that repeating a request does not help are passed to `on_error`. `on_sample_ended` is called when a sample
+    of the group is finished or no longer requested, and `on_task_ended` after each decrease of `len(in_flight)`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        engine: RolloutEngine,
+        requests: RequestMaker,
+        *,
+        on_sample_ended: Callable[[Group], None],
+        on_task_ended: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+        idle_timeout: float,
+        retries: int,
+        sweep_interval: float,
+    ) -> None:
+        self.running: dict[str, RunningRequest] = {}  # by request id
+        self.counts: list[tuple[float, float]] = []  # time and running requests at each change; the owner clears it
+        self.dispatched: dict[tuple[int, int], Sample] = {}  # samples requested in this round, by key
+        self.broken_streams = 0  # requests that ended without their last tokens; the owner resets it
+        self.aborted_requests = 0  # the owner resets it
+        self._pool, self._engine, self._requests = pool, engine, requests
+        self._on_sample_ended, self._on_task_ended, self._on_error = on_sample_ended, on_task_ended, on_error
+        self._idle_timeout, self._retries, self._sweep_interval = idle_timeout, retries, sweep_interval
+        self._watchdog: set[asyncio.Task[None]] = set()  # its task, if it runs
+        self._tasks: set[asyncio.Task[None]] = set()  # one per sample
+        self._task_of: dict[tuple[int, int], asyncio.Task[None]] = {}  # tasks that may send requests, by sample
+        self._trims: set[asyncio.Task[None]] = set()  # tasks that cut requests because the pool is full
+        self._is_trimmed = False  # whether only samples that the round needs are running
+        self.is_cutting_off = False
+        self._stopped = asyncio.Event()  # set while no requests may be sent
+        self._round_began = 0.0
+        self._traces: list[RequestTrace] = []  # requests that ended in this round
+
+    def __len__(self) -> int:
+        """Tasks that have not ended: samples that run or are about to be repeated, and trims."""
+        return len(self._tasks) + len(self._trims)
+
+    def begin_round(self, now: float) -> None:
+        """Count requests and traces anew. Running requests continue."""
+        self._traces, self._round_began = [], now
+        for request in self.running.values():
+            request.enter_round(now)
+        self.dispatched = {key: sample for key, sample in self.dispatched.items() if key in self._task_of}
+
+    def open(self) -> None:
+        """Allow requests, also after a cut."""
+        if self._stopped.is_set():
+            self._stopped = asyncio.Event()
+        self._is_trimmed = False
+
+    def stop_asking(self) -> None:
+        """Send no more requests. Running ones continue."""
+        self._stopped.set()
+
+    def dispatch(self) -> None:
+        """Request every sample that waits and has no task."""
+        if self._stopped.is_set():
+            return
+        if not self._watchdog:
+            self.track(watch(self._engine, self.running, self._idle_timeout), self._watchdog)
+        now = asyncio.get_running_loop().time()
+        for group, sample in self._pool.ready():
+            key = sample.key
+            if key not in self._task_of:
+                self._is_trimmed = False
+                self.dispatched[key] = sample
+                self._task_of[key] = self.track(self._complete(group, sample, now), self._tasks)
+
+    async def dispatch_more(self) -> None:
+        """Dispatch in the middle of a round, or between two.
+
+        If nothing is running, the server is asked first: no stream would have broken at a restart.
+        """
+        must_ask = not self.running and not self._stopped.is_set() and bool(self._pool.ready())
+        if must_ask and not await self._engine.holds(self._version) and not self._stopped.is_set():
+            self._on_error(ServerError(self._weights_lost()))
+        self.dispatch()
+
+    def traces(self) -> list[RequestTrace]:
+        """The requests of this round so far."""
+        return [*self._traces, *(request.trace(self._round_began) for request in self.running.values())]
+
+    def record_count(self) -> None:
+        """Append the present number of running requests to `counts`."""
+        self.counts.append((asyncio.get_running_loop().time(), len(self.running)))
+
+    async def cut(self) -> None:
+        """Abort all requests, and wait until every stream has delivered its last tokens and ended.
+
+        After an error some may still run; [`~InFlight.cut_off`] ends them all the same.
+        """
+        self._stopped.set()
+        await self._drain(self._tasks, self.running)
+
+    async def free_slot(self) -> None:
+        """Abort the requests without tokens, and the one with the fewest tokens. Sends none meanwhile."""
+        begun = [request for request in self.running.values() if request.received]
+        shortest = min(begun, key=lambda request: len(request.sample), default=None)
+        cut = {name: one.sample.key for name, one in self.running.items() if not one.received or one is shortest}
+        await self._drain([self._task_of[key] for key in cut.values() if key in self._task_of], cut)
+
+    async def hold(self, version: int) -> None:
+        """Keep requests across a weight sync: ask the paused engine after which token each has the new version.
+
+        Raises `ServerError` if some request is unknown, and `EngineError` if more tokens have arrived than reported.
+        """
+        self._stopped.set()
+        # First, since requests may receive their last old token while the engine is asked about others.
+        self._pool.hold(version)
+        unknown = dict(self.running)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while unknown:
+            for request_id, generated in (await self._engine.generated(list(unknown))).items():
+                unknown.pop(request_id).change_version(generated, version)
+            # Unknown ids are not yet received by the engine, or finished with chunks in transit.
+            unknown = {name: request for name, request in unknown.items() if name in self.running}
+            if unknown and clock() - began > CUT_OFF_SECONDS:
+                raise ServerError(f"The engine does not know {len(unknown)} of {len(self.running)} running requests.")
+            if unknown:
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def cut_off(self) -> None:
+        """Leave nothing running, whatever happened before. Raises nothing."""
+        self._stopped.set()
+        self.is_cutting_off = True
+        try:
+            if self.running:
+                # The server may still deliver tokens. If it is gone, the streams end at once.
+                async with asyncio.timeout(CUT_OFF_SECONDS):
+                    await self.cut()
+        except TimeoutError:
+            logger.warning(
+                "%d requests have not ended in %.0f s; closing their connections. Tokens that have not arrived are "
+                "generated again.",
+                len(self.running),
+                CUT_OFF_SECONDS,
+            )
+        finally:
+            self.broken_streams += len(self.running)
+            tasks = [*self._tasks, *self._trims, *self._watchdog]
+            for task in tasks:
+                task.cancel()  # closes the connection, and the server then aborts the request
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.is_cutting_off = False
+
+    # One sample
+
+    async def _complete(self, group: Group, sample: Sample, asked: float) -> None:
+        """Generate `sample` until it is finished, held back, or cut, across broken streams."""
+        failures = 0
+        try:
+            while self._may_ask(sample):
+                length_before = len(sample)
+                try:
+                    await self._stream(group, sample, asked)
+                    break
+                except ServerError as broken:
+                    error = broken
+                if sample.finish_reason is not None:
+                    break  # the stream broke after the last token of the budget
+                self.broken_streams += 1
+                if not self._may_ask(sample):
+                    break
+                failures = 1 if len(sample) > length_before else failures + 1
+                if failures > self._retries:
+                    raise error
+                logger.warning("%s Requesting again from token %d.", error, len(sample))
+                # At once the first time, then with growing pauses, which a cut ends.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5)):
+                        await self._stopped.wait()
+                if not self._may_ask(sample):
+                    break
+                asked = asyncio.get_running_loop().time()
+                # A restarted server has its initial weights and would sample from them.
+                if not await self._engine.holds(self._version) and self._may_ask(sample):
+                    raise ServerError(f"{error} {self._weights_lost()}")
+        except Exception as caught:  # any error must reach the round
+            self._on_error(caught)
+        finally:
+            if self._task_of.get(sample.key) is asyncio.current_task():
+                del self._task_of[sample.key]
+        self._on_sample_ended(group)
+
+    def _may_ask(self, sample: Sample) -> bool:
+        """Whether the current task may send requests for `sample`."""
+        return not self._stopped.is_set() and self._task_of.get(sample.key) is asyncio.current_task()
+
+    async def _stream(self, group: Group, sample: Sample, asked: float) -> None:
+        """Send one request and record its tokens. Raises `ServerError` if its stream breaks."""
+        request = self._requests.make(group, sample, self._version)
+        self._pool.start(sample)
+        deadline = asyncio.timeout(None)
+        running = RunningRequest(request, sample, self._version, max(asked, self._round_began), deadline)
+        self.running[request.request_id] = running
+        self.record_count()
+        try:
+            async with deadline, aclosing(self._engine.generate(request)) as stream:
+                async for chunk in stream:
+                    for piece, sampled_under in running.receive(chunk):
+                        self._pool.record(sample, piece.token_ids, piece.logprobs, sampled_under)
+                    if self._pool.is_full:
+                        self._hold_back()
+                    if chunk.finish_reason is None:
+                        continue
+                    if chunk.finish_reason != "abort":
+                        self._pool.finish(sample, _finish_reason(chunk.finish_reason))
+                    elif self._may_ask(sample):
+                        raise ServerError(
+                            f"The request for {sample} was aborted by another client, or by the watchdog after "
+                            "silence."
+                        )
+                    else:
+                        self.aborted_requests += 1
+                    return
+            raise ServerError(f"The stream of {request.request_id} ended without a finish reason.")
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise ServerError(f"The stream for {sample} has been silent for {self._idle_timeout:.0f} s.") from None
+        finally:
+            del self.running[request.request_id]
+            self._traces.append(running.trace(self._round_began))
+            self.record_count()
+            if sample.finish_reason is None:
+                self._pool.park(sample)
+
+    # All samples
+
+    def track(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+        """Run `work` as a task that is in `tasks` until it ends."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                self._on_error(error)
+            self._on_task_ended()
+
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(ended)
+        return task
+
+    def _hold_back(self) -> None:
+        """The pool is full: cut requests that the round can close without."""
+        if self._is_trimmed or self._stopped.is_set():
+            return
+        self._is_trimmed = True
+        keys = {sample.key for sample in self._pool.not_needed()} & self._task_of.keys()
+        if keys:
+            tasks = [self._task_of.pop(key) for key in keys]
+            request_ids = [name for name, request in self.running.items() if request.sample.key in keys]
+            self.track(self._trim(tasks, request_ids), self._trims)
+
+    async def _trim(self, tasks: list[asyncio.Task[None]], request_ids: list[str]) -> None:
+        """End these requests, and resume samples that the round has come to need meanwhile."""
+        await self._drain(tasks, request_ids)
+        await self.dispatch_more()
+
+    async def _drain(self, tasks: Iterable[asyncio.Task[None]], request_ids: Iterable[str]) -> None:
+        """Abort requests until the tasks that read their streams have ended.
+
+        The abort is repeated, since the server may not have known a request at the first. It is an error of the round
+        if for `idle_timeout` seconds neither a token arrives nor a request ends.
+        """
+        clock = asyncio.get_running_loop().time
+        pending = {task for task in tasks if not task.done()}
+        before, silent_since = (0, 0), clock()
+        abort: asyncio.Task[None] | None = None
+        try:
+            while pending:
+                request_ids = [name for name in request_ids if name in self.running]
+                if abort is None and request_ids:
+                    # In a task of its own: a server that does not answer must not delay streams that end.
+                    abort = asyncio.create_task(self._engine.abort(request_ids))
+                _, pending = await asyncio.wait(pending, timeout=self._sweep_interval)
+                if abort is not None and abort.done():
+                    try:
+                        abort.result()
+                    except ServerError as error:
+                        logger.warning("%s Repeating the abort.", error)
+                    abort = None
+                progress = self._pool.counters.tokens_generated, len(self.running)
+                if progress != before:
+                    before, silent_since = progress, clock()
+                elif clock() - silent_since > self._idle_timeout:
+                    raise ServerError(
+                        f"{len(request_ids)} aborted requests have not ended in {self._idle_timeout:.0f} s. The "
+                        "server may hang: check its log, or restart it."
+                    )
+        except Exception as error:
+            self._on_error(error)
+        finally:
+            if abort is not None:
+                abort.cancel()
+                await asyncio.gather(abort, return_exceptions=True)
+
+    @property
+    def _version(self) -> int:
+        version = self._pool.schedule.version
+        assert version is not None, "begin_round comes first"
+        return version
+
+    def _weights_lost(self) -> str:
+        return f"The server is away, or no longer has the weights of policy version {self._version}."
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    try:
+        return FinishReason(reason)
+    except ValueError:
+        raise EngineError(
+            f"The engine ended a request with finish_reason={reason!r}; it must be stop, length or abort."
+        ) from None

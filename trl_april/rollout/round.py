@@ -1,0 +1,166 @@
+"""The record of a round, which its metrics are computed from.
+
+The invariants owned here: generated and carried tokens are counted apart, so no round is credited with another's work.
+An event between two rounds is counted once, in the round after it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ..pool.pool import Pool
+from ..pool.samples import Group, SampleState
+
+
+if TYPE_CHECKING:
+    from .in_flight import InFlight
+
+
+DRAIN_GRACE = 0.01  # as a fraction of the time until the quota was met
+MAX_DRAIN_GRACE = 1.0  # seconds
+
+
+def drain_grace(seconds: float) -> float:
+    """Seconds that requests may still finish in before the abort, if the quota was met after `seconds`."""
+    return min(DRAIN_GRACE * seconds, MAX_DRAIN_GRACE)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """One request of a round. Times are seconds since the round opened."""
+
+    group_id: int
+    index: int  # of its sample in the group
+    # When it was dispatched, or 0 if before the round. Requests dispatched together are sent one by one.
+    began: float
+    first: float  # when its first tokens arrived, or its end if none did; `began` if it had tokens at the opening
+    head: int  # number of these first tokens; 0 if it had tokens at the opening
+    ended: float  # when it finished or was cut
+    tokens: int  # arrived in this round
+    prompt: int  # tokens of prompt and completion that it was sent with, or had at the opening
+    held: int  # completion tokens among these
+    finished: bool  # whether its sample is finished
+
+    @property
+    def ran_on(self) -> bool:
+        """Whether it was being decoded when the round opened."""
+        return self.first == self.began
+
+
+@dataclass(slots=True)
+class Round:
+    """Events and counts of one round."""
+
+    version: int  # policy version that its tokens were sampled under
+    groups: list[Group] = field(default_factory=list)  # the batch: finished groups, oldest first
+    started: float = 0.0  # on the event loop's clock
+    seconds: float = 0.0  # from its opening to the end of the last drained request
+    abort_seconds: float = 0.0  # part of `seconds` after the abort
+    generated_tokens: int = 0  # arrived in this round
+    overlap_tokens: int = 0  # arrived between the last round and this one, during training
+    carried_tokens: int = 0  # tokens of the batch from earlier rounds
+    requests: int = 0  # samples dispatched
+    resumed_groups: int = 0  # groups with tokens of earlier rounds
+    aborted_requests: int = 0  # since the last round closed
+    launched_lengths: list[int] = field(default_factory=list)  # of the dispatched samples, when the round ended
+    rejected_groups: int = 0  # by dynamic sampling
+    rejected_tokens: int = 0
+    filled_groups: int = 0  # rejected groups in the batch, since the round hit its rejection limit
+    # Requests that ended without their last tokens: each may have lost up to one chunk.
+    broken_streams: int = 0
+    outages: int = 0  # suspensions because the server went away or lost its weights
+    outage_seconds: float = 0.0  # part of `seconds`
+    in_flight: list[tuple[float, float]] = field(default_factory=list)  # (seconds since `started`, running requests)
+    # The same since the last round closed, in negative seconds. Empty unless requests run during training.
+    overlap_in_flight: list[tuple[float, float]] = field(default_factory=list)
+    waited: bool = True  # False if its batch was finished before it opened
+    over_provisioning: float = 0.0  # target for outstanding groups as a factor of the quota
+    traces: list[RequestTrace] = field(default_factory=list)  # ended requests in order, then those still running
+
+    @property
+    def launched_tokens(self) -> int:
+        """Summed lengths of the dispatched samples."""
+        return sum(self.launched_lengths)
+
+    @property
+    def overlap_seconds(self) -> float:
+        """Time between the last round and this one with requests in flight."""
+        ends = [*(time for time, _ in self.overlap_in_flight[1:]), 0.0]
+        return sum(end - start for (start, count), end in zip(self.overlap_in_flight, ends, strict=False) if count)
+
+    @property
+    def in_flight_mean(self) -> float:
+        """Time-weighted mean of the requests in flight."""
+        if not self.in_flight or not self.seconds:
+            return 0.0
+        ends = [time for time, _ in self.in_flight[1:]] + [self.seconds]
+        area = sum((end - start) * count for (start, count), end in zip(self.in_flight, ends, strict=True))
+        return area / self.seconds
+
+
+class RoundRecorder:
+    """Measures the rounds of a driver, as differences of counters."""
+
+    def __init__(self, pool: Pool, flight: InFlight, *, overlap: bool) -> None:
+        self._pool, self._flight, self._overlap = pool, flight, overlap
+        self._opened = replace(pool.counters)  # when the round opened
+        self._held: dict[int, int] = {}  # tokens of each group when the round opened
+        # When the last round ended. Tokens of a resumed pool belong to no round of this driver.
+        self._tokens_at_end = pool.counters.tokens_generated
+
+    def begin(self, version: int) -> Round:
+        """Open a round of policy version `version`. An interrupted one continues without it."""
+        now = _now()
+        self._flight.begin_round(now)
+        beside = [(time - now, count) for time, count in self._flight.counts]
+        self._flight.counts = []
+        self._opened = replace(self._pool.counters)
+        self._held = {group.group_id: group.num_tokens for group in self._pool}
+        resumed = {group.group_id for group, _ in self._pool.ready() if group.state is SampleState.PARKED}
+        return Round(
+            version,
+            started=now,
+            over_provisioning=self._pool.schedule.over_provisioning,
+            waited=False,
+            overlap_in_flight=beside,
+            overlap_tokens=self._opened.tokens_generated - self._tokens_at_end,
+            resumed_groups=len(resumed),
+        )
+
+    def end(self, record: Round) -> None:
+        """Complete the record of a round that closed or was interrupted."""
+        flight = self._flight
+        record.broken_streams += flight.broken_streams
+        record.aborted_requests += flight.aborted_requests
+        flight.broken_streams = flight.aborted_requests = 0
+        self._tokens_at_end = self._pool.counters.tokens_generated
+        record.traces = flight.traces()
+        record.requests = len(flight.dispatched)
+        record.launched_lengths = [len(sample) for sample in flight.dispatched.values()]
+        record.seconds = _now() - record.started
+        record.generated_tokens = self._tokens_at_end - self._opened.tokens_generated
+        record.in_flight += [(time - record.started, count) for time, count in flight.counts]
+        flight.counts = []
+        if self._overlap:
+            flight.record_count()
+
+    def deliver(self, record: Round, groups: Sequence[Group], *, filled: int) -> None:
+        """Add the batch, `filled` of whose groups had been rejected."""
+        counters = self._pool.counters
+        record.groups = list(groups)
+        record.filled_groups = filled
+        record.rejected_groups = counters.groups_rejected - self._opened.groups_rejected
+        record.rejected_tokens = counters.tokens_rejected - self._opened.tokens_rejected
+        record.carried_tokens = sum(self._held.get(group.group_id, 0) for group in groups)
+
+
+def _now() -> float:
+    """Time of the running event loop, or of the loop to come if none runs."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()

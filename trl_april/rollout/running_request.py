@@ -1,0 +1,117 @@
+"""A running request: how much of it has arrived, when, and which policy version sampled each token.
+
+The invariant owned here: a token belongs to the version whose weights sampled it, whenever it arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..engine.protocol import Chunk, GenerationRequest, RolloutEngine
+from ..errors import EngineError, ServerError
+from ..pool.samples import Sample
+from .round import RequestTrace
+
+
+logger = logging.getLogger(__name__)
+
+# Seconds that an aborted stream has to deliver its last tokens before its connection is closed.
+ABORT_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """A request from its sending to its end. Times are on the event loop's clock."""
+
+    request: GenerationRequest
+    sample: Sample
+    version: int  # of the next token to arrive
+    # When it was dispatched, or its round opened. Requests dispatched together are sent one by one.
+    began: float
+    deadline: asyncio.Timeout  # when its connection is closed: set by the watchdog
+    heard: float | None = None  # when its last chunk arrived
+    changes: list[tuple[int, int]] = field(default_factory=list)  # its number of tokens, and the version after these
+    before: int = 0  # tokens generated before the round opened
+    first: float | None = None  # when its first tokens arrived, or its round opened if it had tokens
+    head: int = 0  # number of these first tokens
+
+    @property
+    def received(self) -> int:
+        """Tokens that have arrived."""
+        return len(self.sample) - self.request.generated
+
+    def change_version(self, after: int, version: int) -> None:
+        """Assign all tokens after the first `after` of this request to `version`."""
+        if after < self._generated_at_least:
+            raise EngineError(
+                f"The engine reports {after} generated tokens for request {self.request.request_id}, but "
+                f"{self._generated_at_least} have arrived or were reported before."
+            )
+        self.changes.append((after, version))
+
+    def receive(self, chunk: Chunk) -> Iterator[tuple[Chunk, int]]:
+        """Split the chunk into pieces of one policy version each, to be recorded before the next chunk."""
+        self.heard = asyncio.get_running_loop().time()
+        if self.first is None and chunk.token_ids:
+            self.first, self.head = self.heard, len(chunk.token_ids)
+        received = self.received
+        start = 0
+        while self.changes and self.changes[0][0] <= received + len(chunk.token_ids):
+            after, version = self.changes.pop(0)
+            stop = after - received
+            if stop > start:
+                yield Chunk(chunk.token_ids[start:stop], chunk.logprobs[start:stop]), self.version
+            start, self.version = stop, version
+        yield Chunk(chunk.token_ids[start:], chunk.logprobs[start:], chunk.finish_reason), self.version
+
+    def enter_round(self, now: float) -> None:
+        """Count its tokens and its time from here on for a new round."""
+        self.began = now
+        self.before = self._generated_at_least
+        if self.before:
+            self.first, self.head = now, 0
+
+    def trace(self, opened: float) -> RequestTrace:
+        """Its part in the round that opened then, as if it ended now."""
+        ended = asyncio.get_running_loop().time() - opened
+        held = self.request.generated + self.before
+        return RequestTrace(
+            self.sample.group_id, self.sample.index, self.began - opened,
+            ended if self.first is None else self.first - opened, self.head, ended,
+            tokens=max(0, len(self.sample) - held),  # tokens of before may still be in transit
+            prompt=len(self.request.token_ids) + self.before,
+            held=held,
+            finished=self.sample.finish_reason is not None,
+        )  # fmt: skip
+
+    @property
+    def _generated_at_least(self) -> int:
+        """Tokens that have arrived, or that the engine reported at the last weight sync."""
+        return max(self.received, self.changes[-1][0] if self.changes else 0)
+
+
+async def watch(engine: RolloutEngine, running: Mapping[str, RunningRequest], patience: float) -> None:
+    """Abort streams that fall silent for `patience` seconds while others continue, and then close their connections.
+
+    A connection may be dead without an error, as with some firewalls, or the server may have lost the request. A
+    request without any chunk yet is left alone: it may wait in the server's queue for as long as others are served. A
+    whole server that is silent ends the round instead.
+    """
+    while True:
+        await asyncio.sleep(min(patience / 4, ABORT_SECONDS))
+        now = asyncio.get_running_loop().time()
+        silent = []
+        for request_id, request in running.items():
+            if request.deadline.when() is None and request.heard is not None and now - request.heard > patience:
+                request.deadline.reschedule(now + ABORT_SECONDS)
+                silent.append(request_id)
+        if silent:
+            logger.warning("%d streams have been silent for %.0f s; aborting them.", len(silent), patience)
+            try:
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await engine.abort(silent)
+            except (ServerError, TimeoutError) as error:
+                logger.warning("%s", str(error) or "The server did not answer the abort.")

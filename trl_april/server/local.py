@@ -1,0 +1,246 @@
+"""A local vLLM server: started with every flag that training needs, and stopped with all its children.
+
+The server is vLLM's own and runs in its own processes: neither vLLM nor torch is imported here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
+from pathlib import Path
+
+from ..errors import ConfigError, ServerError
+from .command_line import check_model, server_command, server_environment
+from .host import bind, check_address, warn_if_exposed
+from .process import ServerProcess
+
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000  # vLLM's own, and TRL's `vllm_server_port`
+HEALTH_POLL = 0.25  # seconds between two health checks
+ERROR_TAIL = 30  # lines of the log in an error
+NOT_STARTED = "The server is not running. Call start(), or use it in a with block."
+
+# The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
+FIRST_ERROR = re.compile(
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE
+)
+
+_addresses: set[str] = set()
+
+
+def sees_our_devices(base_url: str) -> bool:
+    """Whether this process started the server at `base_url`, with the devices that it sees itself."""
+    return base_url in _addresses
+
+
+class LocalServer:
+    """A vLLM server on this machine, for the length of a `with` block.
+
+    It is started with every flag that training needs (see [`server_command`]). It stops, with all its children, at the
+    end of the block, after an exception, at Ctrl-C, when the interpreter exits, and within a second or two after this
+    process was killed.
+
+    Args:
+        model (`str` or `os.PathLike`):
+            Folder or model id to serve.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address to bind to. The development endpoints run commands for everybody who reaches them, so think twice
+            before opening them to a network.
+        port (`int`, *optional*):
+            Port to bind to. By default a free one is chosen.
+        vllm_args (`Sequence[str]`, *optional*):
+            Flags for vLLM, as on its command line: `["--max-model-len", "4096", "--dtype", "float32"]`. They override
+            our defaults; a flag that makes training impossible is refused.
+        log_file (`str` or `os.PathLike`, *optional*):
+            File that the server's output is appended to. By default a new temporary file, which is kept.
+        startup_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds that the server has to become healthy.
+        env (`Mapping[str, str]`, *optional*):
+            Environment variables to add to those of this process.
+        quiet (`bool`, *optional*, defaults to `False`):
+            Whether to start without progress on stderr.
+
+    Raises:
+        ConfigError: If the address or a flag cannot be used, or vLLM is not installed.
+
+    Example:
+
+    ```python
+    >>> from trl_april import APRILGRPOConfig, LocalServer
+
+    >>> with LocalServer("Qwen/Qwen3-0.6B", vllm_args=["--max-model-len", "4096"]) as server:
+    ...     args = APRILGRPOConfig("out", vllm_server_base_url=server.base_url)
+    ```
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        host: str = DEFAULT_HOST,
+        port: int | None = None,
+        vllm_args: Sequence[str] = (),
+        log_file: str | os.PathLike[str] | None = None,
+        startup_timeout: float = 600.0,
+        env: Mapping[str, str] | None = None,
+        quiet: bool = False,
+    ) -> None:
+        if not startup_timeout > 0:
+            raise ConfigError(f"startup_timeout is {startup_timeout!r}, but it must be a positive number of seconds.")
+        check_address(host, port)
+        self.model = os.fspath(model)
+        self.host = host
+        self.port = port
+        self.vllm_args = vllm_args
+        self.startup_timeout = startup_timeout
+        self.env = env
+        self.quiet = quiet
+        self._log_path = None if log_file is None else Path(log_file)
+        self._log_start = 0  # position in the log at the last start
+        self._server: ServerProcess | None = None
+        self._owner = 0
+        self.command(port or DEFAULT_PORT)  # raises its errors at construction
+
+    def command(self, port: int) -> list[str]:
+        """Returns the command line that starts the server on `port`."""
+        return server_command(self.model, self.host, port, self.vllm_args)
+
+    def environment(self) -> dict[str, str]:
+        """Returns the environment that the server is started in."""
+        return server_environment(self.env, self.vllm_args)
+
+    @property
+    def base_url(self) -> str:
+        """URL of the server, for `vllm_server_base_url`. Without a `port`, it is known after the start."""
+        if self.port is None:
+            raise ServerError(NOT_STARTED)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server, which is also the id of the session with all its children."""
+        if self._server is None:
+            raise ServerError(NOT_STARTED)
+        return self._server.process.pid
+
+    @property
+    def log_path(self) -> Path:
+        """File with the server's output."""
+        if self._log_path is None:
+            raise ServerError(NOT_STARTED)
+        return self._log_path
+
+    def tail(self, n: int = ERROR_TAIL) -> str:
+        """Returns the last `n` lines of the server's log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-n:])
+
+    def start(self) -> LocalServer:
+        """Starts the server and waits until it is healthy. Does nothing if it is running.
+
+        Raises:
+            ConfigError: If the folder has no model, or if this is not the first process of a distributed training run.
+            ServerError: If it exits, or is not healthy in time. The message holds the tail of its log.
+        """
+        if self._server is not None:
+            if self._owner != os.getpid() or self._server.process.poll() is None:
+                return self
+            self.stop()  # it exited by itself, and left its children and its watchdog
+        rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        if rank != "0" and "LOCAL_RANK" in os.environ:  # set by a launcher; RANK alone may be a cluster's
+            raise ConfigError(
+                f"This is process {rank} of {processes}. Each would start a server of its own, but only the server of "
+                "process 0 would get the weights. Start one server with `trl-april serve MODEL`, and give its "
+                "address to all: vllm_server_base_url."
+            )
+        check_model(self.model, self.vllm_args)
+        # Checked again because time has passed: another program there would answer instead of the server.
+        self.port = bind(self.host, self.port or 0)
+        warn_if_exposed(self.host)
+        command, environment = self.command(self.port), self.environment()
+        if self._log_path is None:
+            descriptor, name = tempfile.mkstemp(prefix="trl-april-server-", suffix=".log")
+            os.close(descriptor)
+            self._log_path = Path(name)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._owner = os.getpid()
+            atexit.register(self.stop)
+            self._server = ServerProcess(command, environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            if not any(name.endswith("_VISIBLE_DEVICES") for name in self.env or ()):
+                _addresses.add(self.base_url)
+            self._wait_until_healthy(self._server.process)
+        except BaseException:
+            self._show("not started")
+            self.stop()
+            raise
+        return self
+
+    def is_healthy(self) -> bool:
+        """Returns whether the server is ready to generate."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxies
+        try:
+            with direct.open(f"{self.base_url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, HTTPException):
+            return False
+
+    def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        began = time.monotonic()
+        self._show("starting")
+        while True:
+            is_healthy = self.is_healthy()  # asked first: after an exit, another program may answer
+            seconds = time.monotonic() - began
+            code = process.poll()
+            if code is not None:
+                raise self._failure(f"ended with exit code {code} while it was starting")
+            if is_healthy:
+                self._show(f"ready after {seconds:.0f} s")
+                return
+            if seconds > self.startup_timeout:
+                raise self._failure(f"was not healthy after {seconds:.0f} s (startup_timeout={self.startup_timeout})")
+            time.sleep(HEALTH_POLL)
+
+    def _show(self, state: str) -> None:
+        if not self.quiet:
+            sys.stderr.write(f"vLLM server for {self.model} on {self.base_url}: {state}\n")
+
+    def _failure(self, what: str) -> ServerError:
+        # The engine logs the cause; dozens of lines of the API server's traceback follow it.
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            error = FIRST_ERROR.search(log.read().decode(errors="replace"))
+        cause = f"Its first error: {error[1]}\n" if error else ""
+        return ServerError(
+            f"The vLLM server for {self.model} {what}.\n{cause}"
+            f"Whole log: {self.log_path}. Its last {ERROR_TAIL} lines:\n{self.tail()}"
+        )
+
+    def stop(self) -> None:
+        """Stops the server and all its children. Does nothing if it is not running."""
+        # A fork of this process inherits the atexit handler, but not the server.
+        if self._server is None or self._owner != os.getpid():
+            return
+        server, self._server = self._server, None
+        try:
+            server.end()
+        finally:
+            _addresses.discard(self.base_url)
+            atexit.unregister(self.stop)
+
+    def __enter__(self) -> LocalServer:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()

@@ -1,0 +1,88 @@
+"""Code that runs inside the vLLM server: ASGI middleware, added through vLLM's own option `--middleware`.
+
+`trl-april serve` adds both classes. They answer or refuse requests, and change nothing else in the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .command_line import GENERATED_TOKENS_PATH
+
+
+class GeneratedTokens:
+    """Reports how many tokens each request has generated while the server is paused for a weight sync.
+
+    vLLM streams tokens in chunks and does not say how far a request is before a chunk is full. The trainer needs the
+    exact count, because the policy version changes there.
+
+    - `GET /april/generated_tokens`: whether this server can answer.
+    - `POST /april/generated_tokens` with `{"request_ids": [...]}`: `{"generated": {id: tokens}}` for the known and
+      unfinished requests among them; 409 if the server is not paused.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != GENERATED_TOKENS_PATH:
+            await self._app(scope, receive, send)
+        else:
+            answer = await _generated_tokens(Request(scope, receive))
+            await answer(scope, receive, send)
+
+
+async def _generated_tokens(request: Request) -> JSONResponse:
+    engine = request.app.state.engine_client
+    parallel = engine.vllm_config.parallel_config
+    if parallel.data_parallel_size != 1 or getattr(parallel, "_api_process_count", 1) != 1:
+        return JSONResponse({"error": "With several API servers or engines, no process knows all requests."}, 501)
+    if request.method == "GET":
+        return JSONResponse({"known": True})
+    if not await engine.is_paused():
+        return JSONResponse({"error": "The server is not paused, so the counts would change."}, 409)
+    await _outputs_processed(engine)
+    wanted = set((await request.json())["request_ids"])
+    generated = {
+        state.external_req_id: state.detokenizer.num_output_tokens()
+        for state in engine.output_processor.request_states.values()
+        if state.external_req_id in wanted
+    }
+    return JSONResponse({"generated": generated})
+
+
+async def _outputs_processed(engine: Any) -> None:
+    """Wait until this process has handled every token that the engine sampled before the pause.
+
+    The tokens come through one queue, before the answer of `is_paused`. Its reader waits for more (`_getters`) only
+    after it has handled all of them.
+    """
+    queue = engine.engine_core.outputs_queue
+    while not queue.empty() or not queue._getters:
+        await asyncio.sleep(0)
+
+
+class BrowserGuard:
+    """Refuses requests from web pages, which it recognises by their `Origin` header.
+
+    A page open in a browser reaches every server on the loopback address of its machine, and vLLM's development
+    endpoints run commands without an API key. A page cannot leave the header out of a request that changes anything,
+    and other clients do not send it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not any(name.lower() == b"origin" for name, _ in scope.get("headers", ())):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "This server refuses requests from browsers. Start it with --allowed-origins to allow some."
+            await JSONResponse({"error": message}, 403)(scope, receive, send)

@@ -1,0 +1,143 @@
+"""The processes of a server: started as one session, found by it, and ended together.
+
+A process started with `start_new_session=True` leads a session whose id is its own pid. Its descendants stay in that
+session even after their parents have ended, so the session finds all of them.
+
+Run as a script, this file is a watchdog: it ends a session after the process that started it has died, for whatever
+reason. After `kill -9` only another process can do that. (Linux's PR_SET_PDEATHSIG fires when the *thread* that
+started the child ends, reaches only the leader, and needs code between fork and exec.)
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+
+logger = logging.getLogger(__name__)
+
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL; vLLM needs about one
+POLL = 0.05  # seconds between two checks whether a session has ended
+KILL_WAIT = 10.0  # seconds that the kernel gets to remove killed processes
+TRACKER_WAIT = 3.0  # of these, seconds for the resource tracker to free shared memory
+WATCH_POLL = 0.5  # seconds between two checks whether the owner of a session is alive
+
+
+class ServerProcess:
+    """A command in a session of its own, which also ends if this process dies.
+
+    The session keeps Ctrl-C in a terminal away from the command: its owner calls [`ServerProcess.end`].
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **options
+        )
+        try:
+            self._watchdog = start_watchdog(self.process.pid)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End every process of the session, and the watchdog."""
+        try:
+            end_session(self.process.pid, GRACE)
+        finally:
+            self.process.poll()  # reaps it, so that no zombie stays
+            if self._watchdog is not None:
+                self._watchdog.kill()
+                self._watchdog.wait()
+
+
+def session_members(session: int) -> list[psutil.Process]:
+    """Living processes of the session, with descendants that started sessions of their own."""
+    members: dict[int, psutil.Process] = {}
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) == session:
+                found = [psutil.Process(pid)]
+                found += found[0].children(recursive=True)
+                members.update((process.pid, process) for process in found)
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            continue
+    return [process for process in members.values() if _is_alive(process)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    # A zombie has ended; its parent need not have reaped it. With more than one thread it only lost its first one and
+    # still holds memory and ports.
+    try:
+        return bool(process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_session(session: int, grace: float) -> None:
+    """End every process of a session: SIGTERM first, SIGKILL after `grace` seconds.
+
+    An exception while waiting (a second Ctrl-C) skips the rest of the grace period.
+    """
+    members = session_members(session)
+    _signal(members, signal.SIGTERM)
+    try:
+        deadline = time.monotonic() + grace
+        while any(_is_alive(process) for process in members) and time.monotonic() < deadline:
+            time.sleep(POLL)
+    finally:
+        _kill(session, members)
+
+
+def _kill(session: int, members: list[psutil.Process]) -> None:
+    began = time.monotonic()
+    # Listed again each time, because a process that is shutting down may still start another one.
+    while remaining := {p.pid: p for p in [*members, *session_members(session)] if _is_alive(p)}:
+        seconds = time.monotonic() - began
+        if seconds > KILL_WAIT:  # stuck in a driver, say
+            logger.warning(
+                "These processes of the vLLM server could not be ended and keep their memory and ports: %s. End them "
+                "by hand, or restart the machine if that does not help.",
+                ", ".join(map(str, remaining)),
+            )
+            return
+        spares_tracker = seconds < TRACKER_WAIT
+        _signal([p for p in remaining.values() if not (spares_tracker and _is_tracker(p))], signal.SIGKILL)
+        time.sleep(POLL)
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)  # psutil checks the creation time, so a recycled pid is never hit
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    # Python's resource tracker ignores SIGTERM. It frees the shared memory of the killed processes and then exits; if
+    # it were killed too, that memory would stay taken until a reboot.
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def start_watchdog(session: int) -> subprocess.Popen[bytes]:
+    """Start a process that ends `session` as soon as the calling process is gone. The caller ends the watchdog."""
+    # -P keeps this folder out of sys.path. The session of its own keeps Ctrl-C and a closing terminal away from it.
+    command = [sys.executable, "-P", __file__, str(os.getpid()), str(session)]
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    return subprocess.Popen(command, start_new_session=True, **silent)
+
+
+if __name__ == "__main__":
+    while os.getppid() == int(sys.argv[1]):
+        time.sleep(WATCH_POLL)
+    end_session(int(sys.argv[2]), GRACE)

@@ -1,0 +1,133 @@
+"""A running vLLM server: connections to it, how many requests it has, and pausing them for a weight sync.
+
+Every connection ignores proxies, trusts the same certificates and has a time-out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from ..errors import AprilError
+from .command_line import GENERATED_TOKENS, GENERATED_TOKENS_PATH
+
+
+logger = logging.getLogger(__name__)
+
+_GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{.*\})? (\d[\d.e+]*)$", re.MULTILINE)
+
+
+class TimedRequests(requests.Session):
+    """A session whose requests time out after `seconds` of silence unless they say otherwise."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        ask_directly(self)
+        self.seconds = seconds
+
+    def request(self, *args: Any, **kwargs: Any) -> requests.Response:
+        kwargs.setdefault("timeout", self.seconds)
+        return super().request(*args, **kwargs)
+
+
+def ask_directly(session: requests.Session) -> None:
+    """Make a session ignore the environment's proxies, as the engine does, but not its certificates."""
+    session.trust_env = False
+    session.verify = certificates() or True
+
+
+def certificates() -> str | None:
+    """File or folder of trusted certificates from the environment, by the same rule as in requests."""
+    return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or None
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """Number of requests on a server, of all its clients."""
+
+    running: int  # being decoded
+    waiting: int  # for a free slot or for KV cache space, preempted ones included
+
+
+def server_load(session: requests.Session, base_url: str, **options: Any) -> ServerLoad | None:
+    """The server's load over all engines, as of its last step; `None` if not reported (`--disable-log-stats`).
+
+    `options` go to the request.
+    """
+    response = session.get(f"{base_url}/metrics", **options)
+    found = _GAUGE.findall(response.text) if response.status_code == 200 else []
+    if not found:
+        return None
+    number = {"running": 0, "waiting": 0}
+    for name, value in found:
+        number[name] += int(float(value))
+    return ServerLoad(**number)
+
+
+class ServerPause:
+    """Pauses a vLLM server for a weight sync, so that its requests continue with the new weights.
+
+    A server that was paused is always resumed, even if the answer to the pause was lost. `answer` sends a request,
+    given method and path, and returns the answer; its errors are [`AprilError`].
+    """
+
+    def __init__(self, answer: Callable[[str, str], dict[str, Any]], base_url: str) -> None:
+        self._answer = answer
+        self._base_url = base_url
+        self._may_be_paused = False
+
+    def is_possible(self) -> bool:
+        """Whether the server reports the progress of paused requests. If not, they have to be aborted."""
+        try:
+            self._answer("GET", GENERATED_TOKENS_PATH.lstrip("/"))
+        except AprilError as error:
+            logger.warning(
+                "resume_kv='keep' is not possible on the vLLM server at %s; its requests are aborted and resumed as "
+                "with 'reuse'. Start it with `trl-april serve`, or add `--middleware %s` where trl_april is "
+                "installed, without data parallelism. (%s)",
+                self._base_url,
+                GENERATED_TOKENS,
+                error,
+            )
+            return False
+        return True
+
+    def end_foreign(self) -> None:
+        """Resume a server that another training run left paused because it was killed during a sync."""
+        try:
+            if not self._answer("GET", "is_paused").get("is_paused"):
+                return
+            logger.warning("The vLLM server at %s is paused. It is resumed.", self._base_url)
+            self._answer("POST", "resume")
+        except (AprilError, AttributeError, ValueError):
+            pass  # check_server reports what is wrong with the server
+
+    def begin(self) -> bool:
+        """Pause the server. Returns whether it confirmed the pause."""
+        self._may_be_paused = True  # even if its answer is lost
+        try:
+            self._answer("POST", "pause?mode=keep&clear_cache=false")
+        except AprilError as error:
+            logger.warning("%s Running requests are aborted instead.", error)
+            return False
+        return True
+
+    def end(self) -> None:
+        """Resume the server if it may be paused. Raises [`AprilError`] if it refuses."""
+        if self._may_be_paused:
+            self._answer("POST", "resume")
+            self._may_be_paused = False
+
+    def give_up(self) -> None:
+        """Resume the server after an error that must not be hidden: a failure here is only logged."""
+        try:
+            self.end()
+        except AprilError as error:
+            logger.warning("The vLLM server at %s could not be resumed. %s", self._base_url, error)
+            self._may_be_paused = False

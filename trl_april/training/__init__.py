@@ -1,0 +1,1 @@
+"""What TRL takes and gives: batch, rewards, correction, micro-batches, run log."""

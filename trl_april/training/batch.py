@@ -1,0 +1,162 @@
+"""Finished groups as TRL's batch, and the metrics of a round.
+
+Invariant: rows, prompts, tokens and log-probabilities stay aligned, group by group and sample by sample. No torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from ..pool.pool import Pool
+from ..pool.samples import Group, SampleState
+from ..rollout.round import Round
+
+
+Reduction = Callable[[Sequence[float]], list[float]]  # over all processes, value by value
+
+# Lengths are counted in bins, since counts can be added over processes and quantiles cannot. With 16 bins per doubling
+# up to 2^20 tokens, a quantile is accurate to 2 %.
+BINS_PER_DOUBLING, DOUBLINGS = 16, 20
+QUANTILES = {"p10": 0.10, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p90": 0.90, "p99": 0.99}
+
+
+def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """One row per sample, each a separate copy, since TRL and reward functions write into them."""
+    return [copy.deepcopy(group.row) for group in groups for _ in group.samples]
+
+
+def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) -> dict[str, list[list[Any]]]:
+    """The batch in the form of TRL's `rollout_func`: a list per key, with one entry per sample, group-major.
+
+    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens of
+    versions before `mask_below`, which leave the loss; it is there only if there are any.
+    """
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    output = {
+        "prompt_ids": [list(group.prompt_ids) for group, _ in samples],
+        "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
+        "logprobs": [sample.logprobs.tolist() for _, sample in samples],
+    }
+    if mask_below is not None and any(s.version < mask_below for _, sample in samples for s in sample.segments):
+        # Per token, so that each sample keeps its young ones.
+        output["env_mask"] = [[int(version >= mask_below) for version in sample.versions] for _, sample in samples]
+    return output
+
+
+def completion_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """Additional columns of TRL's table of completions (`log_completions`), in the order of [`rollout_output`].
+
+    They are the policy versions of a sample, oldest first, such as `"3,4,6"`, and its segments beyond the first.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        # Always text, so that the files of all steps form one table.
+        "april_versions": [",".join(str(v) for v in sorted({s.version for s in x.segments})) for x in samples],
+        "april_resumed": [len(sample.segments) - 1 for sample in samples],
+    }
+
+
+def evaluation_columns(count: int) -> dict[str, list[Any]]:
+    """The same columns for `count` completions of an evaluation. TRL needs them to keep its columns aligned."""
+    return {"april_versions": [""] * count, "april_resumed": [0] * count}
+
+
+def round_metrics(
+    done: Round,
+    pool: Pool,
+    *,
+    sync_seconds: float,
+    max_staleness: int | None,
+    stream_interval: int = 64,
+    reduce_sum: Reduction = list,
+    reduce_max: Reduction = list,
+) -> dict[str, float]:
+    """The metrics of a round, without the prefix `april/`, after the batch was taken from the pool.
+
+    The reductions are over all processes. Tokens older than `max_staleness` count as over the bound.
+    """
+    samples = [sample for group in done.groups for sample in group.samples]
+    # By segment rather than by token, for speed.
+    ages = [(done.version - s.version, s.length) for sample in samples for s in sample.segments]
+    parked = [sample for group in pool for sample in group.samples if sample.state is SampleState.PARKED]
+    over = math.inf if max_staleness is None else max_staleness
+    counted = {
+        "generated_tokens": done.generated_tokens,
+        "overlap_tokens": done.overlap_tokens,
+        "trained_tokens": sum(len(sample) for sample in samples),
+        "groups_resumed": done.resumed_groups,
+        "aborted_requests": done.aborted_requests,
+        "fully_stale_samples": sum(all(done.version - s.version > over for s in x.segments) for x in samples),
+        "rejected_groups": done.rejected_groups,
+        "rejected_tokens": done.rejected_tokens,
+        "filled_groups": done.filled_groups,
+        "broken_streams": done.broken_streams,
+        "lost_tokens_bound": done.broken_streams * stream_interval,
+        "outstanding": len(pool),
+        "parked_tokens": sum(len(sample) for sample in parked),
+        "parked_bytes": sum(sample.nbytes for sample in parked),
+    }
+    sums = counted | {
+        "samples": len(samples),
+        "requests": done.requests,
+        "launched_tokens": done.launched_tokens,
+        "carried_tokens": done.carried_tokens,
+        "age": sum(age * length for age, length in ages),
+        "over_staleness_tokens": sum(length for age, length in ages if age > over),
+        "in_flight_seconds": done.in_flight_mean * done.seconds,
+    }
+    maxima = {
+        "round_seconds": done.seconds,
+        "abort_seconds": done.abort_seconds,
+        "overlap_seconds": done.overlap_seconds,
+        "sync_seconds": sync_seconds,
+        "outage_seconds": done.outage_seconds,
+        "staleness_max": max(age for age, _ in ages),
+        "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
+    }
+    # In one call, since each is a message between processes.
+    bins = length_bins(len(sample) for sample in samples)
+    added = reduce_sum([*(float(value) for value in sums.values()), *bins])
+    sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
+    maxima = dict(zip(maxima, reduce_max([float(value) for value in maxima.values()]), strict=True))
+    tokens, seconds = sums["trained_tokens"], maxima["round_seconds"]
+    # Rates are per second of generation. A batch that surplus filled takes no such time, and its rates are 0.
+    overlap_seconds = maxima["overlap_seconds"]
+    generating = overlap_seconds + (seconds if done.waited and (sums["requests"] or overlap_seconds) else 0.0)
+    per_second = 1 / generating if generating else 0.0
+    return {
+        "over_provisioning": done.over_provisioning,
+        **maxima,
+        **{name: sums[name] for name in counted},
+        "generated_tokens_per_second": (sums["generated_tokens"] + sums["overlap_tokens"]) * per_second,
+        "trained_tokens_per_second": tokens * per_second,
+        "in_flight_mean": sums["in_flight_seconds"] / seconds if seconds else 0.0,
+        "carried_fraction": sums["carried_tokens"] / tokens,
+        "staleness_mean": sums["age"] / tokens,
+        "over_staleness_fraction": sums["over_staleness_tokens"] / tokens,
+        "completions/launched_mean_length": sums["launched_tokens"] / sums["requests"] if sums["requests"] else 0.0,
+        "completions/trained_mean_length": tokens / sums["samples"],
+        # `trl-april simulate --log` reads these.
+        **{f"length_{name}": length_quantile(bins, share) for name, share in QUANTILES.items()},
+    }
+
+
+def length_bins(lengths: Iterable[int], per_doubling: int = BINS_PER_DOUBLING) -> list[float]:
+    """Number of lengths in each bin. Lengths of 0 are not counted, and the longest share the last bin."""
+    bins = [0.0] * (per_doubling * DOUBLINGS + 1)
+    for length, count in Counter(lengths).items():
+        if length:
+            bins[min(round(per_doubling * math.log2(length)), len(bins) - 1)] += count
+    return bins
+
+
+def length_quantile(bins: Sequence[float], share: float) -> float:
+    """The length that the share of all lengths does not exceed, up to the width of a bin."""
+    number = bisect_left(list(accumulate(bins)), share * sum(bins))
+    return float(round(2 ** (number / BINS_PER_DOUBLING)))

@@ -1,0 +1,176 @@
+"""When APRIL applies, and arguments that training cannot use.
+
+Invariant: arguments are refused before a model is loaded, with a remedy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from trl import GRPOConfig, GRPOTrainer
+
+from ..config import AprilOptions
+from ..engine.sampling import sampling_of
+from ..errors import ConfigError
+
+
+logger = get_logger(__name__)
+
+# TRL's methods that decide what is generated for which rows. APRIL does both itself.
+REPLACED_METHODS = ("_generate", "_generate_single_turn", "get_train_dataloader")
+
+
+def why_stock(
+    args: GRPOConfig,
+    train_dataset: Dataset | IterableDataset | None,
+    *,
+    tools: Any = None,
+    environment_factory: Any = None,
+    rollout_func: Any = None,
+    overridden: Sequence[str] = (),
+) -> str | None:
+    """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
+    if not args.use_vllm:
+        return "use_vllm is False, and partial rollouts need a server (use_vllm=True, APRILGRPOConfig's default)"
+    if args.vllm_mode != "server":
+        return f"vllm_mode is {args.vllm_mode!r}, and partial rollouts need 'server'"
+    if tools:
+        return "tools are given, and a cut inside a tool call cannot be resumed yet"
+    if environment_factory is not None:
+        return "environment_factory is given, and an environment cannot be parked yet"
+    if rollout_func is not None:
+        return "rollout_func is given, which replaces the rollouts"
+    if overridden:
+        return f"a subclass overrides {' and '.join(overridden)}, which partial rollouts do not call"
+    if args.world_size > 1 and not dist.is_initialized():
+        return f"the {args.world_size} processes do not form a torch.distributed process group"
+    if (
+        isinstance(train_dataset, (Dataset, IterableDataset))
+        and {"image", "images"} & _first_row(train_dataset).keys()
+    ):
+        return "the dataset has images, which partial rollouts do not support yet"
+    return None
+
+
+def without_effect(args: GRPOConfig) -> str:
+    """Sentences, each after a space, about options that need APRIL and the server that stock GRPO needs."""
+    options = AprilOptions.of(args)
+    ignored = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+    said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
+    mode, default = args.vllm_importance_sampling_mode, GRPOConfig.vllm_importance_sampling_mode
+    if args.use_vllm and mode != default:
+        said += f" vllm_importance_sampling_mode stays {mode!r}; TRL's default is {default!r}."
+    if args.use_vllm and args.vllm_mode == "server":
+        said += (
+            " Stock GRPO needs a vLLM server with its own GPUs and without an API key. If you have none, set "
+            "use_vllm=False or vllm_mode='colocate'."
+        )
+    return said
+
+
+def ignored_overrides(trainer_class: type[GRPOTrainer]) -> list[str]:
+    """Methods that a subclass overrides without an effect on training."""
+    return [name for name in REPLACED_METHODS if getattr(trainer_class, name) is not getattr(GRPOTrainer, name)]
+
+
+def check_processes(args: GRPOConfig) -> None:
+    """Raise [`ConfigError`] if each launched process would train by itself, and send its weights to the one server."""
+    # A launcher sets both variables; a cluster may set WORLD_SIZE alone.
+    launched = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if args.world_size != launched:
+        raise ConfigError(
+            f"{launched} processes were launched, but each would train alone (world_size is {args.world_size}), since "
+            "accelerate found no devices. Check that the GPUs are visible; on a CPU set ACCELERATE_USE_CPU=true or "
+            "use_cpu=True."
+        )
+
+
+def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_round: int) -> None:
+    """Raise [`ConfigError`] if the dataset has no `prompt`, or fewer rows than a generation batch needs."""
+    if not isinstance(train_dataset, (Dataset, IterableDataset)):
+        return  # TRL refuses it
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < groups_per_round:
+        raise ConfigError(
+            f"The training dataset has {len(train_dataset)} rows, but one generation batch needs {groups_per_round} "
+            "prompts (generation_batch_size / num_generations). Add rows, lower per_device_train_batch_size or "
+            "steps_per_generation, or raise num_generations."
+        )
+    row = _first_row(train_dataset)
+    if "prompt" not in row:
+        raise ConfigError(
+            f"The training dataset has no `prompt`: {', '.join(row) or 'it is empty'}. Rename the column of the "
+            "prompts: dataset.rename_column(name, 'prompt')."
+        )
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise [`ConfigError`] if the weights are quantized, or the adapter cannot be merged into them."""
+    for bits in (4, 8):
+        if getattr(model, f"is_loaded_in_{bits}bit", False):
+            raise ConfigError(
+                f"The model is loaded in {bits} bit, and a running vLLM server cannot load packed weights. Load it "
+                "unquantized (an adapter also saves memory), or run stock GRPO with use_vllm=False, or in 4 bit with "
+                "vllm_mode='colocate'."
+            )
+    if is_peft_model(model) and not hasattr(model, "merge_adapter"):
+        kind = model.active_peft_config.peft_type.value
+        raise ConfigError(
+            f"The model has an adapter of the type {kind}, which cannot be merged into the weights for the vLLM "
+            "server. Use one that can, such as LoRA, or run stock GRPO with use_vllm=False."
+        )
+
+
+def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Dataset | IterableDataset | None) -> None:
+    """Raise [`ConfigError`] for processes, a dataset or options that training cannot use."""
+    check_processes(args)
+    quota = args.generation_batch_size // args.num_generations
+    check_dataset(train_dataset, quota)
+    limit = options.max_rejected_groups_per_round
+    if limit is not None and limit < quota:
+        raise ConfigError(
+            f"max_rejected_groups_per_round is {limit}, but a round at its limit is filled with rejected groups and "
+            f"may need {quota} of them. Raise it to at least {quota}, or leave it out for ten times as many."
+        )
+    sampling_of(args)
+    if args.vllm_importance_sampling_correction:
+        if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):
+            # TRL skips this check of its own while vLLM is off in its constructor.
+            raise ConfigError(
+                f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but loss_type='vespo' "
+                "needs 'token_truncate' or 'token_mask'."
+            )
+        if args.vllm_importance_sampling_mode == "sequence_mask":
+            logger.warning(
+                "vllm_importance_sampling_mode is 'sequence_mask', which masks samples with a large log-ratio summed "
+                "over the sequence: the long samples of several policy versions that APRIL keeps. Use "
+                "'token_truncate', APRILGRPOConfig's default."
+            )
+    elif options.over_provisioning != 1.0 or options.overlap_generation:
+        logger.warning(
+            "vllm_importance_sampling_correction is False, so tokens of earlier policy versions are trained as if the "
+            "present version had sampled them, which biases the gradient. Set it to True, or train synchronously with "
+            "over_provisioning=1.0 and overlap_generation=False."
+        )
+
+
+def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool) -> None:
+    """Raise [`ConfigError`] if a process cannot score its groups alone, as dynamic sampling requires."""
+    if processes > 1 and sharded and any(isinstance(function, torch.nn.Module) for function in reward_funcs):
+        raise ConfigError(
+            "dynamic_sampling is True and a reward function is a model that FSDP or DeepSpeed shards over "
+            f"{processes} processes, which would have to score together. Serve the reward model and call it from a "
+            "function, or set dynamic_sampling=False."
+        )
+
+
+def _first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
+    """The first row, since a transform may change the columns, and a stream need not declare them."""
+    return next(iter(dataset), {})

@@ -1,0 +1,182 @@
+"""Reward functions that score while the round still runs.
+
+TRL scores a whole batch at once, in all processes together. For dynamic sampling each process scores its own groups as
+they finish, so reward functions are called the way TRL calls them, without its collective gather. Nothing is written
+into the trainer before the groups are trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+from trl.chat_template_utils import parse_response
+from trl.data_utils import apply_chat_template, is_conversational
+from trl.trainer.utils import is_async_callable, nanstd
+
+from ..pool.samples import Group, Score
+from .batch import batch_rows
+
+
+logger = get_logger(__name__)
+
+NOT_PASSED_ON = ("prompt", "completion", "completion_ids")  # columns of a row
+
+
+@dataclass(kw_only=True)
+class RewardScorer:
+    """Scores groups for dynamic sampling, and keeps what reward functions log until their groups are trained.
+
+    The fields are everything that TRL calls reward functions with.
+    """
+
+    functions: Sequence[Any]  # reward models, functions and coroutine functions
+    processing_classes: Sequence[Any]  # a tokenizer for each reward model, `None` for each function
+    names: Sequence[str]
+    weights: torch.Tensor  # of shape (num_reward_funcs,)
+    normalize_first: bool  # whether each is normalised by itself ("normalize_then_sum")
+    # Returns the completions, text or messages, of prompts, prompt ids and completion ids.
+    decode: Callable[[list[Any], list[list[int]], list[list[int]]], list[Any]]
+    state: Callable[[], Any]  # returns the trainer's state
+    timed: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context for a name
+    async_loop: asyncio.AbstractEventLoop | None  # where TRL runs coroutine functions
+    chat_template_kwargs: dict[str, Any]
+    device: torch.device
+    _metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def score(self, groups: Sequence[Group]) -> list[Score]:
+        """Decode and score the completions of `groups`, with one call of each reward function; one score per group."""
+        use_device(self.device)
+        rows = batch_rows(groups)
+        prompts = [row["prompt"] for row in rows]
+        prompt_ids = [group.prompt_ids for group in groups for _ in group.samples]
+        completion_ids = [sample.token_ids.tolist() for group in groups for sample in group.samples]
+        completions = self.decode(copy.deepcopy(prompts), prompt_ids, completion_ids)
+        extra: dict[str, list[Any]] = defaultdict(list)
+        arguments = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **{key: [row[key] for row in rows] for key in rows[0] if key not in NOT_PASSED_ON},
+            "trainer_state": copy.copy(self.state()),
+            "log_extra": lambda column, values: extra[column].extend(values),
+            "log_metric": lambda name, value: self._metrics[name].append(value),
+        }
+        rewards = self._call(arguments)
+        scores, start = [], 0
+        for group in groups:
+            end = start + len(group.samples)
+            scores.append(Score(rewards[start:end], {name: values[start:end] for name, values in extra.items()}))
+            start = end
+        return scores
+
+    def has_signal(self, score: Score) -> bool:
+        """Whether the advantages of a group with this score can differ from zero.
+
+        As in TRL, the weighted sums of the rewards must differ between samples or, where each reward function is
+        normalised by itself, the rewards of one function. Samples that no function could score do not count.
+        """
+        rewards = columns = torch.tensor(score.rewards)
+        if not self.normalize_first:
+            columns = (rewards * self.weights.to(rewards.device)).nansum(dim=1, keepdim=True)
+            columns[rewards.isnan().all(dim=1)] = torch.nan
+        deviations = nanstd(columns, dim=0).nan_to_num(0.0)
+        return not torch.isclose(deviations, torch.zeros_like(deviations)).all()
+
+    def take_metrics(self) -> dict[str, list[float]]:
+        """The scalars that reward functions logged since the last call, by name."""
+        metrics, self._metrics = self._metrics, defaultdict(list)
+        return metrics
+
+    def _call(self, arguments: dict[str, Any]) -> list[list[float]]:
+        """The rewards, of shape `(batch, num_reward_funcs)`; NaN where a function returned `None`."""
+        prompts, completions = arguments["prompts"], arguments["completions"]
+        found: list[Any] = []
+        for function, tokenizer, name in zip(self.functions, self.processing_classes, self.names, strict=True):
+            if is_async_callable(function):  # runs on TRL's event loop, beside the others
+                coroutine = self._call_async(function, name, arguments)
+                found.append(asyncio.run_coroutine_threadsafe(coroutine, self.async_loop))
+                continue
+            with self.timed(name):
+                if isinstance(function, nn.Module):
+                    found.append(self._score_by_model(function, tokenizer, prompts, completions))
+                else:
+                    found.append(function(**arguments))
+        by_function = []
+        for result, name in zip(found, self.names, strict=True):
+            values = result.result() if isinstance(result, Future) else result
+            if len(values) != len(prompts):
+                raise ValueError(
+                    f"The reward function {name!r} returned {len(values)} rewards for {len(prompts)} completions. "
+                    "Return one per completion."
+                )
+            values = [torch.nan if value is None else value for value in values]
+            by_function.append(torch.tensor(values, dtype=torch.float32))  # as TRL stores them
+        rewards = torch.stack(by_function, dim=1)
+        if rewards.isnan().all(dim=1).any():
+            logger.warning("All reward functions returned None for a completion; its advantage is zero.")
+        return rewards.tolist()
+
+    async def _call_async(self, function: Any, name: str, arguments: dict[str, Any]) -> Any:
+        with self.timed(name):
+            return await function(**arguments)
+
+    def _score_by_model(self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]) -> Any:
+        if is_conversational({"prompt": prompts[0]}):
+            messages = [{"messages": p + c} for p, c in zip(prompts, completions, strict=True)]
+            texts = [apply_chat_template(m, tokenizer, **self.chat_template_kwargs)["text"] for m in messages]
+        else:
+            texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+        inputs = tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
+        with torch.inference_mode():
+            return model(**inputs.to(self.device)).logits[:, 0].float().tolist()
+
+
+def decode_completions(
+    tokenizer: Any,
+    processing_class: Any,
+    prompts: list[Any],
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+) -> list[Any]:
+    """Completions as TRL gives them to reward functions: text, or a list of one message for conversational prompts."""
+    conversational = is_conversational({"prompt": prompts[0]})
+    # As in TRL: tokenizers of transformers 5 may describe how to parse a response.
+    has_format = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+    if conversational and has_format:
+        pairs = zip(prompt_ids, completion_ids, strict=True)
+        return [[parse_response(tokenizer, ids, prefix=prefix)] for prefix, ids in pairs]
+    contents = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    return [[{"role": "assistant", "content": content}] for content in contents] if conversational else contents
+
+
+def trained_rewards(groups: Sequence[Group]) -> list[Callable[..., list[float]]]:
+    """Reward functions that return the rewards of `groups` as they were scored: one per original function."""
+    rows = [rewards for group in groups if group.score is not None for rewards in group.score.rewards]
+    return [lambda column=list(column), **kwargs: column for column in zip(*rows, strict=True)]
+
+
+def extra_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """What the reward functions logged for the completions of `groups`, by column; `None` where they did not."""
+    scores = [group.score for group in groups if group.score is not None]
+    return {
+        column: [value for score in scores for value in score.extra.get(column, [None] * len(score.rewards))]
+        for column in sorted({column for score in scores for column in score.extra})
+    }
+
+
+def use_device(device: torch.device) -> None:
+    """Let a thread work on the device of its process, as its main thread does; a new thread starts on the first."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)

@@ -1,0 +1,227 @@
+"""The run log: `april_rounds.jsonl` in the trainer's `output_dir`, for `trl-april report`.
+
+```
+{"kind": "run", ...}      training starts or resumes: options, and the step
+{"kind": "round", ...}    a generation round whose batch has been scored
+{"kind": "step", ...}     an optimiser step: when the trainer worked on it
+```
+
+Times are seconds since the last `run` line. Invariants: only the last line can be incomplete; no text of prompts,
+completions or dataset rows is written, so the file may be published; and no write error stops the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..pool.pool import Pool
+from ..rollout.round import Round
+from ..tuning.server_speed import StepTimes
+from .batch import DOUBLINGS, Reduction, length_bins
+
+
+if TYPE_CHECKING:
+    from trl.trainer.grpo_config import GRPOConfig
+
+    from ..config import AprilOptions
+
+logger = logging.getLogger(__name__)
+
+FILE = "april_rounds.jsonl"
+FORMAT = 1
+POINTS = 60  # of the curve of requests in flight, per round
+POINTS_KEPT = 1000  # of the same curve in memory
+# Bins of lengths, and bins of ages by policy version. The last bin of each holds everything beyond.
+BINS_PER_DOUBLING = 4
+BINS = BINS_PER_DOUBLING * DOUBLINGS + 1
+AGES = 1024
+
+
+class RunLog:
+    """Writes the run log, in the main process only (`folder` is the trainer's `output_dir` there).
+
+    Requests in flight, times and the duration of decode steps are those of the main process; lengths, ages and metrics
+    are of all processes. A run that resumes at a step continues the file; otherwise it is replaced. `options` are
+    plain values for the `run` line, and `clock` is that of the event loop that rounds run in.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        resumed_at_step: int | None = None,
+        reduce_sum: Reduction = list,
+        processes: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        options = options or {}
+        self._reduce_sum, self._processes, self._clock = reduce_sum, processes, clock
+        self._path = None if folder is None else folder / FILE
+        self._zero = clock()
+        self._phases: dict[str, tuple[float, float]] = {}  # of the present round
+        self._metrics: dict[str, float] = {}
+        self._works_since: float | None = None  # start of the trainer's work on an optimiser step
+        self._worked: list[tuple[float, float]] = []
+        self._step_times = StepTimes(options.get("max_sequences") or math.inf)
+        self._reuses_kv = options.get("resume_kv") in ("reuse", "keep")
+        self._overlaps = options.get("overlap_generation") is True
+        line = {
+            "kind": "run",
+            "format": FORMAT,
+            "time": time.time(),
+            "resumed_at_step": resumed_at_step,
+            "options": {**options, "processes": processes},
+        }
+        self._write(line, mode="wb" if resumed_at_step is None else "ab")
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Record start and end of a phase of the round, `"sync"` or `"scoring"`. It interrupts the trainer's step."""
+        self._stop_work()
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._phases[phase] = (started, self._now())
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics of the present round."""
+        self._metrics |= metrics
+
+    def write_round(self, done: Round, rewards: Mapping[str, float]) -> None:
+        """Write the line of a round, with the mean rewards as TRL logs them. A collective call."""
+        samples = [sample for group in done.groups for sample in group.samples]
+        trained = length_bins((len(sample) for sample in samples), BINS_PER_DOUBLING)
+        launched = length_bins(done.launched_lengths, BINS_PER_DOUBLING)
+        ages = [0.0] * AGES
+        for sample in samples:
+            for segment in sample.segments:
+                ages[min(done.version - segment.version, AGES - 1)] += segment.length
+        counts = self._reduce_sum([*trained, *launched, *ages])
+        step_times, traces = self._step_times, done.traces
+        step_times.observe(traces, stands_for=self._processes, reuses_kv=self._reuses_kv, was_cut=not self._overlaps)
+        started = done.started - self._zero
+        in_flight = thinned([*done.overlap_in_flight, *done.in_flight], done.seconds)
+        self._write(
+            {
+                "kind": "round",
+                "version": done.version,
+                "generation": (started, started + done.seconds),
+                "abort_seconds": done.abort_seconds,
+                **self._phases,
+                "in_flight": [(started + offset, count) for offset, count in in_flight],
+                "trained_lengths": _nonzero(counts[:BINS]),
+                "launched_lengths": _nonzero(counts[BINS : 2 * BINS]),
+                "ages": _nonzero(counts[2 * BINS :]),
+                "step_times": step_times.curve.points if step_times.is_known else [],
+                "seconds_per_prefilled_token": step_times.seconds_per_prefilled_token,
+                "seconds_per_request": step_times.seconds_per_request,
+                "prompt_tokens": sum(s.prompt - s.held for s in traces) / len(traces) if traces else 0.0,
+                "rewards": rewards,
+                "metrics": {name: value for name, value in self._metrics.items() if "/length_q" not in name},
+            }
+        )
+        self._phases, self._metrics = {}, {}
+        self.step_began()
+
+    def step_began(self) -> None:
+        """The trainer started an optimiser step. The time of a round within it is not counted as work."""
+        self._works_since = self._now()
+
+    def step_ended(self, step: int) -> None:
+        """The trainer finished the optimiser step that leads to this policy version."""
+        self._stop_work()
+        self._write({"kind": "step", "step": step, "training": self._worked})
+        self._worked = []
+
+    def _now(self) -> float:
+        return self._clock() - self._zero
+
+    def _stop_work(self) -> None:
+        if self._works_since is not None:
+            self._worked.append((self._works_since, self._now()))
+            self._works_since = None
+
+    def _write(self, line: Mapping[str, Any], mode: str = "ab") -> None:
+        if self._path is None:
+            return
+        # Ten digits are enough. JSON has no NaN and no infinity.
+        finite = json.loads(
+            json.dumps(line, default=str),
+            parse_float=lambda number: float(f"{float(number):.10g}"),
+            parse_constant=lambda name: None,
+        )
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open(mode) as file:
+                if file.tell() and line["kind"] == "run":  # a crash may have left the last line without its end
+                    file.write(b"\n")
+                file.write(json.dumps(finite).encode() + b"\n")
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written: %s. Training continues, but `trl-april report` will not show later rounds.",
+                self._path,
+                error,
+            )
+            self._path = None
+
+
+def run_options(args: GRPOConfig, options: AprilOptions, pool: Pool) -> dict[str, Any]:
+    """The part of a configuration that the `run` line has."""
+    ours = {one.name: getattr(options, one.name) for one in fields(options)}
+    del ours["weight_sync_dir"]  # a private path
+    return ours | {
+        "quota": pool.schedule.quota,
+        "group_size": args.num_generations,
+        "max_completion_length": args.max_completion_length,
+        "versions_per_round": pool.schedule.versions_per_round,
+    }
+
+
+def outline(done: Round) -> Round:
+    """A round without its batch and requests, and with thinned curves, so that its size is bounded."""
+    return replace(
+        done,
+        groups=[],
+        traces=[],
+        launched_lengths=[],
+        in_flight=thinned(done.in_flight, done.seconds, POINTS_KEPT),
+        overlap_in_flight=thinned(done.overlap_in_flight, 0.0, POINTS_KEPT),
+    )
+
+
+def thinned(series: Sequence[tuple[float, float]], end: float, points: int = POINTS) -> list[tuple[float, float]]:
+    """A step function with at most so many points, given as times and values at its changes.
+
+    A longer series becomes means over equal intervals up to `end`, which keeps the area, and the last value.
+    """
+    if len(series) <= points:
+        return list(series)
+    times, values = np.array(series, dtype=float).T
+    times = np.append(times, max(end, times[-1]))
+    if times[0] == times[-1]:
+        return [series[-1]]
+    areas = np.append(0.0, np.cumsum(np.diff(times) * values))
+    borders = np.linspace(times[0], times[-1], points)
+    means = np.diff(np.interp(borders, times, areas)) / np.diff(borders)
+    return [*zip(borders.tolist(), means.tolist(), strict=False), (float(times[-1]), series[-1][1])]
+
+
+def bin_edges(number: int) -> tuple[float, float]:
+    """Shortest and longest length of a bin, in tokens."""
+    return 2 ** ((number - 0.5) / BINS_PER_DOUBLING), 2 ** ((number + 0.5) / BINS_PER_DOUBLING)
+
+
+def _nonzero(counts: Sequence[float]) -> dict[str, int]:
+    return {str(number): round(count) for number, count in enumerate(counts) if count}

@@ -1,0 +1,1 @@
+"""`over_provisioning="auto"`, and the simulator of `trl-april simulate`."""

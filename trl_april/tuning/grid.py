@@ -1,0 +1,127 @@
+"""A grid of simulated configurations, and which of them to train with.
+
+The synchronous reference is first in every grid. Impossible configurations are left out with a reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from ..errors import ConfigError
+from ..pool.staleness import AUTO, check_bound, factor_of
+from .scenario import Scenario
+from .simulation import Mode, Result, run
+
+
+ROUNDS_TO_CHOOSE = 10  # before the measured rounds, for over_provisioning="auto"
+WORTH = 0.02  # of throughput: a smaller gain is not worth any staleness
+
+
+@dataclass(slots=True)
+class Grid:
+    """Results of the configurations of one scenario."""
+
+    scenario: Scenario
+    results: list[Result] = field(default_factory=list)  # the synchronous one first
+    left_out: list[str] = field(default_factory=list)  # a sentence per impossible configuration
+
+    @property
+    def synchronous(self) -> Result:
+        """The reference."""
+        return self.results[0]
+
+    def gain(self, result: Result) -> float:
+        """Trained tokens per second of wall-clock, as a factor of the synchronous ones."""
+        return result.trained_per_second / self.synchronous.trained_per_second
+
+    def as_json(self) -> dict[str, object]:
+        """The grid as plain data."""
+        return {
+            "scenario": self.scenario.as_json(),
+            "results": [self._figures(result) for result in self.results],
+            "left_out": self.left_out,
+        }
+
+    def _figures(self, result: Result) -> dict[str, object]:
+        return {
+            **{name: value for name, value in asdict(result).items() if name != "ages"},
+            "gain": self.gain(result),
+            "trained_tokens_per_second": result.trained_per_second,
+            "generated_tokens_per_second": result.generated_per_second,
+            "staleness_mean": result.staleness_mean,
+            "staleness_max": result.staleness_max,
+            "staleness": result.staleness,
+        }
+
+
+def simulate_grid(
+    scenario: Scenario,
+    modes: Sequence[Mode],
+    factors: Sequence[float | str],
+    *,
+    simulated: Callable[[Grid, Result], None] = lambda grid, result: None,
+) -> Grid:
+    """Simulate the synchronous reference, and every mode with every factor; call `simulated` after each.
+
+    With the factor `"auto"`, all configurations get at least 10 rounds before the measured ones.
+    """
+    given = {factor_of(factor) for factor in factors}
+    fixed = sorted(factor for factor in given if not isinstance(factor, str))
+    for number in fixed:
+        check_bound(number, None, "wait")
+    if AUTO in given:  # for all configurations, so that they measure the same rounds
+        scenario = replace(scenario, warmup=max(scenario.warmup, ROUNDS_TO_CHOOSE))
+    grid = Grid(scenario)
+    wanted = itertools.product(dict.fromkeys(modes), [*fixed, *sorted(given - {*fixed})])
+    for mode, factor in [(Mode.SYNCHRONOUS, 1.0), *wanted]:
+        # At factor 1, nothing is left over: the synchronous mode again.
+        if grid.results and (mode is Mode.SYNCHRONOUS or factor == 1.0 and not mode.overlaps):
+            continue
+        try:
+            result = run(scenario, mode, factor)
+        except ConfigError as error:
+            name = factor if isinstance(factor, str) else f"{factor:g}"
+            grid.left_out.append(f"{mode} with factor {name} is left out: {error}")
+        else:
+            grid.results.append(result)
+            simulated(grid, result)
+    return grid
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """A configuration to train with."""
+
+    result: Result
+    gain: float  # in throughput, as a factor of the synchronous one
+    settings: dict[str, object]  # of APRILGRPOConfig
+
+
+def recommend(
+    grid: Grid, *, max_staleness: int | None = None, max_staleness_mean: float | None = None
+) -> Recommendation:
+    """The configuration of the highest throughput; among those within 2 % of it, the one with the least staleness.
+
+    The bounds hold beside that of the scenario: on the staleness of every token, and on its mean over trained tokens.
+    """
+    oldest = math.inf if max_staleness is None else max_staleness
+    mean = math.inf if max_staleness_mean is None else max_staleness_mean
+    trainable = [result for result in grid.results if result.mode.can_be_trained]
+    allowed = [result for result in trainable if result.staleness_max <= oldest and result.staleness_mean <= mean]
+    # Never empty: the synchronous mode keeps every bound.
+    enough = (1 - WORTH) * max(result.trained_per_second for result in allowed)
+    near = [result for result in allowed if result.trained_per_second >= enough]
+    chosen = min(near, key=lambda result: (result.staleness_mean, -result.trained_per_second))
+    bounds = [bound for bound in (grid.scenario.max_staleness, max_staleness) if bound is not None]
+    settings: dict[str, object] = {
+        "over_provisioning": AUTO if chosen.is_chosen else chosen.factor,
+        "max_staleness": min(bounds, default=None),
+    }
+    if chosen.mode.resume_kv != "recompute":
+        settings["resume_kv"] = chosen.mode.resume_kv
+    if chosen.mode.overlaps:
+        settings["overlap_generation"] = True
+    return Recommendation(chosen, grid.gain(chosen), settings)

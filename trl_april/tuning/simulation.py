@@ -1,0 +1,330 @@
+"""Simulation of one configuration: the pool and the round driver of training, with simulated servers and clock.
+
+All modes are measured by the same clock over the same number of batches, training and weight sync included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from statistics import fmean
+
+from ..engine.protocol import GenerationRequest
+from ..errors import ConfigError
+from ..pool.pool import Pool
+from ..pool.staleness import AUTO, factor_of
+from ..rollout.driver import RolloutDriver
+from ..rollout.round import RequestTrace, Round
+from .factor_chooser import FactorChooser
+from .scenario import Scenario
+from .simulated_clock import simulate
+from .simulated_server import SimulatedEngine
+
+
+RUN_ID = "simulated"
+
+
+class Mode(StrEnum):
+    """How groups are handled that are unfinished when a batch is complete.
+
+    - `synchronous`: none are; every round waits for its longest completion.
+    - `abort`: they are aborted, kept, and resumed in the next round, with a new prefill.
+    - `reuse`: as `abort`, but a resumed sample finds its keys and values in the server's cache.
+    - `overlap`: they continue while the trainer trains, and are aborted for the weight sync only.
+    - `both`: overlap and reuse.
+    - `keep`: overlap without aborts: servers pause for the weight sync with their requests in place.
+    - `discard`: they are thrown away: a baseline without a pool, which trains on the shorter completions.
+    - `uninterrupted`: they are never aborted, and training and weight sync take no time: the limit.
+    """
+
+    SYNCHRONOUS = "synchronous"
+    ABORT = "abort"
+    REUSE = "reuse"
+    OVERLAP = "overlap"
+    BOTH = "both"
+    KEEP = "keep"
+    DISCARD = "discard"
+    UNINTERRUPTED = "uninterrupted"
+
+    @property
+    def resume_kv(self) -> str:
+        """The setting of APRILGRPOConfig."""
+        return "keep" if self is Mode.KEEP else "reuse" if self in (Mode.REUSE, Mode.BOTH) else "recompute"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether requests continue between the rounds."""
+        return self in (Mode.OVERLAP, Mode.BOTH, Mode.KEEP, Mode.UNINTERRUPTED)
+
+    @property
+    def can_be_trained(self) -> bool:
+        """Whether APRILGRPOConfig has settings for it."""
+        return self not in (Mode.DISCARD, Mode.UNINTERRUPTED)
+
+
+@dataclass(slots=True)
+class Result:
+    """Figures of one configuration over the measured rounds."""
+
+    mode: Mode
+    factor: float  # the mean over the rounds, if it was chosen by `over_provisioning="auto"`
+    is_chosen: bool = False
+    seconds: float = 0.0  # simulated, training and weight sync included
+    rollout_seconds: float = 0.0  # in which the trainer waited for rollouts
+    groups: int = 0  # trained
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+    bubble: float = 0.0  # unused share of the servers' throughput at their best number of sequences
+    ages: dict[int, float] = field(default_factory=dict)  # trained tokens by staleness, in the scenario's quanta
+    carried: float = 0.0  # share of the trained tokens that were generated in an earlier round
+
+    @property
+    def trained_per_second(self) -> float:
+        """Trained tokens per second of wall-clock."""
+        return self.trained_tokens / self.seconds
+
+    @property
+    def generated_per_second(self) -> float:
+        return self.generated_tokens / self.seconds
+
+    @property
+    def staleness(self) -> dict[int, float]:
+        """Share of the trained tokens by staleness."""
+        tokens = sum(self.ages.values())
+        return {age: self.ages[age] / tokens for age in sorted(self.ages)}
+
+    @property
+    def staleness_mean(self) -> float:
+        tokens = sum(self.ages.values())
+        return sum(age * number for age, number in self.ages.items()) / tokens if tokens else 0.0
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.ages, default=0)
+
+
+def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
+    """Simulate one configuration. The factor is that of over-provisioning; `"auto"` chooses it as in training."""
+    if factor == AUTO and (mode is Mode.SYNCHRONOUS or not mode.can_be_trained):
+        raise ConfigError(f"over_provisioning='auto' is impossible in the mode {mode}. Give a number.")
+    simulation = _Simulation(scenario, mode, factor_of(factor))
+    # Looking for reference cycles among some hundred thousand samples, which have none, would take half of the time.
+    gc.disable()
+    try:
+        simulate(simulation.run())
+    finally:
+        gc.enable()
+    return simulation.result
+
+
+class _Simulation:
+    def __init__(self, scenario: Scenario, mode: Mode, factor: float | str) -> None:
+        self.scenario, self.mode = scenario, mode
+        self._longest = scenario.units(scenario.lengths.longest)
+        fixed = 1.0 if mode is Mode.SYNCHRONOUS or isinstance(factor, str) else factor
+        self.pool = Pool(
+            scenario.quota,
+            over_provisioning=fixed,
+            max_staleness=scenario.max_staleness if mode.can_be_trained else None,
+            versions_per_round=scenario.updates_per_batch,
+        )
+        self.engine = SimulatedEngine(scenario)
+        self._chooser: FactorChooser | None = None
+        if factor == AUTO:
+            self._chooser = FactorChooser(
+                self.pool,
+                group_size=scenario.group_size,
+                max_completion_length=self._longest,
+                reuses_kv=mode.resume_kv != "recompute",
+                overlaps=mode.overlaps,
+                max_sequences=scenario.servers * scenario.max_sequences,
+            )
+            self.pool.schedule.aim_at(self._chooser.factor)
+        self.result = Result(mode, fixed, is_chosen=self._chooser is not None)
+        # Modes that leave nothing to the next round need no warm-up, but measure the same rows.
+        self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
+        self._next_id = self._first_round * self.pool.schedule.target
+        self._measures = False
+        self._before = (0.0, 0)  # seconds and tokens before the measurement
+        self._factors: list[float] = []
+        self._carried = 0
+        self._context = 0.0  # tokens before it, summed over all trained tokens
+        self._finished: asyncio.Queue[int] = asyncio.Queue()  # groups outside of the pool
+
+    async def run(self) -> None:
+        run = {Mode.DISCARD: self._discarding, Mode.UNINTERRUPTED: self._uninterrupted}.get(self.mode, self._pooled)
+        await run()
+        await self.engine.close()
+
+    async def _pooled(self) -> None:
+        """Rounds by the round driver, as in training."""
+        scenario, clock = self.scenario, asyncio.get_running_loop().time
+        driver = RolloutDriver(
+            self.pool,
+            self.engine,
+            run_id=RUN_ID,
+            idle_timeout=1e9,  # streams are one chunk each, at their end
+            sweep_interval=max(1.0, 2 * scenario.abort_seconds),  # every abort succeeds, so sweeps only cost time
+            overlap=self.mode.overlaps,
+            resume_kv=self.mode.resume_kv,
+        )
+        for number in range(self._first_round, scenario.warmup + scenario.rounds):
+            self._start_measuring_at(number)
+            version = number * scenario.updates_per_batch
+            self.pool.begin_round(version)
+            self._admit(self.pool.schedule.room)
+            start = clock()
+            if self.mode.overlaps:
+                driver.open_round()
+            await driver.generate()
+            done = driver.take()
+            if self._chooser is not None:
+                self._observe(self._chooser, done, start, is_first=number == 0)
+            self._count(done, clock() - start)
+            if self.mode.overlaps:
+                self._admit(self.pool.schedule.room_ahead)
+                await driver.dispatch_ahead()
+            if self._chooser is not None and (change := self._chooser.choose()):
+                self.pool.schedule.aim_at(change.after)
+            await asyncio.sleep(scenario.train_seconds)
+            if self.mode is Mode.KEEP:
+                await driver.stop_asking()
+                await self.engine.pause()
+                await driver.hold(version + scenario.updates_per_batch)
+            elif self.mode.overlaps:
+                await driver.cut()
+            await asyncio.sleep(scenario.sync_seconds)
+            if self.mode is Mode.KEEP:
+                self.engine.resume()
+        self._stop_measuring()
+        await driver.close()
+
+    def _admit(self, number: int) -> None:
+        """Admit groups. The pool's prompts have one token: the engine knows the real ones."""
+        for group_id in self._new_ids(number):
+            self.pool.admit(
+                group_id, {}, [0], num_generations=self.scenario.group_size, max_completion_length=self._longest
+            )
+
+    def _observe(self, chooser: FactorChooser, done: Round, start: float, *, is_first: bool) -> None:
+        """Tell the chooser about a round what training would tell it, and nothing else of the scenario."""
+        times = dict(train_seconds=self.scenario.train_seconds, sync_seconds=self.scenario.sync_seconds)
+        done = replace(done, traces=[self._as_in_training(trace, start) for trace in done.traces])
+        chooser.observe(done, [*done.groups, *self.pool], **({} if is_first else times))
+
+    def _as_in_training(self, trace: RequestTrace, start: float) -> RequestTrace:
+        """Add the real prompt, and the time of the first token, which arrives with the last one here."""
+        trace = replace(trace, prompt=trace.prompt + self.scenario.units(self.scenario.prompt_tokens) - 1)
+        job = self.engine.jobs.get((trace.group_id, trace.index))
+        first = None if job is None else job.first
+        if trace.ran_on or first is None or first - start < trace.began:
+            return trace
+        # A unit of several tokens is not there with the first of them.
+        head = min(trace.tokens, 1 // self.scenario.quantum)
+        return replace(trace, first=min(first - start, trace.ended), head=head)
+
+    def _count(self, done: Round, seconds: float) -> None:
+        if self._measures:
+            self.result.rollout_seconds += seconds
+            self._factors.append(done.over_provisioning)
+            self._carried += done.carried_tokens
+            ages = self.result.ages
+            for group in done.groups:
+                for sample in group.samples:
+                    for segment in sample.segments:
+                        age = done.version - segment.version
+                        ages[age] = ages.get(age, 0) + segment.length
+        self._train(group.group_id for group in done.groups)
+
+    async def _discarding(self) -> None:
+        """Rounds of new groups; those that are unfinished at the end are thrown away."""
+        scenario, clock = self.scenario, asyncio.get_running_loop().time
+        for version in range(self._first_round, scenario.warmup + scenario.rounds):
+            self._start_measuring_at(version)
+            start = clock()
+            running = self._start(self.pool.schedule.target, version)
+            finished = [await self._finished.get() for _ in range(scenario.quota)]
+            await self._throw_away(running, finished)
+            if self._measures:
+                self.result.rollout_seconds += clock() - start
+                self.result.ages = {0: 1.0}
+            self._train(sorted(finished))
+            await asyncio.sleep(scenario.train_seconds)
+            await asyncio.sleep(scenario.sync_seconds)
+        self._stop_measuring()
+
+    async def _uninterrupted(self) -> None:
+        """Train every group once it is finished, and start another."""
+        scenario = self.scenario
+        running = self._start(self.pool.schedule.target, 0)
+        for trained in range((scenario.warmup + scenario.rounds) * scenario.quota):
+            self._start_measuring_at(trained / scenario.quota)
+            group_id = await self._finished.get()
+            self._train([group_id])
+            await running.pop(group_id)
+            running |= self._start(1, 0)
+        self._stop_measuring()
+        self.result.rollout_seconds = self.result.seconds
+        # Equal lengths finish in waves, so the number of trained groups depends on when the measurement starts.
+        self.result.trained_tokens = self.result.generated_tokens
+        await self._throw_away(running, [])
+
+    def _start(self, number: int, version: int) -> dict[int, asyncio.Task[None]]:
+        """Start new groups outside of the pool."""
+        ids = self._new_ids(number)
+        return {group_id: asyncio.create_task(self._generate_group(group_id, version)) for group_id in ids}
+
+    async def _throw_away(self, running: dict[int, asyncio.Task[None]], finished: list[int]) -> None:
+        late = running.keys() - set(finished)
+        if late:
+            await self.engine.abort([name for group_id in sorted(late) for name in self._request_ids(group_id)])
+        await asyncio.gather(*running.values())
+        for group_id in late:
+            self.engine.forget(group_id)
+        self._finished = asyncio.Queue()
+
+    async def _generate_group(self, group_id: int, version: int) -> None:
+        async def generate(request_id: str) -> None:
+            request = GenerationRequest(request_id, [0], 0, self._longest, f"{RUN_ID}-{version}")
+            async for _ in self.engine.generate(request):
+                pass
+
+        await asyncio.gather(*map(generate, self._request_ids(group_id)))
+        self._finished.put_nowait(group_id)
+
+    def _request_ids(self, group_id: int) -> list[str]:
+        return [f"{RUN_ID}-{group_id}-{index}-0" for index in range(self.scenario.group_size)]
+
+    def _new_ids(self, number: int) -> range:
+        self._next_id += number
+        return range(self._next_id - number, self._next_id)
+
+    def _train(self, group_ids: Iterable[int]) -> None:
+        for group_id in group_ids:
+            if self._measures:
+                self.result.groups += 1
+                lengths = self.engine.lengths(group_id)
+                self.result.trained_tokens += sum(lengths)
+                self._context += sum(length * (self.scenario.prompt_tokens + length / 2) for length in lengths)
+            self.engine.forget(group_id)
+
+    def _start_measuring_at(self, round_number: float) -> None:
+        if round_number == self.scenario.warmup:
+            self._measures = True
+            self._before = asyncio.get_running_loop().time(), self.engine.tokens
+
+    def _stop_measuring(self) -> None:
+        result, scenario = self.result, self.scenario
+        seconds, tokens = self._before
+        result.seconds = asyncio.get_running_loop().time() - seconds
+        result.generated_tokens = self.engine.tokens - tokens
+        context = self._context / max(1, result.trained_tokens)
+        peak = scenario.step_time.peak(scenario.max_sequences, context)
+        result.bubble = 1 - result.generated_per_second / (scenario.servers * peak)
+        if result.ages:
+            result.carried = self._carried / sum(result.ages.values())
+        if result.is_chosen:
+            result.factor = fmean(self._factors)

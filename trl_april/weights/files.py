@@ -1,0 +1,97 @@
+"""Weight files: safetensors in a temporary folder.
+
+Invariants: at most one shard is in memory beside the model, and no folder stays behind in shared memory. The folder of
+a killed process is removed by the next sync. In a folder chosen by the user it stays, because locks of other hosts are
+not always visible.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ..errors import WeightSyncError
+
+
+# Size of a shard file, and so the memory that a sync needs beside the model.
+SHARD_BYTES = 512 * 1024**2
+PREFIX = "trl_april_weights_"
+UNLOCKED_SECONDS = 60.0  # a new folder may not be locked yet
+
+
+@contextmanager
+def weight_folder(parent: str | None) -> Iterator[Path]:
+    """A temporary folder in `parent`, or in shared memory of this host."""
+    if parent is None:
+        remove_abandoned()
+    # An absolute path, since the server's working directory may differ.
+    place = os.path.abspath(parent or shared_memory())
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            if parent is None:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # shows other processes that the folder is in use
+            else:
+                os.chmod(name, 0o755)  # the server may run as another user
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of killed processes from shared memory. The lock of a process ends with it."""
+    for folder in Path(shared_memory()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # in use, removed meanwhile, or owned by another user
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(lock).st_mtime > UNLOCKED_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def write_weights(params: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write parameters into `folder`, in shards. The same value may have several names."""
+    for number, shard in enumerate(shards(params, SHARD_BYTES)):
+        try:
+            save_file(shard, path := folder / f"model-{number:05d}.safetensors")
+            path.chmod(0o644)  # safetensors allows only this user; access is controlled by the folder
+        except (OSError, SafetensorError) as error:
+            disk = shutil.disk_usage(folder)
+            raise WeightSyncError(
+                f"The weights cannot be written to {folder}: {error}. It must hold a full copy; "
+                f"{disk.free / 2**30:.1f} of its {disk.total / 2**30:.1f} GiB are free. Enlarge it (docker run "
+                "--shm-size), or set weight_sync_dir to a larger folder that the server sees under the same path."
+            ) from error
+
+
+def shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Copy parameters into shards of about `shard_bytes`, each in its own memory, as safetensors requires."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, param in params:
+        # Also on the CPU: merged or gathered values change when the iteration continues, before the shard is written.
+        tensor = param.detach().to("cpu", copy=True).contiguous()
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def shared_memory() -> str:
+    """The in-memory folder of this host, or the one for temporary files."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
