@@ -1,12 +1,12 @@
-"""How long a server goes on generating after an abort, and how long it takes until the last stream has ended.
+"""How long a server continues to generate after an abort, and how long until the last stream ends.
 
     python benchmarks/abort.py
     python benchmarks/abort.py --requests 32 128 --repeats 20 --json abort.json
 
-Requests are aborted together, in the middle of their completions. What each of them has generated behind its last
-chunk, times the duration of a step, says how long its server went on, seen from here: from the moment at which a
-chunk of that age would have told that a round can be closed. The last to have got a chunk says it best, since no
-other chunk was read between it and the abort. `trl-april simulate` takes it to be half of the whole.
+Requests are aborted together, in the middle of their completions. The tokens after a request's last chunk, times the
+duration of a step, tell how long its server continued after that chunk arrived. The request with the newest chunk
+tells it best, because no other chunk was read between that chunk and the abort. `trl-april simulate` assumes half of
+the time until the last stream ends.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from report import write_json
 from rollout import PROMPT_LENGTH, server
 from rollout_report import table
 
-from trl_april.engine import GenerationRequest
-from trl_april.sampling import sampling_options
-from trl_april.vllm_engine import VLLMEngine
+from trl_april.engine.protocol import GenerationRequest
+from trl_april.engine.sampling import sampling_options
+from trl_april.engine.vllm import VLLMEngine
 
 
-CHUNKS = 4  # that every request has before the abort
-TOKENS = 2000  # of a completion that is not aborted
+CHUNKS = 4  # received by every request before the abort
+TOKENS = 2000  # length of a completion without an abort
 
 
 class Abort(NamedTuple):
-    """One abort: seconds from it until the last stream ended, and in which tokens were still generated."""
+    """One abort: seconds until the last stream ended, and seconds in which tokens were still generated."""
 
     ended: float
-    went_on: float
+    generating: float
 
 
 async def abort(engine: VLLMEngine, number: int) -> Abort:
-    """Abort so many requests at once."""
-    chunks: dict[str, list[tuple[float, int]]] = {}  # of each request: time, and tokens by then
+    """Abort `number` requests at once."""
+    chunks: dict[str, list[tuple[float, int]]] = {}  # by request: arrival and number of tokens so far
     all_run = asyncio.Event()
 
     async def read(request: GenerationRequest) -> None:
@@ -66,9 +66,9 @@ async def abort(engine: VLLMEngine, number: int) -> Abort:
     await asyncio.gather(*streams)
     ended = time.perf_counter() - began
     step = statistics.fmean((one[-2][0] - one[0][0]) / (one[-2][1] - one[0][1]) for one in chunks.values())
-    # A request was cut in the middle of a step, on average.
-    went_on = max((one[-1][1] - one[-2][1] + 0.5) * step - (began - one[-2][0]) for one in chunks.values())
-    return Abort(ended, min(max(0.0, went_on), ended))
+    # On average, a request is aborted in the middle of a step.
+    generating = max((one[-1][1] - one[-2][1] + 0.5) * step - (began - one[-2][0]) for one in chunks.values())
+    return Abort(ended, min(max(0.0, generating), ended))
 
 
 def _request() -> GenerationRequest:
@@ -78,15 +78,12 @@ def _request() -> GenerationRequest:
 
 
 async def measure(base_url: str, numbers: list[int], repeats: int) -> dict[int, list[Abort]]:
-    """Aborts by the number of requests, which take turns."""
+    """Aborts by their number of requests; the numbers take turns."""
     model = requests.get(f"{base_url}/v1/models", timeout=30).json()["data"][0]["id"]
-    sampling = sampling_options(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-        stop_token_ids=(), generation_kwargs={"ignore_eos": True},
-    )  # fmt: skip
+    sampling = sampling_options(generation_kwargs={"ignore_eos": True})
     engine = VLLMEngine(base_url, model, sampling, stream_interval=16)
     try:
-        await abort(engine, max(numbers))  # the server compiles at its first requests
+        await abort(engine, max(numbers))  # warm-up: the server compiles
         found: dict[int, list[Abort]] = {number: [] for number in numbers}
         for _ in range(repeats):
             for number in numbers:
@@ -100,10 +97,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--requests", type=int, nargs="+", default=[32, 64, 96, 128], help="aborted at once")
-    parser.add_argument("--repeats", type=int, default=12, help="aborts of each number")
-    parser.add_argument("--base-url", help="a server that runs already (default: start one)")
-    parser.add_argument("--json", type=Path, help="also write every abort here")
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[32, 64, 96, 128], help="numbers of requests to abort at once"
+    )
+    parser.add_argument("--repeats", type=int, default=12, help="aborts of each number of requests")
+    parser.add_argument("--base-url", help="address of a running server (default: start one)")
+    parser.add_argument("--json", type=Path, help="also write every abort to this file")
     options = parser.parse_args()
     with server(options.base_url) as base_url:
         found = asyncio.run(measure(base_url, options.requests, options.repeats))
@@ -111,8 +110,8 @@ def main() -> None:
         {
             "requests": str(number),
             "all ended after": _milliseconds(one.ended for one in aborts),
-            "generated for": _milliseconds(one.went_on for one in aborts),
-            "share": f"{sum(one.went_on for one in aborts) / sum(one.ended for one in aborts):.2f}",
+            "generated for": _milliseconds(one.generating for one in aborts),
+            "share": f"{sum(one.generating for one in aborts) / sum(one.ended for one in aborts):.2f}",
         }
         for number, aborts in found.items()
     ]

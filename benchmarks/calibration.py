@@ -1,7 +1,7 @@
-"""How fast a server is, as far as the simulator wants to know: measured in seconds, on the server that is benchmarked.
+"""The speed of the benchmarked server, as the simulator needs it.
 
-A shared machine's speed drifts by tens of percent within minutes. So this is measured in small pieces between the
-blocks of what it is compared with, and every piece as often as the others; what counts are the means.
+A shared machine's speed drifts by tens of percent within minutes. So it is measured in small pieces between the blocks
+of the benchmark, each equally often, and averaged.
 """
 
 from __future__ import annotations
@@ -19,56 +19,36 @@ from typing import Any
 
 import requests
 
-from trl_april.doctor.generation import Completion, complete
-from trl_april.doctor.speed import seconds_per_step
-from trl_april.engine import GenerationRequest
+from trl_april.commands.doctor_speed import Completion, complete, seconds_per_step
+from trl_april.engine.protocol import GenerationRequest
+from trl_april.engine.sampling import sampling_options
+from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import ServerError
-from trl_april.sampling import sampling_options
-from trl_april.server_check import max_sequences, server_info
-from trl_april.server_pause import ServerPause
-from trl_april.simulator.step_time import StepTime
-from trl_april.vllm_engine import VLLMEngine
+from trl_april.server.check import max_sequences, server_info
+from trl_april.server.traffic import ServerPause
+from trl_april.tuning.step_time import StepTime
 
 
 SILENCE = 60.0
 REPEATS = 3
 SHORT, LONG = 128, 2048  # tokens of two prompts
 MANY = 64  # requests at once
-IN_CONTEXT = 16  # sequences whose steps are measured behind long prompts, too
-STEPS = 128  # that are measured
+IN_CONTEXT = 16  # sequences whose steps are also measured after long prompts
+STEPS = 128  # measured
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The server and the client, in the simulator's terms; see [`~trl_april.simulator.scenario.Scenario`].
+    """The server and the client, in the terms of [`~trl_april.tuning.scenario.Scenario`]."""
 
-    Args:
-        steps (`list[tuple[int, float]]`):
-            Sequences, and seconds of a decode step with them.
-        prefill_seconds (`float`):
-            Seconds that a token of prefill adds.
-        request_seconds (`float`):
-            Seconds that a request adds before its first token: client and server, without its prefill.
-        abort_seconds (`float`):
-            Seconds from an abort until the last stream has ended.
-        pause_seconds (`float`):
-            Seconds from a pause that keeps all requests, over the question how far they are, to its end.
-        context_seconds (`float`):
-            Seconds that a token of context adds to a step.
-        context (`float`):
-            Tokens of context that each sequence had in `steps`.
-        max_sequences (`int`, *optional*, defaults to `128`):
-            Sequences that the server decodes at once; by default as many as vLLM on a CPU.
-    """
-
-    steps: list[tuple[int, float]]
-    prefill_seconds: float
-    request_seconds: float
-    abort_seconds: float
-    pause_seconds: float
-    context_seconds: float
-    context: float
-    max_sequences: int = 128
+    steps: list[tuple[int, float]]  # sequences, and seconds of a decode step with them
+    prefill_seconds: float  # that a prefilled token adds
+    request_seconds: float  # that a request adds before its first token, in client and server, without its prefill
+    abort_seconds: float  # from an abort until the last stream has ended
+    pause_seconds: float  # of a pause that keeps all requests, including the query of their tokens
+    context_seconds: float  # that a token of context adds to a step
+    context: float  # tokens that each sequence had in `steps`
+    max_sequences: int = 128  # decoded at once; vLLM's default on a CPU
 
     @property
     def step_time(self) -> StepTime:
@@ -81,24 +61,21 @@ class Calibration:
 
 
 class Calibrator:
-    """Measures a server piece by piece, while nobody else uses it.
+    """Measures an otherwise idle server piece by piece.
 
     Args:
         base_url (`str`):
-            Where it is.
+            Address of the server.
         model (`str`):
             Name of its model.
         prompt_tokens (`int`):
-            Tokens of the prompts of the benchmark.
+            Tokens of the benchmark's prompts.
         sequences (`Sequence[int]`):
-            Numbers of sequences whose steps are measured; 16 is one of them.
+            Numbers of sequences whose steps are measured, including 16.
     """
 
     def __init__(self, base_url: str, model: str, *, prompt_tokens: int, sequences: Sequence[int]) -> None:
-        sampling = sampling_options(
-            temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-            stop_token_ids=(), generation_kwargs={"ignore_eos": True},
-        )  # fmt: skip
+        sampling = sampling_options(generation_kwargs={"ignore_eos": True})
         self._base_url = base_url
         self._engine = VLLMEngine(base_url, model, sampling, stream_interval=16)
         self._pause = pause_of(base_url)
@@ -107,12 +84,12 @@ class Calibrator:
         self._pieces: dict[str, list[float]] = {name: [] for name in self._all()}
 
     async def next(self) -> None:
-        """Measure the piece that was measured least often, which takes about a second."""
+        """Measure the least often measured piece, in about a second."""
         name = min(self._pieces, key=lambda name: len(self._pieces[name]))
         self._pieces[name].append(await self._all()[name]())
 
     async def finish(self) -> Calibration:
-        """What was measured, each piece at least once."""
+        """The means, with each piece measured at least once."""
         while not all(self._pieces.values()):
             await self.next()
         await self._engine.close()
@@ -151,11 +128,11 @@ class Calibrator:
         return completions
 
     async def _step(self, number: int, prompt_tokens: int) -> float:
-        """Seconds of a decode step with so many sequences, behind prompts of so many tokens."""
+        """Seconds of a decode step with this many sequences and prompts of this many tokens."""
         return seconds_per_step(await self._run([self._new(prompt_tokens, STEPS) for _ in range(number)]))
 
     async def _prompts(self, number: int, tokens: int) -> float:
-        """Seconds until so many prompts, sent together, have all had one token."""
+        """Seconds until all of these prompts, sent together, have had one token."""
         found = []
         for _ in range(REPEATS):
             requests = [self._new(tokens, 1) for _ in range(number)]
@@ -165,7 +142,7 @@ class Calibrator:
         return statistics.median(found)
 
     async def _interrupt(self, number: int, *, pauses: bool) -> float:
-        """Seconds that an abort takes with so many requests, or a pause."""
+        """Seconds of an abort, or of a pause, with this many requests."""
         requests = [self._new(self._prompt_tokens, 2000) for _ in range(number)]
         waiting, all_run = {request.request_id for request in requests}, asyncio.Event()
 
@@ -177,7 +154,7 @@ class Calibrator:
                         all_run.set()
 
         tasks = [asyncio.create_task(read(request)) for request in requests]
-        await all_run.wait()  # or the server would not know all of them yet
+        await all_run.wait()  # before that, the server may not know all of them
         names = [request.request_id for request in requests]
         times = [time.perf_counter()]
         if pauses:
@@ -200,7 +177,7 @@ def max_sequences_of(base_url: str) -> int:
 
 
 def pause_of(base_url: str) -> ServerPause:
-    """The pause of a server that is not trained with."""
+    """The pause of a server outside of training."""
 
     def answer(method: str, path: str) -> dict[str, Any]:
         response = requests.request(method, f"{base_url}/{path}", timeout=60)

@@ -1,12 +1,11 @@
-"""What the partial samples add to a checkpoint: seconds to write and to read them, and bytes on the disk.
+"""Cost of partial samples in a checkpoint: seconds to write and read them, and bytes on disk.
 
     python benchmarks/checkpoint.py                                # 1 and 10 million parked tokens, one process
     python benchmarks/checkpoint.py --tokens 1000000 --repeats 15 --folder /mnt/shared --output result.json
 
-Saving is what a training step waits for: the pool as plain data, the file, its flush to the disk, and the index.
-Loading is what resuming waits for: reading, the checksum, and the restored pool with all its invariants checked. Both
-take turns, so that what else the machine does meets both. Lengths of the samples are log-normal, as those of
-completions are; log-probabilities are random, since those of a model compress no better.
+Saving covers the pool as plain data, the file, its flush to disk, and the index. Loading covers reading, the checksum,
+and the restored pool with all its invariants checked. Saves and loads alternate. Sample lengths are log-normal;
+log-probabilities are random, which compress as badly as a model's.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from trl_april.checkpoint import FOLDER, load_rollouts, save_rollouts
-from trl_april.pool import Pool
-from trl_april.pool_state import restore
+from trl_april.checkpoint.rollouts import FOLDER, load_rollouts, save_rollouts
+from trl_april.pool.pool import Pool
+from trl_april.pool.state import restore, state_dict
 
 
 SOURCE = {
@@ -40,7 +39,7 @@ PROMPT_LENGTH = 200
 
 
 def parked_pool(tokens: int, groups: int, group_size: int, rng: random.Random) -> Pool:
-    """A pool of unfinished groups with so many tokens in all, generated under up to four policy versions."""
+    """A pool of unfinished groups with `tokens` in all, generated under up to four policy versions."""
     pool = Pool(groups, over_provisioning=1.0, max_staleness=None)
     pool.begin_round(0)
     for group_id in range(groups):
@@ -66,23 +65,23 @@ def parked_pool(tokens: int, groups: int, group_size: int, rng: random.Random) -
 
 
 def measure(pool: Pool, folder: Path, repeats: int) -> dict[str, Any]:
-    """Saves and loads in turns."""
+    """Alternate saves and loads."""
     saves, loads = [], []
     for repeat in range(repeats):
         checkpoint = folder / f"checkpoint-{repeat % 2}"
         began = time.perf_counter()
-        save_rollouts(checkpoint, pool.state_dict(), SOURCE, save_id=f"{repeat:012x}")
+        save_rollouts(checkpoint, state_dict(pool), SOURCE, save_id=f"{repeat:012x}")
         saves.append(time.perf_counter() - began)
-        restored = Pool(pool.quota, over_provisioning=1.0, max_staleness=None)
+        restored = Pool(pool.schedule.quota, over_provisioning=1.0, max_staleness=None)
         began = time.perf_counter()
         saved = load_rollouts(checkpoint)
         assert saved is not None
         restore(restored, saved.pools)
         loads.append(time.perf_counter() - began)
-        assert restored.tokens_held == pool.tokens_held
+        assert restored.tokens_held == pool.counters.tokens_held
     size = sum(path.stat().st_size for path in (checkpoint / FOLDER).iterdir())
     return {
-        "tokens": pool.tokens_held,
+        "tokens": pool.counters.tokens_held,
         "groups": len(pool),
         "repeats": repeats,
         "save_seconds": {"median": statistics.median(saves), "min": min(saves), "max": max(saves)},
@@ -97,7 +96,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=9, help="saves, and loads, of each number of tokens")
-    parser.add_argument("--folder", help="where to write; by default a temporary folder on the disk")
+    parser.add_argument("--folder", help="folder to write to (default: a temporary one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="file for the results, as JSON")
     options = parser.parse_args()

@@ -3,11 +3,10 @@
     python benchmarks/clients.py                        # 1 and 4 processes in turns
     python benchmarks/clients.py --clients 1 2 4 8 --turns 5 --json result.json
 
-Every process has its pool, driver and engine, and all fill one quota, as in training; groups are dealt out as they
-are there. The numbers of processes take turns round by round, and those whose turn it is not are stopped. Completion
-lengths are forced, the same whatever the number of processes. Beside the throughput, what the processes' own code
-costs: the CPU seconds of the busiest one's Python threads per million tokens that all have generated, and those of the
-whole process, where the threads of gloo wake up a hundred times a second, whatever there is to do.
+Every process has its pool, driver and engine; all share one quota and distribute groups as in training. Contestants
+take turns round by round; the others are stopped meanwhile. Completion lengths are forced and do not depend on the
+number of processes. Measured are throughput and CPU seconds per million generated tokens: of the busiest process's
+Python threads ("own"), and of that whole process, including gloo's threads, which poll a hundred times a second.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from typing import Any
 import requests
 from rollout import LONGEST, PROMPT_LENGTH, forced_engine, server
 
-from trl_april.admission import GroupElsewhere, NewGroup
-from trl_april.pool import Pool
-from trl_april.processes import Processes, processes_of
-from trl_april.rollout import RolloutDriver
+from trl_april.data.admission import GroupElsewhere, NewGroup
+from trl_april.distributed.processes import Processes, processes_of
+from trl_april.pool.pool import Pool
+from trl_april.rollout.driver import RolloutDriver
 
 
 WORK = ("sigma", "median", "factor", "quota", "group-size")
@@ -42,7 +41,7 @@ WORK = ("sigma", "median", "factor", "quota", "group-size")
 
 @dataclass(slots=True)
 class Measurement:
-    """What one process did, in one round or in all that count."""
+    """Work of one process in one round, or in all measured rounds."""
 
     seconds: float = 0.0
     own_cpu_seconds: float = 0.0
@@ -57,16 +56,16 @@ class Measurement:
 
 
 def own_cpu_seconds() -> float:
-    """CPU time of the Python threads that there are."""
+    """CPU time of this process's Python threads."""
     idents = [thread.ident for thread in threading.enumerate()]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents if ident is not None)
 
 
 async def run_client(options: argparse.Namespace, processes: Processes) -> None:
-    """One process: a round for every line that comes in, and what it took, as a line that goes out."""
+    """One process: run a round for every line on stdin, and print its measurement as a line."""
     engine = forced_engine(options.base_url, options.model, 64, options.sigma, options.median, options.seed)
     pool = Pool(options.quota, over_provisioning=options.factor)
-    quota = processes.quota(pool.roster)
+    quota = processes.quota(pool.schedule)
     driver = RolloutDriver(pool, engine, run_id=f"bench{options.seed}x{processes.count}", quota=quota)
     next_id = 0
     version = 0
@@ -74,7 +73,7 @@ async def run_client(options: argparse.Namespace, processes: Processes) -> None:
         processes.barrier()
         began, cpu_began, own_began = time.perf_counter(), time.process_time(), own_cpu_seconds()
         pool.begin_round(version)
-        for _ in range(pool.room):
+        for _ in range(pool.schedule.room):
             prompt = [3 + (next_id * 7 + position) % 10 for position in range(PROMPT_LENGTH)]
             group = (
                 NewGroup(next_id, {}, prompt, options.group_size, LONGEST)
@@ -88,7 +87,7 @@ async def run_client(options: argparse.Namespace, processes: Processes) -> None:
         if quota is not None and processes.rank == 0:
             quota.end_round()
         driver.take()
-        groups = processes.deal(done.groups, pool.roster.delivered, lambda group_id: {}, options.group_size)
+        groups = processes.scatter(done.groups, pool.schedule.delivered, lambda group_id: {}, options.group_size)
         measured = Measurement(
             time.perf_counter() - began,
             own_cpu_seconds() - own_began,
@@ -114,7 +113,7 @@ def client(options: argparse.Namespace) -> None:
 
 
 class Contestant:
-    """So many client processes, which run only when it is their turn."""
+    """A number of client processes, which run only in their turn."""
 
     def __init__(self, count: int, arguments: list[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -159,7 +158,7 @@ class Contestant:
 
 
 def turn(options: argparse.Namespace, arguments: list[str]) -> dict[int, list[Measurement]]:
-    """All numbers of processes with the same lengths, round by round, in alternating order."""
+    """Measure all numbers of processes with the same lengths, round by round, in alternating order."""
     contestants = {count: Contestant(count, arguments) for count in options.clients}
     try:
         for number in range(options.warmup + options.rounds):
@@ -201,17 +200,17 @@ def main() -> None:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="numbers of processes to compare")
-    parser.add_argument("--turns", type=int, default=4, help="measurements of each, with other lengths in each")
+    parser.add_argument("--turns", type=int, default=4, help="measurements of each, with new lengths")
     parser.add_argument("--sigma", type=float, default=0.5, help="spread of log lengths")
     parser.add_argument("--median", type=int, default=300, help="median length in tokens")
     parser.add_argument("--factor", type=float, default=2.0, help="over_provisioning")
     parser.add_argument("--quota", type=int, default=16, help="groups per batch, over all processes")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
     parser.add_argument("--rounds", type=int, default=10, help="measured rounds")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
+    parser.add_argument("--warmup", type=int, default=2, help="unmeasured rounds before")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--base-url", help="a server that runs already (default: start one)")
-    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    parser.add_argument("--base-url", help="a running server (default: start one)")
+    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()

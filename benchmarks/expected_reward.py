@@ -1,7 +1,7 @@
-"""What the demo's task pays a model on average, exactly: without sampling, and so without its noise.
+"""Exact expected reward of a model on the demo's task, without sampling noise.
 
-There is one right answer to each prompt, and once an answer has left it, nothing that follows changes its score. So
-the probabilities of the tokens along the right answer are all that the expectation takes: one forward pass.
+Each prompt has one right answer, and after its first mistake an answer's score is fixed. So the token probabilities
+along the right answer, one forward pass, determine the expectation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from trl_april.demo import task
+from trl_april.commands import demo_training as task
 
 
 AT_ONCE = 16
@@ -22,13 +22,13 @@ TOKENS_PER_VALUE = 4  # three digits, and a space or the end
 
 class ExpectedReward(NamedTuple):
     """
-    Expectations over prompts and over the answers that are sampled at temperature 1.
+    Expectations over prompts and over answers sampled at temperature 1.
 
     Args:
         reward (`float`):
-            Of the task's reward.
+            Expectation of the task's reward.
         solved (`float`):
-            Probability of an answer that is right as a whole.
+            Probability of a completely right answer.
     """
 
     reward: float
@@ -39,8 +39,8 @@ class ExpectedReward(NamedTuple):
 def expected_reward(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, numbers: Iterable[int]
 ) -> ExpectedReward:
-    """The expectations over prompts of these numbers, each as often as it occurs."""
-    # By length, so that a batch has little padding.
+    """Expectations over the prompts of these numbers, weighted by how often each occurs."""
+    # Sorted by length, for little padding in a batch.
     counts = sorted(Counter(numbers).items())
     reward = solved = 0.0
     for start in range(0, len(counts), AT_ONCE):
@@ -61,12 +61,12 @@ def expected_reward(
 
 
 def _of_answer(ahead: torch.Tensor, right: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> tuple[float, float]:
-    """Expected reward and probability of being right, from what follows each beginning of the right answer."""
+    """Expected reward and probability of being right, from the next-token probabilities along the right answer."""
     space = tokenizer.convert_tokens_to_ids(" ")
     (tokens,) = right.shape
-    reached = ahead.gather(1, right[:, None])[:, 0].cumprod(0)  # that an answer begins with so many right tokens
+    reached = ahead.gather(1, right[:, None])[:, 0].cumprod(0)  # probability of so many right tokens
     last_digits = torch.arange(TOKENS_PER_VALUE - 2, tokens, TOKENS_PER_VALUE)
-    # A value counts if it ends there, with a space or with the answer.
+    # A value counts only if a space or the end of the answer follows.
     ends = ahead[last_digits + 1][:, [space, tokenizer.eos_token_id]].sum(dim=1)
     values_right = (reached[last_digits] * ends).sum().item()  # in expectation, before the first mistake
     solved = reached[-1].item()

@@ -1,7 +1,6 @@
-"""The statistics of a comparison over seeds: intervals, curves, crossing times, effective sample sizes. No random
-numbers, no library.
+"""Statistics of a comparison over seeds: intervals, curves, crossing times, effective sample sizes.
 
-Few seeds make a normal interval too narrow, so intervals are Student's. Curves are joined by straight lines.
+Intervals are Student's, because normal ones are too narrow for few seeds. Curves are piecewise linear.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ T_TWO_SIDED_95 = (
 
 
 def _half_width(values: Sequence[float], quantiles: Sequence[float]) -> float:
-    """Half of an interval around the mean; not a number for a single value, which says nothing about its spread."""
+    """Half the width of an interval around the mean; NaN for a single value."""
     if len(values) < 2:
         return math.nan
     quantile = quantiles[min(len(values) - 1, len(quantiles)) - 1]
@@ -41,12 +40,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def lower_bound(values: Sequence[float]) -> float:
-    """The end of the one-sided 95 % interval of the mean: it is not below that."""
+    """Lower end of the one-sided 95 % interval of the mean."""
     return statistics.fmean(values) - _half_width(values, T_ONE_SIDED_95)
 
 
 def at(times: Sequence[float], values: Sequence[float], time: float) -> float:
-    """The curve at one point in time; before its first and after its last point it is level."""
+    """The curve at a time; constant before its first and after its last point."""
     after = bisect_right(times, time)
     if after == 0:
         return values[0]
@@ -57,12 +56,12 @@ def at(times: Sequence[float], values: Sequence[float], time: float) -> float:
 
 
 def smoothed(values: Sequence[float], over: int) -> list[float]:
-    """Mean of the last `over` values, or of as many as there are, at every point."""
+    """Trailing mean of up to `over` values at every point."""
     return [statistics.fmean(values[max(0, end - over) : end]) for end in range(1, len(values) + 1)]
 
 
 def first_reached(times: Sequence[float], values: Sequence[float], target: float) -> float:
-    """When the curve first is at `target` or above; infinity if it never is."""
+    """Time at which the curve first reaches `target`; infinity if it never does."""
     if values[0] >= target:
         return times[0]
     for i in range(1, len(values)):
@@ -75,6 +74,6 @@ def first_reached(times: Sequence[float], values: Sequence[float], target: float
 def effective_share(count: float, total: float, squares: float) -> float:
     """Effective sample size of `count` weights as a share of their number, from their sum and their sum of squares.
 
-    `(sum w)^2 / (n sum w^2)` (Kish 1965): 1 if all weigh the same.
+    `(sum w)^2 / (n sum w^2)` (Kish 1965): 1 for equal weights.
     """
     return total * total / (count * squares) if count and squares else math.nan

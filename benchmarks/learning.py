@@ -1,26 +1,24 @@
-"""What the recipes of `scripts/recipes` learn with and without APRIL on the demo's task, over several seeds.
+"""Learning of the recipes in `scripts/recipes` with and without APRIL on the demo's task, over several seeds.
 
     python benchmarks/learning.py                                          # GRPO, DAPO and GSPO, 5 seeds, 40 steps
     python benchmarks/learning.py --recipes grpo --seeds 3 --steps 20
-    python benchmarks/learning.py --set overlap_generation=true --set over_provisioning=1.5     # of the APRIL runs
-    python benchmarks/learning.py --april-steps 60                          # about as long as the other
+    python benchmarks/learning.py --set overlap_generation=true --set over_provisioning=1.5     # APRIL only
+    python benchmarks/learning.py --april-steps 60                          # about equal wall-clock
     python benchmarks/learning.py --set-both lr_scheduler_type=linear --set-both learning_rate=0.0003
-    python benchmarks/learning.py --quick                                  # a few steps, only to see that it runs
+    python benchmarks/learning.py --quick                                  # a few steps, as a smoke test
     python benchmarks/learning.py --plot-only benchmark_output/learning.json
 
-Every run begins with the weights of the same warm start, against the same vLLM server. A seed decides on the prompts
-and their order; for each, synchronous GRPO (`over_provisioning=1.0`) and APRIL train one after the other, and which
-comes first alternates. The YAML files are taken as they are but for the sizes that a laptop needs, and what is
-overridden is printed. The results are written after every run, and a benchmark that was stopped goes on where it was.
+Every run starts from the same warm start and uses the same vLLM server. A seed selects the prompts and their order.
+Synchronous GRPO (`over_provisioning=1.0`) and APRIL train one after the other with each seed, in alternating order.
+Recipes are overridden only in sizes, learning rate and its schedule; the overrides are printed. Results are written
+after every run, so a stopped benchmark resumes.
 
-Rewards are those on held-out prompts, by the task's own rule, whatever the recipe adds to it: their expectation, which
-the model's probabilities give without sampling. The weights are copied every few steps and evaluated when the training
-is over, so the evaluation takes no time from either and lends none to requests that run on while the trainer trains.
-The rewards of the training batches would not do: APRIL delivers short completions first, and on this task they earn
-more.
+Rewards are expectations on held-out prompts by the task's own rule, computed from the model's probabilities without
+sampling. Weights are copied every few steps and evaluated after the training, so evaluation affects neither mode.
+Rewards of training batches would be biased: APRIL delivers short completions first, and on this task they earn more.
 
-It does not rank the recipes: the learning rate is 100 times that of the papers, and a clip range as narrow as GSPO's
-was made for theirs. The rate is constant, so that both still learn whenever they are compared.
+The benchmark does not rank the recipes: its learning rate is 100 times that of the papers, and GSPO's narrow clip
+range was chosen for theirs. The rate is constant, so that both modes still learn when they are compared.
 """
 
 from __future__ import annotations
@@ -44,25 +42,32 @@ from report import read_json, require_matplotlib, write_json
 from trl.rewards import get_soft_overlong_punishment
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
-from trl_april.demo import task
-from trl_april.demo.model import MAX_LENGTH, build_model, build_tokenizer, save
-from trl_april.demo.settings import STANDARD
-from trl_april.demo.training import Recording, train
-from trl_april.demo.warm_start import warm_start
-from trl_april.types import Group
+from trl_april.commands import demo_training as task
+from trl_april.commands.demo import STANDARD
+from trl_april.commands.demo_training import (
+    MAX_LENGTH,
+    Recording,
+    build_model,
+    build_tokenizer,
+    save,
+    train,
+    warm_start,
+)
+from trl_april.pool.samples import Group
+from trl_april.rollout.round import Round
 
 
 RECIPES = Path(__file__).parent.parent / "scripts" / "recipes"
 NAMES = ("grpo", "dapo", "gspo")
-# The longest right answer has 1000 tokens. With DAPO's fifth on top, no right answer is punished for its length.
+# The longest correct answer has 1000 tokens. With DAPO's fifth on top, no correct answer is punished for its length.
 MAX_COMPLETION_LENGTH = 1250
 # DAPO's 16 updates per round would make 40 steps little more than two rounds.
 MOST_UPDATES_PER_ROUND = 4
-# Micro-batches are padded to their longest completion, which with a long tail is most of a large one.
+# With a long tail, large micro-batches would be mostly padding.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 1e-4
 HELD_OUT = 2048  # quantiles of the lengths, each with a prompt that is not trained on
-# The task's rule in the place of the quickstart's.
+# The task's rule instead of the quickstart's.
 REWARDS = {
     "contains_answer": task.countdown_reward,
     "soft_overlong_punishment": get_soft_overlong_punishment(
@@ -82,7 +87,7 @@ def load(name: str) -> tuple[dict[str, Any], list[Callable]]:
 
 
 def laptop_sizes(recipe: dict[str, Any]) -> dict[str, Any]:
-    """What the options of a recipe are overridden with: sizes, and what belongs to them."""
+    """Overrides of a recipe's options: sizes and the learning rate."""
     accumulation = STANDARD.groups * STANDARD.num_generations // MICRO_BATCH_SIZE
     updates = recipe.get("steps_per_generation", 1) // recipe.get("gradient_accumulation_steps", 1)
     sizes = {
@@ -102,14 +107,14 @@ def laptop_sizes(recipe: dict[str, Any]) -> dict[str, Any]:
 def options_of(
     recipe: str, mode: str, overrides: dict[str, Any], overrides_of_both: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[Callable]]:
-    """All options of a run, and its reward functions. The first overrides are APRIL's alone."""
+    """All options of a run, and its reward functions. `overrides` apply to APRIL only."""
     options, reward_funcs = load(recipe)
     options |= laptop_sizes(options) | (overrides_of_both or {})
     return options | ({"over_provisioning": 1.0} if mode == SYNCHRONOUS else overrides), reward_funcs
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`name=value` of `--set`, read as a recipe would be."""
+    """Parse the `name=value` of `--set` like a line of a recipe."""
     name, equals, value = text.partition("=")
     known = {option.name for option in fields(APRILGRPOConfig)}
     if not equals or name not in known:
@@ -117,24 +122,23 @@ def setting(text: str) -> tuple[str, Any]:
     return name, yaml.safe_load(value)
 
 
-# What is recorded beside the demo's recording
+# Recording
 
 
 @dataclass
 class Recorder:
-    """What a run shows of its batches and weights.
+    """Batches and weights of a run.
 
     Args:
         every (`int`):
             Steps between two copies of the weights.
         lengths (`list[tuple[int, float]]`):
-            For every batch, the step that it is first trained in, and the mean length of its completions.
+            For every batch, the first step that trains it, and the mean length of its completions.
         weights (`dict[int, list[float]]`):
             By the age of tokens in policy versions: their number, the sum of their importance weights, and the sum of
-            the squares. The weight of a token is its probability under the policy that is trained by the one that it
-            was recorded with.
+            the squares. A token's weight is its probability under the trained policy, divided by the recorded one.
         snapshots (`dict[int, tuple[float, dict]]`):
-            By the number of steps done, the seconds since the start and the weights of the model.
+            By optimiser step, the seconds since the start and the weights of the model.
         started (`float`):
             When training began.
     """
@@ -146,7 +150,7 @@ class Recorder:
     started: float = 0.0
 
     def add_batch(self, batch: dict[str, Any], groups: list[Group], version: int) -> None:
-        """Take note of a batch that TRL made of these groups, in their order."""
+        """Record a batch that TRL made of these groups, in their order."""
         samples = [sample for group in groups for sample in group.samples]
         self.lengths.append((version, sum(map(len, samples)) / len(samples)))
         log_ratios = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).double()
@@ -161,14 +165,14 @@ class Recorder:
                 sums[2] += weights.square().sum().item()
 
     def copy_weights(self, model: torch.nn.Module, step: int, *, is_last: bool) -> None:
-        """Keep the weights, if it is time to."""
+        """Copy the weights every few steps and at the end."""
         if step % self.every == 0 or is_last:
             weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
             self.snapshots[step] = (time.monotonic() - self.started, weights)
 
 
 class RecordingTrainer(APRILGRPOTrainer):
-    """The trainer, and a recorder that looks on."""
+    """A trainer that records its batches and weights."""
 
     def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -176,11 +180,10 @@ class RecordingTrainer(APRILGRPOTrainer):
         self._groups: list[Group] = []
         self.add_callback(_Copies(recorder))
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # The groups of a batch are known only while TRL makes it. Under dynamic sampling it scores single groups, too.
-        if self.groups_in_training is not None:
-            self._groups = self.groups_in_training
-        return super()._calculate_rewards(*args, **kwargs)
+    def _run_round(self) -> Round:
+        done = super()._run_round()
+        self._groups = done.groups
+        return done
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
@@ -204,7 +207,7 @@ class _Copies(transformers.TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How long it trains and how closely it looks."""
+    """Numbers of steps."""
 
     steps: int = 40
     april_steps: int = 40
@@ -213,7 +216,7 @@ class Sizes:
 
 
 class Bench:
-    """The warm start and the server, and the runs on it."""
+    """The warm start, the server, and the runs on it."""
 
     def __init__(
         self, sizes: Sizes, overrides: dict[str, Any], overrides_of_both: dict[str, Any], folder: Path, base_url: str
@@ -225,13 +228,13 @@ class Bench:
         self.tokenizer = build_tokenizer()
 
     def train(self, recipe: str, seed: int, mode: str, steps: int, recorder: Recorder) -> tuple[Recording, Any]:
-        """One training."""
+        """Train once."""
         options, reward_funcs = options_of(recipe, mode, self.overrides, self.overrides_of_both)
         return train(
             mode,
             options.pop("over_provisioning"),
             model_dir=self.model_dir,
-            # More rows than are trained, since dynamic sampling passes some over.
+            # More rows than are trained, since dynamic sampling rejects some.
             dataset=task.training_dataset(4 * max(steps, MOST_UPDATES_PER_ROUND) * STANDARD.groups, seed + 1),
             base_url=self.base_url,
             output_dir=self.model_dir.parent / "trainer",
@@ -243,16 +246,16 @@ class Bench:
         )
 
     def evaluate(self, model: Any) -> ExpectedReward:
-        """What a model is worth on held-out prompts, the same for all."""
+        """Expected reward on the same held-out prompts for all models."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)  # the server has nothing to do
+        torch.set_num_threads(os.cpu_count() or 1)  # the server is idle
         try:
             return expected_reward(model.eval(), self.tokenizer, task.held_out_numbers(HELD_OUT))
         finally:
             torch.set_num_threads(threads)
 
     def run(self, recipe: str, seed: int, mode: str, before: ExpectedReward) -> Run:
-        """One training and what it led to."""
+        """Train once and evaluate the copies of the weights."""
         recorder = Recorder(self.sizes.every)
         steps = self.sizes.steps if mode == SYNCHRONOUS else self.sizes.april_steps
         recording, model = self.train(recipe, seed, mode, steps, recorder)
@@ -281,7 +284,7 @@ class Bench:
 
 
 def schedule(recipes: list[str], seeds: int) -> list[tuple[str, int, str]]:
-    """Recipe, seed and mode of every run. Who comes first alternates; a stopped benchmark has whole seeds."""
+    """Recipe, seed and mode of every run. The order of the modes alternates; a stopped benchmark has whole seeds."""
     return [
         (recipe, seed, mode)
         for seed in range(seeds)
@@ -298,7 +301,7 @@ def measure(
     overrides_of_both: dict[str, Any],
     path: Path,
 ) -> list[Run]:
-    """All runs; those that `path` holds already are not repeated."""
+    """All runs. Runs that `path` already holds are not repeated."""
     settings = {"sizes": asdict(sizes), "overrides": overrides, "overrides_of_both": overrides_of_both}
     runs: list[Run] = []
     if path.exists():
@@ -328,7 +331,7 @@ def measure(
         ) as server:
             bench = Bench(sizes, overrides, overrides_of_both, folder, server.base_url)
             before = bench.evaluate(model)
-            print("rehearsal: what is compiled at its first use must not count ...", flush=True)
+            print("warm-up run, which compiles ...", flush=True)
             bench.train(left[0][0], 0, APRIL, 1, Recorder(1))
             for recipe, seed, mode in left:
                 run = bench.run(recipe, seed, mode, before)
@@ -349,20 +352,20 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=NAMES, default=list(NAMES), help="recipes to train")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds; each trains all recipes in both modes")
     parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimiser steps of each training")
-    parser.add_argument("--april-steps", type=int, help="the same of those of APRIL, if they are not to have as many")
+    parser.add_argument("--april-steps", type=int, help="optimiser steps of the APRIL trainings (default: as many)")
     parser.add_argument(
         "--every", type=int, default=Sizes().every, help="steps between two points of a curve on held-out prompts"
     )
     parser.add_argument(
         "--set", dest="overrides", type=setting, action="append", default=[], metavar="NAME=VALUE",
-        help="option of APRILGRPOConfig for the APRIL runs, in the place of the recipe's; can be repeated",
+        help="option of APRILGRPOConfig for the APRIL runs, instead of the recipe's; can be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--set-both", dest="overrides_of_both", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="the same for all runs; can be repeated",
     )  # fmt: skip
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="where the results go")
-    parser.add_argument("--quick", action="store_true", help="a few steps, only to see that it runs")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
     parser.add_argument(
         "--plot-only", type=Path, metavar="FILE", help="table and picture of the results in this file, no training"
     )
@@ -381,15 +384,15 @@ def main() -> None:
         path = arguments.output_dir / "learning.json"
         sizes = Sizes(steps=arguments.steps, april_steps=arguments.april_steps, every=arguments.every)
         if arguments.quick:
-            # With a shorter warm start every reward is 0, and dynamic sampling looks in vain for groups to train on.
+            # With a shorter warm start every reward is 0, and dynamic sampling finds no group to train on.
             sizes = Sizes(steps=4, april_steps=4, every=2)
-        # Half of the cores: on the others the server decodes.
+        # The other half of the cores is for the server.
         torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         for name in arguments.recipes:
             recipe, _ = load(name)
-            print(f"{name}, overridden (the recipe's value):")
+            print(f"{name}, overrides (and the recipe's values):")
             for option, value in laptop_sizes(recipe).items():
                 print(f"    {option}: {value} ({recipe.get(option, 'not set')})")
         overrides, of_both = dict(arguments.overrides), dict(arguments.overrides_of_both)

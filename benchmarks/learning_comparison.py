@@ -1,6 +1,6 @@
-"""Synchronous GRPO and APRIL over several seeds, as tables and as a picture. `benchmarks/learning.py` has the runs.
+"""Tables and a picture of synchronous GRPO and APRIL over several seeds, from the runs of `benchmarks/learning.py`.
 
-What is compared are the two runs of one seed, so what a seed makes easy or hard drops out.
+The two runs of one seed are compared as a pair, so an easy or hard seed does not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from report import markdown, new_figure
 SYNCHRONOUS, APRIL = "synchronous", "APRIL"
 COLORS = {SYNCHRONOUS: "#c8691c", APRIL: "#1f6fb4"}  # told apart with any colour vision
 SMOOTHED_OVER = 5  # points of a curve
-MARGIN = 0.02  # what may be lost in reward
+MARGIN = 0.02  # acceptable loss of reward
 POINTS_DRAWN = 60
 
 
@@ -32,29 +32,29 @@ class Run:
         recipe (`str`):
             Name of the recipe.
         seed (`int`):
-            Decides on prompts and their order.
+            Selects prompts and their order.
         mode (`str`):
             `"synchronous"` or `"APRIL"`.
         seconds (`float`):
             Wall-clock of the training.
         rollout_seconds (`float`):
-            The part of it in which a round ran.
+            Time of its rounds.
         trained_tokens (`int`):
-            Tokens of the completions that were trained on.
+            Tokens of the trained completions.
         carried_tokens (`int`):
-            Those of them that were sampled in an earlier round.
+            Trained tokens that were sampled in an earlier round.
         staleness_mean (`float`):
             Mean age of a trained token in policy versions.
         staleness_max (`int`):
-            Age of the oldest one.
+            Age of the oldest trained token.
         reward_after (`float`):
             Reward on held-out prompts at the end.
         solved_after (`float`):
-            Share of these answered without a mistake.
+            Share of the prompts answered without a mistake.
         curve (`list[tuple[int, float, float]]`):
             Steps done, seconds since the start, and reward on held-out prompts.
         lengths (`list[tuple[int, float]]`):
-            For every batch, the step that it is first trained in, and the mean length of its completions.
+            For every batch, the first step that trains it, and the mean length of its completions.
         weights (`list[tuple[int, float, float, float]]`):
             Age, number of tokens, sum of their importance weights, sum of the squares.
     """
@@ -76,7 +76,7 @@ class Run:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`, also after a way through JSON."""
+        """Inverse of `dataclasses.asdict`, also after a round trip through JSON."""
         lists = {name: [tuple(entry) for entry in values[name]] for name in ("curve", "lengths", "weights")}
         return cls(**{**values, **lists})
 
@@ -94,7 +94,7 @@ class Run:
 
 
 def pairs_of(runs: Iterable[Run], recipe: str) -> list[tuple[Run, Run]]:
-    """The synchronous run and that of APRIL of every seed that has both."""
+    """The synchronous run and the APRIL run of every seed that has both."""
     by_seed: dict[int, dict[str, Run]] = {}
     for run in runs:
         if run.recipe == recipe:
@@ -103,7 +103,7 @@ def pairs_of(runs: Iterable[Run], recipe: str) -> list[tuple[Run, Run]]:
 
 
 def recipes_of(runs: Iterable[Run]) -> list[str]:
-    """The recipes that have a pair of runs, in their order."""
+    """Recipes with a pair of runs, in order."""
     runs = list(runs)
     return [recipe for recipe in dict.fromkeys(run.recipe for run in runs) if pairs_of(runs, recipe)]
 
@@ -140,7 +140,7 @@ class Comparison:
 
 
 def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
-    """What the tables say of the pairs of one recipe."""
+    """Compare the pairs of one recipe."""
     at_equal_time, reached, reached_itself = [], [], []
     rewards: tuple[list[float], list[float]] = ([], [])
     faster = []
@@ -178,7 +178,7 @@ def pooled_weights(runs: Iterable[Run]) -> dict[int, tuple[float, float, float]]
 
 
 def length_by_third(run: Run, steps: float = math.inf) -> list[float]:
-    """Mean trained length in the first, the second and the last third of the batches of so many steps."""
+    """Mean trained length in the first, second and last third of the batches of so many steps."""
     lengths = [length for step, length in run.lengths if step < steps]
     cuts = [round(len(lengths) * third / 3) for third in range(4)]
     return [statistics.fmean(lengths[a:b]) if b > a else math.nan for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -198,7 +198,7 @@ def _share(values: Sequence[float]) -> str:
 
 
 def learned(runs: Sequence[Run]) -> str:
-    """The table of rewards and times."""
+    """Table of rewards and times."""
     rows = []
     for recipe in recipes_of(runs):
         pairs = pairs_of(runs, recipe)
@@ -227,7 +227,7 @@ def learned(runs: Sequence[Run]) -> str:
 
 
 def lengths(runs: Sequence[Run]) -> str:
-    """The table of trained lengths: a bias towards short completions would show as a drift."""
+    """Table of trained lengths. A bias towards short completions would show as a drift."""
     rows = []
     for recipe in recipes_of(runs):
         pairs = pairs_of(runs, recipe)
@@ -240,7 +240,7 @@ def lengths(runs: Sequence[Run]) -> str:
 
 
 def effective_sizes(runs: Sequence[Run]) -> str:
-    """The table of effective sample sizes by age, of the APRIL runs."""
+    """Table of the APRIL runs' effective sample sizes by age."""
     rows = []
     for recipe in recipes_of(runs):
         pooled = pooled_weights(run for run in runs if run.recipe == recipe and run.mode == APRIL)
@@ -260,7 +260,7 @@ def effective_sizes(runs: Sequence[Run]) -> str:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Everything in numbers."""
+    """All tables."""
     if not recipes_of(runs):
         return "No seed has both runs yet."
     return (
@@ -274,7 +274,7 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def _draw_band(axes: Any, curves: Sequence[tuple[Sequence[float], Sequence[float]]], mode: str) -> None:
-    """Mean of the curves with the 95 % interval, as far as all of them go."""
+    """Plot the mean of the curves with its 95 % interval, up to the end of the shortest."""
     end = min(positions[-1] for positions, _ in curves)
     grid = [end * i / (POINTS_DRAWN - 1) for i in range(POINTS_DRAWN)]
     bands = [interval([at(*curve, position) for curve in curves]) for position in grid]

@@ -1,12 +1,11 @@
-"""What it is worth to the training that completions of like length are in one micro-batch.
+"""Speed of training with similar lengths in one micro-batch, compared with TRL's shuffled micro-batches.
 
     python benchmarks/micro_batches.py                  # 32 samples per optimiser step, with a median of 100 tokens
     python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
 
-The trainer scores a batch and computes the gradients of an optimiser step on it, for real but for the rollouts:
-completions are random, of lognormal lengths. Batches take turns with the micro-batches as they are made here and as
-TRL's shuffling leaves them, both without the padding behind the longest completion of a micro-batch. A ratio is one of
-seconds for the same batch.
+The trainer scores a batch and computes the gradients of an optimiser step. Only the rollouts are simulated: random
+completions of lognormal lengths. Both orders take turns on the same batches, without the padding after the longest
+completion of a micro-batch. A ratio compares seconds on the same batch.
 """
 
 from __future__ import annotations
@@ -30,9 +29,12 @@ from datasets import Dataset
 from report import markdown, write_json
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer
-from trl_april.demo.model import build_model, build_tokenizer
-from trl_april.pool import Pool
-from trl_april.round import Round
+from trl_april.commands.demo_training import build_model, build_tokenizer
+from trl_april.distributed.processes import OneProcess
+from trl_april.pool.pool import Pool
+from trl_april.rollout.round import Round
+from trl_april.session import RolloutSession
+from trl_april.training.run_log import RunLog
 
 
 PROMPT_LENGTH = 8
@@ -40,8 +42,16 @@ NUM_GENERATIONS = 4
 LONGEST = 2000
 
 
+class Session(RolloutSession):
+    """A session without rollouts."""
+
+    def __init__(self, sampling_mode: str) -> None:
+        self.scorer, self.run_log, self.trained_micro_steps = None, RunLog(), 0
+        self._processes, self._sampling_mode = OneProcess(), sampling_mode
+
+
 class Trainer(APRILGRPOTrainer):
-    """The trainer, handed its rounds. `positions` are those of the forward passes, rows times columns."""
+    """A trainer with given rounds. `positions` are the rows times columns of its forward passes."""
 
     next_round: Round
     positions = 0
@@ -51,6 +61,7 @@ class Trainer(APRILGRPOTrainer):
         self._last_loaded_step = 0
 
     def _run_round(self) -> Round:
+        self._session = self._session or Session(self.args.vllm_importance_sampling_mode)
         return self.next_round
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +82,7 @@ def lengths_of(sigma: float, median: float, count: int, seed: int) -> list[int]:
 
 
 def round_of(lengths: list[int]) -> Round:
-    """A finished round of random completions of these lengths, of the policy that is trained."""
+    """A finished round of random completions of these lengths, sampled by the present policy."""
     generator = random.Random(0)
     pool = Pool(len(lengths) // NUM_GENERATIONS, over_provisioning=1.0)
     pool.begin_round(0)
@@ -88,21 +99,18 @@ def round_of(lengths: list[int]) -> Round:
 
 
 @contextmanager
-def in_the_order_of_trl() -> Iterator[None]:
-    """No rows change places."""
+def trl_order() -> Iterator[None]:
+    """Keep the order of TRL's shuffling."""
 
-    def as_they_are(mask: torch.Tensor, multiple: int) -> torch.Tensor:
+    def unsorted(mask: torch.Tensor, multiple: int) -> torch.Tensor:
         return torch.arange(len(mask))
 
-    with (
-        mock.patch("trl_april.padding.widest_first", as_they_are),
-        mock.patch("trl_april.micro_batches.widest_first", as_they_are),
-    ):
+    with mock.patch("trl_april.training.micro_batches.widest_first", unsorted):
         yield
 
 
 def make_trainer(folder: str, samples: int, size: int) -> Trainer:
-    """A trainer of the demo's model whose optimiser steps have so many samples, in micro-batches of `size`."""
+    """A trainer of the demo's model with `samples` per optimiser step, in micro-batches of `size`."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     args = APRILGRPOConfig(
@@ -123,7 +131,7 @@ def make_trainer(folder: str, samples: int, size: int) -> Trainer:
 
 
 def step(trainer: Trainer, made: Round) -> tuple[float, int]:
-    """Score a round and compute the gradients of its optimiser step: seconds, and positions of all forward passes."""
+    """Score a round and compute the gradients of its optimiser step. Returns seconds and positions."""
     trainer.next_round, trainer.positions, trainer._step = made, 0, 0
     rows = [{"prompt": ""}] * trainer.args.generation_batch_size
     trainer.model.zero_grad()
@@ -134,16 +142,16 @@ def step(trainer: Trainer, made: Round) -> tuple[float, int]:
 
 
 def measure(sigma: float, size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Both orders in turn, on a new batch in each turn."""
+    """Measure both orders in turn, with a new batch in each turn."""
     found: dict[str, list[float]] = {"ours": [], "of_trl": [], "ours_padding": [], "of_trl_padding": []}
     with tempfile.TemporaryDirectory(prefix="trl_april_micro_batches_") as folder:
         trainer = make_trainer(folder, options.samples, size)
-        step(trainer, round_of(lengths_of(sigma, options.median, options.samples, seed=0)))  # what is done only once
+        step(trainer, round_of(lengths_of(sigma, options.median, options.samples, seed=0)))  # warm-up
         for turn in range(options.turns):
             lengths = lengths_of(sigma, options.median, options.samples, seed=turn + 1)
             made = round_of(lengths)
             tokens = 2 * (sum(lengths) + len(lengths) * PROMPT_LENGTH)  # scored once, trained once
-            order = [("ours", nullcontext), ("of_trl", in_the_order_of_trl)]
+            order = [("ours", nullcontext), ("of_trl", trl_order)]
             for name, context in order if turn % 2 == 0 else reversed(order):
                 with context():
                     seconds, positions = step(trainer, made)
@@ -168,18 +176,20 @@ def row(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5], help="of the logarithms")
-    parser.add_argument("--median", type=float, default=100.0, help="tokens of a completion")
-    parser.add_argument("--samples", type=int, default=32, help="of an optimiser step")
+    parser.add_argument(
+        "--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5], help="standard deviation of the log-lengths"
+    )
+    parser.add_argument("--median", type=float, default=100.0, help="median tokens of a completion")
+    parser.add_argument("--samples", type=int, default=32, help="samples of an optimiser step")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="samples of a micro-batch")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    parser.add_argument("--json", type=Path, help="file for all measurements")
     options = parser.parse_args()
     for size in options.sizes:
         if size < 1 or options.samples % size or options.samples % NUM_GENERATIONS:
             parser.error(
-                f"--samples is {options.samples}, but it must be a multiple of {NUM_GENERATIONS}, the samples of a "
-                f"group, and of each of --sizes, here {size}"
+                f"--samples is {options.samples}, but it must be a multiple of {NUM_GENERATIONS} (the samples of a "
+                f"group) and of every value of --sizes, such as {size}"
             )
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     transformers.logging.set_verbosity_error()

@@ -1,17 +1,16 @@
-"""What our own code costs: CPU microseconds per sample, and whether they stay the same for 100,000 samples.
+"""Overhead of our own code: CPU microseconds per sample, from 1,000 to 100,000 samples.
 
     python benchmarks/overhead.py                                    # 1,000, 10,000 and 100,000 samples
     python benchmarks/overhead.py --samples 1000 10000 --repeats 9
-    python benchmarks/overhead.py --with-gc                          # and what Python's garbage collector adds
+    python benchmarks/overhead.py --with-gc                          # with Python's garbage collector
     python benchmarks/overhead.py --plot-only benchmark_output/overhead.json
 
-No server and no model. Measured are the pool, the reading of what vLLM streams, the round driver against an engine
-that answers at once, and the batch as TRL takes it. Every sample has two chunks of tokens; half of them are cut in
-between, parked and resumed. The sizes take turns, and figures are medians over the repeats, in CPU time of this
-process.
+There is no server and no model. Measured are the pool, the parser of vLLM's stream, the round driver on an instant
+engine, and the batch that TRL takes. Every sample has two chunks of tokens. Half of the samples are cut after the
+first, parked and resumed. Figures are medians of CPU time, and the sizes alternate.
 
-Python's cyclic garbage collector rests while the clock runs. What it takes depends on everything that the process
-holds, and with few samples it hardly runs at all: it would make linear code look otherwise. `--with-gc` lets it run.
+The cyclic garbage collector is off during measurements, since its cost depends on all objects of the process and makes
+linear code look otherwise. `--with-gc` leaves it on.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ from pathlib import Path
 
 from report import markdown, new_figure, read_json, require_matplotlib, write_json
 
-from trl_april.batch import batch_rows, rollout_output, round_metrics
-from trl_april.engine import Chunk, GenerationRequest
-from trl_april.event_stream import EventStream
-from trl_april.pool import Pool
-from trl_april.rollout import RolloutDriver
-from trl_april.round import Round
-from trl_april.types import FinishReason
+from trl_april.engine.event_stream import EventStream
+from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import FinishReason
+from trl_april.pool.state import state_dict
+from trl_april.rollout.driver import RolloutDriver
+from trl_april.rollout.round import Round
+from trl_april.training.batch import batch_rows, rollout_output, round_metrics
 
 
 GROUP_SIZE = 4
@@ -51,13 +51,13 @@ class Measurement:
 
     Args:
         part (`str`):
-            Which part of the code.
+            Part of the code.
         operation (`str`):
-            What was done.
+            Measured operation.
         samples (`int`):
-            To how many samples.
+            Number of samples.
         tokens (`int`):
-            Tokens that were handled, 0 where there are none.
+            Number of tokens, 0 if the operation handles none.
         seconds (`float`):
             CPU time.
     """
@@ -75,16 +75,16 @@ class Measurement:
 
 
 class Stopwatch:
-    """Takes the CPU time of one operation after the other."""
+    """Measures the CPU time of operations."""
 
     def __init__(self, part: str, samples: int) -> None:
         self.measurements: list[Measurement] = []
         self._part, self._samples = part, samples
-        gc.collect()  # the garbage of what came before is not its own
+        gc.collect()  # garbage of earlier operations
 
     @contextmanager
     def time(self, operation: str, tokens: int = 0) -> Iterator[None]:
-        """Time of the block."""
+        """Measure the block."""
         began = time.process_time()
         yield
         seconds = time.process_time() - began
@@ -92,7 +92,7 @@ class Stopwatch:
 
 
 class Tokens:
-    """Chunks of random tokens, made before the clock runs."""
+    """Chunks of random tokens, made before the measurement."""
 
     def __init__(self, chunk: int) -> None:
         rng = random.Random(0)
@@ -103,8 +103,8 @@ class Tokens:
 
 
 def admit(pool: Pool, count: int, tokens: Tokens) -> None:
-    """Put so many groups into the pool."""
-    first_id = pool.ledger.groups_admitted
+    """Admit `count` groups."""
+    first_id = pool.counters.groups_admitted
     for group_id in range(first_id, first_id + count):
         pool.admit(
             group_id,
@@ -124,7 +124,7 @@ def filled_pool(samples: int, tokens: Tokens, *, quota: int, over_provisioning: 
 
 
 def measure_pool(samples: int, tokens: Tokens) -> list[Measurement]:
-    """Every transition: two rounds of half of the groups each, the second half cut once."""
+    """Measure every transition: two rounds of half of the groups each, the second half cut once."""
     watch = Stopwatch("pool", samples)
     quota = samples // GROUP_SIZE // 2
     with watch.time("admit"):
@@ -141,13 +141,13 @@ def measure_pool(samples: int, tokens: Tokens) -> list[Measurement]:
     with watch.time("finish, asking whether the round may close"):
         for sample in first:
             pool.finish(sample, FinishReason.STOP)
-            _ = pool.quota_met
+            _ = pool.schedule.quota_met
     with watch.time("park"):
         for sample in second:
             pool.park(sample)
     with watch.time("take"):
         pool.take()
-    # Five rounds on, the rest falls due, and one long sample holds the round open while all others finish.
+    # After five rounds the rest falls due. One long sample holds the round open while all others finish.
     for version in range(1, 6):
         pool.begin_round(version)
     admit(pool, quota, tokens)
@@ -158,18 +158,18 @@ def measure_pool(samples: int, tokens: Tokens) -> list[Measurement]:
     with watch.time("finish, while the bound holds the round open"):
         for sample in others:
             pool.finish(sample, FinishReason.STOP)
-            _ = pool.quota_met
+            _ = pool.schedule.quota_met
     pool.finish(long, FinishReason.STOP)
-    assert pool.quota_met
+    assert pool.schedule.quota_met
     with watch.time("room, requirements and needed"):
-        _ = pool.room, pool.roster.requirements(), pool.roster.needed()
+        _ = pool.schedule.room, pool.schedule.requirements(), pool.schedule.needed()
     with watch.time("check"):
         pool.check()
     return watch.measurements
 
 
 def stream_of(tokens: Tokens) -> bytes:
-    """What vLLM 0.31 streams for one sample: the echo of the prompt, two chunks, the end."""
+    """Stream of vLLM 0.31 for one sample: the echo of the prompt, two chunks and the end."""
 
     def event(token_ids: list[int], logprobs: list[float], finish_reason: str | None, first: bool) -> bytes:
         names = [f"token_id:{token_id}" for token_id in token_ids]
@@ -198,7 +198,7 @@ def stream_of(tokens: Tokens) -> bytes:
 
 
 def measure_client(samples: int, tokens: Tokens) -> list[Measurement]:
-    """Streams read as they arrive, in pieces of up to 8 KiB."""
+    """Measure the parsing of streams, in pieces of up to 8 KiB."""
     watch = Stopwatch("client", samples)
     stream = stream_of(tokens)
     pieces = [stream[start : start + 8192] for start in range(0, len(stream), 8192)]
@@ -212,7 +212,7 @@ def measure_client(samples: int, tokens: Tokens) -> list[Measurement]:
 
 
 class InstantEngine:
-    """An engine that answers at once, but for the second chunk of every second group, which has to be cut first."""
+    """An engine that answers at once, except that every second group waits for an abort after its first chunk."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -243,7 +243,7 @@ class InstantEngine:
 
 
 def measure_driver(samples: int, tokens: Tokens) -> list[Measurement]:
-    """Two rounds: half of the groups are finished in the first, the others are cut, and resumed in the second."""
+    """Measure two rounds: half of the groups finish in the first, and the others are cut and resumed in the second."""
     watch = Stopwatch("driver", samples)
     pool = filled_pool(samples, tokens, quota=samples // GROUP_SIZE // 2, over_provisioning=2.0)
     driver = RolloutDriver(pool, InstantEngine(tokens), run_id="run")
@@ -263,7 +263,7 @@ def measure_driver(samples: int, tokens: Tokens) -> list[Measurement]:
 
 
 def measure_batch(samples: int, tokens: Tokens) -> list[Measurement]:
-    """A batch of all samples, each of two policy versions, and the state of a pool that holds them."""
+    """Measure a batch of samples with two policy versions each, and the state of a pool that holds them."""
     watch = Stopwatch("batch", samples)
     total = 2 * tokens.chunk * samples
     pool = filled_pool(samples, tokens, quota=samples // GROUP_SIZE, over_provisioning=1.0)
@@ -278,7 +278,7 @@ def measure_batch(samples: int, tokens: Tokens) -> list[Measurement]:
             else:
                 pool.park(sample)
     with watch.time("state_dict", total):
-        state = pool.state_dict()
+        state = state_dict(pool)
     del state
     groups = pool.take()
     with watch.time("batch_rows"):
@@ -300,10 +300,10 @@ MEASURES = (measure_pool, measure_client, measure_driver, measure_batch)
 
 
 def measure(sizes: Sequence[int], repeats: int, chunk: int, *, with_gc: bool) -> list[Measurement]:
-    """All operations at all sizes, in turns."""
+    """Measure all operations at all sizes, alternating."""
     tokens = Tokens(chunk)
     for measure_part in MEASURES:
-        measure_part(min(sizes), tokens)  # what is only slow the first time
+        measure_part(min(sizes), tokens)  # warm-up
     measurements = []
     if not with_gc:
         gc.disable()
@@ -319,7 +319,7 @@ def measure(sizes: Sequence[int], repeats: int, chunk: int, *, with_gc: bool) ->
 
 
 def medians(measurements: Sequence[Measurement]) -> dict[tuple[str, str], dict[int, Measurement]]:
-    """For every operation and number of samples, the measurement with the median time."""
+    """Measurement with the median time, by operation and number of samples."""
     cells: dict[tuple[str, str], dict[int, list[Measurement]]] = {}
     for m in measurements:
         cells.setdefault((m.part, m.operation), {}).setdefault(m.samples, []).append(m)
@@ -333,7 +333,7 @@ def medians(measurements: Sequence[Measurement]) -> dict[tuple[str, str], dict[i
 
 
 def growth(by_samples: dict[int, Measurement]) -> float:
-    """Cost per sample with the most samples, by that with the fewest; 1 is linear."""
+    """Ratio of the cost per sample at the largest size to the smallest; 1 is linear."""
     fewest, *_, most = by_samples.values()
     return most.per_sample / fewest.per_sample if fewest.seconds else float("nan")
 
@@ -363,7 +363,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def draw(measurements: Sequence[Measurement], path: Path) -> None:
-    """Draws the cost per sample over the number of samples: level lines are linear work."""
+    """Plot the cost per sample over the number of samples. Level lines are linear work."""
     figure = new_figure(8, 5.5)
     axes = figure.subplots()
     ends: list[tuple[float, str, str]] = []
@@ -373,7 +373,7 @@ def draw(measurements: Sequence[Measurement], path: Path) -> None:
         ends.append((costs[-1], f"{part}: {operation}", COLORS[part]))
     axes.set_xscale("log")
     axes.set_yscale("log")
-    # Names stand beside the ends of their lines, moved apart where they would cover each other.
+    # Labels are beside the ends of their lines, moved apart if they would overlap.
     lowest = 0.0
     for cost, name, color in sorted(ends):
         lowest = max(cost, 1.35 * lowest)
@@ -392,10 +392,10 @@ def main() -> None:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--samples", type=int, nargs="+", default=[1_000, 10_000, 100_000], help="how many samples")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of everything")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats of each measurement")
     parser.add_argument("--chunk", type=int, default=64, help="tokens per chunk; a sample has two")
-    parser.add_argument("--with-gc", action="store_true", help="with Python's garbage collector running")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="where the results go")
+    parser.add_argument("--with-gc", action="store_true", help="leave Python's garbage collector on")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
     parser.add_argument("--plot-only", type=Path, metavar="FILE", help="table and picture of the results in this file")
     options = parser.parse_args()
     for name in ("repeats", "chunk"):

@@ -1,7 +1,6 @@
-"""What the benchmarks that gather evidence have in common: a JSON file, a table, and a picture, in one folder.
+"""JSON files, tables and pictures of the benchmarks.
 
-The invariant owned here: the JSON file is whole at every moment, so a benchmark that is stopped leaves what it had
-measured by then.
+Invariant: the JSON file is complete at every moment, so a stopped benchmark keeps its measurements.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and how busy it was."""
+    """The machine and its load."""
     return {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -28,7 +27,7 @@ def machine() -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in the place of what it held before."""
+    """Replace the content of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
     unfinished.write_text(text)
@@ -36,7 +35,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, settings: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Write everything measured so far, in the place of what the file held before."""
+    """Replace the content of a file with everything measured so far."""
     replace_text(path, json.dumps({"machine": machine(), "settings": settings, "results": results}) + "\n")
 
 
@@ -44,7 +43,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Settings and results that [`write_json`] wrote.
 
     Raises:
-        SystemExit: If the file is none of ours.
+        SystemExit: If the file is not a benchmark's.
     """
     try:
         content = json.loads(path.read_text())
@@ -57,7 +56,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table.
 
     Raises:
-        ValueError: If a row has not as many cells as the header.
+        ValueError: If a row has more or fewer cells than the header.
     """
     lines = [list(header), ["---"] * len(header), *map(list, rows)]
     for line in lines:
@@ -67,7 +66,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def require_matplotlib() -> None:
-    """Before anything is measured: a benchmark that runs for an hour must not fail at its picture."""
+    """Fail before anything is measured, instead of at the picture an hour later."""
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit(
             "The picture is drawn with matplotlib, which is not installed. Install it with "
@@ -76,7 +75,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure of its own, not pyplot's: no global state and no display, whoever calls."""
+    """A matplotlib figure without pyplot, and so without global state or a display."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=120)

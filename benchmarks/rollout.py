@@ -1,29 +1,28 @@
-"""Rollout throughput by mode and over-provisioning factor: pool, driver and engine against a real vLLM server.
+"""Rollout throughput by mode and over-provisioning factor: pool, driver and engine on a real vLLM server.
 
     python benchmarks/rollout.py                        # sigma 0, 0.5 and 1.0 at factors 1.0, 1.5, 2.0, 3.0
     python benchmarks/rollout.py --modes abort reuse overlap both discard uninterrupted --train-seconds 0.3
     python benchmarks/rollout.py --sigma 1.0 --factors 1.0 2.0 --json result.json
-    python benchmarks/rollout.py --useless 0.4          # 40 % of the groups rejected and replaced: dynamic sampling
+    python benchmarks/rollout.py --useless 0.4          # dynamic sampling rejects and replaces 40 % of the groups
     python benchmarks/rollout.py --modes abort priority --max-sequences 16    # a server with a queue
-    python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a server that runs already
+    python benchmarks/rollout.py --base-url http://127.0.0.1:8000    # a running server
 
-Modes: `abort` and `reuse` are what `resume_kv` says, `overlap` and `both` are these two with `overlap_generation`, and
-`keep` is `resume_kv="keep"` with it: requests are not cut, they are held on a paused server while the weights change.
-`priority` is `abort`, and every request tells the server that older groups come first.
-`discard` over-provisions and throws away what is not finished. `uninterrupted` never cuts a request and never waits
-for the trainer: the limit of what any mode can reach with so many requests in flight. Factor 1.0 is synchronous in
-every mode and runs once. Factor `auto` is chosen as in training, in the modes that training has, and has had ten
-rounds to choose before it counts.
+Modes:
+- `abort` and `reuse` set `resume_kv`; `overlap` and `both` are these two with `overlap_generation`.
+- `keep` is `resume_kv="keep"` with `overlap_generation`: requests are held on a paused server while weights change.
+- `priority` is `abort`, and the server schedules older groups first.
+- `discard` over-provisions and throws unfinished groups away.
+- `uninterrupted` never cuts a request and never waits for the trainer: the limit for so many requests in flight.
+Factor 1.0 is synchronous in every mode and runs once. Factor `auto` is chosen as in training, after ten rounds, in the
+modes that training has.
 
-Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, as if it had a device of its own.
-Completion lengths are forced: lognormal around `--median`, the same for every contestant. Each contestant has a pool
-of its own, and they take turns on one server, block by block; what is compared are the measurements of one turn. The
-first rounds and the first of each block are left out, so a figure is that of the steady state; the pauses count.
-Generated and trained tokens are counted apart. The share of the limit is one of generated tokens: what goes into a
-pool comes out of it, but within a few rounds it may deliver more or less than it gets. Where lengths are even, groups
-end together, and a pool of factor 3 generates in every third round only. The round of each block that does not count
-must not always be the same one of that pattern: with `--block 4` every fifth does not count, and after 6 blocks each
-round of the patterns of 2 and of 3 has been left out equally often.
+Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, as on a device of its own.
+Completion lengths are forced: lognormal around `--median`, the same for every contestant. Each contestant has its own
+pool, and they alternate on one server, block by block. Only measurements of one turn are compared. The first rounds of
+a run and the first round of each block do not count; pauses do. Generated and trained tokens are counted apart. The
+share of the limit is of generated tokens: within a few rounds a pool may deliver more or less than it generates. With
+even lengths a pool of factor 3 generates in every third round only. With `--block 4` every fifth round does not count,
+so each round of such patterns is left out equally often after 6 blocks.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ import requests
 from calibration import Calibrator, max_sequences_of, pause_of
 from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, auto_by_best, draw, rows, table
 
-from trl_april.admission import NewGroup
-from trl_april.auto.factor_chooser import FactorChooser
-from trl_april.dynamic_sampling import DynamicSampling
-from trl_april.engine import Chunk, GenerationRequest
-from trl_april.pool import Pool
-from trl_april.rollout import RolloutDriver
-from trl_april.round import Round
-from trl_april.sampling import sampling_options
-from trl_april.server import LocalServer
-from trl_april.types import Score
-from trl_april.vllm_engine import VLLMEngine
+from trl_april.data.admission import NewGroup
+from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.engine.sampling import sampling_options
+from trl_april.engine.vllm import VLLMEngine
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Score
+from trl_april.rollout.driver import RolloutDriver
+from trl_april.rollout.dynamic_sampling import DynamicSampling
+from trl_april.rollout.round import Round
+from trl_april.server.local import LocalServer
+from trl_april.tuning.factor_chooser import FactorChooser
 
 
 if TYPE_CHECKING:
@@ -70,34 +69,34 @@ PIECES = 1  # of a calibration, after every block
 
 
 def sample_of(request: GenerationRequest) -> tuple[int, int]:
-    """The group and the index of a request."""
+    """Group and index of a request."""
     _, group_id, index, _ = request.request_id.split("-")
     return int(group_id), int(index)
 
 
 class PrioritisedEngine(VLLMEngine):
-    """A vLLM engine that asks for the oldest groups first, of a server with `--scheduling-policy priority`.
+    """A vLLM engine that prefers older groups, for a server with `--scheduling-policy priority`.
 
     In training requests have no priority: they are sent oldest first, and a server that takes them as they come does
     the same without being asked. docs/benchmarks.md has what was measured.
     """
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        self._open_session()  # before it is copied, so that there is one
+        self._open_session()  # before it is copied
         prioritised = copy(self)
         prioritised._body = {**self._body, "priority": sample_of(request)[0]}
         return VLLMEngine.generate(prioritised, request)
 
 
 class ForcedLengths:
-    """A vLLM engine whose samples end where `lengths` says, by asking for no more tokens than that."""
+    """A vLLM engine with forced lengths, by `max_tokens`."""
 
     def __init__(self, engine: VLLMEngine, sigma: float, median: int, seed: int) -> None:
         self._engine = engine
         self._sigma, self._median, self._seed = sigma, median, seed
 
     def length(self, group_id: int, index: int) -> int:
-        """Length of a sample in tokens; the same in every run with the same seed."""
+        """Length of a sample in tokens, by seed."""
         drawn = random.Random(f"{self._seed}/{group_id}/{index}").lognormvariate(0.0, self._sigma)
         return round(min(LONGEST, max(SHORTEST, self._median * drawn)))
 
@@ -112,7 +111,7 @@ class ForcedLengths:
         return await self._engine.generated(request_ids)
 
     async def holds(self, version: int) -> bool:
-        return True  # nothing is trained, so nothing is lost by a restart
+        return True  # the weights never change
 
     async def close(self) -> None:
         await self._engine.close()
@@ -122,11 +121,8 @@ def forced_engine(
     base_url: str, model: str, stream_interval: int, sigma: float, median: int, seed: int,
     make: type[VLLMEngine] = VLLMEngine,
 ) -> ForcedLengths:  # fmt: skip
-    """An engine for samples of forced lengths, which do not end by themselves."""
-    sampling = sampling_options(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-        stop_token_ids=(), generation_kwargs={"ignore_eos": True},
-    )  # fmt: skip
+    """An engine for samples of forced lengths, without a stop token."""
+    sampling = sampling_options(generation_kwargs={"ignore_eos": True})
     return ForcedLengths(make(base_url, model, sampling, stream_interval=stream_interval), sigma, median, seed)
 
 
@@ -135,13 +131,13 @@ RESUME_KV = {"reuse": "reuse", "both": "reuse", "keep": "keep"}
 
 
 class Contestant:
-    """One mode and factor: a pool of its own, and rounds on a server that it shares with the others."""
+    """One mode and factor: its pool, and its rounds on the shared server."""
 
     def __init__(
         self, options: argparse.Namespace, base_url: str, model: str, sigma: float, mode: str, factor: float | str,
         turn: int,
     ) -> None:  # fmt: skip
-        # Another seed per turn, the same for all contestants of a turn.
+        # One seed per turn, for all contestants.
         self.engine = forced_engine(
             base_url, model, options.stream_interval, sigma, options.median, options.seed + turn,
             PrioritisedEngine if mode == "priority" else VLLMEngine,
@@ -152,7 +148,7 @@ class Contestant:
         self._pause = pause_of(base_url)
         self.pool = Pool(
             options.quota, over_provisioning=1.0 if isinstance(factor, str) else factor,
-            # What is never cut is never synced either, so nothing grows old.
+            # Without cuts there is no sync, so nothing gets stale.
             max_staleness=None if self._uninterrupted else options.max_staleness,
             dynamic_sampling=options.useless > 0,
         )  # fmt: skip
@@ -175,19 +171,19 @@ class Contestant:
                 reuses_kv=mode in RESUME_KV, overlaps=self._overlaps,
                 max_sequences=max_sequences_of(base_url),
             )  # fmt: skip
-            self.pool.over_provisioning = self._chooser.factor
+            self.pool.schedule.aim_at(self._chooser.factor)
         self.measurement = Measurement(sigma, mode, factor, turn)
         self._train_seconds = 0.0 if self._uninterrupted else options.train_seconds
         self._group_size = options.group_size
         self._useless = options.useless
-        self._prompts, self._verdicts = random.Random(options.seed), options.seed + turn
+        self._prompts, self._reward_seed = random.Random(options.seed), options.seed + turn
         self._rows = count()
         self._version = 0
         self._warmup = max(options.warmup, ROUNDS_TO_CHOOSE if factor == AUTO else 0)
 
     def _rewards(self, group_id: int) -> list[list[float]]:
-        """Equal for the useless share of the groups, which are the same for every contestant."""
-        useless = random.Random(f"{self._verdicts}/{group_id}").random() < self._useless
+        """Equal rewards for the useless share of the groups, the same ones for every contestant."""
+        useless = random.Random(f"{self._reward_seed}/{group_id}").random() < self._useless
         return [[0.0 if useless else float(index)] for index in range(self._group_size)]
 
     def _next(self, wanted: int) -> list[NewGroup]:
@@ -200,11 +196,11 @@ class Contestant:
         ]  # fmt: skip
 
     async def warm_up(self) -> None:
-        """Fill the pool, and choose the factor if there is one to choose."""
+        """Fill the pool, and choose the factor if it is `auto`."""
         await self.run_block(self._warmup, self._warmup)
 
     async def run_block(self, rounds: int, warmup: int) -> None:
-        """Run so many rounds and then leave the server to the others; the first `warmup` do not count."""
+        """Run a block of rounds. The first `warmup` do not count."""
         total = self.measurement
         tokens, seconds = total.generated_tokens, total.seconds
         for number in range(rounds):
@@ -216,13 +212,13 @@ class Contestant:
         await self.driver.cut()
 
     async def _run_round(self) -> Round:
-        """What a step of training does to the server: sync, round, and a pause for the training."""
+        """Run a training step as the server sees it: sync, round, and a pause for the training."""
         began = time.perf_counter()
         await self._make_way()
         sync_seconds = time.perf_counter() - began
         self.pool.begin_round(self._version)
         self._version += not self._uninterrupted
-        for group in self._next(self.pool.room):
+        for group in self._next(self.pool.schedule.room):
             group.admit_to(self.pool)
         done = await self.driver.run_round()
         if self._chooser is not None:
@@ -232,22 +228,22 @@ class Contestant:
         if self._discards:
             self._discard()
         if self._overlaps:
-            for group in self._next(self.pool.room_ahead):
+            for group in self._next(self.pool.schedule.room_ahead):
                 group.admit_to(self.pool)
-            await self.driver.go_on()
+            await self.driver.dispatch_ahead()
         if self._chooser is None:
             await asyncio.sleep(self._train_seconds)
             return done
-        # As in training, in another thread while the trainer trains.
+        # In another thread during training, as in the trainer.
         predicted, _ = await asyncio.gather(
             asyncio.to_thread(self._chooser.predict), asyncio.sleep(self._train_seconds)
         )
         if self._chooser.decide(predicted) is not None:
-            self.pool.over_provisioning = self._chooser.factor
+            self.pool.schedule.aim_at(self._chooser.factor)
         return done
 
     async def _make_way(self) -> None:
-        """What comes before the weights change. They do not: that takes all modes the same time."""
+        """Prepare for the weight sync, which is left out: it takes the same time in all modes."""
         if self._keeps and self.driver.in_flight:
             await self.driver.stop_asking()
             await asyncio.to_thread(self._pause.begin)
@@ -257,8 +253,8 @@ class Contestant:
             await self.driver.cut()
 
     def _discard(self) -> None:
-        """Throw away what is not finished, and what is finished beyond the quota, too."""
-        self.measurement.discarded_tokens += self.pool.tokens_held
+        """Discard unfinished groups and finished surplus."""
+        self.measurement.discarded_tokens += self.pool.counters.tokens_held
         self.pool.withdraw(len(self.pool))
 
     def _count(self, done: Round, seconds: float, *, counts: bool) -> None:
@@ -290,17 +286,17 @@ class Contestant:
 
 
 def bound(text: str) -> int | None:
-    """A staleness bound from the command line."""
+    """Parse a staleness bound."""
     return None if text == "none" else int(text)
 
 
 def factor(text: str) -> float | str:
-    """An over-provisioning factor from the command line."""
+    """Parse an over-provisioning factor."""
     return text if text == AUTO else float(text)
 
 
 def grid(options: argparse.Namespace) -> list[tuple[str, float | str]]:
-    """The contestants. Synchronous is the same in all modes and runs once, as the first."""
+    """The contestants, synchronous first: it is the same in all modes and runs once."""
     return [("abort", 1.0)] * (1.0 in options.factors) + [
         (mode, factor)
         for mode in options.modes
@@ -314,12 +310,11 @@ async def measure(
     contestants: Sequence[tuple[str, float | str]],
     turn: int, calibrator: Calibrator | None = None,
 ) -> list[Measurement]:  # fmt: skip
-    """Let the contestants take turns block by block, and measure all but the first rounds of each.
+    """Let the contestants alternate block by block, and measure all but the first rounds of each.
 
-    A shared machine's speed drifts within seconds by more than what is to be measured. What is compared was therefore
-    measured as close together as can be: a block of each, then the next of each. Every second time they come in the
-    reverse order of the time before, and otherwise in one of chance: of many, those in the middle would always be
-    measured at the same time.
+    The speed of a shared machine drifts within seconds by more than the differences of interest. So one block of each
+    contestant follows the other. Every second order is the reverse of the one before, the others are random: with a
+    fixed order, contestants in the middle would always be measured at the same time.
     """
     runners = [Contestant(options, base_url, model, sigma, mode, factor, turn) for mode, factor in contestants]
     try:
@@ -345,7 +340,7 @@ async def take_turn(
     options: argparse.Namespace, base_url: str, model: str, sigma: float, turn: int,
     calibrations: dict[str, dict[str, object]],
 ) -> list[Measurement]:  # fmt: skip
-    """A turn of all contestants, and the server's speed meanwhile, if that is asked for."""
+    """A turn of all contestants, and the server's speed between their blocks if calibration is on."""
     calibrator = None
     if options.calibrate:
         calibrator = Calibrator(base_url, model, prompt_tokens=PROMPT_LENGTH, sequences=[1, 4, 16, 32, 64, 128])
@@ -359,8 +354,8 @@ async def take_turn(
 def serve(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int, more_args: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Base URL of a server of our own with this model, and with a context of so many tokens."""
-    from trl_april.demo.model import save
+    """Start a server with this model and yield its base URL."""
+    from trl_april.commands.demo_training import save
 
     with tempfile.TemporaryDirectory(prefix="trl_april_bench_") as folder:
         save(model, tokenizer, Path(folder))
@@ -371,13 +366,13 @@ def serve(
 
 @contextmanager
 def server(base_url: str | None, more_args: Sequence[str] = ()) -> Iterator[str]:
-    """Base URL of the server to measure: the one given, or one of our own with a small random model."""
+    """Base URL of the server to measure: the given one, or an own server with a small random model."""
     if base_url is not None:
         yield base_url.rstrip("/")
         return
     import torch
 
-    from trl_april.demo.model import build_model, build_tokenizer
+    from trl_april.commands.demo_training import build_model, build_tokenizer
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -388,7 +383,7 @@ def server(base_url: str | None, more_args: Sequence[str] = ()) -> Iterator[str]
 
 
 def run(options: argparse.Namespace, report: Report, left: Sequence[tuple[float, int]]) -> None:
-    """Measure what is left, and write after every turn: a grid takes hours."""
+    """Measure turns that are not in the file, and write it after every turn: a grid takes hours."""
     server_args = [] if options.max_sequences is None else ["--max-num-seqs", str(options.max_sequences)]
     if "priority" in options.modes:
         server_args += ["--scheduling-policy", "priority"]
@@ -418,17 +413,13 @@ def main() -> None:
     parser.add_argument(
         "--factors", type=factor, nargs="+", default=[1.0, 1.5, 2.0, 3.0], help="over_provisioning, or auto"
     )
-    parser.add_argument(
-        "--turns", type=int, default=3, help="measurements of every factor, with other lengths in each"
-    )
+    parser.add_argument("--turns", type=int, default=3, help="measurements of every factor, each with other lengths")
     parser.add_argument("--quota", type=int, default=8, help="groups per batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
     parser.add_argument("--modes", nargs="+", default=["abort"], choices=MODES, help="see above")
     parser.add_argument("--train-seconds", type=float, default=0.0, help="pause of the trainer between two rounds")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds per run")
-    parser.add_argument(
-        "--block", type=int, default=4, help="measured rounds before another contestant has its turn; see above"
-    )
+    parser.add_argument("--block", type=int, default=4, help="measured rounds per block; see above")
     parser.add_argument("--warmup", type=int, default=4, help="rounds before them")
     parser.add_argument("--median", type=int, default=150, help="median length in tokens")
     parser.add_argument(
@@ -437,17 +428,17 @@ def main() -> None:
     parser.add_argument("--useless", type=float, default=0.0, help="share of groups that dynamic sampling rejects")
     parser.add_argument("--stream-interval", type=int, default=64, help="tokens per streamed chunk")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-sequences", type=int, help="requests at once of our own server")
-    parser.add_argument("--base-url", help="a server that runs already (default: start one)")
-    parser.add_argument("--json", type=Path, help="also write every measurement here, and go on where this file ends")
-    parser.add_argument("--plot", type=Path, help="also draw the medians here")
+    parser.add_argument("--max-sequences", type=int, help="concurrent requests of our own server")
+    parser.add_argument("--base-url", help="a running server (default: start one)")
+    parser.add_argument("--json", type=Path, help="also write every measurement here, and resume from this file")
+    parser.add_argument("--plot", type=Path, help="also plot the medians here")
     parser.add_argument(
         "--calibrate", action="store_true", help="measure the server's speed between the blocks, for the simulator"
     )
     options = parser.parse_args()
 
     if options.useless and "discard" in options.modes:
-        parser.error("--useless: what is discarded has no verdicts, so leave out --modes discard")
+        parser.error("--useless: discarded groups are not scored. Leave out --modes discard.")
     report = Report.of(vars(options), options.json)
     left = [(sigma, turn) for sigma in options.sigma for turn in range(options.turns) if not report.has(sigma, turn)]
     if report.measurements:

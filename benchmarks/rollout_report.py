@@ -1,8 +1,8 @@
-"""What `benchmarks/rollout.py` has measured: a JSON file, a table, and a picture.
+"""Results of `benchmarks/rollout.py`: a JSON file, a table and a picture.
 
     python benchmarks/rollout_report.py one.json other.json    # `auto` against fixed factors, over several files
 
-The JSON file is whole after every turn, and a benchmark that was stopped goes on where it was.
+The JSON file is complete after every turn, and a stopped benchmark resumes from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from report import machine, markdown, new_figure, replace_text
 AUTO = "auto"
 NAMES = {"both": "overlap and reuse", "keep": "overlap and keep"}
 NOT_OF_TRAINING = ("discard", "uninterrupted")
-# Of the command line: what says nothing of the measurements, and what a command that goes on may have more of.
+# Options that do not affect measurements, and options that may grow when a benchmark is resumed.
 NOT_WRITTEN, NOT_COMPARED = ("json", "plot", "base_url"), ("sigma", "turns")
 
 
@@ -35,7 +35,7 @@ class Measurement:
     mode: str
     factor: float | str
     turn: int
-    seconds: float = 0.0  # rounds and the pauses between them
+    seconds: float = 0.0  # rounds and pauses
     rounds: int = 0
     trained_tokens: int = 0
     generated_tokens: int = 0
@@ -44,10 +44,10 @@ class Measurement:
     groups: int = 0
     rejected_groups: int = 0
     staleness_max: int = 0
-    staleness_tokens: int = 0  # age of every trained token, summed up
+    staleness_tokens: int = 0  # summed age of the trained tokens
     request_seconds: float = 0.0
     round_seconds: float = 0.0
-    factors: float = 0.0  # summed up over the rounds
+    factors: float = 0.0  # summed over the rounds
     blocks: list[tuple[int, float]] = field(default_factory=list)  # generated tokens and seconds of each
 
     @property
@@ -64,7 +64,7 @@ class Measurement:
 
     @property
     def kept_per_second(self) -> float:
-        """Generated tokens that are not thrown away. Trained tokens are the same in the long run only."""
+        """Generated tokens without discarded ones. Trained tokens are equal only in the long run."""
         return self.trained_per_second if self.mode == "discard" else self.generated_per_second
 
     @property
@@ -87,16 +87,15 @@ class Measurement:
 
 @dataclass(slots=True)
 class Report:
-    """
-    All measurements of a command, or of several that went on where the one before was stopped.
+    """All measurements of a command, or of several that resumed it.
 
     Args:
         settings (`dict[str, Any]`):
-            Of the command line.
+            Options of the command line.
         calibrations (`dict[str, dict[str, Any]]`):
             Speed of the server, by `"sigma/turn"`; see `calibration.py`.
         measurements (`list[Measurement]`):
-            Turn by turn.
+            Measurements, turn by turn.
     """
 
     settings: dict[str, Any]
@@ -105,7 +104,7 @@ class Report:
 
     @classmethod
     def of(cls, options: dict[str, Any], path: Path | None) -> Self:
-        """What was measured with these options already, which is nothing without a file.
+        """Measurements in the file, with the same options.
 
         Raises:
             SystemExit: If the file has measurements with other options.
@@ -127,10 +126,10 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What was measured.
+        """Read a file of measurements.
 
         Raises:
-            SystemExit: If the file is none of ours.
+            SystemExit: If it is not such a file.
         """
         try:
             content = json.loads(path.read_text())
@@ -148,7 +147,7 @@ class Report:
         return any((m.sigma, m.turn) == (sigma, turn) for m in self.measurements)
 
     def write(self, path: Path) -> None:
-        """Everything so far, in the place of what the file held before."""
+        """Write all measurements to the file."""
         rows = [
             {
                 **asdict(m),
@@ -167,7 +166,7 @@ class Report:
 
 
 def named(factor: float | str, cell: Sequence[Measurement]) -> str:
-    """The factor, and for one that was chosen what it came to."""
+    """The factor, and the mean choice of `auto`."""
     if isinstance(factor, float):
         return f"{factor:g}"
     return f"{factor} ({statistics.median(m.factor_mean for m in cell):.2g})"
@@ -184,7 +183,7 @@ def ratios(measurements: list[Measurement], first: list[Measurement], rate: str)
 def interval_of_blocks(pairs: Sequence[tuple[Measurement, Measurement]]) -> str:
     """Geometric mean of the ratios of generated tok/s, block by block, and its two-sided 95 % interval.
 
-    Blocks of a turn that were measured one after the other, and so by a machine of the same speed, are a pair.
+    Blocks that followed each other, and so had a machine of the same speed, are a pair.
     """
     logarithms = [
         math.log((tokens / seconds) / (other_tokens / other_seconds))
@@ -199,7 +198,7 @@ def interval_of_blocks(pairs: Sequence[tuple[Measurement, Measurement]]) -> str:
 
 
 def cells_of(measurements: list[Measurement]) -> dict[float, dict[tuple[str, float | str], list[Measurement]]]:
-    """The turns of each mode and factor, by sigma."""
+    """Turns of each mode and factor, by sigma."""
     found: dict[float, dict[tuple[str, float | str], list[Measurement]]] = {}
     for one in measurements:
         found.setdefault(one.sigma, {}).setdefault((one.mode, one.factor), []).append(one)
@@ -207,8 +206,7 @@ def cells_of(measurements: list[Measurement]) -> dict[float, dict[tuple[str, flo
 
 
 def rows(measurements: list[Measurement]) -> list[dict[str, str]]:
-    """What is known of each cell, by the names of columns: medians over the turns, and of each turn's ratio to the
-    first contestant."""
+    """Rows of the table by column: medians over the turns, and of each turn's ratio to the first contestant."""
     found = []
     for sigma, cells in cells_of(measurements).items():
         first = next(iter(cells.values()))
@@ -237,15 +235,15 @@ def rows(measurements: list[Measurement]) -> list[dict[str, str]]:
 
 
 def table(rows: list[dict[str, str]], columns: Sequence[str] = ()) -> str:
-    """Cells with all their columns, or with some of them."""
+    """Table of cells with all columns, or with some of them."""
     columns = columns or list(rows[0])
     return markdown(columns, [[row[name] for name in columns] for row in rows])
 
 
 def auto_by_best(measurements: list[Measurement]) -> list[dict[str, str]]:
-    """How `auto` does against the fixed factor of its mode that generates most: each turn's ratio, and of blocks.
+    """Ratios of `auto` to the best fixed factor of its mode, by turn and by block.
 
-    Behind the cells come the modes and all of them together, over all sigmas, if there are several.
+    Summaries over the sigmas follow, by mode and over all modes, if there are several.
     """
     found = []
     pairs: dict[str, list[tuple[Measurement, Measurement]]] = {}
@@ -277,7 +275,7 @@ def auto_by_best(measurements: list[Measurement]) -> list[dict[str, str]]:
 
 
 def draw(measurements: list[Measurement], path: Path) -> None:
-    """Trained tokens per second over the factor, a panel for each sigma and a line for each mode."""
+    """Plot trained tokens per second over the factor: a panel per sigma, a line per mode."""
     sigmas = list(dict.fromkeys(m.sigma for m in measurements))
     figure = new_figure(3.6 * len(sigmas), 3.6)
     for axes, sigma in zip(figure.subplots(1, len(sigmas), squeeze=False)[0], sigmas, strict=True):
@@ -305,7 +303,7 @@ def draw(measurements: list[Measurement], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="`auto` against the best fixed factors, over several measurements")
-    parser.add_argument("files", type=Path, nargs="+", help="what benchmarks/rollout.py --json has written")
+    parser.add_argument("files", type=Path, nargs="+", help="files of benchmarks/rollout.py --json")
     measurements = [one for path in parser.parse_args().files for one in Report.read(path).measurements]
     print(table(auto_by_best(measurements)))
 

@@ -1,12 +1,11 @@
-"""The simulator against reality: every cell that benchmarks/rollout.py has measured, simulated.
+"""The simulator against measurements: simulate every cell that benchmarks/rollout.py has measured.
 
     python benchmarks/rollout.py --calibrate --modes abort reuse overlap both discard uninterrupted --json rollout.json
     python benchmarks/simulator.py rollout.json --json simulator.json --plot simulator.png
 
-Each turn of each cell is simulated with the lengths of that turn and with the server's speed as it was measured
-between the blocks of that turn. Compared are generated tokens per second: within as few rounds as are measured, more
-or less can be trained, since the pool may hold more or less afterwards. Where what is not finished is thrown away,
-they are trained tokens.
+Each turn of a cell is simulated with its own lengths and with the server's speed measured between its blocks. The
+table compares generated tokens per second, since within few rounds the pool may gain or lose finished tokens. In the
+mode that discards unfinished groups, it compares trained tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from report import write_json
 from rollout import LONGEST, PROMPT_LENGTH, SHORTEST
 from rollout_report import AUTO, Measurement, Report, auto_by_best, cells_of, rows, table
 
-from trl_april.simulator.lengths import Lognormal
-from trl_april.simulator.result import Mode
-from trl_april.simulator.run import run
-from trl_april.simulator.scenario import Scenario
+from trl_april.tuning.scenario import Lognormal, Scenario
+from trl_april.tuning.simulation import Mode, run
 
 
 KV_BLOCK = 128  # of vLLM on a CPU
@@ -35,12 +32,11 @@ COLUMNS = (
 
 
 def simulated(one: Measurement, report: Report, *, stalls: bool = True) -> float:
-    """Tokens per second of a cell in one turn, as the simulator has it."""
+    """Simulated tokens per second of a cell in one turn."""
     settings = report.settings
     calibration = Calibration(**report.calibrations[f"{one.sigma:g}/{one.turn}"])
     mode = Mode.SYNCHRONOUS if one.factor == 1 else Mode(one.mode)
-    # What the benchmark calls so has rounds, and a pool that is filled at their ends. The simulator's own fills it at
-    # once.
+    # The benchmark's uninterrupted mode refills its pool at the ends of rounds, unlike the simulator's.
     is_limit = mode is Mode.UNINTERRUPTED
     mode = Mode.KEEP if is_limit else mode
     scenario = Scenario(
@@ -52,7 +48,7 @@ def simulated(one: Measurement, report: Report, *, stalls: bool = True) -> float
         max_sequences=calibration.max_sequences,
         kv_block=KV_BLOCK,
         request_seconds=calibration.request_seconds,
-        # Client and API server compute a request on the cores that the engine computes on.
+        # Client, API server and engine share cores.
         request_stall_seconds=calibration.request_seconds if stalls else 0.0,
         abort_seconds=calibration.abort_seconds,
         train_seconds=0.0 if is_limit else settings["train_seconds"],
@@ -63,13 +59,13 @@ def simulated(one: Measurement, report: Report, *, stalls: bool = True) -> float
         seed=settings["seed"] + one.turn,
         quantum=1,
     )
-    # A factor that was chosen is simulated as what it came to.
+    # A chosen factor is simulated as its mean.
     result = run(scenario, mode, one.factor_mean if one.factor == AUTO else one.factor)
     return result.trained_per_second if mode is Mode.DISCARD else result.generated_per_second
 
 
 def compare(report: Report, *, stalls: bool = True) -> list[dict[str, Any]]:
-    """Measured and simulated tokens per second of every cell, medians over the turns."""
+    """Measured and simulated tokens per second of every cell: medians over the turns."""
     found = []
     for sigma, cells in cells_of(report.measurements).items():
         for (mode, factor), cell in cells.items():
@@ -89,7 +85,7 @@ def compare(report: Report, *, stalls: bool = True) -> list[dict[str, Any]]:
 
 
 def described(report: Report, cells: list[dict[str, Any]]) -> str:
-    """Every cell as it was measured, with the simulator's ratio, and how many are within 15 %."""
+    """A table of the measured cells with the simulator's ratio, and how many are within 15 %."""
     found = rows(report.measurements)
     for row, cell in zip(found, cells, strict=True):
         row["simulated by measured"] = f"{cell['ratio']:.2f}"
@@ -116,11 +112,11 @@ def plot(cells: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("report", type=Path, help="what benchmarks/rollout.py --calibrate --json has written")
+    parser.add_argument("report", type=Path, help="the file that benchmarks/rollout.py --calibrate --json wrote")
     parser.add_argument("--json", type=Path, help="also write the cells here")
     parser.add_argument("--plot", type=Path, help="draw simulated over measured")
     parser.add_argument(
-        "--no-stalls", action="store_true", help="simulate as if a request took nothing from the engine's steps"
+        "--no-stalls", action="store_true", help="simulate requests that do not stall the engine's steps"
     )
     options = parser.parse_args()
     report = Report.read(options.report)

@@ -1,4 +1,4 @@
-"""The extreme tail: completions of 100 tokens and of 20,000 in one batch, against a real vLLM server, no training.
+"""The extreme tail: completions of 100 and of 20,000 tokens in one batch, on a real vLLM server, without training.
 
     python benchmarks/tail.py                                              # synchronous, 2:5, 2:none and 3:11
     python benchmarks/tail.py --contestants 1 2:5 2:8 --turns 2
@@ -6,20 +6,19 @@
     python benchmarks/tail.py --resume-kv recompute                        # partial samples are prefilled again
     python benchmarks/tail.py --plot-only benchmark_output/tail.json
 
-The first sample of every `--every`-th group is long, all others are short; lengths are forced. A contestant is an
-over-provisioning factor and, behind a colon, `max_staleness` in rounds (`none` for no bound). Each has a pool of its
-own, and they take turns on one server cycle by cycle. A cycle is as many rounds as can pass while a long completion is
-generated; the first one fills the pool and does not count.
+The first sample of every `--every`-th group is long, all others are short. Lengths are forced. A contestant is an
+over-provisioning factor and, after a colon, `max_staleness` in rounds (`none` for no bound). Each has its own pool,
+and they alternate on one server. A cycle is the number of rounds that pass while a long completion is generated. The
+first cycle fills the pool and does not count.
 
-What to expect, if a decode step cost the same whatever is in it: a synchronous batch takes as long as a long
-completion. Under a bound of b versions a long completion may be b rounds old when it is trained, so b + 1 batches are
-delivered in that time, and not more. Without a bound, the places in the pool beyond the batch are what long
-completions can occupy: with factor 2, a batch of 8 groups and one long completion per batch, nine batches in that
-time, the last of them 8 versions after the first token was sampled.
+If every decode step cost the same, a synchronous batch would take as long as a long completion. With a bound of b
+versions, a long completion may be b rounds old when it is trained, so at most b + 1 batches are delivered in that
+time. Without a bound, long completions can occupy the places beyond the batch. With factor 2, a batch of 8 groups and
+one long completion per batch, that is nine batches, the last one 8 versions after the first token was sampled.
 
-The model has one layer with one head, smaller than that of the other benchmarks: with weights of 0.1 million
-parameters the KV cache of one completion of 20,000 tokens is many times as large as they are, and reading it would be
-most of a decode step. For a model of 7 billion parameters on a GPU it is a few percent.
+The model has one layer with one head, smaller than in the other benchmarks. The KV cache of 20,000 tokens is many
+times as large as 0.1 million parameters: reading it would take most of a decode step. For 7 billion parameters on a
+GPU it takes a few percent.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ import requests
 from report import markdown, new_figure, read_json, require_matplotlib, write_json
 from rollout import serve
 
-from trl_april.admission import NewGroup
-from trl_april.engine import Chunk, GenerationRequest
-from trl_april.pool import Pool
-from trl_april.rollout import RolloutDriver
-from trl_april.sampling import sampling_options
-from trl_april.staleness import check_bound
-from trl_april.vllm_engine import VLLMEngine
+from trl_april.data.admission import NewGroup
+from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.engine.sampling import sampling_options
+from trl_april.engine.vllm import VLLMEngine
+from trl_april.pool.pool import Pool
+from trl_april.pool.staleness import check_bound
+from trl_april.rollout.driver import RolloutDriver
 
 
 PROMPT_LENGTH = 16
@@ -55,7 +54,7 @@ COLOR = "#1f6fb4"
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """What differs between the measurements.
+    """An over-provisioning factor and a staleness bound.
 
     Args:
         factor (`float`):
@@ -69,7 +68,7 @@ class Contestant:
 
     @classmethod
     def parse(cls, text: str) -> Contestant:
-        """`FACTOR` or `FACTOR:BOUND`, the bound a number or `none`."""
+        """Parse `FACTOR` or `FACTOR:BOUND`, the bound a number or `none`."""
         factor, _, bound = text.partition(":")
         try:
             parsed = cls(float(factor), None if bound == "none" else int(bound or 5))
@@ -87,10 +86,10 @@ class Contestant:
         )
 
     def cycle(self, quota: int, every: int) -> int:
-        """Rounds that can pass while one long completion is generated; they repeat from then on."""
+        """Rounds that can pass while one long completion is generated."""
         if self.factor == 1:
             return 1
-        places = int(round(self.factor * quota) - quota)  # beyond a batch of short ones
+        places = int(round(self.factor * quota) - quota)  # beyond the batch
         rounds = places * every // quota + 1
         return rounds if self.max_staleness is None else min(rounds, self.max_staleness + 1)
 
@@ -121,7 +120,7 @@ class Measurement:
 
 
 class TailEngine:
-    """A vLLM engine with a few long samples among short ones; they end by asking for no more tokens than that."""
+    """A vLLM engine with a few long samples among short ones. `max_tokens` forces the lengths."""
 
     def __init__(self, engine: VLLMEngine, *, short: int, long: int, every: int, reuse_kv: bool) -> None:
         self._engine = engine
@@ -135,7 +134,7 @@ class TailEngine:
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         run_id, group_id, index, _ = request.request_id.split("-")
         left = self.length(int(group_id), int(index)) - request.generated
-        # A salt of the group's own: a resumed sample finds its KV blocks, and no other prompt does.
+        # One salt per group: a resumed sample finds its own KV blocks, and no other prompt does.
         salt = f"{run_id}-{group_id}" if self._reuse_kv else request.cache_salt
         return self._engine.generate(replace(request, max_tokens=left, cache_salt=salt))
 
@@ -143,14 +142,14 @@ class TailEngine:
         await self._engine.abort(request_ids)
 
     async def holds(self, version: int) -> bool:
-        return True  # nothing is trained, so nothing is lost by a restart
+        return True  # the weights never change
 
     async def close(self) -> None:
         await self._engine.close()
 
 
 class Rounds:
-    """A contestant's pool, and rounds on the server that it shares with the others."""
+    """A contestant's pool, and its rounds on the shared server."""
 
     def __init__(self, contestant: Contestant, options: argparse.Namespace, engine: Any) -> None:
         self.contestant = contestant
@@ -163,10 +162,10 @@ class Rounds:
         self._versions = count()
 
     async def run(self, measurement: Measurement | None) -> None:
-        """One round, added to the measurement if there is one."""
+        """Run a round, and add it to the measurement if there is one."""
         version = next(self._versions)
         self.pool.begin_round(version)
-        for _ in range(self.pool.room):
+        for _ in range(self.pool.schedule.room):
             prompt = [self._prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)]
             NewGroup(next(self._ids), {}, prompt, self._options.group_size, self._options.long).admit_to(self.pool)
         done = await self.driver.run_round()
@@ -193,10 +192,7 @@ async def measure(
 
     `keep` gets everything measured so far, whenever there is more.
     """
-    sampling = sampling_options(
-        temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-        stop_token_ids=(), generation_kwargs={"ignore_eos": True},
-    )  # fmt: skip
+    sampling = sampling_options(generation_kwargs={"ignore_eos": True})
     engine = TailEngine(
         VLLMEngine(base_url, model, sampling, stream_interval=options.stream_interval),
         short=options.short,
@@ -232,18 +228,18 @@ async def measure(
 
 
 def ratios(cell: Sequence[Measurement], first: Sequence[Measurement], rate: str) -> list[float]:
-    """Each turn's ratio to the first contestant."""
+    """Ratio to the first contestant, by turn."""
     return [getattr(one, rate) / getattr(other, rate) for one, other in zip(cell, first, strict=True)]
 
 
 def by_name(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
-    """The turns of every contestant, the synchronous one first."""
+    """Turns of every contestant, the synchronous one first."""
     names = sorted(dict.fromkeys(m.name for m in measurements), key=lambda name: name != "synchronous")
     return {name: sorted((m for m in measurements if m.name == name), key=lambda m: m.turn) for name in names}
 
 
 def table(measurements: Sequence[Measurement]) -> str:
-    """Medians over the turns; the staleness is the price of the ratio beside it."""
+    """Medians over the turns, with the staleness that each ratio costs."""
     cells = by_name(measurements)
     first = next(iter(cells.values()))
     rows = []
@@ -270,7 +266,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def draw(measurements: Sequence[Measurement], path: Path) -> None:
-    """Draws the ratios, with the age of the oldest token that each costs."""
+    """Plot the ratios, with the age of the oldest token."""
     cells = by_name(measurements)
     first = next(iter(cells.values()))
     names = list(cells)
@@ -291,14 +287,14 @@ def draw(measurements: Sequence[Measurement], path: Path) -> None:
 
 @contextmanager
 def server(base_url: str | None, context: int) -> Iterator[str]:
-    """Base URL of the server to measure: the one given, or one of our own with a small random model."""
+    """Base URL of the server to measure: the given one, or an own server with a small random model."""
     if base_url is not None:
         yield base_url.rstrip("/")
         return
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from trl_april.demo.model import build_model, build_tokenizer
+    from trl_april.commands.demo_training import build_model, build_tokenizer
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -319,11 +315,11 @@ def main() -> None:
     parser.add_argument(
         "--contestants", type=Contestant.parse, nargs="+", metavar="FACTOR[:BOUND]",
         default=[Contestant(1.0, 5), Contestant(2.0, 5), Contestant(2.0, None), Contestant(3.0, 11)],
-        help="over_provisioning and max_staleness (5 if left out, or none); the first is compared with, so give 1",
+        help="over_provisioning and max_staleness (default 5, or none); the others are compared with the first",
     )  # fmt: skip
     parser.add_argument("--short", type=int, default=100, help="tokens of most completions")
     parser.add_argument("--long", type=int, default=20_000, help="tokens of a long completion")
-    parser.add_argument("--every", type=int, default=8, help="the first sample of every so many groups is long")
+    parser.add_argument("--every", type=int, default=8, help="groups per long sample")
     parser.add_argument("--quota", type=int, default=8, help="groups per batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
     parser.add_argument("--turns", type=int, default=1, help="measured cycles of every contestant")
@@ -332,8 +328,8 @@ def main() -> None:
     )
     parser.add_argument("--stream-interval", type=int, default=64, help="tokens per streamed chunk")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--base-url", help="a server that runs already (default: start one)")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="where the results go")
+    parser.add_argument("--base-url", help="a running server (default: start one)")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
     parser.add_argument("--plot-only", type=Path, metavar="FILE", help="table and picture of the results in this file")
     options = parser.parse_args()
     for name in ("short", "every", "quota", "group_size", "turns"):

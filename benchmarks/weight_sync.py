@@ -1,10 +1,10 @@
-"""How long a server stands still for a weight sync through files, and how much of the sync it does not.
+"""Seconds of a weight sync through files, with the server generating and with the server paused.
 
     python benchmarks/weight_sync.py                     # a model of 250 million parameters, 9 syncs
     python benchmarks/weight_sync.py --layers 40 --syncs 5 --json weight_sync.json
 
-Server and trainer are a real vLLM and a Qwen3 with random weights on this machine, in float32. The trainer computes
-what the canary expects and writes the weights while requests may run; then they make way, and the server loads.
+A real vLLM server and a Qwen3 with random weights run on this machine, in float32. The trainer computes the canary's
+log-probabilities and writes the weights while requests may run; then requests stop, and the server loads the files.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from report import write_json
 from rollout import serve
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from trl_april.demo.model import build_tokenizer
-from trl_april.processes import OneProcess
-from trl_april.weight_sync import ServerGeneration
+from trl_april.commands.demo_training import build_tokenizer
+from trl_april.distributed.processes import OneProcess
+from trl_april.weights.sync import ServerGeneration
 
 
 CONTEXT = 1024
 
 
 def build(layers: int) -> PreTrainedModel:
-    """A model of some 12.6 million parameters per layer."""
+    """A model of 12.6 million parameters per layer."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -40,14 +40,14 @@ def build(layers: int) -> PreTrainedModel:
 
 
 def measure(model: PreTrainedModel, base_url: str, syncs: int) -> list[dict[str, float]]:
-    """Seconds of each sync before and after requests make way."""
-    made_way: list[float] = []
+    """Seconds of each sync before and after requests stop."""
+    quiesced: list[float] = []
     generation = ServerGeneration(
         model=model, accelerator=Accelerator(cpu=True), processing_class=None, processes=OneProcess(),
-        trained_model=lambda: model, policy_version=lambda: len(made_way), weight_sync="filesystem",
+        trained_model=lambda: model, policy_version=lambda: len(quiesced), weight_sync="filesystem",
         weight_sync_dir=None, needs_logprobs=False, api_key=None, server_base_url=base_url, max_completion_length=1,
     )  # fmt: skip
-    generation.before_sync = lambda: made_way.append(time.perf_counter())
+    generation.before_sync = lambda: quiesced.append(time.perf_counter())
     found = []
     for _ in range(syncs + 1):
         with torch.no_grad():
@@ -55,24 +55,24 @@ def measure(model: PreTrainedModel, base_url: str, syncs: int) -> list[dict[str,
                 parameter *= 1.001
         began = time.perf_counter()
         generation.sync_weights()
-        found.append({"before": made_way[-1] - began, "after": time.perf_counter() - made_way[-1]})
-    return found[1:]  # at the first one, much is done for the first time
+        found.append({"before": quiesced[-1] - began, "after": time.perf_counter() - quiesced[-1]})
+    return found[1:]  # the first sync warms up
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=20, help="of the model, 12.6 million parameters each")
+    parser.add_argument("--layers", type=int, default=20, help="layers of 12.6 million parameters")
     parser.add_argument("--syncs", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    parser.add_argument("--json", type=Path, help="file for all measurements")
     options = parser.parse_args()
     model = build(options.layers)
     with serve(model, build_tokenizer(), CONTEXT) as base_url:
         found = measure(model, base_url, options.syncs)
     before, after = ([one[name] for one in found] for name in ("before", "after"))
     print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:,.0f} million parameters, {len(found)} syncs: the server "
-        f"stands still for {statistics.median(after):.2f} s ({min(after):.2f} to {max(after):.2f}), after "
-        f"{statistics.median(before):.2f} s ({min(before):.2f} to {max(before):.2f}) in which it need not."
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:,.0f} million parameters, {len(found)} syncs: "
+        f"{statistics.median(before):.2f} s ({min(before):.2f} to {max(before):.2f}) while the server generates, then "
+        f"{statistics.median(after):.2f} s ({min(after):.2f} to {max(after):.2f}) while it is paused."
     )
     if options.json:
         write_json(options.json, {"layers": options.layers, "syncs": options.syncs}, found)

@@ -4,9 +4,9 @@
 #     scripts/launch_single_node.sh MODEL -- --dataset_name prompts.jsonl --reward_funcs contains_answer \
 #         --output_dir out
 #     scripts/launch_single_node.sh MODEL --server-gpus 2 --config scripts/accelerate/fsdp2.yaml -- ...
-#     scripts/launch_single_node.sh MODEL -- ... -- --max-model-len 8192      # the last ones are vLLM's
+#     scripts/launch_single_node.sh MODEL -- ... -- --max-model-len 8192      # flags of vLLM
 #
-# On a machine without GPUs both run on the CPU. The server stops with the trainer, whose exit code is the script's.
+# Without GPUs both run on the CPU. The server stops with the trainer, whose exit code is the script's.
 
 set -euo pipefail
 if ((BASH_VERSINFO[0] < 5)); then
@@ -19,20 +19,20 @@ usage() {
     cat <<'TEXT'
 Usage: launch_single_node.sh MODEL [options] -- [arguments of scripts/grpo.py] [-- flags of vLLM]
 
-  --server-gpus N   GPUs of the server, the first ones; the trainer has the others (default: half of them)
+  --server-gpus N   the first N GPUs for the server, the others for the trainer (default: half of them)
   --processes N     processes of the trainer (default: one for each of its GPUs; 1 on a CPU)
   --config FILE     configuration of accelerate (default: ddp.yaml or cpu_ddp.yaml of scripts/accelerate)
   --port PORT       port of the server, on 127.0.0.1 (default: 8000)
-  --timeout SECONDS that the server has to become ready (default: 1800)
+  --timeout SECONDS wait for the server to become ready (default: 1800)
   --log FILE        output of the server (default: a new temporary file)
 
-The server spreads the model over all of its GPUs. Where their number does not divide its attention heads, say otherwise
-at the end: -- --tensor-parallel-size 4 --data-parallel-size 2
+The server splits the model over all of its GPUs. If their number does not divide the attention heads, append for
+example: -- --tensor-parallel-size 4 --data-parallel-size 2
 
-When it is to end, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (600 unless it is set) to write the checkpoint
-of --save_on_signal.
+After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write the checkpoint of
+--save_on_signal.
 
-Which GPUs there are: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD) if it is set, otherwise all.
+GPUs in use: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD) if it is set, otherwise all.
 TEXT
 }
 
@@ -82,7 +82,7 @@ for command in trl-april accelerate python3; do
     command -v "$command" >/dev/null || die "$command is not on the PATH. Activate the environment that has it."
 done
 
-# GPUs: which there are, and under which variable the vendor's runtime takes a choice of them
+# GPUs, and the vendor's variable that selects some of them
 
 gpus=() variable='' chosen=''
 if command -v nvidia-smi >/dev/null &&
@@ -95,7 +95,7 @@ elif command -v rocm-smi >/dev/null && found=$(rocm-smi --showid --csv 2>/dev/nu
     variable=HIP_VISIBLE_DEVICES
 fi
 if [[ $variable == HIP_VISIBLE_DEVICES ]]; then
-    # ROCR_VISIBLE_DEVICES (Slurm sets it) hides GPUs one level below: those that are left count from 0.
+    # ROCR_VISIBLE_DEVICES (set by Slurm) hides GPUs one level below: the visible ones count from 0.
     if [[ -n ${ROCR_VISIBLE_DEVICES-} ]]; then
         found=$(tr ',' '\n' <<<"$ROCR_VISIBLE_DEVICES" | awk '{ print NR - 1 }')
     fi
@@ -135,23 +135,23 @@ fi
 whole_number --processes "$processes"
 [[ -f $config ]] || die "--config is '$config', but there is no such file. See scripts/accelerate."
 
-# The end, whatever it is: the trainer first, then the server
+# Clean-up: stop the trainer first, then the server
 
-set -m # each in a process group of its own: Ctrl-C reaches this script alone, and it stops them in order
+set -m # separate process groups: Ctrl-C reaches only this script, which stops them in order
 server_pid='' trainer_pid=''
 
-# torchrun's own 30 s are too few to write a checkpoint in.
+# torchrun's default of 30 s is too short for a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 # shellcheck disable=SC2329  # called by the trap
-alive() { # PID, or -PID for its process group. A zombie, which nobody may ever look at, is not.
+alive() { # PID, or -PID for its process group. Zombies do not count: possibly nobody ever reaps them.
     kill -0 -- "$1" 2>/dev/null || return 1
     command -v ps >/dev/null || return 0
     ps -eo pid=,pgid=,stat= | awk -v id="$1" '($1 == id || -$2 == id) && $3 !~ /^Z/ { n++ } END { exit !n }'
 }
 
 # shellcheck disable=SC2329
-end() { # PID, or -PID for its whole process group; SECONDS that it has
+end() { # PID, or -PID for its process group; SECONDS before SIGKILL
     kill -TERM -- "$1" 2>/dev/null || return 0
     for ((i = 0; i < 5 * $2; i++)); do
         alive "$1" || return 0
@@ -162,10 +162,10 @@ end() { # PID, or -PID for its whole process group; SECONDS that it has
 
 # shellcheck disable=SC2329
 clean_up() {
-    trap '' HUP INT TERM # an exit in here would leave processes behind
-    # Workers lead sessions of their own, so it is torchrun that has to end them.
+    trap '' HUP INT TERM # a signal must not interrupt the clean-up
+    # Workers have their own sessions, so torchrun must stop them.
     [[ -z $trainer_pid ]] || end "-$trainer_pid" $((TORCH_ELASTIC_SHUTDOWN_TIMEOUT + 20))
-    [[ -z $server_pid ]] || end "$server_pid" 20 # it takes up to 10 to end its children
+    [[ -z $server_pid ]] || end "$server_pid" 20 # it takes up to 10 to stop its children
 }
 trap clean_up EXIT
 trap 'exit 129' HUP

@@ -7,24 +7,23 @@
 #SBATCH --output=%x-%j.log
 #
 # Server and trainer on the nodes of a Slurm job: vLLM on the last node (or the last few), accelerate on the others.
-# Submit it from the root of the repository, in the environment that it is to run in, with any option of sbatch:
+# Submit it from the root of the repository, in the environment of the training, with any option of sbatch:
 #
 #     sbatch scripts/launch_slurm.sh MODEL -- --dataset_name /shared/prompts.jsonl --reward_funcs contains_answer \
 #         --output_dir /shared/out
 #     sbatch --nodes=6 scripts/launch_slurm.sh MODEL --server-nodes 2 --config scripts/accelerate/zero3.yaml -- ...
-#     sbatch ... scripts/launch_slurm.sh MODEL -- ... -- --max-model-len 8192       # the last ones are vLLM's
+#     sbatch ... scripts/launch_slurm.sh MODEL -- ... -- --max-model-len 8192       # flags of vLLM
 #
-# The server uses all GPUs of its node for one copy of the model (tensor parallelism). On several nodes there is a copy
-# on each (data parallelism, spread by vLLM over Ray; `pip install ray`). For a model too large for one node let the
-# copy span them: -- --tensor-parallel-size 16 --data-parallel-size 1 --distributed-executor-backend ray
+# The server uses all GPUs of its node for one copy of the model (tensor parallelism). Several nodes have a copy each
+# (data parallelism by vLLM over Ray; `pip install ray`). For a model too large for one node, let one copy span them:
+# -- --tensor-parallel-size 16 --data-parallel-size 1 --distributed-executor-backend ray
 #
-# Weights travel by NCCL (RCCL on AMD). Without a network that it can use: --weight_sync filesystem and
-# --weight_sync_dir with a folder that all nodes share.
+# Weights go through NCCL (RCCL on AMD). Without a network for it, use --weight_sync filesystem and --weight_sync_dir
+# with a folder that all nodes share.
 #
-# The server listens on an address of the cluster's network. VLLM_API_KEY, drawn for the job unless it is set, guards
-# the endpoints that generate. It does not guard vLLM's development endpoints, which run commands for everybody who
-# reaches them and without which no weights arrive; nor does it guard Ray. Run this only where the compute nodes are
-# closed to strangers.
+# The server listens on the cluster's network. VLLM_API_KEY, drawn for the job unless it is set, guards the endpoints
+# that generate. It guards neither Ray nor vLLM's development endpoints, which weight syncs need and which run commands
+# for everyone who reaches them. Run this only where the compute nodes are closed to strangers.
 
 set -euo pipefail
 
@@ -33,18 +32,18 @@ usage() {
 Usage: sbatch [options of sbatch] launch_slurm.sh MODEL [options] -- [arguments of scripts/grpo.py] [-- flags of vLLM]
 
   --server-nodes N      nodes of the server, the last ones of the job (default: 1)
-  --gpus-per-node N     GPUs used on each node (default: those that Slurm gave)
+  --gpus-per-node N     GPUs used on each node (default: all that Slurm allocated)
   --server-address IP   address that the server binds to (default: that of its node, as the first node sees it)
   --config FILE         configuration of accelerate (default: scripts/accelerate/ddp.yaml)
   --port PORT           port of the server (default: 8000)
-  --timeout SECONDS     that the server has to become ready (default: 3600)
+  --timeout SECONDS     wait for the server to become ready (default: 3600)
 
-The GPUs of a node have one copy of the model. Where their number does not divide its attention heads, say otherwise at
-the end: -- --tensor-parallel-size 4 --data-parallel-size 2 (on two server nodes: --data-parallel-size 4
+Each server node has one copy of the model. If its number of GPUs does not divide the attention heads, append for
+example: -- --tensor-parallel-size 4 --data-parallel-size 2 (on two server nodes: --data-parallel-size 4
 --data-parallel-size-local 2)
 
-When the job is to end, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (600 unless it is set) to write the
-checkpoint of --save_on_signal. Slurm tells this script in time if sbatch gets --signal=B:TERM@600.
+After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write the checkpoint of
+--save_on_signal. Pass --signal=B:TERM@600 to sbatch, so that Slurm signals this script in time.
 TEXT
 }
 
@@ -141,28 +140,28 @@ export VLLM_API_KEY # srun hands it on; on a command line every user of the node
 # processes there, and must not be tied to one core.
 step=(srun --export=ALL --cpu-bind=none --ntasks-per-node=1 --kill-on-bad-exit=1)
 
-# The end, whatever it is: the trainer first, then the server
+# Clean-up: stop the trainer first, then the server
 
 server_pid='' trainer_pid=''
 
-# At SIGTERM srun kills its step at once. SIGUSR1 it hands on, to every process there is on the nodes: all ignore it but
-# this shell, which ends what it has started.
+# On SIGTERM srun kills its step at once. It forwards SIGUSR1 to every process on the nodes: only this shell handles it,
+# and stops its command.
 # shellcheck disable=SC2016  # expanded on the node
 on_node='
     trap "kill -TERM \$pid" USR1
-    trap : TERM # Slurm sends its own to all, and the command has it then
+    trap : TERM # Slurm sends its SIGTERM to all processes, including the command
     (trap "" USR1; exec "$@") &
     pid=$!
     while wait "$pid"; kill -0 "$pid" 2>/dev/null; do :; done
     wait "$pid"
 '
 
-# torchrun's own 30 s are too few to write a checkpoint in.
+# torchrun's default of 30 s is too short for a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 # shellcheck disable=SC2329  # called by the trap
 clean_up() {
-    trap '' INT TERM # an exit in here would leave the server behind
+    trap '' INT TERM # a signal must not interrupt the clean-up
     for pid in $trainer_pid $server_pid; do
         kill -USR1 "$pid" 2>/dev/null || continue
         wait "$pid" || true
@@ -178,7 +177,7 @@ url_host=$server_address
 [[ $server_address == *:* ]] && url_host="[$server_address]" # IPv6
 serve=(trl-april serve "$model" --host "$server_address" --port "$port" --tensor-parallel-size "$gpus_per_node")
 if ((server_nodes > 1)); then
-    # Ray joins the nodes, runs the command on the first, and ends with it.
+    # Ray joins the nodes, runs the command on the first one, and stops with it.
     serve=(
         ray symmetric-run --address "$url_host:6379" --min-nodes "$server_nodes" --num-gpus "$gpus_per_node" --
         "${serve[@]}" --data-parallel-size "$server_nodes" --data-parallel-size-local 1 --data-parallel-backend ray
@@ -210,7 +209,7 @@ until healthy; do
     sleep 1
 done
 
-# The trainer: one accelerate on each node, which learns from Slurm which of them it is
+# The trainer: one accelerate per node, with its rank from Slurm
 
 # shellcheck disable=SC2016  # expanded on the node
 "${step[@]}" --nodes="$trainer_nodes" --ntasks="$trainer_nodes" --nodelist="$trainer_list" \

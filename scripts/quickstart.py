@@ -1,17 +1,17 @@
-"""GRPO with partial rollouts in one file: a model, a dataset, rewards, and everything else by options.
+"""GRPO with partial rollouts in one file, from a model, a dataset and rewards.
 
     python scripts/quickstart.py --model path/or/model-id --dataset prompts.jsonl --output_dir out
     python scripts/quickstart.py --config scripts/recipes/dapo.yaml --model ... --dataset ... --output_dir out
     python scripts/quickstart.py ... --reward_funcs contains_answer my_module:my_function
     python scripts/quickstart.py ... --over_provisioning 1.0                         # synchronous
     python scripts/quickstart.py ... --vllm_args="--gpu-memory-utilization 0.4"      # one GPU for both
-    python scripts/quickstart.py ... --vllm_server_base_url http://127.0.0.1:8000    # a server that runs already
-    python scripts/quickstart.py ... --resume_from_checkpoint true                   # the last one; auto: if any
+    python scripts/quickstart.py ... --vllm_server_base_url http://127.0.0.1:8000    # a running server
+    python scripts/quickstart.py ... --resume_from_checkpoint true                   # or auto, or a path
 
-The dataset is a JSON-lines file with the columns `prompt` and `answer`, or the name of one that `load_dataset` knows.
-Every field of APRILGRPOConfig, and so of TRL's GRPOConfig and of TrainingArguments, is an option. `--config` reads
-options from a YAML file; what is given on the command line wins. `scripts/recipes` has GRPO, DAPO and GSPO as their
-papers have them. It has no dataset for evaluation; `scripts/grpo.py` has.
+The dataset is a JSON-lines file with the columns `prompt` and `answer`, or a name for `load_dataset`. Every field of
+APRILGRPOConfig, and so of TRL's GRPOConfig and of TrainingArguments, is an option. `--config` reads options from a
+YAML file; the command line overrides it. `scripts/recipes` has the settings of the GRPO, DAPO and GSPO papers. For a
+dataset for evaluation, use `scripts/grpo.py`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from datasets import Dataset, load_dataset
 from trl import TrlParser
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
-from trl_april.checkpoint import resume_point
+from trl_april.checkpoint.resume import resume_point
+from trl_april.commands.grpo import find_reward
 from trl_april.errors import ConfigError
-from trl_april.reward_functions import find_reward
 
 
 @dataclass
 class ScriptArguments:
-    """What the trainer's own options do not say."""
+    """Options beside the trainer's own."""
 
     model: str = field(metadata={"help": "Folder or id of the model to train."})
     dataset: str = field(metadata={"help": "JSON-lines file with the columns prompt and answer, or a dataset's name."})
@@ -42,22 +42,22 @@ class ScriptArguments:
     reward_funcs: list[str] = field(
         default_factory=lambda: ["contains_answer"],
         metadata={
-            "help": "Rewards, which add up: contains_answer, soft_overlong_punishment, one of TRL's such as "
-            "accuracy_reward, or module:function for one of your own, from the current folder or installed."
+            "help": "Rewards, which are summed: contains_answer, soft_overlong_punishment, one of TRL's such as "
+            "accuracy_reward, or module:function for your own, from the current folder or installed."
         },
     )
     vllm_args: str = field(
         default="",
         metadata={
-            "help": "Flags for the vLLM server that is started, in one string behind an equals sign: "
-            '--vllm_args="--gpu-memory-utilization 0.4", as one GPU for both needs.'
+            "help": "Flags for the started vLLM server, in one string after an equals sign. With one GPU for both: "
+            '--vllm_args="--gpu-memory-utilization 0.4"'
         },
     )
     soft_punish_cache: int | None = field(
         default=None,
         metadata={
-            "help": "Last tokens of max_completion_length in which soft_overlong_punishment grows from 0 to -1. By "
-            "default a fifth of it, as in the DAPO paper."
+            "help": "Last tokens of max_completion_length, over which soft_overlong_punishment falls from 0 to -1. "
+            "Default: a fifth of it, as in the DAPO paper."
         },
     )
 
@@ -70,7 +70,7 @@ def load(name: str, split: str) -> Dataset:
 
 
 def own_server(script: ScriptArguments, config: APRILGRPOConfig) -> AbstractContextManager[LocalServer | None]:
-    """A server of this run, where it needs one and none is given."""
+    """A server for this run, if it needs one and none is given."""
     given = config.vllm_server_base_url or any(
         getattr(config, name) != APRILGRPOConfig.__dataclass_fields__[name].default
         for name in ("vllm_server_host", "vllm_server_port")
@@ -79,15 +79,15 @@ def own_server(script: ScriptArguments, config: APRILGRPOConfig) -> AbstractCont
         return LocalServer(script.model, vllm_args=shlex.split(script.vllm_args))
     if script.vllm_args:
         raise ConfigError(
-            f"vllm_args is {script.vllm_args!r}, but no server is started: one is given, or none is used. Leave it "
-            "out, and give the options to that server."
+            f"vllm_args is {script.vllm_args!r}, but no server is started: one is given, or none is used. Remove it, "
+            "and pass the flags to that server."
         )
     return nullcontext()
 
 
 def main() -> None:
     script, config = TrlParser((ScriptArguments, APRILGRPOConfig)).parse_args_and_config()
-    sys.path.append(os.getcwd())  # Python looks for modules in the script's folder, not in the one it is started in
+    sys.path.append(os.getcwd())  # Python searches the script's folder for modules, not the current one
     reward_funcs = [
         find_reward(
             name,
