@@ -1,10 +1,9 @@
-"""The picture of the README: what a server does in a synchronous run, and in the same time with APRIL.
+"""The picture of the README: a server in a synchronous run, and in the same time with APRIL.
 
     python docs/picture.py                        # writes docs/april.svg
     python docs/picture.py --output april.png
 
-Pool, round driver and simulated server are those of `trl-april simulate`, so the picture shows what happens and not
-what somebody imagines. One lane is one completion; a resumed completion stays in its lane.
+It uses the pool, round driver and server of `trl-april simulate`. One lane is one completion, also when it is resumed.
 """
 
 from __future__ import annotations
@@ -19,27 +18,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from trl_april.pool import Pool
-from trl_april.rollout import RolloutDriver
-from trl_april.simulator.clock import simulate
-from trl_april.simulator.engine import SimulatedEngine
-from trl_april.simulator.lengths import Lognormal
-from trl_april.simulator.scenario import Scenario
-from trl_april.simulator.step_time import parse_step_time
+from trl_april.pool.pool import Pool
+from trl_april.rollout.driver import RolloutDriver
+from trl_april.tuning.scenario import Lognormal, Scenario
+from trl_april.tuning.simulated_clock import simulate
+from trl_april.tuning.simulated_server import SimulatedEngine
+from trl_april.tuning.step_time import parse_step_time
 
 
 QUOTA, GROUP_SIZE, FACTOR = 4, 4, 2.0
 MAX_STALENESS = 5
 TRAIN_SECONDS = 2.0
 SYNCHRONOUS_STEPS = 3
-# Flat and then slowly rising with the sequences at once, as an inference engine is; a step of 12 ms.
+# Constant, then slowly rising, as in an inference engine.
 STEP_TIMES = "1:0.012,16:0.013,32:0.015,64:0.02"
 WHOLE, PARTIAL, IDLE, TRAINING = "#1f6fb4", "#e08a3c", "#f3f3f3", "#c9c9c9"  # told apart with any colour vision
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One request: where it is drawn, and whether its completion is generated in this one alone."""
+    """One request: its lane, and whether it generates its whole completion."""
 
     lane: int
     began: float
@@ -49,7 +47,7 @@ class Bar:
 
 @dataclass(slots=True)
 class Story:
-    """What happened, in seconds since the first request."""
+    """A run, in seconds since the first request."""
 
     lanes: int
     bars: list[Bar] = field(default_factory=list)
@@ -57,7 +55,7 @@ class Story:
 
 
 async def rounds(factor: float, until: float, steps: int, story: Story) -> None:
-    """Rounds as in training, until the time is over or so many optimiser steps are done."""
+    """Run rounds as in training, until a time or a number of optimiser steps."""
     scenario = Scenario(
         parse_step_time(STEP_TIMES, prefill_seconds=2e-5),
         Lognormal(median=250, sigma=0.9, shortest=30, longest=2000),
@@ -72,7 +70,7 @@ async def rounds(factor: float, until: float, steps: int, story: Story) -> None:
     clock = asyncio.get_running_loop().time
     for version in range(steps):
         pool.begin_round(version)
-        for group_id in range(next_id, next_id + pool.room):
+        for group_id in range(next_id, next_id + pool.schedule.room):
             pool.admit(
                 group_id, {}, [0], num_generations=GROUP_SIZE,
                 max_completion_length=scenario.units(scenario.lengths.longest),
@@ -82,10 +80,10 @@ async def rounds(factor: float, until: float, steps: int, story: Story) -> None:
             next_id = group_id + 1
         began = clock()
         done = await driver.run_round()
-        for span in done.spans:
-            lane = lane_of[span.group_id, span.index]
-            whole = span.finished and not span.held
-            story.bars.append(Bar(lane, began + span.began, began + span.ended, whole))
+        for trace in done.traces:
+            lane = lane_of[trace.group_id, trace.index]
+            whole = trace.finished and not trace.held
+            story.bars.append(Bar(lane, began + trace.began, began + trace.ended, whole))
         for group in done.groups:
             free += [lane_of.pop((group.group_id, index)) for index in range(GROUP_SIZE)]
             engine.forget(group.group_id)
@@ -97,14 +95,14 @@ async def rounds(factor: float, until: float, steps: int, story: Story) -> None:
 
 
 def tell(factor: float, *, until: float = float("inf"), steps: int = 1000) -> Story:
-    """The rounds with this factor, simulated."""
+    """Simulate rounds with this factor."""
     story = Story(round(factor * QUOTA * GROUP_SIZE))
     simulate(rounds(factor, until, steps, story))
     return story
 
 
 def draw_story(axes: Axes, story: Story, end: float, title: str) -> int:
-    """Draw what happened until `end`; returns the optimiser steps of that time."""
+    """Draw the run until `end`; returns its optimiser steps up to then."""
     axes.set_facecolor(IDLE)
     for begin, stop in story.updates:
         axes.axvspan(begin, stop, color=TRAINING, linewidth=0)
@@ -122,7 +120,7 @@ def draw_story(axes: Axes, story: Story, end: float, title: str) -> int:
 
 
 def note(axes: Axes, text: str, at: tuple[float, float], place: tuple[float, float]) -> None:
-    """A box with an arrow to what it is about."""
+    """Draw a text box with an arrow."""
     axes.annotate(
         text,
         xy=at,
@@ -153,7 +151,7 @@ def draw(path: Path) -> None:
         (middle, longest.lane + 0.4 * side),
         (middle, longest.lane + 5 * side),
     )
-    # One that goes on for long after the second round has cut it; above it there is room.
+    # A long completion that the second round aborted, with room above it.
     cut = max((bar for bar in april.bars if bar.ended == april.updates[1][0] and bar.lane < 28), key=lambda b: b.lane)
     text = "enough groups are\ncomplete: the others\nare cut and kept"
     note(below, text, (cut.ended - 0.1, cut.lane - 0.4), (13.4, cut.lane - 5.1))
