@@ -187,7 +187,11 @@ def fake(tiny_model_dir, monkeypatch) -> Iterator[FakeVLLM]:
 def examine(address: str, **options: Any) -> dict[str, Finding]:
     examination = Examination()
     options = {"timeout": 5.0, "max_sequences": 2, "max_completion_length": 64, **options}
-    doctor_server.examine_server(examination, DoctorOptions(address, **options))
+
+    async def cell() -> None:  # a notebook has a running loop
+        doctor_server.examine_server(examination, DoctorOptions(address, **options))
+
+    asyncio.run(cell())
     return examination.findings
 
 
@@ -404,7 +408,7 @@ def test_curve_ends_at_the_servers_sequences_or_after_its_limit(fake, monkeypatc
     server.info["scheduler_config"] = {"max_num_seqs": 3}
 
     def measured() -> list[int]:
-        return [point["sequences"] for point in doctor_speed.check_decode(server, 64).data["decode"]]
+        return [point["sequences"] for point in asyncio.run(doctor_speed.check_decode(server, 64)).data["decode"]]
 
     assert measured() == [1, 2, 3]
     monkeypatch.setattr(doctor_speed, "CURVE_SECONDS", 0.0)

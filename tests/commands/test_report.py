@@ -15,8 +15,7 @@ import pytest
 from tests.support.simulated_rounds import lognormal
 from tests.support.written_run import WrittenRun
 from trl_april import cli
-from trl_april.commands.report import Run, RunRound, Step, duration, names_of, read_run, render, rows
-from trl_april.commands.report_figures import draw_in_flight
+from trl_april.commands.report import Run, RunRound, Step, names_of, read_run, render, rows
 from trl_april.commands.report_summary import Prediction, Summary, advice, phases, predict, summarize
 from trl_april.training.run_log import FILE
 
@@ -253,21 +252,6 @@ def test_table_of_two_runs_shows_the_change(folders):
     assert "server unavailable" not in found
     found = {name: row for name, *row in rows([summarize(read_run(folders["without"])), summaries[1]])}
     assert found["wall-clock"][0][0] == "–" and found["wall-clock"][1] == ""
-
-
-def test_duration_is_in_its_unit():
-    found = [duration(seconds) for seconds in (0.05, 2.345, 119.0, 600.0, 7500.0)]
-    assert found == ["50 ms", "2.35 s", "119 s", "10 min", "2 h 05 min"]
-
-
-def test_requests_in_flight_begin_with_the_value_that_holds():
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    one = RunRound(0, generation=(0.0, 10.0), in_flight=[(1.0, 5.0), (2.0, 4.0), (9.0, 0.0)])
-    draw_in_flight(axes, Run(Path("x"), [one]), begin=1.5, end=4.0)
-    (line,) = axes.get_lines()
-    assert line.get_xydata().tolist() == [[0.0, 5.0], [0.5, 4.0], [2.5, 4.0]]
 
 
 def test_page_can_do_without_most_data():

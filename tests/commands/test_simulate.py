@@ -7,11 +7,6 @@ import pytest
 
 from tests.project.test_package import HEAVY, fresh_interpreter
 from trl_april import cli
-from trl_april.commands.simulate import picture
-from trl_april.tuning.grid import Grid, recommend
-from trl_april.tuning.scenario import Lognormal, Scenario
-from trl_april.tuning.simulation import Mode, Result
-from trl_april.tuning.step_time import StepTime
 
 
 SMALL = ["--rounds", "3", "--warmup", "1", "--modes", "abort", "discard", "--factors", "1.5", "2"]
@@ -42,17 +37,6 @@ def test_table_advice_and_files(tmp_path, capsys):
     assert image.read_bytes().startswith(b"\x89PNG")
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.splitlines() == lines, "the same command prints the same"
-
-
-def test_picture_has_every_mode_and_the_recommendation():
-    pytest.importorskip("matplotlib")
-    grid = Grid(Scenario(StepTime(((1, 1.0),)), Lognormal(10, 0.0, 1, 10)))
-    for mode, factor, is_chosen in [(Mode.SYNCHRONOUS, 1, False), (Mode.KEEP, 2, False), (Mode.KEEP, 3, True)]:
-        grid.results.append(Result(mode, factor, is_chosen, seconds=1.0, trained_tokens=factor, ages={0: 1}))
-    gain, staleness = picture(grid, recommend(grid)).axes
-    assert gain.get_legend_handles_labels()[1] == ["keep", "recommended"]
-    assert [list(line.get_xdata()) for line in gain.lines] == [[2], [3], [3]]
-    assert staleness.get_xlabel() == "over-provisioning factor"
 
 
 def test_auto_is_compared_with_the_best_fixed_factor(capsys):
@@ -114,25 +98,6 @@ def test_bad_input_is_refused_before_anything_is_simulated(arguments, words, cap
     assert words in captured.err
     assert captured.err.startswith("trl-april: error: ")
     assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--modes", "fast"], "invalid choice: 'fast'"),
-        (["--quota", "many"], "invalid int value"),
-        (["--quo", "8"], "unrecognized arguments"),
-        (["--max-staleness", "x"], "invalid bound value: 'x'"),
-        (["--steps", "1:1", "--doctor", "x"], "not allowed with argument"),
-        (["--log", "x", "--histogram", "y"], "not allowed with argument"),
-    ],
-)
-def test_bad_usage_is_refused(arguments, words, capsys):
-    with pytest.raises(SystemExit) as error:
-        cli.main(["simulate", *arguments])
-    assert error.value.code == 2
-    printed = capsys.readouterr().err
-    assert "usage: trl-april simulate" in printed and words in printed
 
 
 def test_simulation_imports_neither_torch_nor_http():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import gc
 import importlib
 import math
 import sys
 from array import array
-from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +23,9 @@ from learning_comparison import APRIL, SYNCHRONOUS, Run, compare, pairs_of, pool
 from report import read_json, write_json
 
 from tests.project.test_docs import GivenCompletions
-from tests.support.scripted_engine import key_of, simulate
 from trl_april import APRILGRPOConfig
 from trl_april.commands import demo_training as task
 from trl_april.commands.demo_training import build_model, build_tokenizer
-from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.pool.samples import Group, Sample, Segment
 
 
@@ -200,60 +195,7 @@ class TestRecorder:
         assert (synchronous["over_provisioning"], synchronous["max_staleness"]) == (1.0, 5)
 
 
-class EvenEngine:
-    """Every decode step takes a second, for any number of requests."""
-
-    def __init__(self, long: int, every: int) -> None:
-        self.long, self.every = long, every
-        self.aborted: set[str] = set()
-
-    def length(self, group_id: int, index: int) -> int:
-        return 100 if index or group_id % self.every else self.long
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        left = self.length(*key_of(request.request_id)) - request.generated
-        while left and request.request_id not in self.aborted:
-            await asyncio.sleep(10)
-            left -= 10
-            yield Chunk([5] * 10, [-1.0] * 10, None if left else "length")
-        if left:
-            yield Chunk([], [], "abort")
-
-    async def abort(self, request_ids: list[str]) -> None:
-        self.aborted.update(request_ids)
-
-    async def holds(self, version: int) -> bool:
-        return True
-
-    async def close(self) -> None:
-        pass
-
-
 class TestTail:
-    @pytest.mark.parametrize(
-        ("text", "every", "rounds", "oldest"),
-        [("1", 8, 1, 0), ("2:5", 8, 6, 5), ("2:none", 8, 9, 8), ("2:5", 4, 5, 4)],
-    )
-    def test_batches_during_a_long_completion(self, text, every, rounds, oldest):
-        """Every cycle takes the same time, so one is enough to measure."""
-        contestant = tail.Contestant.parse(text)
-        options = argparse.Namespace(quota=8, every=every, group_size=4, long=5000, seed=0)
-        assert contestant.cycle(options.quota, every) == rounds
-
-        async def cycles() -> list[tail.Measurement]:
-            playing = tail.Rounds(contestant, options, EvenEngine(options.long, every))
-            measured = [tail.Measurement(contestant.name, turn) for turn in range(3)]
-            for measurement in measured:
-                for _ in range(rounds):
-                    await playing.run(measurement)
-            return measured
-
-        for measured in simulate(cycles()):
-            assert measured.seconds == pytest.approx(options.long, rel=0.03)
-            assert measured.groups == rounds * options.quota
-            assert measured.staleness_max <= oldest
-        assert measured.staleness_max == oldest
-
     def test_table_and_picture(self, tmp_path):
         runs = {"x2, no bound": (10.0, 12.0), "synchronous": (60.0, 60.0)}
         results = [

@@ -53,10 +53,6 @@ def in_the_root(monkeypatch):
 # Code
 
 
-def test_languages_of_code_blocks_are_known():
-    assert {block.language for block in BLOCKS} <= {"", "bash", "python", "diff", "yaml", "text", "mermaid", "bibtex"}
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_are_accepted_by_their_programs(name):
     shell = [block.text for block in blocks("bash", "") if block.page == name]

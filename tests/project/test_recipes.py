@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import learning as benchmark
 import pytest
@@ -91,19 +90,6 @@ def test_quickstart_starts_a_server_only_if_needed(monkeypatch):
             assert server is None
         with pytest.raises(ConfigError, match="no server is started"):
             quickstart.own_server(*parse(option, value, flags))
-
-
-def test_quickstart_resumes_as_told(tmp_path, monkeypatch):
-    data = tmp_path / "prompts.jsonl"
-    data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
-    seen = []
-    trainer = SimpleNamespace(train=lambda **arguments: seen.append(arguments), save_model=seen.append)
-    monkeypatch.setattr(quickstart, "APRILGRPOTrainer", lambda **arguments: trainer)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    options = ["--dataset", str(data), "--vllm_server_base_url", "http://127.0.0.1:1"]
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", *REQUIRED, *options, "--resume_from_checkpoint", "true"])
-    quickstart.main()
-    assert seen == [{"resume_from_checkpoint": True}, "out"]
 
 
 def train_on_a_server(name: str, options: dict[str, object], folder: Path) -> None:

@@ -84,13 +84,6 @@ def test_auto_is_compared_block_by_block():
     assert found["of blocks (95 % interval)"] == "1.000 (0.406 to 2.461)"
 
 
-def test_synchronous_counts_as_a_fixed_factor_of_every_mode():
-    measured = turns(1)
-    measured[0].generated_tokens = 5800
-    (found,) = auto_by_best(measured)
-    assert found["best"] == "1" and found["auto by best, generated tok/s (range)"].startswith("0.50")
-
-
 def test_simulator_is_compared_with_measurements():
     settings = {
         "median": 20, "quota": 2, "group_size": 2, "train_seconds": 0.1, "max_staleness": 5, "warmup": 1, "block": 2,

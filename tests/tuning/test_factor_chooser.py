@@ -12,13 +12,12 @@ import pytest
 from tests.support.effort import cases
 from tests.support.simulated_rounds import LONGEST, Curve, Lengths, SimulatedRounds, bent, flat, lognormal, saturated
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, Group
+from trl_april.pool.samples import Group
 from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.round import Round
 from trl_april.tuning import factor_chooser
 from trl_april.tuning.factor_chooser import (
     CANDIDATES,
-    CHOICE_EVERY,
     FIELDS,
     GAIN_TO_CHANGE,
     MAX_GROUPS,
@@ -193,23 +192,6 @@ def test_raising_the_factor_takes_a_gain_and_lowering_it_takes_none(predict):
     assert auto.factors[-1] == 2.0
 
 
-def test_late_changes_are_proposed_twice(monkeypatch, predict):
-    auto = Auto(lognormal(1.0), flat)
-    auto.rounds(4 * CHOICE_EVERY)
-    before = auto.factors[-1]
-    assert before > 3.0
-    best = {"factor": before}
-    monkeypatch.setattr(auto.chooser._measured, "scale", lambda predicted: predicted)
-    predict(lambda factor: 1000.0 if factor == best["factor"] else 900.0)
-    for once in (4.0, before, 3.0, before, 5.0):
-        best["factor"] = once
-        auto.rounds(2 * CHOICE_EVERY)
-        assert auto.pool.schedule.over_provisioning == before
-    best["factor"] = 3.0
-    auto.rounds(2 * CHOICE_EVERY)
-    assert auto.pool.schedule.over_provisioning == 3.0
-
-
 def test_no_more_requests_than_the_server_decodes_at_once():
     """With 32 places, all are taken at a factor of 1. No round has to show it."""
     auto = Auto(lognormal(0.0), bent, max_sequences=32)
@@ -233,31 +215,6 @@ def test_a_wrong_model_is_corrected_by_measurements(predict, slope):
     auto = Auto(lognormal(1.0), flat)
     auto.rounds(60)
     assert 0 < sum(factor < 2.0 for factor in auto.factors) <= 60 / 4, auto.factors
-
-
-def test_factor_is_doubled_again_only_after_a_whole_measured_pattern():
-    auto = Auto(lognormal(1.0), flat)
-    auto.rounds(3)
-    assert auto.chooser.factor == 4.0
-    for measured in (False, False, False, False, True):  # the first round has requests of the factor before
-        auto.pool.schedule.aim_at(4.0)
-        auto.observe()
-        auto.chooser._rounds = 10
-        assert (max(auto.chooser.predict()) > 4.0) == measured
-
-
-def test_factor_is_doubled_again_only_after_rounds_that_show_the_servers_speed():
-    """Rounds that close at once, with groups finished before, show nothing."""
-    auto = Auto(lognormal(1.0), flat)
-    auto.rounds(3)
-    assert auto.chooser.factor == 4.0
-    for number in range(3, 9):
-        auto.chooser.observe(Round(number, seconds=1.0, generated_tokens=1000, over_provisioning=4.0), [])
-    auto.chooser._rounds = 10
-    assert auto.chooser._measured[4.0] and max(auto.chooser.predict()) == 4.0
-    auto.observe()
-    auto.chooser._rounds = 10
-    assert max(auto.chooser.predict()) > 4.0
 
 
 # Within bounds
@@ -311,50 +268,12 @@ def test_a_round_with_an_outage_shows_lengths_and_no_speed():
     assert len(found.lengths) > len(expected.lengths)
 
 
-def test_a_request_counts_as_it_was_when_the_round_closed():
-    """With overlap, a sample may continue and finish before the round is observed."""
-    auto, seen = Auto(lognormal(0.5), flat), []
-    auto.chooser._step_times.observe = lambda traces, **options: seen.extend(traces)
-    one = auto.run.run_round()
-    sample = next(sample for group in auto.pool for sample in group.samples if sample.finish_reason is None)
-    auto.pool.start(sample)
-    auto.pool.record(sample, [1] * 3, [-1.0] * 3)
-    auto.pool.finish(sample, FinishReason.STOP)
-    auto.chooser.observe(one, [*one.groups, *auto.pool])
-    assert sorted(seen, key=repr) == sorted(one.traces, key=repr)
-
-
-def test_tokens_that_arrive_during_training_count_in_its_time():
-    def measured(overlap: bool) -> float:
-        auto = Auto(lognormal(1.0), flat)
-        for _ in range(3):
-            one = auto.run.run_round()
-            if overlap:
-                one.overlap_tokens = one.generated_tokens // 2
-                one.generated_tokens -= one.overlap_tokens
-            auto.chooser.observe(one, [*one.groups, *auto.pool], train_seconds=1.0)
-        return auto.chooser._measured[2.0]
-
-    assert measured(True) == measured(False) > 0
-
-
 def test_an_evaluation_between_two_rounds_is_not_taken_for_training():
     auto = Auto(lognormal(1.0), flat)
     for between, sync in ((0.0, 0.0), (2.0, 0.5), (3.0, 0.5), (600.0, 0.5), (2.0, 0.25), (3.0, 90.0), (3.0, 0.5)):
         auto.observe(train_seconds=between, sync_seconds=sync)
     workload = auto.chooser.workload()
     assert (workload.train_seconds, workload.sync_seconds) == (3.0, 0.5)
-
-
-def test_an_evaluation_barely_counts_against_the_current_factor():
-    def measured(evaluation: float) -> float:
-        auto = Auto(lognormal(1.0), flat)
-        for number in range(12):
-            auto.observe(train_seconds=3.0 + (evaluation if number == 8 else 0.0), sync_seconds=0.5)
-        return auto.chooser._measured[2.0]
-
-    usual = measured(0.0)
-    assert usual > measured(600.0) == measured(60.0) > 0.85 * usual
 
 
 # Several processes
@@ -508,20 +427,3 @@ def test_each_second_between_rounds_counts_as_training_or_sync(clock):
     auto.observe(Round(0, started=clock.now))
     auto.close()
     assert chooser.seen == [(0.0, 0.0), (7.0, 3.5), (5.0, 2.5)]
-
-
-def test_a_sync_within_a_round_does_not_count_between_rounds(clock):
-    """As after an outage of the server."""
-    auto = AutoFactor(chooser := Chooser(), Pool(4))
-    auto.choose()
-    auto.quiesced()
-    clock.now += 30.0
-    auto.observe(Round(0, started=clock.now - 30.0, seconds=30.0))
-    auto.predict()
-    clock.now += 4.0
-    auto.quiesced()
-    clock.now += 1.0
-    auto.choose()
-    auto.observe(Round(1, started=clock.now))
-    auto.close()
-    assert chooser.seen[-1] == (4.0, 1.0)

@@ -20,7 +20,7 @@ from trl_april.tuning.scenario import (
     read_histogram,
     read_log,
 )
-from trl_april.tuning.step_time import EXAMPLE, StepTime, parse_step_time, read_doctor
+from trl_april.tuning.step_time import StepTime, parse_step_time, read_doctor
 
 
 NORMAL = statistics.NormalDist()
@@ -48,11 +48,6 @@ def test_peak_is_at_the_best_number_of_sequences():
     assert step_time.peak(10) == 2.0
     assert step_time.peak(3) == pytest.approx(3 / (5 / 3))
     assert StepTime(((1, 1.0), (4, 1.0)), context_seconds=0.01).peak(4, 100) == pytest.approx(4 / (1 + 4))
-
-
-def test_step_times_are_parsed():
-    assert parse_step_time("1:0.0025,8:0.0032", 1e-5) == StepTime(((1, 0.0025), (8, 0.0032)), 1e-5)
-    assert parse_step_time(EXAMPLE).decode(64) == 0.0058
 
 
 @pytest.mark.parametrize(
@@ -117,11 +112,6 @@ def test_context_of_a_doctor_report_is_subtracted_from_its_steps(tmp_path):
     assert read_doctor(path, context_seconds=1.0)[0].decode(16) == 0.002
 
 
-@pytest.mark.parametrize(("content", "number"), [({"server": {"max_num_seqs": 8}}, 8), ({}, None)])
-def test_max_sequences_of_a_doctor_report_are_read(tmp_path, content, number):
-    assert read_doctor(report(tmp_path, **content))[1] == number
-
-
 # Lengths
 
 
@@ -163,10 +153,6 @@ def test_correlation_in_a_group_is_estimated(correlation, longest):
 @pytest.mark.parametrize("groups", [[], [[5], [7]], [[5, 5], [5, 5]]])
 def test_correlation_is_zero_without_lengths_to_compare(groups):
     assert group_correlation(groups) == 0.0
-
-
-def test_histogram_counts_completions():
-    assert Histogram.of([30, 10, 30]) == Histogram((10, 30), (1, 2))
 
 
 @pytest.mark.parametrize("content", ["20,1\n10,2\n20,3\n", '{"20": 4, "10": 2}'])

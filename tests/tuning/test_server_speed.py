@@ -88,28 +88,6 @@ def test_step_times_of_a_round_by_hand(traces, curve):
         assert [seconds for _, seconds in times.curve.points] == pytest.approx(curve, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("traces", "steps", "opening"),
-    [
-        # Steps of 2 s until 9 s, and of 1 s after. Meanwhile the first request gets five tokens.
-        ([*(trace(30.0, 26 - k, first=1.0 + 2 * k) for k in range(5)), trace(40.0, 36)], [1.0], 9.0 - 5.0),
-        # A late request is no long prefill.
-        ([trace(16.0, 11, **LATE), trace(26.0, 21, **LATE), trace(30.0, 18, began=7.0, first=8.0)], [1.0], 6.0 - 1.0),
-        # Nothing is opened for requests that continue.
-        ([trace(11.0, 10, **ON), trace(11.0, 10, **ON)], [1.1], 0.0),
-        ([trace(3.0, 3, **ON), *[trace(16.0, 11, **LATE)] * 2, trace(26.0, 31, **LATE)], [0.5, 1.0], 6.0 - 1.0),
-    ],
-)
-def test_cost_of_opening_a_round_by_hand(traces, steps, opening):
-    times = StepTimes()
-    times.observe(traces)
-    assert [seconds for _, seconds in times.curve.points] == pytest.approx(steps, rel=0.05)
-    wave = [one for one in traces if one.began == 0.0 and one.first > 0.0]
-    prefilled = sum(one.prompt for one in wave)
-    found = times.seconds_per_request * len(wave) + times.seconds_per_prefilled_token * prefilled
-    assert found == pytest.approx(opening, rel=0.05)
-
-
 def test_curve_is_by_running_requests_if_the_places_are_known():
     times = StepTimes(places=4)
     times.observe(WAITING)
@@ -212,11 +190,6 @@ def test_a_stall_of_the_server_barely_changes_the_cost(at, stall):
     assert learned(*rounds)[0] == pytest.approx(0.1, rel=0.1)
 
 
-@given(st.lists(st.tuples(*[st.floats(0, 1e4)] * 3), max_size=20))
-def test_no_cost_is_negative(rounds):
-    assert min(learned(*rounds)) >= 0
-
-
 # From rounds
 
 
@@ -237,14 +210,6 @@ def test_curve_of_the_server_is_found(curve, factor):
     found = run(curve, factor=factor)[0].curve
     for count in (1, 2, 8, 20, 64, 128, 192):
         assert found(count) == pytest.approx(curve(count), rel=0.06)
-
-
-def test_a_bend_above_the_observed_numbers_is_found_with_a_higher_factor():
-    def knee(count: int) -> float:
-        return 0.01 * max(1.0, count / 64)
-
-    assert run(knee)[0].curve(192) == pytest.approx(0.01), "64 were in flight"
-    assert run(knee, factor=6.0)[0].curve(192) == pytest.approx(0.03, rel=0.05)
 
 
 @pytest.mark.parametrize(

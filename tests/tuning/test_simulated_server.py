@@ -296,20 +296,6 @@ def test_an_aborted_stream_has_the_tokens_up_to_the_abort(settings, abort_at, st
     assert engine.tokens == stream[0]
 
 
-def test_repeated_aborts_and_unknown_ids_are_ignored():
-    engine = SimulatedEngine(scenario(abort_seconds=1.0))
-
-    async def main():
-        stream = asyncio.create_task(read(engine, request(0)))
-        await asyncio.sleep(2)
-        await engine.abort(["run-0-0-1", "run-9-9-9"])
-        await asyncio.sleep(0.5)
-        await engine.abort(["run-0-0-1"])
-        return await stream
-
-    assert simulate(main()) == (2, "abort", 3.0)
-
-
 def test_tokens_that_fill_no_unit_count_in_the_next_request():
     """Pinned: with 4 tokens per unit, rounding at each abort would make the completion longer."""
     engine = SimulatedEngine(scenario(quantum=4))
@@ -326,19 +312,3 @@ def test_tokens_that_fill_no_unit_count_in_the_next_request():
     # 3, 6, 9 and 10 tokens: 0, 1, 2 and 3 units.
     assert simulate(main()) == [(0, "abort"), (1, "abort"), (1, "abort"), (1, "stop")]
     assert engine.tokens == 10
-
-
-def test_a_cancelled_reader_ends_its_request():
-    engine = SimulatedEngine(scenario())
-
-    async def main():
-        stream = asyncio.create_task(read(engine, request(0)))
-        await asyncio.sleep(2.5)
-        with pytest.raises(AssertionError, match="1 requests"):
-            await engine.close()
-        stream.cancel()
-        await asyncio.wait([stream])
-        await engine.close()
-        assert engine.servers[0].load == 0
-
-    simulate(main())

@@ -99,13 +99,6 @@ def test_result_depends_on_the_seed_only(mode):
     assert first["seconds"] != run(scenario(seed=4), mode, 1.5).seconds
 
 
-def test_units_of_the_pool_barely_change_the_result():
-    fine, coarse = (run(scenario(quantum=quantum, rounds=8), Mode.ABORT, 2.0) for quantum in (1, 16))
-    assert coarse.trained_per_second == pytest.approx(fine.trained_per_second, rel=0.03)
-    assert coarse.staleness_mean == pytest.approx(fine.staleness_mean, abs=0.05)
-    assert coarse.carried == pytest.approx(fine.carried, abs=0.05)
-
-
 # What the modes gain
 
 
@@ -152,14 +145,6 @@ def test_kept_requests_are_sent_once():
     both, limit = (run(settings, mode, 2.0) for mode in (Mode.BOTH, Mode.UNINTERRUPTED))
     assert both.trained_per_second < simulation.result.generated_per_second < limit.trained_per_second
     assert simulation.result.staleness_max >= 2
-
-
-@pytest.mark.parametrize("bound", [1, 3])
-def test_staleness_is_within_the_bound(bound):
-    result = run(scenario(max_staleness=bound, rounds=10), Mode.ABORT, 2.0)
-    assert 0 < result.staleness_max <= bound
-    assert sum(result.staleness.values()) == pytest.approx(1)
-    assert result.carried == pytest.approx(1 - result.staleness[0])
 
 
 # The grid

@@ -20,7 +20,7 @@ from tests.support.simulated_rounds import (
 from trl_april.pool.pool import Pool
 from trl_april.rollout.round import drain_grace
 from trl_april.tuning import throughput_model
-from trl_april.tuning.throughput_model import ModelledRound, ModelledRounds, Workload, predicted_throughput
+from trl_april.tuning.throughput_model import ModelledRounds, Workload, predicted_throughput
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +57,6 @@ SLOW_TO_SEND = dict(seconds_per_request=1.0, overlaps=True, rounds_to_wait=9)
             id="a resumed sample is not prefilled if its KV is reused",
         ),
         pytest.param(
-            work(seconds_per_request=0.5, reuses_kv=True), 2.0, [[9], [2], [2], [2]], [(2 + 2 * 0.5, 4, 2)] * 2,
-            id="every request takes its time, also without prefill",
-        ),
-        pytest.param(
             work(**COSTLY, keeps=True), 2.0, [[9], [2], [2], [2]], [(2 + 2 * (0.5 + 1), 4, 2), (2 + 0.5 + 1, 4, 2)],
             id="a kept request is not sent again",
         ),
@@ -73,15 +69,6 @@ SLOW_TO_SEND = dict(seconds_per_request=1.0, overlaps=True, rounds_to_wait=9)
             work(train_seconds=3.0, sync_seconds=1.0, overlaps=True), 2.0, [[9], [2], [2], [2], [2], [2]],
             [(2 + 4, 4 + 3 + 2, 2), (4, 3 + 2, 2), (4, 1 + 2, 2)],
             id="overlapping requests continue during training",
-        ),
-        pytest.param(
-            work(seconds_per_prefilled_token=0.1, prompt_tokens=10, train_seconds=3.0, overlaps=True), 1.0, [[9], [9]],
-            [(9 + 1 + 3, 9 + 2, 9)],
-            id="groups admitted ahead are prefilled during training",
-        ),
-        pytest.param(
-            work(seconds_per_request=1.0, train_seconds=3.0, overlaps=True), 1.0, [[9], [9]], [(9 + 1 + 3, 9 + 2, 9)],
-            id="and sent during training",
         ),
         pytest.param(  # the other group is finished, too, and a third would be trained too late
             work(train_seconds=3.0, overlaps=True, rounds_to_wait=1), 2.0, [[9], [9], [9]], [(9 + 3, 18, 9)],
@@ -101,11 +88,6 @@ SLOW_TO_SEND = dict(seconds_per_request=1.0, overlaps=True, rounds_to_wait=9)
             [(3 + 2 + 4, 6 + 3 + 3, 2), (4, 9, 2)],
             id="kept requests are not",
         ),
-        pytest.param(  # closes at once; two aborted requests and a new one are sent in 3 s, 1 s of which is training
-            work(**SLOW_TO_SEND, train_seconds=1.0), 3.0, [[2], [2], [20], [20], [20], [20]],
-            [(3 + 2 + 1, 6, 2), (3, 0, 2)],
-            id="sending that takes longer than training is waited for",
-        ),
     ],
 )  # fmt: skip
 def test_rounds_counted_by_hand(workload, factor, order, rounds):
@@ -122,15 +104,6 @@ def test_samples_finish_within_the_drain_grace(monkeypatch, more):
     first, second = rounds.run_round(), rounds.run_round()
     assert (first.seconds, first.generated_tokens) == pytest.approx((1.01, 201))
     assert second.seconds == pytest.approx(0.01 * (more - 1) + drain_grace(0.01 * (more - 1)))
-
-
-@pytest.mark.parametrize("factor", [3.0, 7.0, 8.0])
-def test_whole_patterns_of_rounds_are_predicted(monkeypatch, factor):
-    """With equal lengths, one round of as many as the factor generates all."""
-    run = []
-    monkeypatch.setattr(ModelledRounds, "run_round", lambda self: run.append(0) or ModelledRound(1.0, 1.0, 1.0))
-    predicted_throughput(work(), factor)
-    assert (len(run) - 6) % factor == 0
 
 
 # Against the real pool and driver
@@ -180,11 +153,3 @@ def test_groups_that_stand_for_several_give_the_same_prediction(sigma, factor):
     work = Workload(128, lengths, lambda count: 0.01 + 1e-5 * count, rounds_to_wait=5)
     in_full = predicted_throughput(work, factor, modelled_samples=2048)
     assert predicted_throughput(work, factor, modelled_samples=256) == pytest.approx(in_full, rel=0.05)
-
-
-def test_the_model_of_many_samples_is_small():
-    """65,536 samples per quota."""
-    rounds = ModelledRounds(Workload(4096, [[5] * 16] * 512, bent), 6.0)
-    rounds._add(6 * 4096)
-    assert rounds.outstanding == pytest.approx(6 * 4096)
-    assert len(rounds._groups.start_round) < 2 * 6 * 512 / 16

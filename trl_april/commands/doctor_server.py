@@ -6,10 +6,10 @@ given weights. After the weight sync, the server holds the same weights and repo
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import requests
 from transformers import AutoConfig
 
 from ..errors import AprilError, WeightSyncError
+from ..rollout.event_loop import BackgroundLoop
 from ..server.check import check_server, get_json, max_sequences, remedy_for_address, server_info
 from ..server.command_line import GENERATED_TOKENS_PATH
 from ..server.traffic import TimedRequests, server_load
@@ -58,12 +59,17 @@ def examine_server(examination: Examination, options: DoctorOptions) -> None:
     check("configuration", check_configuration, after=["server"])
     check("flags", check_flags, after=["configuration"])
     check("model", check_model, options.max_completion_length, after=["configuration"])
-    check("streaming", lambda server: asyncio.run(doctor_speed.check_streaming(server)), after=["configuration"])
-    check("abort", lambda server: asyncio.run(doctor_speed.check_abort(server)), after=["streaming"])
-    check("other requests", check_idle, after=["server"])
-    alone = ["streaming", "other requests"]
-    check("decode speed", doctor_speed.check_decode, options.max_sequences, after=alone)
-    check("prefill speed", doctor_speed.check_prefill, after=alone)
+    with closing(BackgroundLoop("trl-april-doctor")) as loop:  # a notebook has a running loop, so no asyncio.run
+
+        def check_async(name: str, what: Callable[..., Any], *arguments: Any, after: Sequence[str]) -> None:
+            check(name, lambda server: loop.run(what(server, *arguments)), after=after)
+
+        check_async("streaming", doctor_speed.check_streaming, after=["configuration"])
+        check_async("abort", doctor_speed.check_abort, after=["streaming"])
+        check("other requests", check_idle, after=["server"])
+        alone = ["streaming", "other requests"]
+        check_async("decode speed", doctor_speed.check_decode, options.max_sequences, after=alone)
+        check_async("prefill speed", doctor_speed.check_prefill, after=alone)
     check("weight sync", check_weight_sync, options.weight_sync_dir, after=["model", *alone])
     session.close()
 

@@ -135,18 +135,18 @@ async def check_abort(server: Server) -> Finding:
     return Finding(Mark.OK, f"ended {1000 * seconds:.0f} ms after its abort, with all {kept} tokens so far")
 
 
-def check_decode(server: Server, highest: int) -> Finding:
+async def check_decode(server: Server, highest: int) -> Finding:
     """Measure seconds per decode step by number of sequences."""
     highest = min(highest, max_sequences(server.info) or highest)
     deadline = time.monotonic() + CURVE_SECONDS
     points: list[dict[str, Any]] = []
     for number in sorted({*(2**power for power in range(highest.bit_length())), highest}):
         if not points or time.monotonic() < deadline:
-            points.append(_decode_point(server, number, PROMPT_TOKENS))
+            points.append(await _decode_point(server, number, PROMPT_TOKENS))
     # One number is enough: a token of context adds as much to a step with any number of sequences.
     middle = points[len(points) // 2]["sequences"]
     finding = judge_curve(points)
-    finding.data["decode_in_context"] = [_decode_point(server, middle, IN_CONTEXT_TOKENS)]
+    finding.data["decode_in_context"] = [await _decode_point(server, middle, IN_CONTEXT_TOKENS)]
     return finding
 
 
@@ -161,12 +161,12 @@ def judge_curve(points: list[dict[str, Any]]) -> Finding:
     return Finding(Mark.OK, found, data=data)
 
 
-def _decode_point(server: Server, sequences: int, prompt: int) -> dict[str, Any]:
+async def _decode_point(server: Server, sequences: int, prompt: int) -> dict[str, Any]:
     """A point of the decode curve. `context` is the mean number of tokens in context per sequence."""
     tokens = min(DECODE_TOKENS, server.context - PROMPT_TOKENS)
     prompt = min(prompt, server.context - tokens)
     # A median is not moved by a short load on the machine.
-    seconds = statistics.median(asyncio.run(_decode(server, sequences, prompt, tokens)) for _ in range(REPEATS))
+    seconds = statistics.median([await _decode(server, sequences, prompt, tokens) for _ in range(REPEATS)])
     return {
         "sequences": sequences,
         "seconds_per_step": seconds,
@@ -196,7 +196,7 @@ def seconds_per_step(completions: list[Completion]) -> float:
     return seconds / sum(arrivals[-1][1] - arrivals[0][1] for arrivals in measured)
 
 
-def check_prefill(server: Server) -> Finding:
+async def check_prefill(server: Server) -> Finding:
     """Measure the seconds to the first token by prompt length, with nothing else to do."""
     lengths = [length for length in PREFILL_TOKENS if length < server.context] or [server.context - 1]
 
@@ -209,6 +209,6 @@ def check_prefill(server: Server) -> Finding:
                 seconds.append(time.perf_counter() - started)
         return statistics.median(seconds)
 
-    points = [{"tokens": length, "seconds": asyncio.run(measure(length))} for length in lengths]
+    points = [{"tokens": length, "seconds": await measure(length)} for length in lengths]
     found = ", ".join(f"{point['tokens']} tokens: {1000 * point['seconds']:.3g} ms" for point in points)
     return Finding(Mark.OK, f"time to the first token: {found}", data={"prefill": points})
