@@ -227,6 +227,7 @@ def test_sound_server_passes_and_is_measured(fake, tiny_model_dir, tmp_path, one
     bodies = [request.body for request in fake.received_at("/v1/completions")]
     salts = [body["cache_salt"] for body in bodies if body and "cache_salt" in body]
     assert len(set(salts)) == len(salts)  # no prompt is in the cache of another
+    assert all(max(body["prompt"]) < 8 for body in bodies if body and "cache_salt" in body)  # of a small vocabulary
     # Nobody else's request was aborted, and none of ours still runs.
     aborted = [abort.body["request_ids"] for abort in fake.received_at("/abort_requests") if abort.body]
     assert aborted and all(ids and all(name.startswith("cmpl-doctor-") for name in ids) for ids in aborted)
