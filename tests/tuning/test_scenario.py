@@ -13,7 +13,6 @@ from trl_april.tuning.scenario import (
     UNITS,
     Histogram,
     Lognormal,
-    Quantiles,
     Scenario,
     draw,
     group_correlation,
@@ -129,10 +128,6 @@ def test_lognormal_lengths_are_those_of_the_benchmark():
         (Lognormal(100, 0.5, 50, 10**6), {0.0: 100, 1.0: round(100 * math.exp(0.5)), -9.0: 50, 1e9: 10**6}),
         (Histogram((7, 100, 3500), (1.0, 3.0, 0.0)), {-99.0: 7, NORMAL.inv_cdf(0.26): 100, 99.0: 100}),
         (Histogram((1, 5, 9), (0.0, 1.0, 0.0)), {-99.0: 5, 99.0: 5}),
-        (
-            Quantiles((0.0, 0.5, 1.0), (10, 40, 640)),
-            {-99.0: 10, NORMAL.inv_cdf(0.25): 20, 0.0: 40, NORMAL.inv_cdf(0.75): 160, 99.0: 640},
-        ),
     ],
 )
 def test_lengths_are_those_at_a_normal_score(lengths, at):
@@ -181,7 +176,10 @@ def logged(*columns):
 def test_lengths_are_read_from_the_log_of_a_training_run(tmp_path, columns, lengths):
     path = tmp_path / "trainer_state.json"
     path.write_text(logged(*columns))
-    assert read_log(path) == Quantiles((0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0), lengths)
+    read = read_log(path)
+    found = [read.at(NORMAL.inv_cdf(share) if 0 < share < 1 else 99.0 * (2 * share - 1)) for share in LOGGED.values()]
+    assert found == pytest.approx(lengths, abs=1)
+    assert read.at(NORMAL.inv_cdf(0.05)) == pytest.approx(math.sqrt(lengths[0] * lengths[1]), abs=1)
 
 
 def test_log_has_the_quantiles_that_the_trainer_logs():

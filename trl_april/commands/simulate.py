@@ -31,18 +31,14 @@ bubble, staleness and carried share for a grid of modes and factors, and recomme
     trl-april simulate --median 2000 --sigma 1.0 --max-length 16384
     trl-april doctor --base-url http://127.0.0.1:8000 --json server.json
     trl-april simulate --doctor server.json --log out/checkpoint-20/trainer_state.json --quota 64 --group-size 8
-    trl-april simulate --histogram lengths.json --train-seconds 30 --sync-seconds 2 --max-staleness 3 --plot curve.png
-    trl-april simulate --factors 1.5 2 3 4 auto --modes both keep --train-seconds 2
+    trl-april simulate --histogram lengths.json --train-seconds 30 --factors 1.5 2 3 4 auto --modes both keep
 
 {inspect.cleandoc(Mode.__doc__ or "")}
 """
-# Fields of Scenario that are options, by their group.
-WORKLOAD = ("quota", "group_size", "prompt_tokens", "group_correlation", "seed")
-SERVERS = ("servers", "max_batched_tokens", "kv_block", "request_stall_seconds")
-TRAINER = ("processes", "request_seconds", "abort_seconds", "train_seconds", "updates_per_batch", "sync_seconds")
 # Rounds of warm-up and measured rounds. Large batches need fewer, and would take minutes.
 ROUNDS, LARGE_ROUNDS = (4, 8), (3, 2)
 LARGE = 16384  # samples per batch
+SETTINGS = [setting for setting in fields(Scenario) if "help" in setting.metadata]
 HEAD = (
     f"{'mode':<14}{'factor':>7}{'trained tok/s':>15}{'gain':>8}{'wait':>7}{'bubble':>8}{'carried':>9}"
     "   staleness: mean, max, share by versions"
@@ -106,9 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = lengths.add_mutually_exclusive_group().add_argument
     add("--histogram", type=Path, metavar="FILE", help='JSON {"length": count} or lines length,count')
     add("--log", type=Path, metavar="FILE", help="trainer_state.json of a training run with APRIL")
-    _add_settings(parser.add_argument_group("workload"), WORKLOAD)
 
-    servers = parser.add_argument_group("servers (step times of a small model on two CPU cores, --doctor or --steps)")
+    servers = parser.add_argument_group("speed (step times of a small model on two CPU cores, --doctor or --steps)")
     add = servers.add_mutually_exclusive_group().add_argument
     add("--doctor", type=Path, metavar="FILE", help="step times that `trl-april doctor` measured")
     add("--steps", metavar="N:SECONDS,...", help=f"step times by sequences at once (default: {EXAMPLE})")
@@ -116,21 +111,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefill-seconds", type=float, metavar="S", help="seconds per prefilled token (default: doctor's, or 2e-5)")
     add("--context-seconds", type=float, metavar="S", help="seconds per token of context (default: doctor's, or 0)")
     add("--max-sequences", type=int, metavar="N", help="sequences at once per server (default: doctor's, or 256)")
-    _add_settings(servers, SERVERS)
-    _add_settings(parser.add_argument_group("trainer"), TRAINER)
+    others = parser.add_argument_group("workload, servers and trainer")
+    for setting in SETTINGS:
+        option, metavar = f"--{setting.name.replace('_', '-')}", "N" if isinstance(setting.default, int) else "X"
+        text = f"{setting.metadata['help']} {default}"
+        others.add_argument(option, type=type(setting.default), default=setting.default, metavar=metavar, help=text)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="also write all figures there")
     add("--plot", type=Path, metavar="FILE", help="also draw the curves there (needs matplotlib)")
     return parser
-
-
-def _add_settings(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
-    settings = {setting.name: setting for setting in fields(Scenario)}
-    for name in names:
-        default, text = settings[name].default, f"{settings[name].metadata['help']} (default: %(default)s)"
-        option, metavar = f"--{name.replace('_', '-')}", "N" if isinstance(default, int) else "X"
-        group.add_argument(option, type=type(default), default=default, metavar=metavar, help=text)
 
 
 def scenario_of(options: argparse.Namespace) -> Scenario:
@@ -157,7 +147,7 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         max_staleness=options.max_staleness,
         warmup=warmup if options.warmup is None else options.warmup,
         rounds=rounds if options.rounds is None else options.rounds,
-        **{name: getattr(options, name) for name in (*WORKLOAD, *SERVERS, *TRAINER)},
+        **{setting.name: getattr(options, setting.name) for setting in SETTINGS},
     )
 
 
@@ -230,19 +220,16 @@ def picture(grid: Grid, recommendation: Recommendation) -> Figure:
             curve.insert(0, grid.synchronous)  # the same at factor 1
         factors = [result.factor for result in curve]
         (line,) = gain.plot(factors, [grid.gain(result) for result in curve], "o-", label=mode)
-        color = line.get_color()
-        if mode.can_be_trained:
-            staleness.plot(factors, [result.staleness_mean for result in curve], "o-", color=color)
-            staleness.plot(factors, [result.staleness_max for result in curve], "--", color=color)
         for result in of_mode:
             if result.is_chosen:
-                gain.plot(result.factor, grid.gain(result), "o", fillstyle="none", markersize=10, color=color)
+                gain.plot(result.factor, grid.gain(result), "s", color=line.get_color())
+        if mode.can_be_trained:
+            staleness.plot(factors, [result.staleness_mean for result in curve], "o-", color=line.get_color())
+            staleness.plot(factors, [result.staleness_max for result in curve], "--", color=line.get_color())
     best = recommendation.result.factor, recommendation.gain
     gain.plot(*best, "o", label="recommended", markersize=14, fillstyle="none", color="black")
     gain.set(ylabel="trained tokens per second, synchronous = 1", ylim=(0, None))
     staleness.set(ylabel="staleness in versions: mean (solid), max (dashed)", ylim=(0, None))
     gain.legend(loc="lower right")
-    for axes in (gain, staleness):
-        axes.set_xlabel("over-provisioning factor")
-        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("over-provisioning factor (squares: chosen by auto)")
     return figure

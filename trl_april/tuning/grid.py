@@ -39,22 +39,15 @@ class Grid:
 
     def as_json(self) -> dict[str, object]:
         """The grid as plain data."""
-        return {
-            "scenario": self.scenario.as_json(),
-            "results": [self._figures(result) for result in self.results],
-            "left_out": self.left_out,
-        }
-
-    def _figures(self, result: Result) -> dict[str, object]:
-        return {
-            **{name: value for name, value in asdict(result).items() if name != "ages"},
-            "gain": self.gain(result),
-            "trained_tokens_per_second": result.trained_per_second,
-            "generated_tokens_per_second": result.generated_per_second,
-            "staleness_mean": result.staleness_mean,
-            "staleness_max": result.staleness_max,
-            "staleness": result.staleness,
-        }
+        results = []
+        for result in self.results:
+            rates = {
+                f"{kind}_tokens_per_second": getattr(result, f"{kind}_per_second") for kind in ("trained", "generated")
+            }
+            ages = {name: getattr(result, name) for name in ("staleness_mean", "staleness_max", "staleness")}
+            plain = {name: value for name, value in asdict(result).items() if name != "ages"}
+            results.append({**plain, "gain": self.gain(result), **rates, **ages})
+        return {"scenario": self.scenario.as_json(), "results": results, "left_out": self.left_out}
 
 
 def simulate_grid(

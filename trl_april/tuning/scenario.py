@@ -28,6 +28,7 @@ from .step_time import StepTime, reading
 
 
 UNITS = 1024  # of the longest completion, at most
+POINTS = 4096  # of a distribution of lengths that is read from a log
 # Quantiles of completion lengths that the trainer logs every round, and TRL's own extremes.
 LOGGED = {
     "completions/min_length": 0.0,
@@ -71,7 +72,9 @@ class Histogram:
     def __post_init__(self) -> None:
         is_counted = sum(self.counts) > 0 and all(0 <= count < math.inf for count in self.counts)
         if not is_counted or self.lengths[0] < 1:
-            raise ConfigError(f"{self} must have lengths of at least 1 token, counts of at least 0, and one above 0.")
+            raise ConfigError(
+                f"{self!r} must have lengths of at least 1 token, counts of at least 0, and one above 0."
+            )
         object.__setattr__(self, "_up_to", tuple(accumulate(self.counts)))
 
     @classmethod
@@ -80,32 +83,20 @@ class Histogram:
         counts = Counter(lengths)
         return cls(tuple(sorted(counts)), tuple(counts[length] for length in sorted(counts)))
 
+    def __str__(self) -> str:
+        return f"histogram of {len(self.lengths)} lengths from {self.lengths[0]} to {self.lengths[-1]}"
+
     @property
     def longest(self) -> int:
         return max(length for length, count in zip(self.lengths, self.counts, strict=True) if count)
 
     def at(self, score: float) -> int:
-        # At least the smallest positive share, or a length with a count of 0 could be drawn.
-        share = max(_normal_cdf(score), math.ulp(0.0))
+        # The normal distribution's share below the score. Positive, or a length with a count of 0 could be drawn.
+        share = max(0.5 * math.erfc(-score / math.sqrt(2)), math.ulp(0.0))
         return self.lengths[bisect_left(self._up_to, share * self._up_to[-1])]
 
 
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Quantiles of lengths at `levels`, which ascend from 0 to 1. Logarithms are interpolated linearly."""
-
-    levels: tuple[float, ...]
-    lengths: tuple[float, ...]
-
-    @property
-    def longest(self) -> int:
-        return round(self.lengths[-1])
-
-    def at(self, score: float) -> int:
-        return max(1, round(math.exp(np.interp(_normal_cdf(score), self.levels, np.log(self.lengths)))))
-
-
-Lengths = Lognormal | Histogram | Quantiles
+Lengths = Lognormal | Histogram
 
 
 def draw(lengths: Lengths, group_id: int, index: int, *, seed: int, correlation: float = 0.0) -> int:
@@ -144,8 +135,11 @@ def read_histogram(path: Path) -> Histogram:
     return Histogram.of(counts)
 
 
-def read_log(path: Path) -> Quantiles:
-    """Read the lengths that a training run logged in a `trainer_state.json`, averaged over its rounds."""
+def read_log(path: Path) -> Histogram:
+    """Read the lengths that a training run logged in a `trainer_state.json`, averaged over its rounds.
+
+    Between the logged quantiles, logarithms are interpolated linearly.
+    """
     with reading(path, "the log of a training run: the trainer_state.json of a checkpoint") as text:
         history = json.loads(text)["log_history"]
         rounds = [[float(entry[key]) for key in LOGGED] for entry in history if LOGGED.keys() <= entry.keys()]
@@ -157,11 +151,9 @@ def read_log(path: Path) -> Quantiles:
     means = [sum(column) / len(rounds) for column in zip(*rounds, strict=True)]
     # Binned quantiles are inexact and may pass the exact extremes.
     low, high = max(1.0, means[0]), max(1.0, means[-1])
-    return Quantiles(tuple(LOGGED.values()), tuple(accumulate((min(max(mean, low), high) for mean in means), max)))
-
-
-def _normal_cdf(score: float) -> float:
-    return 0.5 * math.erfc(-score / math.sqrt(2))
+    quantiles = list(accumulate((min(max(mean, low), high) for mean in means), max))
+    drawn = np.exp(np.interp(np.linspace(0.0, 1.0, POINTS), list(LOGGED.values()), np.log(quantiles)))
+    return Histogram.of(round(length) for length in drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +173,7 @@ class Scenario:
     prompt_tokens: int = field(default=16, metadata={"least": 1, "help": "tokens of a prompt"})
     servers: int = field(default=1, metadata={"least": 1, "help": "inference servers: copies of the model"})
     processes: int = field(default=1, metadata={"least": 1, "help": "trainer processes, which share the requests"})
-    max_sequences: int = field(default=256, metadata={"least": 1, "help": "sequences that a server decodes at once"})
+    max_sequences: int = field(default=256, metadata={"least": 1})  # sequences that a server decodes at once
     max_batched_tokens: int = field(default=2048, metadata={"least": 1, "help": "tokens per step of a server"})
     kv_block: int = field(default=16, metadata={"least": 1, "help": "tokens per block of the prefix cache"})
     request_seconds: float = field(default=0.0005, metadata={"least": 0, "help": "to send a request, per process"})
@@ -189,9 +181,7 @@ class Scenario:
     abort_seconds: float = field(default=0.02, metadata={"least": 0, "help": "from an abort to the last stream's end"})
     train_seconds: float = field(default=0.0, metadata={"least": 0, "help": "training on a batch"})
     sync_seconds: float = field(default=0.0, metadata={"least": 0, "help": "weight sync after training"})
-    updates_per_batch: int = field(
-        default=1, metadata={"least": 1, "help": "optimizer steps, so policy versions, per batch"}
-    )
+    updates_per_batch: int = field(default=1, metadata={"least": 1, "help": "policy versions (steps) per batch"})
     max_staleness: int | None = 5
     warmup: int = field(default=4, metadata={"least": 0})
     rounds: int = field(default=8, metadata={"least": 1})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -78,7 +79,7 @@ class Result:
     trained_tokens: int = 0
     generated_tokens: int = 0
     bubble: float = 0.0  # unused share of the servers' throughput at their best number of sequences
-    ages: dict[int, float] = field(default_factory=dict)  # trained tokens by staleness, in the scenario's quanta
+    ages: Counter[int] = field(default_factory=Counter)  # trained tokens by staleness, in the scenario's quanta
     carried: float = 0.0  # share of the trained tokens that were generated in an earlier round
 
     @property
@@ -98,8 +99,7 @@ class Result:
 
     @property
     def staleness_mean(self) -> float:
-        tokens = sum(self.ages.values())
-        return sum(age * number for age, number in self.ages.items()) / tokens if tokens else 0.0
+        return sum(age * share for age, share in self.staleness.items())
 
     @property
     def staleness_max(self) -> int:
@@ -124,14 +124,9 @@ class _Simulation:
     def __init__(self, scenario: Scenario, mode: Mode, factor: float | str) -> None:
         self.scenario, self.mode = scenario, mode
         self._longest = scenario.units(scenario.lengths.longest)
-        fixed = 1.0 if mode is Mode.SYNCHRONOUS or isinstance(factor, str) else factor
-        self.pool = Pool(
-            scenario.quota,
-            over_provisioning=fixed,
-            max_staleness=scenario.max_staleness if mode.can_be_trained else None,
-            versions_per_round=scenario.updates_per_batch,
-        )
+        self._factor = 1.0 if mode is Mode.SYNCHRONOUS or isinstance(factor, str) else factor
         self.engine = SimulatedEngine(scenario)
+        self._start_over()
         self._chooser: FactorChooser | None = None
         if factor == AUTO:
             self._chooser = FactorChooser(
@@ -143,7 +138,7 @@ class _Simulation:
                 max_sequences=scenario.servers * scenario.max_sequences,
             )
             self.pool.schedule.aim_at(self._chooser.factor)
-        self.result = Result(mode, fixed, is_chosen=self._chooser is not None)
+        self.result = Result(mode, self._factor, is_chosen=self._chooser is not None)
         # Modes that leave nothing to the next round need no warm-up, but measure the same rows.
         self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
         self._next_id = self._first_round * self.pool.schedule.target
@@ -152,17 +147,17 @@ class _Simulation:
         self._factors: list[float] = []
         self._carried = 0
         self._context = 0.0  # tokens before it, summed over all trained tokens
-        self._finished: asyncio.Queue[int] = asyncio.Queue()  # groups outside of the pool
 
-    async def run(self) -> None:
-        run = {Mode.DISCARD: self._discarding, Mode.UNINTERRUPTED: self._uninterrupted}.get(self.mode, self._pooled)
-        await run()
-        await self.engine.close()
-
-    async def _pooled(self) -> None:
-        """Rounds by the round driver, as in training."""
-        scenario, clock = self.scenario, asyncio.get_running_loop().time
-        driver = RolloutDriver(
+    def _start_over(self) -> None:
+        """An empty pool, and a driver for it."""
+        scenario = self.scenario
+        self.pool = Pool(
+            scenario.quota,
+            over_provisioning=self._factor,
+            max_staleness=scenario.max_staleness if self.mode.can_be_trained else None,
+            versions_per_round=scenario.updates_per_batch,
+        )
+        self._driver = RolloutDriver(
             self.pool,
             self.engine,
             run_id=RUN_ID,
@@ -171,7 +166,22 @@ class _Simulation:
             overlap=self.mode.overlaps,
             resume_kv=self.mode.resume_kv,
         )
+
+    async def run(self) -> None:
+        await (self._uninterrupted() if self.mode is Mode.UNINTERRUPTED else self._rounds())
+        await self._driver.close()
+        await self.engine.close()
+
+    async def _rounds(self) -> None:
+        """Rounds by the round driver, as in training."""
+        scenario, clock = self.scenario, asyncio.get_running_loop().time
         for number in range(self._first_round, scenario.warmup + scenario.rounds):
+            if self.mode is Mode.DISCARD and len(self.pool):
+                for group in self.pool:
+                    self.engine.forget(group.group_id)
+                await self._driver.close()
+                self._start_over()
+            driver = self._driver
             self._start_measuring_at(number)
             version = number * scenario.updates_per_batch
             self.pool.begin_round(version)
@@ -200,7 +210,6 @@ class _Simulation:
             if self.mode is Mode.KEEP:
                 self.engine.resume()
         self._stop_measuring()
-        await driver.close()
 
     def _admit(self, number: int) -> None:
         """Admit groups. The pool's prompts have one token: the engine knows the real ones."""
@@ -231,72 +240,35 @@ class _Simulation:
             self.result.rollout_seconds += seconds
             self._factors.append(done.over_provisioning)
             self._carried += done.carried_tokens
-            ages = self.result.ages
-            for group in done.groups:
-                for sample in group.samples:
-                    for segment in sample.segments:
-                        age = done.version - segment.version
-                        ages[age] = ages.get(age, 0) + segment.length
+            for sample in (sample for group in done.groups for sample in group.samples):
+                for segment in sample.segments:
+                    self.result.ages[done.version - segment.version] += segment.length
         self._train(group.group_id for group in done.groups)
-
-    async def _discarding(self) -> None:
-        """Rounds of new groups; those that are unfinished at the end are thrown away."""
-        scenario, clock = self.scenario, asyncio.get_running_loop().time
-        for version in range(self._first_round, scenario.warmup + scenario.rounds):
-            self._start_measuring_at(version)
-            start = clock()
-            running = self._start(self.pool.schedule.target, version)
-            finished = [await self._finished.get() for _ in range(scenario.quota)]
-            await self._throw_away(running, finished)
-            if self._measures:
-                self.result.rollout_seconds += clock() - start
-                self.result.ages = {0: 1.0}
-            self._train(sorted(finished))
-            await asyncio.sleep(scenario.train_seconds)
-            await asyncio.sleep(scenario.sync_seconds)
-        self._stop_measuring()
 
     async def _uninterrupted(self) -> None:
         """Train every group once it is finished, and start another."""
-        scenario = self.scenario
-        running = self._start(self.pool.schedule.target, 0)
-        for trained in range((scenario.warmup + scenario.rounds) * scenario.quota):
-            self._start_measuring_at(trained / scenario.quota)
-            group_id = await self._finished.get()
-            self._train([group_id])
-            await running.pop(group_id)
-            running |= self._start(1, 0)
-        self._stop_measuring()
+        scenario, finished = self.scenario, asyncio.Queue[int]()
+
+        async def generate(request_id: str) -> None:
+            async for _ in self.engine.generate(GenerationRequest(request_id, [0], 0, self._longest, RUN_ID)):
+                pass
+
+        async def generate_group(group_id: int) -> None:
+            names = [f"{RUN_ID}-{group_id}-{index}-0" for index in range(scenario.group_size)]
+            await asyncio.gather(*map(generate, names))
+            finished.put_nowait(group_id)
+
+        async with asyncio.TaskGroup() as running:
+            for group_id in self._new_ids(self.pool.schedule.target):
+                running.create_task(generate_group(group_id))
+            for trained in range((scenario.warmup + scenario.rounds) * scenario.quota):
+                self._start_measuring_at(trained / scenario.quota)
+                self._train([await finished.get()])
+                running.create_task(generate_group(*self._new_ids(1)))
+            self._stop_measuring()
         self.result.rollout_seconds = self.result.seconds
         # Equal lengths finish in waves, so the number of trained groups depends on when the measurement starts.
         self.result.trained_tokens = self.result.generated_tokens
-        await self._throw_away(running, [])
-
-    def _start(self, number: int, version: int) -> dict[int, asyncio.Task[None]]:
-        """Start new groups outside of the pool."""
-        ids = self._new_ids(number)
-        return {group_id: asyncio.create_task(self._generate_group(group_id, version)) for group_id in ids}
-
-    async def _throw_away(self, running: dict[int, asyncio.Task[None]], finished: list[int]) -> None:
-        late = running.keys() - set(finished)
-        if late:
-            await self.engine.abort([name for group_id in sorted(late) for name in self._request_ids(group_id)])
-        await asyncio.gather(*running.values())
-        for group_id in late:
-            self.engine.forget(group_id)
-        self._finished = asyncio.Queue()
-
-    async def _generate_group(self, group_id: int, version: int) -> None:
-        async def generate(request_id: str) -> None:
-            request = GenerationRequest(request_id, [0], 0, self._longest, f"{RUN_ID}-{version}")
-            async for _ in self.engine.generate(request):
-                pass
-
-        await asyncio.gather(*map(generate, self._request_ids(group_id)))
-        self._finished.put_nowait(group_id)
-
-    def _request_ids(self, group_id: int) -> list[str]:
-        return [f"{RUN_ID}-{group_id}-{index}-0" for index in range(self.scenario.group_size)]
 
     def _new_ids(self, number: int) -> range:
         self._next_id += number
