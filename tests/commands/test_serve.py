@@ -47,7 +47,8 @@ FOREGROUND = """
     import os, signal, sys
     from trl_april.commands.serve import run_in_foreground
 
-    if {ignores_hangup}: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # The tests themselves may run under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignores_hangup} else signal.SIG_DFL)
     child = (
         "import os, signal, subprocess, sys, time;"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0));"
