@@ -52,31 +52,28 @@ def examine_server(examination: Examination, options: DoctorOptions) -> None:
         session.headers["Authorization"] = f"Bearer {os.environ['VLLM_API_KEY']}"
     server = Server(str(options.base_url).rstrip("/"), session, options.model)
 
-    def check(name: str, what: Callable[..., Finding], *arguments: Any, after: Sequence[str]) -> None:
+    def check(name: str, what: Callable[..., Any], *arguments: Any, after: Sequence[str]) -> None:
         examination.check(name, partial(_check, what, server, *arguments), after=after)
 
     check("server", check_health, after=[])
     check("configuration", check_configuration, after=["server"])
     check("flags", check_flags, after=["configuration"])
     check("model", check_model, options.max_completion_length, after=["configuration"])
-    with closing(BackgroundLoop("trl-april-doctor")) as loop:  # a notebook has a running loop, so no asyncio.run
-
-        def check_async(name: str, what: Callable[..., Any], *arguments: Any, after: Sequence[str]) -> None:
-            check(name, lambda server: loop.run(what(server, *arguments)), after=after)
-
-        check_async("streaming", doctor_speed.check_streaming, after=["configuration"])
-        check_async("abort", doctor_speed.check_abort, after=["streaming"])
-        check("other requests", check_idle, after=["server"])
-        alone = ["streaming", "other requests"]
-        check_async("decode speed", doctor_speed.check_decode, options.max_sequences, after=alone)
-        check_async("prefill speed", doctor_speed.check_prefill, after=alone)
+    check("streaming", doctor_speed.check_streaming, after=["configuration"])
+    check("abort", doctor_speed.check_abort, after=["streaming"])
+    check("other requests", check_idle, after=["server"])
+    alone = ["streaming", "other requests"]
+    check("decode speed", doctor_speed.check_decode, options.max_sequences, after=alone)
+    check("prefill speed", doctor_speed.check_prefill, after=alone)
     check("weight sync", check_weight_sync, options.weight_sync_dir, after=["model", *alone])
     session.close()
 
 
-def _check(what: Callable[..., Finding], server: Server, *arguments: Any) -> Finding:
+def _check(what: Callable[..., Any], server: Server, *arguments: Any) -> Finding:
     try:
-        return what(server, *arguments)
+        with closing(BackgroundLoop("trl-april-doctor")) as loop:  # asyncio.run fails in a notebook
+            found = what(server, *arguments)
+            return found if isinstance(found, Finding) else loop.run(found)
     except AprilError:
         raise
     except (requests.Timeout, requests.ConnectionError) as error:

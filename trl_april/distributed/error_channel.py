@@ -42,9 +42,7 @@ class ErrorChannel:
     """Raises errors of other processes in this one, and reports its own. The store is for this object alone."""
 
     def __init__(self, store: Store, rank: int, num_processes: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._count = num_processes
+        self._store, self._rank, self._count = store, rank, num_processes
         self._watch = 0  # number of the watch, the same in all processes
         self._report: list[str] = []  # the first error of another process
         self._reported = threading.Event()

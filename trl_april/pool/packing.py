@@ -80,8 +80,7 @@ def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]]) -> list[Group]:
 
 def prompt_digest(row: dict[str, Any]) -> str:
     """Digest of the row's prompt. The token ids do not serve: a chat template may contain the time of day."""
-    prompt = json.dumps(row.get("prompt"), default=plain, sort_keys=True)
-    return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_encode(row.get("prompt")).encode(), digest_size=8).hexdigest()
 
 
 def plain(value: Any) -> Any:
@@ -90,6 +89,9 @@ def plain(value: Any) -> Any:
         return value.item()
     except (AttributeError, ValueError, RuntimeError):
         return str(value)
+
+
+_encode = json.JSONEncoder(default=plain, sort_keys=True).encode  # json.dumps makes an encoder for each call
 
 
 def _group(head: dict[str, Any], row: dict[str, Any], token_ids: BytesIO, logprobs: BytesIO) -> Group:

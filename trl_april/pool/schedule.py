@@ -53,6 +53,8 @@ class Schedule:
         self.delivered: list[int] = []  # the last batch, oldest first
         self.admits_surplus = True  # whether there is room for more groups than a batch has
         self._start_versions: dict[int, int] = {}  # of the outstanding groups; ids and versions ascend
+        # Outstanding groups by start version: to count them at the end of each sample would be quadratic.
+        self._outstanding: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Outstanding groups, in all processes."""
@@ -95,8 +97,7 @@ class Schedule:
                     f"The policy version went from {self.version} to {version} in one round, more than the "
                     f"{self.versions_per_round} that the staleness bound was planned with."
                 )
-        self.version = version
-        self.rejected = {}
+        self.version, self.rejected = version, {}
 
     @property
     def room(self) -> int:
@@ -129,6 +130,7 @@ class Schedule:
         if len(self) >= self.target:
             raise PoolError(f"{len(self)} groups are outstanding, which is the target; admit no more.")
         self._start_versions[group_id] = self.version
+        self._outstanding[self.version] += 1
         self.last_id = group_id
 
     def finish(self, group_id: int) -> None:
@@ -145,7 +147,7 @@ class Schedule:
 
     def reject(self, group_id: int) -> None:
         """Remove a group that is not trained. It can be readmitted until the next round begins."""
-        self.rejected[group_id] = self._start_versions.pop(group_id)
+        self.rejected[group_id] = self._remove(group_id)
 
     def readmit(self, count: int) -> list[int]:
         """Bring back the oldest `count` groups that this round rejected, as finished ones, and return their ids."""
@@ -154,6 +156,7 @@ class Schedule:
         oldest = sorted(self.rejected)[:count]
         for group_id in oldest:
             self._start_versions[group_id] = self.rejected.pop(group_id)
+            self._outstanding[self._start_versions[group_id]] += 1
         self._start_versions = dict(sorted(self._start_versions.items()))
         self.learn(oldest)
         return oldest
@@ -161,14 +164,14 @@ class Schedule:
     def withdraw(self, group_ids: Iterable[int]) -> None:
         """Remove groups for good, without training them."""
         for group_id in group_ids:
-            del self._start_versions[group_id]
+            self._remove(group_id)
         self.finished = [group_id for group_id in self.finished if group_id in self]
 
     def restore(
         self, start_versions: dict[int, int], finished: Iterable[int], *, version: int | None, last_id: int
     ) -> None:
         """Put saved groups on an empty schedule."""
-        self._start_versions = dict(start_versions)
+        self._start_versions, self._outstanding = dict(start_versions), Counter(start_versions.values())
         self.finished = sorted(finished)
         self.version, self.last_id = version, last_id
 
@@ -186,7 +189,7 @@ class Schedule:
         found = [Requirement(self.version, self.quota)]
         if self.bound is not None:
             count = 0
-            for start_version, outstanding in Counter(self._start_versions.values()).items():
+            for start_version, outstanding in sorted(self._outstanding.items()):
                 count += outstanding
                 can_wait = (start_version + self.bound - self.version) // self.versions_per_round
                 must_finish = count - self.quota * can_wait
@@ -230,5 +233,12 @@ class Schedule:
         self.delivered = self.finished[: self.quota]
         del self.finished[: self.quota]
         for group_id in self.delivered:
-            del self._start_versions[group_id]
+            self._remove(group_id)
         return self.delivered
+
+    def _remove(self, group_id: int) -> int:
+        start_version = self._start_versions.pop(group_id)
+        self._outstanding[start_version] -= 1
+        if not self._outstanding[start_version]:
+            del self._outstanding[start_version]
+        return start_version
