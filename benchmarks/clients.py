@@ -30,7 +30,7 @@ from typing import Any
 import requests
 from rollout import LONGEST, PROMPT_LENGTH, forced_engine, server
 
-from trl_april.data.admission import GroupElsewhere, NewGroup
+from trl_april.data.admission import NewGroup
 from trl_april.distributed.processes import Processes, processes_of
 from trl_april.pool.pool import Pool
 from trl_april.rollout.driver import RolloutDriver
@@ -78,7 +78,7 @@ async def run_client(options: argparse.Namespace, processes: Processes) -> None:
             group = (
                 NewGroup(next_id, {}, prompt, options.group_size, LONGEST)
                 if processes.owns(next_id)
-                else GroupElsewhere(next_id)
+                else NewGroup(next_id)
             )
             group.admit_to(pool)
             next_id += 1

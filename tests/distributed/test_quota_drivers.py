@@ -28,7 +28,7 @@ from tests.support.scripted_engine import (
     prompt_ids,
     token_ids,
 )
-from trl_april.data.admission import GroupElsewhere, NewGroup
+from trl_april.data.admission import NewGroup
 from trl_april.distributed.quota import SharedQuota
 from trl_april.distributed.scatter import owner_of
 from trl_april.engine.protocol import GenerationRequest
@@ -72,13 +72,13 @@ class Run:
     def dynamic_sampling(self, rank: int) -> DynamicSampling | None:
         return None
 
-    def rows(self, rank: int, count: int) -> list[NewGroup | GroupElsewhere]:
+    def rows(self, rank: int, count: int) -> list[NewGroup]:
         ids = range(self.next_ids[rank], self.next_ids[rank] + count)
         self.next_ids[rank] += count
         return [
             NewGroup(group_id, {}, prompt_ids(group_id), self.samples, 100)
             if owner_of(group_id, len(self.pools)) == rank
-            else GroupElsewhere(group_id)
+            else NewGroup(group_id)
             for group_id in ids
         ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError
@@ -24,16 +24,19 @@ _CONTINUE_WITHOUT = "remove the folder `april` from the checkpoint to continue w
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A dataset row ready to be admitted; see [`Pool.admit`]."""
+    """A dataset row ready to be admitted; see [`Pool.admit`]. A group of another process has only an id."""
 
     group_id: int
-    row: Row
-    prompt_ids: list[int]
-    num_generations: int
-    max_completion_length: int
+    row: Row | None = None
+    prompt_ids: list[int] = field(default_factory=list)
+    num_generations: int = 0
+    max_completion_length: int = 0
     row_index: int | None = None
 
     def admit_to(self, pool: Pool) -> None:
+        if self.row is None:
+            pool.schedule.admit(self.group_id)
+            return
         pool.admit(
             self.group_id,
             self.row,
@@ -42,16 +45,6 @@ class NewGroup:
             max_completion_length=self.max_completion_length,
             row_index=self.row_index,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupElsewhere:
-    """A group that another process admits."""
-
-    group_id: int
-
-    def admit_to(self, pool: Pool) -> None:
-        pool.schedule.admit(self.group_id)
 
 
 class Admission:
@@ -73,7 +66,7 @@ class Admission:
         self._read_row, self._tokenize, self._owns = read_row, tokenize, owns
         self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
 
-    def next_groups(self, count: int) -> list[NewGroup | GroupElsewhere]:
+    def next_groups(self, count: int) -> list[NewGroup]:
         """The groups of the next dataset rows, at most `count` over all processes; those of this process tokenized.
 
         Raises:
@@ -81,16 +74,16 @@ class Admission:
         """
         rows = [(group_id, ref, self._read_row(ref)) for group_id, ref in self._source.next_rows(count)]
         tokenized = iter(self._prompt_ids([row["prompt"] for group_id, _, row in rows if self._owns(group_id)]))
-        groups: list[NewGroup | GroupElsewhere] = []
+        groups = []
         for group_id, ref, row in rows:
             if self._owns(group_id):
                 groups.append(self._new_group(group_id, ref, row, next(tokenized)))
             else:
                 self._elsewhere[group_id] = row
-                groups.append(GroupElsewhere(group_id))
+                groups.append(NewGroup(group_id))
         return groups
 
-    def replacements(self, rejected: int) -> list[NewGroup | GroupElsewhere]:
+    def replacements(self, rejected: int) -> list[NewGroup]:
         """As many groups as were rejected, of rows beyond those that training was planned with."""
         self._source.replace(rejected)
         return self.next_groups(rejected)

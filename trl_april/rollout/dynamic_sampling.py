@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import copy_context
 
-from ..data.admission import GroupElsewhere, NewGroup
+from ..data.admission import NewGroup
 from ..pool.pool import Pool
 from ..pool.samples import Group, Score
 
@@ -33,7 +33,7 @@ class DynamicSampling:
         self,
         score: Callable[[Sequence[Group]], list[Score]],
         has_signal: Callable[[Score], bool],
-        replace: Callable[[int], Sequence[NewGroup | GroupElsewhere]],
+        replace: Callable[[int], Sequence[NewGroup]],
         *,
         max_rejected: int,
         executor: Executor | None = None,
