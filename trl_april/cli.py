@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name, rest = build_parser().parse_args(arguments[:1]).command, arguments[1:]
     try:
-        code: int = import_module(f".commands.{name}", __package__).main(rest)
-        return code
+        return import_module(f".commands.{name}", __package__).main(rest)
     except AprilError as error:
         print(f"trl-april: error: {error}", file=sys.stderr)
         return 1

@@ -180,8 +180,7 @@ class ManyProcesses(OneProcess):
     def _reduce(self, values: Sequence[float], how: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         self._finish(dist.all_reduce(tensor, op=how, group=self._group, async_op=True))
-        reduced: list[float] = tensor.tolist()
-        return reduced
+        return tensor.tolist()
 
     def _finish(self, work: Any) -> None:
         """Wait for a collective call, but not for a process that has failed."""

@@ -87,8 +87,7 @@ def trainer_logprobs(model: nn.Module, token_ids: list[int], device: torch.devic
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None].to(logits.device)).squeeze(-1)
     finally:
         model.train(was_training)
-    values: list[float] = logprobs.tolist()
-    return values
+    return logprobs.tolist()
 
 
 def server_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> list[float]:

@@ -62,8 +62,7 @@ class ServerControl:
                 f"The vLLM server answered {response.status_code} to /{path} in the weight sync: "
                 f"{response.text[:500]} {remedy}"
             )
-        answer: dict[str, Any] = response.json() if response.content else {}
-        return answer
+        return response.json() if response.content else {}
 
     def load(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request that loads weights, which takes longer than other answers."""
