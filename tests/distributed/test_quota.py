@@ -73,7 +73,7 @@ class Processes:
         return [CLOSED if quota.is_closed else SUSPENDED if quota.is_suspended else "open" for quota in self.quotas]
 
     def agree(self) -> None:
-        """Exchange what is left, as `Rounds._agree` does."""
+        """Exchange the rest, as `Rounds._agree` does."""
         for quota in self.quotas:
             quota.tell_rest()
         for quota in self.quotas:

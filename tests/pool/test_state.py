@@ -141,7 +141,7 @@ def test_pools_of_any_number_are_restored_into_any_number(seed, before, after, r
     texts = list(map(canonical, states))
     version = None
     if rounds:
-        # Training goes on under the version that the batch has made, at least.
+        # Training continues at least under the version that the batch has made.
         version = run.version if later else states[0]["version"]
     pools, elsewhere = pools_from(states, after, run.options, version=version)
     check_restored(run, states, pools, elsewhere, version)

@@ -132,7 +132,7 @@ class Rows:
             self.admit_to(pool)
 
     def admit_to(self, pool: Pool) -> None:
-        """Admit the next row, also in the place of a rejected group."""
+        """Admit the next row, also to replace a rejected group."""
         pool.admit(len(self._trained), {}, PROMPT, num_generations=SAMPLES, max_completion_length=BUDGET)
         self._trained.append(0)
 

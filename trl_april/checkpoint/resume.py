@@ -161,8 +161,8 @@ def _checkpoints(output_dir: str) -> list[str]:
 def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None:
     """`--resume_from_checkpoint` of a command line as a value for [`~transformers.Trainer.train`].
 
-    `"true"`, `"false"` and a folder are as for `train`. `"auto"` takes the last complete checkpoint of `output_dir` if
-    there is one, as a job needs that may be requeued.
+    `"true"`, `"false"` and a folder are as for `train`. `"auto"` takes the last complete checkpoint of `output_dir`,
+    if any, so that a requeued job resumes and a new one starts.
     """
     if not isinstance(value, str):
         return value

@@ -193,7 +193,7 @@ def _check_format(found: Any) -> None:
 
 
 def _load_pool(path: Path) -> dict[str, Any]:
-    shared = "Every process must see the files of all of them: output_dir has to be a folder that all hosts share. "
+    shared = "Every process must see the files of all processes: output_dir must be a folder that all hosts share. "
     with _reading(path, missing=shared):
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()

@@ -40,8 +40,8 @@ class RequestMaker:
 
     `run_id` is the prefix of request ids and cache salts. Under `resume_kv="recompute"` the salt is the current policy
     version, so KV blocks of other weights are never hit, even if a cache reset fails. Under `"reuse"` and `"keep"` a
-    resumed sample keeps the salt of its first segment and finds the blocks of all of them, if the engine still has
-    them.
+    resumed sample keeps the salt of its first segment and finds the blocks of all its segments, if the engine still
+    has them.
     """
 
     def __init__(self, run_id: str, seed: int | None = None, *, resume_kv: str = "recompute") -> None:

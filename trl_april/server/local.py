@@ -63,7 +63,7 @@ class LocalServer:
         log_file (`str` or `os.PathLike`, *optional*):
             File that the server's output is appended to. By default a new temporary file, which is kept.
         startup_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds that the server has to become healthy.
+            Seconds until the server must be healthy.
         env (`Mapping[str, str]`, *optional*):
             Environment variables to add to those of this process.
         quiet (`bool`, *optional*, defaults to `False`):
