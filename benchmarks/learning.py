@@ -177,18 +177,19 @@ class RecordingTrainer(APRILGRPOTrainer):
     def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
-        self._groups: list[Group] = []
         self.add_callback(_Copies(recorder))
 
     def _run_round(self) -> Round:
         done = super()._run_round()
-        self._groups = done.groups
-        return done
+        session = self._session
+        assert session is not None
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
-        self._recorder.add_batch(batch, self._groups, self.state.global_step)
-        return batch
+        def recorded(batch: dict[str, Any], done: Round) -> dict[str, float]:
+            self._recorder.add_batch(batch, done.groups, self.state.global_step)
+            return type(session).correction(session, batch, done)
+
+        session.correction = recorded  # called when the batch has the log-probabilities of the trained policy
+        return done
 
 
 class _Copies(transformers.TrainerCallback):

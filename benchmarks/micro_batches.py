@@ -1,11 +1,12 @@
-"""Speed of training with similar lengths in one micro-batch, compared with TRL's shuffled micro-batches.
+"""Speed of training with similar lengths in one micro-batch and one forward pass, compared with TRL's.
 
     python benchmarks/micro_batches.py                  # 32 samples per optimiser step, with a median of 100 tokens
     python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
 
 The trainer scores a batch and computes the gradients of an optimiser step. Only the rollouts are simulated: random
-completions of lognormal lengths. Both orders take turns on the same batches, without the padding after the longest
-completion of a micro-batch. A ratio compares seconds on the same batch.
+completions of lognormal lengths. Three ways take turns on the same batches, without the padding after the longest
+completion of a micro-batch: ours, TRL's shuffled order of samples, and TRL's second forward pass for the correction. A
+ratio compares seconds on the same batch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,7 +47,7 @@ class Session(RolloutSession):
     """A session without rollouts."""
 
     def __init__(self, sampling_mode: str) -> None:
-        self.scorer, self.run_log, self.trained_micro_steps = None, RunLog(), 0
+        self.scorer, self.run_log, self._correction = None, RunLog(), None
         self._processes, self._sampling_mode = OneProcess(), sampling_mode
 
 
@@ -64,15 +65,8 @@ class Trainer(APRILGRPOTrainer):
         self._session = self._session or Session(self.args.vllm_importance_sampling_mode)
         return self.next_round
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        def count(module: Any, args: Any, kwargs: Any) -> None:
-            self.positions += kwargs["input_ids"].numel()
-
-        handle = model.register_forward_pre_hook(count, with_kwargs=True)
-        try:
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        finally:
-            handle.remove()
+    def count_positions(self, module: Any, args: Any, kwargs: Any) -> None:
+        self.positions += kwargs["input_ids"].numel()
 
 
 def lengths_of(sigma: float, median: float, count: int, seed: int) -> list[int]:
@@ -109,6 +103,18 @@ def trl_order() -> Iterator[None]:
         yield
 
 
+def two_passes() -> AbstractContextManager[Any]:
+    """Compute the correction in a forward pass of its own."""
+    return mock.patch("trl_april.trainer.can_correct_in_training", lambda *args: False)
+
+
+CONTESTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "ours": nullcontext,
+    "of_trl": trl_order,
+    "two_passes": two_passes,
+}
+
+
 def make_trainer(folder: str, samples: int, size: int) -> Trainer:
     """A trainer of the demo's model with `samples` per optimiser step, in micro-batches of `size`."""
     torch.manual_seed(0)
@@ -126,6 +132,7 @@ def make_trainer(folder: str, samples: int, size: int) -> Trainer:
         processing_class=tokenizer,
     )
     trainer.model.train()
+    trainer.model.register_forward_pre_hook(trainer.count_positions, with_kwargs=True)
     trainer.current_gradient_accumulation_steps = samples // size
     return trainer
 
@@ -142,27 +149,32 @@ def step(trainer: Trainer, made: Round) -> tuple[float, int]:
 
 
 def measure(sigma: float, size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both orders in turn, with a new batch in each turn."""
-    found: dict[str, list[float]] = {"ours": [], "of_trl": [], "ours_padding": [], "of_trl_padding": []}
+    """Measure all contestants in turn, with a new batch in each turn."""
+    found: dict[str, list[float]] = {name: [] for name in [*CONTESTANTS, "ours_padding", "of_trl_padding"]}
     with tempfile.TemporaryDirectory(prefix="trl_april_micro_batches_") as folder:
         trainer = make_trainer(folder, options.samples, size)
         step(trainer, round_of(lengths_of(sigma, options.median, options.samples, seed=0)))  # warm-up
         for turn in range(options.turns):
             lengths = lengths_of(sigma, options.median, options.samples, seed=turn + 1)
             made = round_of(lengths)
-            tokens = 2 * (sum(lengths) + len(lengths) * PROMPT_LENGTH)  # scored once, trained once
-            order = [("ours", nullcontext), ("of_trl", trl_order)]
-            for name, context in order if turn % 2 == 0 else reversed(order):
-                with context():
+            tokens = sum(lengths) + len(lengths) * PROMPT_LENGTH
+            names = list(CONTESTANTS)
+            for name in names[turn % 3 :] + names[: turn % 3]:
+                with CONTESTANTS[name]():
                     seconds, positions = step(trainer, made)
                 found[name].append(seconds)
-                found[f"{name}_padding"].append(1 - tokens / positions)
+                if name != "two_passes":
+                    found[f"{name}_padding"].append(1 - tokens / positions)
     return {"sigma": sigma, "size": size, **found}
 
 
 def row(result: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    ratios = [of_trl / ours for of_trl, ours in zip(result["of_trl"], result["ours"], strict=True)]
+
+    def ratio(name: str) -> str:
+        ratios = [other / ours for other, ours in zip(result[name], result["ours"], strict=True)]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
     return [
         f"{result['sigma']:g}",
         str(result["size"]),
@@ -170,7 +182,9 @@ def row(result: dict[str, Any]) -> list[str]:
         f"{statistics.fmean(result['ours_padding']):.0%}",
         f"{statistics.median(result['of_trl']):.2f}",
         f"{statistics.median(result['ours']):.2f}",
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        ratio("of_trl"),
+        f"{statistics.median(result['two_passes']):.2f}",
+        ratio("two_passes"),
     ]
 
 
@@ -195,6 +209,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     results = [measure(sigma, size, options) for sigma in options.sigma for size in options.sizes]
     header = ["sigma", "micro-batch", "padding, TRL's order", "ours", "seconds, TRL's order", "ours", "ratio (range)"]
+    header += ["two passes", "ratio (range)"]
     print(markdown(header, [row(result) for result in results]))
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name != "json"}

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
@@ -41,7 +42,7 @@ from .rollout.rounds import Rounds
 from .server.host import reserve_connections
 from .training.batch import round_metrics
 from .training.construction import api_key
-from .training.correction import correction_metrics
+from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
 from .training.run_log import RunLog, run_options
 from .tuning.factor_chooser import AutoFactor, FactorChooser
@@ -87,6 +88,7 @@ class RolloutSession:
         self.scorer = scorer
         self._silent = args.disable_tqdm or processes.rank > 0
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
+        self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
         self.pool = Pool(
             plan.groups_per_round,
             over_provisioning=options.bounded_factor(plan.versions_per_round),
@@ -203,6 +205,7 @@ class RolloutSession:
         Raises:
             ServerError, Stopped, WeightSyncError: As [`Recovery.sync_weights`] and [`Rounds.run`], in all processes.
         """
+        self.run_log.round_began()
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:
                 self._recovery.sync_weights()
@@ -241,6 +244,26 @@ class RolloutSession:
         metrics = correction_metrics(batch, done.groups, done.version, processes=self._processes)
         self.run_log.note(metrics)
         return metrics
+
+    def correct_in_training(self, args: GRPOConfig, batch: dict[str, Any], done: Round) -> None:
+        """Let [`RolloutSession.correct`] correct a batch that TRL has scored without correction."""
+        self._correction = TrainingPassCorrection(args, batch), done
+
+    def correct(self, micro_batch: dict[str, Any], logps: torch.Tensor) -> dict[str, float]:
+        """Correct a micro-batch of such a batch by the log-probabilities of its training forward pass.
+
+        Returns the metrics of the correction, by their full names, with the last micro-batch; then it is a collective
+        call.
+        """
+        if self._correction is None:
+            return {}
+        correction, done = self._correction
+        batch = correction.correct(micro_batch, logps)
+        if batch is None:
+            return {}
+        self._correction = None
+        ours = {f"april/{name}": value for name, value in self.correction(batch, done).items()}
+        return {**sampling_metrics(batch, self._processes), **ours}
 
     def release_trained(self, micro_steps: int) -> None:
         """Release the batches whose last use is in the weights, after so many calls of `training_step`."""

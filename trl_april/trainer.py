@@ -7,7 +7,6 @@ round runs until the quota is met. The batch goes into TRL's own slot for foreig
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,7 +36,8 @@ from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
-from .training.construction import arguments_for_trl, connect_server
+from .training.construction import PAPER, arguments_for_trl, connect_server
+from .training.correction import can_correct_in_training
 from .training.micro_batches import can_be_regrouped, like_lengths_together, without_padding
 from .training.requested_batch import RequestedBatch
 from .training.rewards import RewardScorer, decode_completions, extra_columns, trained_rewards
@@ -100,17 +100,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "april"]
     _name = "APRIL"
-    _paper = {
-        "title": "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
-        "id": "2509.18521",
-        "citation": textwrap.dedent("""\
-            @article{zhou2025april,
-                title        = {{APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation}},
-                author       = {Yuzhen Zhou and Jiajun Li and Yusheng Su and Gowtham Ramesh and Zilin Zhu and Xiang Long and Chenyang Zhao and Jin Pan and Xiaodong Yu and Ze Wang and Kangrui Du and Jialian Wu and Ximeng Sun and Jiang Liu and Qiaolin Yu and Hao Chen and Zicheng Liu and Emad Barsoum},
-                year         = 2025,
-                eprint       = {arXiv:2509.18521},
-            }"""),  # noqa: E501
-    }
+    _paper = PAPER
 
     def __init__(
         self,
@@ -228,6 +218,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.reward_funcs = trained_rewards(done.groups)
             self._pending_extra_logs.update(extra_columns(done.groups))
             self._pending_metrics.update(self._session.scorer.take_metrics())
+        corrects = self.vllm_importance_sampling_correction
+        in_training = corrects and can_correct_in_training(type(self), APRILGRPOTrainer, self.args)
+        self.vllm_importance_sampling_correction = corrects and not in_training  # it would take a second forward pass
         mask_below = self._options.oldest_trained(done.version)
         self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=mask_below)
         try:
@@ -235,10 +228,14 @@ class APRILGRPOTrainer(GRPOTrainer):
                 batch = super()._generate_and_score_completions(inputs)
         finally:
             self.rollout_func, self.reward_funcs = None, reward_funcs
-        self._log_metrics(self._session.correction(batch, done))
+            self.vllm_importance_sampling_correction = corrects
+        if in_training:
+            self._session.correct_in_training(self.args, batch, done)
+        else:
+            self._log_metrics(self._session.correction(batch, done))
         logged = self._metrics["train"].items()
         rewards = {name: values[-1] for name, values in logged if name.startswith("reward")}
-        self._session.run_log.write_round(done, rewards)
+        self._session.run_log.add_round(done, rewards)
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -260,11 +257,17 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden because TRL pads every micro-batch to the longest completion of the whole batch: with a long tail,
-        # most of the computation. Images (in evaluation) and some models depend on the width.
+        # most of the computation. Images (in evaluation) and some models depend on the width. Overridden, too, to
+        # correct a micro-batch by its training forward pass, the only one for which TRL wants entropies.
         score = super()._get_per_token_logps_and_entropies
         if not self.april_enabled or kwargs.get("num_images") is not None or depends_on_width(self.model.config):
-            return score(*args, **kwargs)
-        return without_padding(score, *args, multiple=self.pad_to_multiple_of, **kwargs)
+            found = score(*args, **kwargs)
+        else:
+            found = without_padding(score, *args, multiple=self.pad_to_multiple_of, **kwargs)
+        if kwargs.get("compute_entropy") and self.model.training and self._session is not None:
+            micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            self._log_metrics(self._session.correct(micro_batch, found[0]), prefix="")
+        return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Overridden to save partial samples. Without the optimiser, training cannot resume, and needs none.
@@ -375,9 +378,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             device=self.accelerator.device,
         )
 
-    def _log_metrics(self, metrics: dict[str, float]) -> None:
+    def _log_metrics(self, metrics: dict[str, float], prefix: str = "april/") -> None:
         for name, value in metrics.items():
-            self._metrics["train"][f"april/{name}"].append(value)
+            self._metrics["train"][f"{prefix}{name}"].append(value)
 
 
 def training_rows(trainer: GRPOTrainer) -> TrainingRows:

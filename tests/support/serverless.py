@@ -18,6 +18,7 @@ class GivenBatches(RolloutSession):
 
     def __init__(self) -> None:
         self.scorer, self.run_log, self._processes = None, RunLog(), OneProcess()
+        self._correction = None
 
     def save(self, checkpoint: Path) -> None: ...
 

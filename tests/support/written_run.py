@@ -68,6 +68,7 @@ class WrittenRun:
         """Write one round and its optimiser step."""
         log = self.log
         log.step_began()
+        log.round_began()
         with log.timing("sync"):
             self.now += self.sync_seconds
         done = self.rounds.run_round()
@@ -84,7 +85,7 @@ class WrittenRun:
             self.now += 0.02
         log.note(corrections(done))
         reward = self.reward(done.version)
-        log.write_round(done, {"reward": reward, "reward_std": 0.2, "rewards/right/mean": reward})
+        log.add_round(done, {"reward": reward, "reward_std": 0.2, "rewards/right/mean": reward})
         self.now += self.training_seconds
         log.step_ended(done.version + 1)
         self.now += 0.03  # neither round nor step

@@ -155,6 +155,16 @@ def test_log_probabilities_come_from_one_method():
     assert 'completion_mask, padding_value=0, padding_side="right"' in SCORE
 
 
+def test_the_training_forward_pass_can_correct_its_micro_batch():
+    """The ratio is read from the micro-batch after the only pass that computes entropies."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "compute_entropy=True" not in SCORE
+    reads = [source.index(f'inputs{read}"importance_sampling_ratio"') for read in ("[", ".get(")]
+    assert source.index("compute_entropy=True") < min(reads)
+    assert "per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps" in source
+    assert "if self.args.gradient_accumulation_steps % generate_every != 0 or (" in SCORE
+
+
 def test_the_completions_table_takes_more_columns():
     """One value per completion of this process, gathered in the order of the prompts, in evaluation as well."""
     assert SCORE.index('self._logs["prompt"].extend(gather_object(prompts))') < SCORE.index("_pending_extra_logs")

@@ -23,7 +23,9 @@ from tests.support.serverless import ServerlessTrainer
 from trl_april.config import APRILGRPOConfig
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
+from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH
+from trl_april.training.correction import METHODS, can_correct_in_training
 from trl_april.training.micro_batches import can_be_regrouped
 
 
@@ -153,13 +155,14 @@ def groups(policies) -> list[Group]:
 
 
 def make_april(loss_type: str, model_dir, output_dir, **options) -> MixedTrainer:
-    """A generation batch is for two optimiser steps."""
+    """A generation batch is for two optimiser steps, unless `options` say otherwise."""
     bounds = {"vllm_importance_sampling_clip_max": CAP, "vllm_importance_sampling_clip_min": FLOOR}
+    steps = {"steps_per_generation": 2 * ACCUMULATION}
     args = APRILGRPOConfig(
         output_dir=str(output_dir), loss_type=loss_type, per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATION, steps_per_generation=2 * ACCUMULATION,
-        num_generations=NUM_GENERATIONS, max_completion_length=MAX_LENGTH, gradient_checkpointing=False, bf16=False,
-        use_cpu=True, report_to=[], disable_tqdm=True, **{**bounds, **CLIPPING[loss_type], **options},
+        gradient_accumulation_steps=ACCUMULATION, num_generations=NUM_GENERATIONS, max_completion_length=MAX_LENGTH,
+        gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True,
+        **{**bounds, **steps, **CLIPPING.get(loss_type, {}), **options},
     )  # fmt: skip
     dataset = Dataset.from_list([{"prompt": f"{number}"} for number in range(8)])
     return MixedTrainer(model=model_dir, reward_funcs=reward, args=args, train_dataset=dataset)
@@ -406,3 +409,86 @@ class TestMicroBatches:
         assert regrouped(MixedTrainer) and not regrouped(has_aux_loss=True)
         for name in ("_compute_loss", "compute_loss"):
             assert not regrouped(type("Own", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None}))
+
+
+# One forward pass
+
+SPECIAL_CASES = [
+    ("sapo", {}),
+    ("luspo", {"importance_sampling_level": "sequence"}),
+    ("vespo", {}),
+    ("vespo", {"vllm_importance_sampling_mode": "token_mask"}),
+    ("grpo", {"beta": 0.1}),
+    ("grpo", {"off_policy_mask_threshold": 0.05}),
+    ("grpo", {"staleness_policy": "mask", "max_staleness": 1}),
+    ("dapo", {"steps_per_generation": 1}),  # two generation batches in one optimiser step
+    ("grpo", {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "sequence_mask"}),
+]
+
+
+class TestTrainingPass:
+    """A batch of one optimiser step: its correction needs no forward pass of its own."""
+
+    def train(self, trainer, policies, groups) -> tuple:
+        """Loss, gradients, metrics and number of forward passes of an optimiser step, in float64."""
+        load(trainer.model.double(), policies.weights[VERSIONS - 1])
+        trainer.model.train().zero_grad()
+        if trainer.beta:
+            load(trainer.ref_model.double(), policies.weights[0])
+        trainer.current_gradient_accumulation_steps = ACCUMULATION
+        trainer._metrics["train"].clear()
+        trainer._step, trainer._buffered_inputs = 0, None
+        per_batch = trainer.args.generation_batch_size // NUM_GENERATIONS
+        rows = [{"prompt": ""} for _ in range(trainer.args.generation_batch_size)]
+        passes, loss = [], torch.zeros(())
+        hook = trainer.model.register_forward_pre_hook(lambda *call: passes.append(torch.is_grad_enabled()))
+        torch.manual_seed(0)  # of TRL's shuffling
+        for micro_step in range(ACCUMULATION):
+            trainer.groups = groups[micro_step // trainer.args.steps_per_generation * per_batch :][:per_batch]
+            loss = loss + trainer.training_step(trainer.model, rows, None)
+        hook.remove()
+        gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+        of_time = ("profiling/", "step_time", "num_tokens")  # the last counts from the first step on
+        metrics = {name: v for name, v in trainer._metrics["train"].items() if not name.startswith(of_time)}
+        return loss, gradients, metrics, passes
+
+    def assert_equal(self, loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch) -> None:
+        options = {"steps_per_generation": ACCUMULATION, **options}
+        trainer = make_april(loss_type, tiny_model_dir, tmp_path, **options)
+        loss, gradients, metrics, passes = self.train(trainer, policies, groups)
+        monkeypatch.setattr("trl_april.trainer.can_correct_in_training", lambda *args: False)
+        expected_loss, expected, expected_metrics, two_passes = self.train(trainer, policies, groups)
+
+        assert passes == [True] * ACCUMULATION and len(two_passes) > len(passes)
+        assert abs(loss.item()) > 1e-6
+        assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-9, abs=0)
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() <= 1e-9 * expected[name].norm(), name
+        corrected = [name for name in metrics if name.startswith(("sampling/", "april/correction/"))]
+        assert {"sampling/importance_sampling_ratio/min", "april/correction/age_0/clipped_fraction"} <= {*corrected}
+        assert metrics.keys() == expected_metrics.keys()
+        for name, values in metrics.items():
+            assert values == pytest.approx(expected_metrics[name], rel=1e-6, abs=1e-9, nan_ok=True), name
+
+    @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, MODES))
+    def test_loss_gradients_and_metrics_are_those_of_two_passes(
+        self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path, monkeypatch
+    ):
+        options = {"vllm_importance_sampling_mode": mode}
+        self.assert_equal(loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch)
+
+    @pytest.mark.parametrize(("loss_type", "options"), SPECIAL_CASES)
+    def test_so_they_are_with_other_options(
+        self, loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch
+    ):
+        self.assert_equal(loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch)
+
+    def test_two_passes_remain_if_the_policy_moves_or_a_subclass_may_read_the_first(self):
+        def corrects(cls=MixedTrainer, **options) -> bool:
+            args = APRILGRPOConfig("out", bf16=False, use_cpu=True, gradient_accumulation_steps=4, **options)
+            return can_correct_in_training(cls, APRILGRPOTrainer, args)
+
+        assert corrects() and corrects(steps_per_generation=2)
+        assert not corrects(steps_per_generation=8) and not corrects(num_iterations=2)
+        for name in METHODS:
+            assert not corrects(type("Own", (MixedTrainer,), {name: lambda self, *args: None}))

@@ -36,7 +36,8 @@ def written_rounds(log: RunLog, folder: Path, done: Round, rewards: dict | None 
     """Write a round, and read all rounds of the run."""
     with log.timing("sync"), log.timing("scoring"):
         pass
-    log.write_round(done, rewards or {})
+    log.add_round(done, rewards or {})
+    log.step_ended(done.version + 1)
     return read_run(folder).rounds
 
 
@@ -90,7 +91,8 @@ class TestContents:
         secret = group(sample(0, (0, 3)))
         secret.row = {"prompt": "a secret"}
         log = RunLog(tmp_path, {"over_provisioning": 2.0})
-        log.write_round(Round(0, groups=[secret]), {"reward": 1.0})
+        log.add_round(Round(0, groups=[secret]), {"reward": 1.0})
+        log.step_ended(1)
         assert "secret" not in (tmp_path / FILE).read_text()
 
     def test_nan_and_infinity_are_null_and_times_of_a_long_run_exact(self, tmp_path):
@@ -115,7 +117,7 @@ class TestContents:
     def test_without_a_folder_a_process_writes_nothing_but_takes_part_in_the_sum(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         asked = []
-        RunLog(reduce_sum=lambda values: asked.append(len(values)) or list(values)).write_round(Round(0), {})
+        RunLog(reduce_sum=lambda values: asked.append(len(values)) or list(values)).add_round(Round(0), {})
         assert asked == [2 * BINS + AGES]
         assert list(tmp_path.iterdir()) == []
 

@@ -244,6 +244,7 @@ def bias(tables: list[torch.Tensor], output_dir, cuts: list[Cut], **options) -> 
     rewards = torch.tensor([reward_of(tuple(sample.token_ids)) for sample in samples], dtype=torch.float64)
     # The loss is linear in the advantages, and the baseline is the expectation of a group's mean reward.
     inputs["advantages"] = (probabilities * (rewards - probabilities @ rewards)).float()
+    trainer._step, trainer._buffered_inputs = 0, [inputs]
     trainer._compute_loss(trainer.model, inputs).backward()
     expected = -len(samples) * LENGTH * trainer.model.table.weight.grad.T.double()
     truth = true_gradient(tables[NEWEST])

@@ -7,6 +7,7 @@ TRL would connect to vLLM by itself, and has no factory for the connection. It k
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,19 @@ from ..weights.sync import ServerGeneration
 
 # Section 5.1 of the paper on GSPO.
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
+
+# For the model card.
+PAPER = {
+    "title": "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
+    "id": "2509.18521",
+    "citation": textwrap.dedent("""\
+        @article{zhou2025april,
+            title        = {{APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation}},
+            author       = {Yuzhen Zhou and Jiajun Li and Yusheng Su and Gowtham Ramesh and Zilin Zhu and Xiang Long and Chenyang Zhao and Jin Pan and Xiaodong Yu and Ze Wang and Kangrui Du and Jialian Wu and Ximeng Sun and Jiang Liu and Qiaolin Yu and Hao Chen and Zicheng Liu and Emad Barsoum},
+            year         = 2025,
+            eprint       = {arXiv:2509.18521},
+        }"""),  # noqa: E501
+}
 
 
 def gspo_options(args: GRPOConfig) -> dict[str, Any]:

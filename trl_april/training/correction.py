@@ -1,7 +1,10 @@
-"""Metrics of TRL's importance-sampling correction, by age of the tokens and by length of the completions.
+"""TRL's importance-sampling correction without a forward pass of its own, and its metrics by age and length.
 
-The correction itself is TRL's: the ratio of the trained policy to the one that sampled a token, truncated or masked.
-Tokens outside of the loss are not counted.
+The weight of a token is the ratio of the trained policy to the one that sampled it, truncated or masked as in TRL. TRL
+computes the log-probabilities of the trained policy while it scores a batch. If a batch is trained in one optimiser
+step, those of the training forward pass are the same, and the second pass is left out.
+
+Tokens outside of the loss are not counted in the metrics.
 """
 
 from __future__ import annotations
@@ -10,12 +13,100 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from trl import GRPOConfig, GRPOTrainer
 
 from ..distributed.processes import OneProcess, Processes
 from ..pool.samples import Group
 
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
+ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
+
+# Between scoring and loss. A subclass that overrides one may read what only the second pass brings.
+METHODS = (
+    "_generate_and_score_completions",
+    "_prepare_inputs",
+    "_get_per_token_logps_and_entropies",
+    "_compute_loss",
+    "compute_loss",
+    "training_step",
+)
+
+
+def can_correct_in_training(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer], args: GRPOConfig) -> bool:
+    """Whether the training forward pass has the log-probabilities that the correction of its batch needs.
+
+    It has if the weights do not change between scoring a batch and its last use: TRL's own condition for training
+    without `old_per_token_logps`. `ours` is the trainer whose methods are known.
+    """
+    is_one_step = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0
+    return is_one_step and all(getattr(trainer_class, name) is getattr(ours, name) for name in METHODS)
+
+
+class TrainingPassCorrection:
+    """The correction of one generation batch, micro-batch by micro-batch as they are trained.
+
+    `batch` is what TRL has scored with its own correction off. It gets a column with the places of its samples.
+    """
+
+    def __init__(self, args: GRPOConfig, batch: dict[str, Any]) -> None:
+        mask = batch["completion_mask"]
+        batch[ROWS] = torch.arange(len(mask), device=mask.device)
+        self._mode = args.vllm_importance_sampling_mode
+        self._lowest = args.vllm_importance_sampling_clip_min
+        self._highest = args.vllm_importance_sampling_clip_max
+        self._left = len(mask)
+        self._batch = dict(batch)
+        self._filled: dict[str, torch.Tensor] = {}
+
+    def correct(self, micro_batch: dict[str, Any], logps: torch.Tensor) -> dict[str, Any] | None:
+        """Give a micro-batch its `importance_sampling_ratio`, `(B, T)` or per sequence `(B, 1)`.
+
+        `logps` are the log-probabilities of the training forward pass, `(B, T)`. Returns the whole batch, as TRL would
+        have scored it with its own correction, after the last micro-batch.
+        """
+        logps = logps.detach()
+        log_ratio = _log_ratio(micro_batch, logps)
+        if self._mode.startswith("sequence"):
+            log_ratio = log_ratio.sum(dim=1, keepdim=True)
+        ratio = torch.exp(log_ratio)
+        if self._mode.endswith("truncate"):
+            weights = ratio.clamp(min=self._lowest, max=self._highest)
+        else:
+            outside = torch.zeros_like(ratio, dtype=torch.bool)
+            if self._lowest is not None:
+                outside |= ratio < self._lowest
+            if self._highest is not None:
+                outside |= ratio > self._highest
+            weights = ratio.masked_fill(outside, 0.0)
+        micro_batch["importance_sampling_ratio"] = weights
+        for name, values in (("old_per_token_logps", logps), ("importance_sampling_ratio", weights)):
+            whole = self._filled.setdefault(name, values.new_zeros(len(self._batch[ROWS]), values.size(1)))
+            whole[micro_batch[ROWS]] = values
+        self._left -= len(logps)
+        return None if self._left else {**self._batch, **self._filled}
+
+
+def sampling_metrics(batch: dict[str, Any], processes: Processes) -> dict[str, float]:
+    """TRL's metrics of the correction of a batch, `sampling/...`, over all processes."""
+    mask = _loss_mask(batch)
+    difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
+    difference = difference[mask & ~difference.isnan()]
+    weights = batch["importance_sampling_ratio"]
+    weights = weights.flatten() if weights.size(1) == 1 else weights[mask]
+    if not difference.numel():
+        difference = difference.new_zeros(1)
+    if not weights.numel():
+        weights = weights.new_zeros(1)
+    means = processes.reduce_sum([difference.mean().item(), weights.mean().item()])
+    largest = processes.reduce_max([difference.max().item(), weights.max().item(), -weights.min().item()])
+    return {
+        "sampling/sampling_logp_difference/mean": means[0] / processes.count,
+        "sampling/sampling_logp_difference/max": largest[0],
+        "sampling/importance_sampling_ratio/min": -largest[2],
+        "sampling/importance_sampling_ratio/mean": means[1] / processes.count,
+        "sampling/importance_sampling_ratio/max": largest[1],
+    }
 
 
 def correction_metrics(
@@ -36,11 +127,8 @@ def correction_metrics(
     """
     processes = processes or OneProcess()
     weights = batch["importance_sampling_ratio"].float()
-    mask = batch["completion_mask"].bool()
-    if "tool_mask" in batch:
-        mask = mask & batch["tool_mask"].bool()
-    log_ratio = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).float()
-    log_ratio = torch.nan_to_num(log_ratio * mask, nan=0.0)
+    mask = _loss_mask(batch)
+    log_ratio = _log_ratio(batch, batch["old_per_token_logps"]).float()
     if weights.shape[1] == 1:  # one per sequence
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
     ratio = torch.exp(log_ratio).expand(mask.shape)
@@ -76,6 +164,16 @@ def correction_metrics(
             }
     metrics["correction/carried_tokens"] = carried_tokens
     return metrics
+
+
+def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
+    mask = batch["completion_mask"].bool()
+    return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
+
+
+def _log_ratio(batch: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:
+    """Log of the ratio of `logps` to those that the tokens were sampled with; 0 outside of the loss or if unknown."""
+    return torch.nan_to_num((logps - batch["sampling_per_token_logps"]) * _loss_mask(batch), nan=0.0)
 
 
 def _quarters(lengths: list[int], processes: Processes) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 ```
 {"kind": "run", ...}      training starts or resumes: options, and the step
-{"kind": "round", ...}    a generation round whose batch has been scored
+{"kind": "round", ...}    a generation round, with metrics of its batch up to the optimiser step that uses it first
 {"kind": "step", ...}     an optimiser step: when the trainer worked on it
 ```
 
@@ -71,6 +71,7 @@ class RunLog:
         self._zero = clock()
         self._phases: dict[str, tuple[float, float]] = {}  # of the present round
         self._metrics: dict[str, float] = {}
+        self._rounds: list[dict[str, Any]] = []  # lines of the present optimiser step
         self._works_since: float | None = None  # start of the trainer's work on an optimiser step
         self._worked: list[tuple[float, float]] = []
         self._step_times = StepTimes(options.get("max_sequences") or math.inf)
@@ -95,12 +96,19 @@ class RunLog:
         finally:
             self._phases[phase] = (started, self._now())
 
-    def note(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the present round."""
-        self._metrics |= metrics
+    def round_began(self) -> None:
+        """A round starts: phases and metrics are its own from here on."""
+        self._phases, self._metrics = {}, {}
 
-    def write_round(self, done: Round, rewards: Mapping[str, float]) -> None:
-        """Write the line of a round, with the mean rewards as TRL logs them. A collective call."""
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics of the present round, up to the end of its optimiser step."""
+        self._metrics |= {name: value for name, value in metrics.items() if "/length_q" not in name}
+
+    def add_round(self, done: Round, rewards: Mapping[str, float]) -> None:
+        """Keep the line of a round for the end of its optimiser step. A collective call.
+
+        `rewards` are mean rewards as TRL logs them.
+        """
         samples = [sample for group in done.groups for sample in group.samples]
         trained = length_bins((len(sample) for sample in samples), BINS_PER_DOUBLING)
         launched = length_bins(done.launched_lengths, BINS_PER_DOUBLING)
@@ -113,7 +121,7 @@ class RunLog:
         step_times.observe(traces, stands_for=self._processes, reuses_kv=self._reuses_kv, was_cut=not self._overlaps)
         started = done.started - self._zero
         in_flight = thinned([*done.overlap_in_flight, *done.in_flight], done.seconds)
-        self._write(
+        self._rounds.append(
             {
                 "kind": "round",
                 "version": done.version,
@@ -129,10 +137,9 @@ class RunLog:
                 "seconds_per_request": step_times.seconds_per_request,
                 "prompt_tokens": sum(s.prompt - s.held for s in traces) / len(traces) if traces else 0.0,
                 "rewards": rewards,
-                "metrics": {name: value for name, value in self._metrics.items() if "/length_q" not in name},
+                "metrics": self._metrics,  # more are added while the batch is trained
             }
         )
-        self._phases, self._metrics = {}, {}
         self.step_began()
 
     def step_began(self) -> None:
@@ -142,6 +149,9 @@ class RunLog:
     def step_ended(self, step: int) -> None:
         """The trainer finished the optimiser step that leads to this policy version."""
         self._stop_work()
+        for line in self._rounds:
+            self._write(line)
+        self._rounds = []
         self._write({"kind": "step", "step": step, "training": self._worked})
         self._worked = []
 
