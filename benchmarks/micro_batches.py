@@ -4,9 +4,9 @@
     python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
 
 The trainer scores a batch and computes the gradients of an optimiser step. Only the rollouts are simulated: random
-completions of lognormal lengths. Three ways take turns on the same batches, without the padding after the longest
-completion of a micro-batch: ours, TRL's shuffled order of samples, and TRL's second forward pass for the correction. A
-ratio compares seconds on the same batch.
+completions of lognormal lengths. Four ways take turns on the same batches, all of them without the padding after the
+longest completion of a forward pass: ours, one forward pass per micro-batch, the same with samples in TRL's shuffled
+order, and ours with TRL's second forward pass for the correction. A ratio compares seconds on the same batch.
 """
 
 from __future__ import annotations
@@ -92,14 +92,19 @@ def round_of(lengths: list[int]) -> Round:
     return Round(0, groups=pool.take())
 
 
+def whole() -> AbstractContextManager[Any]:
+    """Train each micro-batch in one forward pass."""
+    return mock.patch("trl_april.training.micro_batches.can_be_split", lambda *args, **kwargs: False)
+
+
 @contextmanager
 def trl_order() -> Iterator[None]:
-    """Keep the order of TRL's shuffling."""
+    """Keep the order of TRL's shuffling, too."""
 
     def unsorted(mask: torch.Tensor, multiple: int) -> torch.Tensor:
         return torch.arange(len(mask))
 
-    with mock.patch("trl_april.training.micro_batches.widest_first", unsorted):
+    with whole(), mock.patch("trl_april.training.micro_batches.widest_first", unsorted):
         yield
 
 
@@ -110,6 +115,7 @@ def two_passes() -> AbstractContextManager[Any]:
 
 CONTESTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "ours": nullcontext,
+    "whole": whole,
     "of_trl": trl_order,
     "two_passes": two_passes,
 }
@@ -150,7 +156,7 @@ def step(trainer: Trainer, made: Round) -> tuple[float, int]:
 
 def measure(sigma: float, size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contestants in turn, with a new batch in each turn."""
-    found: dict[str, list[float]] = {name: [] for name in [*CONTESTANTS, "ours_padding", "of_trl_padding"]}
+    found: dict[str, list[float]] = {name: [] for name in [*CONTESTANTS, *(f"{name}_padding" for name in CONTESTANTS)]}
     with tempfile.TemporaryDirectory(prefix="trl_april_micro_batches_") as folder:
         trainer = make_trainer(folder, options.samples, size)
         step(trainer, round_of(lengths_of(sigma, options.median, options.samples, seed=0)))  # warm-up
@@ -159,12 +165,11 @@ def measure(sigma: float, size: int, options: argparse.Namespace) -> dict[str, A
             made = round_of(lengths)
             tokens = sum(lengths) + len(lengths) * PROMPT_LENGTH
             names = list(CONTESTANTS)
-            for name in names[turn % 3 :] + names[: turn % 3]:
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 with CONTESTANTS[name]():
                     seconds, positions = step(trainer, made)
                 found[name].append(seconds)
-                if name != "two_passes":
-                    found[f"{name}_padding"].append(1 - tokens / positions)
+                found[f"{name}_padding"].append(1 - tokens * (1 + (name == "two_passes")) / positions)
     return {"sigma": sigma, "size": size, **found}
 
 
@@ -175,16 +180,14 @@ def row(result: dict[str, Any]) -> list[str]:
         ratios = [other / ours for other, ours in zip(result[name], result["ours"], strict=True)]
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
+    paddings = [f"{statistics.fmean(result[f'{name}_padding']):.0%}" for name in ("of_trl", "whole", "ours")]
+    ratios = [ratio(name) for name in ("of_trl", "whole", "two_passes")]
     return [
         f"{result['sigma']:g}",
         str(result["size"]),
-        f"{statistics.fmean(result['of_trl_padding']):.0%}",
-        f"{statistics.fmean(result['ours_padding']):.0%}",
-        f"{statistics.median(result['of_trl']):.2f}",
+        *paddings,
         f"{statistics.median(result['ours']):.2f}",
-        ratio("of_trl"),
-        f"{statistics.median(result['two_passes']):.2f}",
-        ratio("two_passes"),
+        *ratios,
     ]
 
 
@@ -208,8 +211,8 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     transformers.logging.set_verbosity_error()
     results = [measure(sigma, size, options) for sigma in options.sigma for size in options.sizes]
-    header = ["sigma", "micro-batch", "padding, TRL's order", "ours", "seconds, TRL's order", "ours", "ratio (range)"]
-    header += ["two passes", "ratio (range)"]
+    header = ["sigma", "micro-batch", "padding, TRL's order", "like lengths", "ours", "seconds, ours"]
+    header += ["TRL's order / ours (range)", "like lengths / ours", "second pass / ours"]
     print(markdown(header, [row(result) for result in results]))
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name != "json"}

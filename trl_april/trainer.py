@@ -38,7 +38,7 @@ from .training import compatibility
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.construction import PAPER, arguments_for_trl, connect_server
 from .training.correction import can_correct_in_training
-from .training.micro_batches import can_be_regrouped, like_lengths_together, without_padding
+from .training.micro_batches import PASSES, arranged, without_padding
 from .training.requested_batch import RequestedBatch
 from .training.rewards import RewardScorer, decode_completions, extra_columns, trained_rewards
 from .training.run_log import outline
@@ -239,33 +239,38 @@ class APRILGRPOTrainer(GRPOTrainer):
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        # Overridden to group micro-batches by length, and to notice a subclass that generates by itself.
+        # Overridden to group and split micro-batches by length, and to notice a subclass that generates by itself.
         before = self._buffered_inputs
         self._requested.ask(generation_batch if self.april_enabled and self.model.training else None)
         inputs = super()._prepare_inputs(generation_batch)
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
-        if not can_be_regrouped(
-            type(self), self.args, has_entropy_bonus=self._entropy_bonus_enabled, has_aux_loss=self.aux_loss_enabled
-        ):
-            return inputs
-        self._buffered_inputs = like_lengths_together(
-            self._buffered_inputs, self.args.gradient_accumulation_steps, self.pad_to_multiple_of
+        self._buffered_inputs = arranged(
+            self._buffered_inputs,
+            type(self),
+            self.args,
+            is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled,
+            has_entropy_bonus=self._entropy_bonus_enabled,
+            has_aux_loss=self.aux_loss_enabled,
+            reduce_max=self._processes.reduce_max,
+            multiple=self.pad_to_multiple_of,
         )
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden because TRL pads every micro-batch to the longest completion of the whole batch: with a long tail,
         # most of the computation. Images (in evaluation) and some models depend on the width. Overridden, too, to
-        # correct a micro-batch by its training forward pass, the only one for which TRL wants entropies.
-        score = super()._get_per_token_logps_and_entropies
+        # correct a micro-batch by its training forward pass. For this pass alone TRL wants entropies.
+        score, micro_batch = super()._get_per_token_logps_and_entropies, None
+        if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
+            micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
         if not self.april_enabled or kwargs.get("num_images") is not None or depends_on_width(self.model.config):
             found = score(*args, **kwargs)
         else:
-            found = without_padding(score, *args, multiple=self.pad_to_multiple_of, **kwargs)
-        if kwargs.get("compute_entropy") and self.model.training and self._session is not None:
-            micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            parts = None if micro_batch is None else micro_batch.get(PASSES)
+            found = without_padding(score, *args, parts=parts, multiple=self.pad_to_multiple_of, **kwargs)
+        if micro_batch is not None:
             self._log_metrics(self._session.correct(micro_batch, found[0]), prefix="")
         return found
 

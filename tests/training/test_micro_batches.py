@@ -7,7 +7,14 @@ import itertools
 import pytest
 import torch
 
-from trl_april.training.micro_batches import columns_needed, like_lengths_together, without_padding
+from trl_april.training.micro_batches import (
+    PASSES,
+    cheapest_parts,
+    columns_needed,
+    like_lengths_together,
+    plan_passes,
+    without_padding,
+)
 
 
 PROMPT, COMPLETION = 3, 20
@@ -73,8 +80,41 @@ def test_columns_reach_to_the_last_token():
     mask[2, 6] = 1  # masked columns before it are kept
     assert columns_needed(mask, 1).tolist() == [1, 4, 7]  # at least one
     assert columns_needed(mask, 4).tolist() == [4, 4, 8]
-    assert columns_needed(mask).tolist() == [10, 10, 10]
+    assert columns_needed(mask).tolist() == [8, 8, 8]
+    lengths = torch.arange(1, 5000)
+    widths = columns_needed(torch.arange(5000) < lengths[:, None])
+    assert (widths >= lengths).all() and (widths <= torch.maximum(lengths * 17 / 16, lengths + 7)).all()
+    assert len(widths.unique()) < 120
     assert columns_needed(mask.bool(), 4).tolist() == [4, 4, 8]
+
+
+def test_parts_cost_the_least():
+    for count in range(1, 7):
+        for widths in itertools.combinations_with_replacement([90, 40, 39, 10, 1], count):
+            made = cheapest_parts(widths, 30)
+            assert sum(made) == count
+
+            def cost(parts, widths=widths):
+                starts = [0, *itertools.accumulate(parts)]
+                return sum(rows * widths[start] + 30 for rows, start in zip(parts, starts, strict=False))
+
+            divided = (
+                [end - start for start, end in itertools.pairwise((0, *cuts, count))]
+                for number in range(count)
+                for cuts in itertools.combinations(range(1, count), number)
+            )
+            assert cost(made) == min(map(cost, divided))
+
+
+def test_all_processes_make_as_many_passes():
+    """Each pass may be a message between them."""
+    made = micro_batches([900, 5, 5, 4], [5, 5, 4, 4])
+    for one in made:
+        one["prompt_ids"] = torch.zeros(4, PROMPT)
+    plan_passes(made)
+    assert [one[PASSES] for one in made] == [[1, 3], [4]]
+    plan_passes(made, lambda counts: [2.0, 3.0])
+    assert [one[PASSES] for one in made] == [[1, 3], [1, 1, 2]]
 
 
 class Model(torch.nn.Module):
@@ -117,14 +157,15 @@ def batch():
     return input_ids, attention_mask
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 2, 5, 8])
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 5, 8, [1, 3, 1]])
 def test_values_and_gradients_are_those_with_padding(batch, batch_size):
     input_ids, attention_mask = batch
     mask = attention_mask[:, PROMPT:]
     model, wide = Model(), Model()
     expected, entropy, _ = stock(wide, input_ids, attention_mask, COMPLETION, compute_entropy=True)
+    size = {"parts": batch_size} if isinstance(batch_size, list) else {"batch_size": batch_size}
     found, found_entropy, aux_loss = without_padding(
-        stock, model, input_ids, attention_mask, COMPLETION, batch_size, multiple=1, compute_entropy=True
+        stock, model, input_ids, attention_mask, COMPLETION, multiple=1, compute_entropy=True, **size
     )
     assert found.shape == found_entropy.shape == (len(LENGTHS), COMPLETION)
     torch.testing.assert_close(found * mask, expected * mask)
@@ -143,6 +184,12 @@ def test_a_micro_batch_has_the_width_of_its_longest_completion(batch):
     model.widths.clear()
     without_padding(stock, model, *batch, COMPLETION, 2, multiple=8)
     assert model.widths == [PROMPT + 20, PROMPT + 8, PROMPT + 8]
+
+
+def test_the_passes_of_a_micro_batch_have_rows_as_planned(batch):
+    model = Model()
+    without_padding(stock, model, *batch, COMPLETION, parts=[1, 2, 2], multiple=1)
+    assert model.widths == [PROMPT + 20, PROMPT + 7, PROMPT + 2]
 
 
 def test_the_auxiliary_loss_is_returned_if_requested(batch):
