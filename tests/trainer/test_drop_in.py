@@ -73,7 +73,8 @@ def test_changed_prompts_and_columns_are_refused(tmp_path, changed):
 def test_a_subclass_that_generates_itself_is_warned_once(tmp_path, caplog):
     class Own(ServerlessTrainer):
         def _generate_and_score_completions(self, inputs):
-            return {"completion_mask": torch.ones(len(inputs), 3), "advantages": torch.zeros(len(inputs))}
+            ones = torch.ones(len(inputs), 3)
+            return {"prompt_ids": ones, "completion_mask": ones, "advantages": torch.zeros(len(inputs))}
 
     trainer = make_trainer(tmp_path, Own)
     trainer.model.train()
