@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .errors import ConfigError
-from .pool.staleness import check_bound, factor_of
+from .pool.staleness import AUTO, check_bound, factor_of
 from .tuning.factor_chooser import START
 
 
 logger = get_logger(__name__)
 
 WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
-RESUME_KV = ("recompute", "reuse", "keep")
+RESUME_KV = ("auto", "recompute", "reuse", "keep")
 
 
 @dataclass
@@ -46,18 +46,20 @@ class AprilOptions:
         },
     )
     resume_kv: str = field(
-        default="recompute",
+        default="auto",
         metadata={
             "help": "The KV cache that a resumed sample continues on: `'recompute'`, recomputed with the current "
             "weights; `'reuse'`, the blocks of its earlier segments in the server's prefix cache; `'keep'`, with "
-            "`overlap_generation`, requests continue through a weight sync and need not be resumed."
+            "`overlap_generation`, requests continue through a weight sync and need not be resumed; `'auto'`, "
+            "`'keep'` with overlap and `'reuse'` without."
         },
     )
-    overlap_generation: bool = field(
-        default=False,
+    # True, False or "auto". With `bool` in the type HfArgumentParser accepts no text.
+    overlap_generation: int | str | None = field(
+        default="auto",
         metadata={
-            "help": "Whether requests continue while the trainer scores and optimises, and are aborted only for the "
-            "weight sync."
+            "help": "Whether requests continue while the trainer scores and optimises. `'auto'`: unless "
+            "`over_provisioning` is 1.0 or `max_staleness` is 0, which ask for synchronous training."
         },
     )
     dynamic_sampling: bool = field(
@@ -111,6 +113,15 @@ class AprilOptions:
             return cls()
         return cls(**{option.name: getattr(args, option.name) for option in fields(cls)})
 
+    def with_schedule(self) -> AprilOptions:
+        """The same options, with a choice for `"auto"` where none has to be measured."""
+        overlaps, kv = self.overlap_generation, self.resume_kv
+        if overlaps == AUTO:
+            overlaps = self.over_provisioning != 1.0 and self.max_staleness != 0
+        if kv == AUTO:
+            kv = "keep" if overlaps else "reuse"
+        return replace(self, overlap_generation=overlaps, resume_kv=kv)
+
     def __post_init__(self) -> None:
         self.over_provisioning = factor = factor_of(self.over_provisioning)  # a command line passes text
         # "auto" respects any bound.
@@ -119,6 +130,10 @@ class AprilOptions:
             raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
         if self.resume_kv not in RESUME_KV:
             raise ConfigError(f"resume_kv is {self.resume_kv!r}; it must be one of {', '.join(RESUME_KV)}.")
+        switch = str(self.overlap_generation).lower()  # a command line passes text
+        if switch not in ("true", "false", AUTO):
+            raise ConfigError(f"overlap_generation is {self.overlap_generation!r}; it must be True, False or 'auto'.")
+        self.overlap_generation = AUTO if switch == AUTO else switch == "true"
         if self.resume_kv == "keep" and not self.overlap_generation:
             raise ConfigError(
                 "resume_kv='keep' lets requests continue through the weight sync, but without overlap_generation "
@@ -193,8 +208,9 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             What happens at the bound. `"wait"` guarantees it: the round stays open for groups that are due. `"mask"`
             removes older tokens from the loss, while the sample's reward stays in the group's baseline. `"ignore"`
             trains older tokens and counts them in the logs.
-        resume_kv (`str`, *optional*, defaults to `"recompute"`):
-            The KV cache that a resumed sample continues on. `"recompute"`: the server recomputes it with the current
+        resume_kv (`str`, *optional*, defaults to `"auto"`):
+            The KV cache that a resumed sample continues on. `"auto"` is `"keep"` with `overlap_generation`, and
+            `"reuse"` without. `"recompute"`: the server recomputes it with the current
             weights. `"reuse"`: the sample finds the blocks of its earlier segments in the server's prefix cache, which
             is no longer reset. This saves the prefill, and the next tokens are sampled from a mixture of policies.
             Their recorded log-probabilities are those of the mixture, so the correction stays exact. A new sample
@@ -202,9 +218,11 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             weight sync. The server is paused, and they continue with the new weights; the server reports where in each
             request the version changes. It needs a server started by `trl-april serve`. On any other server requests
             are aborted as with `"reuse"`, with a warning.
-        overlap_generation (`bool`, *optional*, defaults to `False`):
+        overlap_generation (`bool` or `str`, *optional*, defaults to `"auto"`):
             Whether unfinished requests continue while the trainer scores and optimises, together with those of the
-            next batch, and are aborted only for the weight sync. Tokens are about one policy version older.
+            next batch. Tokens are about one policy version older. `"auto"`: unless `over_provisioning` is 1.0 or
+            `max_staleness` is 0, which ask for synchronous training. The schedule of the paper is
+            `overlap_generation=False, resume_kv="recompute"`.
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Whether groups with equal rewards are rejected and replaced while the round runs, as in DAPO
             (https://huggingface.co/papers/2503.14476, section 3.2). Each group is then scored as soon as it is

@@ -132,7 +132,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._session: RolloutSession | None = None
         self._requested = RequestedBatch(type(self).__name__)
         if self.april_enabled:
-            self._options = AprilOptions.of(args)
+            self._options = AprilOptions.of(args).with_schedule()
             compatibility.check_arguments(args, self._options, train_dataset)
         else:
             # Said first: the server of stock GRPO may be missing or unusable.

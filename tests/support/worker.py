@@ -49,6 +49,8 @@ OPTIONS = {
     "use_cpu": True,
     "disable_tqdm": True,
     "log_level": "error",
+    "overlap_generation": False,
+    "resume_kv": "recompute",
 }
 
 

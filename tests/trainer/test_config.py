@@ -38,8 +38,8 @@ def test_the_fields_and_their_defaults():
         "over_provisioning": 2.0,
         "max_staleness": 5,
         "staleness_policy": "wait",
-        "resume_kv": "recompute",
-        "overlap_generation": False,
+        "resume_kv": "auto",
+        "overlap_generation": "auto",
         "dynamic_sampling": False,
         "max_rejected_groups_per_round": None,
         "weight_sync": "auto",
@@ -75,6 +75,23 @@ def test_options_come_from_the_config_or_are_the_defaults():
     assert (
         AprilOptions.of(APRILGRPOConfig("out", **CPU)) == AprilOptions.of(GRPOConfig("out", **CPU)) == AprilOptions()
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "overlaps", "kv"),
+    [
+        ({}, True, "keep"),
+        ({"overlap_generation": "false"}, False, "reuse"),
+        ({"over_provisioning": 1.0}, False, "reuse"),  # synchronous
+        ({"over_provisioning": "auto"}, True, "keep"),
+        ({"max_staleness": 0, "over_provisioning": "auto"}, False, "reuse"),
+        ({"max_staleness": None}, True, "keep"),
+        ({"over_provisioning": 1.0, "overlap_generation": True, "resume_kv": "recompute"}, True, "recompute"),
+    ],
+)
+def test_the_schedule_overlaps_unless_training_is_to_be_synchronous(given, overlaps, kv):
+    chosen = AprilOptions(**given).with_schedule()
+    assert (chosen.overlap_generation, chosen.resume_kv) == (overlaps, kv)
 
 
 COMMAND_LINE = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
@@ -130,8 +147,9 @@ def test_a_saved_config_makes_the_same_config_again():
         ({"max_staleness": -1, "staleness_policy": "ignore"}, ["max_staleness is -1", "cannot be negative"]),
         ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
         ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, nccl, filesystem"]),
-        ({"resume_kv": "kept"}, ["resume_kv is 'kept'", "recompute, reuse, keep"]),
-        ({"resume_kv": "keep"}, ["Set overlap_generation=True"]),
+        ({"resume_kv": "kept"}, ["resume_kv is 'kept'", "auto, recompute, reuse, keep"]),
+        ({"resume_kv": "keep", "overlap_generation": False}, ["Set overlap_generation=True"]),
+        ({"overlap_generation": "maybe"}, ["overlap_generation is 'maybe'", "True, False or 'auto'"]),
         ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
         ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Omit it"]),
     ],

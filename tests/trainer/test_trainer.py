@@ -77,6 +77,8 @@ def make_config(server: LocalServer, output_dir: Path, **options) -> APRILGRPOCo
         "save_strategy": "no",
         "bf16": False,
         "disable_tqdm": True,
+        "overlap_generation": False,  # most tests look at one round after the other
+        "resume_kv": "recompute",
     }
     return APRILGRPOConfig(str(output_dir), vllm_server_base_url=server.base_url, **{**defaults, **options})
 
