@@ -1,4 +1,4 @@
-"""Learning of the recipes in `scripts/recipes` with and without APRIL on the demo's task, over several seeds.
+"""Learning of the recipes of `trl-april grpo` with and without APRIL on the demo's task, over several seeds.
 
     python benchmarks/learning.py                                          # GRPO, DAPO and GSPO, 5 seeds, 40 steps
     python benchmarks/learning.py --recipes grpo --seeds 3 --steps 20
@@ -53,11 +53,11 @@ from trl_april.commands.demo_training import (
     train,
     warm_start,
 )
+from trl_april.commands.grpo import RECIPES
 from trl_april.pool.samples import Group
 from trl_april.rollout.round import Round
 
 
-RECIPES = Path(__file__).parent.parent / "scripts" / "recipes"
 NAMES = ("grpo", "dapo", "gspo")
 # The longest correct answer has 1000 tokens. With DAPO's fifth on top, no correct answer is punished for its length.
 MAX_COMPLETION_LENGTH = 1250
@@ -67,7 +67,7 @@ MOST_UPDATES_PER_ROUND = 4
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 1e-4
 HELD_OUT = 2048  # quantiles of the lengths, each with a prompt that is not trained on
-# The task's rule instead of the quickstart's.
+# The task's rule instead of contains_answer.
 REWARDS = {
     "contains_answer": task.countdown_reward,
     "soft_overlong_punishment": get_soft_overlong_punishment(
@@ -81,7 +81,7 @@ REWARDS = {
 
 def load(name: str) -> tuple[dict[str, Any], list[Callable]]:
     """Options and reward functions of a recipe."""
-    options = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    options = yaml.safe_load(RECIPES[name].read_text())
     rewards = options.pop("reward_funcs", ["contains_answer"])
     return options, [REWARDS[reward] for reward in rewards]
 

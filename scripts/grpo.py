@@ -1,22 +1,8 @@
-"""`trl-april grpo` as a file for `accelerate launch`: GRPO with partial rollouts in one or many processes.
+"""`trl-april grpo` as a file for `accelerate launch`: its options are described there.
 
-It needs a running server on other GPUs or another machine (`trl-april serve MODEL`):
-
-    python scripts/grpo.py --model_name_or_path MODEL --dataset_name prompts.jsonl --reward_funcs contains_answer \
-        --vllm_server_base_url http://127.0.0.1:8000 --output_dir out
-    accelerate launch --config_file scripts/accelerate/ddp.yaml --num_processes 4 scripts/grpo.py ...
     accelerate launch --config_file scripts/accelerate/fsdp2.yaml --num_processes 8 scripts/grpo.py ...
 
-    ... --config scripts/recipes/dapo.yaml                      # options from a file; the command line overrides
-    ... --reward_funcs accuracy_reward my_module:my_function    # TRL's, and your own
-    ... --use_peft --lora_r 16 --lora_target_modules all-linear # an adapter instead of the whole model
-    ... --eval_strategy steps --dataset_test_split test         # a dataset with two splits
-    ... --resume_from_checkpoint true                           # or auto, or a path
-
-`scripts/launch_single_node.sh` and `scripts/launch_slurm.sh` start server and trainer together.
-
-The dataset is a JSON, JSON-lines, Parquet or CSV file, a folder of such files, a folder of `save_to_disk`, or a name
-on the hub. A `datasets:` list in the file of `--config` mixes several, as in TRL.
+`scripts/launch_single_node.sh` and `scripts/launch_slurm.sh` start a server on GPUs of its own, and this.
 """
 
 import sys

@@ -192,7 +192,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     `importance_sampling_level="sequence"` and the clip range of the GSPO paper
     (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless they were set. TRL's
     default `epsilon` of 0.2 counts as not set; with any other, `epsilon_high` follows it as in TRL.
-    `loss_type="dapo"` keeps TRL's meaning, the aggregation; `scripts/recipes/dapo.yaml` adds the rest of DAPO.
+    `loss_type="dapo"` keeps TRL's meaning, the aggregation; `trl-april grpo --recipe dapo` adds the rest of DAPO.
 
     Parameters:
         over_provisioning (`float` or `str`, *optional*, defaults to `2.0`):

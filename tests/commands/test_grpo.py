@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from tests.project.test_recipes import NAMES, train_on_a_server
-from tests.support.docs_pages import ROOT
 from trl_april import APRILGRPOConfig
 from trl_april.commands import grpo
 from trl_april.errors import ConfigError
@@ -46,11 +45,10 @@ def write(path: Path, rows: list[dict]) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_work_with_this_command(name):
-    path = str(ROOT / "scripts" / "recipes" / f"{name}.yaml")
-    script, config, _, _ = parse("--config", path, "--num_generations", "4", "--max_completion_length", "1000")
+    options = grpo.with_recipe_as_config(["--recipe", name])
+    script, config, _, _ = parse(*options, "--num_generations", "4", "--max_completion_length", "1000")
     assert config.loss_type == name
     assert config.num_generations == 4
-    script.reward_funcs = script.reward_funcs or ["contains_answer"]
     rewards = grpo.find_rewards(script, config)
     assert rewards[0] is grpo.contains_answer
     assert [reward.soft_punish_cache for reward in rewards[1:]] == ([200] if name == "dapo" else [])
@@ -273,12 +271,45 @@ def test_trainer_gets_the_arguments(run_main):
 
 
 def test_unknown_option_is_refused(run_main, tmp_path):
-    with pytest.raises(ValueError, match="--over_provisoning"):
+    with pytest.raises(ConfigError, match="^--over_provisoning: no such option"):
         run_main("--model_name_or_path", "m", "--over_provisoning", "2.0")
+    with pytest.raises(ConfigError, match="^m 3: no such option"):
+        run_main("--model_name_or_path", "m", "m", "3")
+    with pytest.raises(ConfigError, match="nowhere is neither a file nor a valid config"):
+        run_main("--model_name_or_path", "m", "--accelerate_config", "nowhere")
     # TRL's own script ignores unknown options of a file.
     (tmp_path / "options.yaml").write_text("over_provisoning: 2.0\n")
-    with pytest.raises(ValueError, match="over_provisoning"):
+    with pytest.raises(ConfigError, match="over_provisoning"):
         run_main("--model_name_or_path", "m", "--config", str(tmp_path / "options.yaml"))
+
+
+def test_options_of_accelerate_start_processes(run_main, tmp_path, monkeypatch):
+    """Like `trl grpo`: from the command line and from a file, with its own configurations by name."""
+    launched = []
+    monkeypatch.setattr(grpo, "launch_command", launched.append)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    (tmp_path / "options.yaml").write_text("num_generations: 4\naccelerate_config: zero2\n")
+    common = ["--model_name_or_path", "m", "--config", str(tmp_path / "options.yaml")]
+    RecordedTrainer.last = None
+    run_main(*common, "--num_processes", "3", "--beta", "3")
+    (arguments,) = launched
+    assert RecordedTrainer.last is None
+    assert arguments.config_file.endswith("zero2.yaml") and arguments.num_processes == 3
+    assert (arguments.module, arguments.training_script) == (True, "trl_april.commands.grpo")
+    assert arguments.training_script_args[-6:] == [*common, "--beta", "3"]
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # in one of those processes
+    assert run_main(*common, "--reward_funcs", "contains_answer").arguments["args"].num_generations == 4
+    assert len(launched) == 1
+
+
+def test_a_recipe_goes_by_its_name(run_main):
+    trainer = run_main("--model_name_or_path", "m", "--recipe", "dapo", "--max_completion_length", "100")
+    assert trainer.arguments["args"].epsilon_high == 0.28 and len(trainer.arguments["reward_funcs"]) == 2
+    with pytest.raises(ConfigError, match="recipe is 'ppo'; it must be one of dapo, grpo, gspo"):
+        run_main("--recipe", "ppo")
+    with pytest.raises(ConfigError, match=r"options come from one file. Copy .*dapo\.yaml"):
+        run_main("--recipe", "dapo", "--config", "mine.yaml")
 
 
 def test_missing_model_or_reward_is_refused(run_main):

@@ -1,8 +1,7 @@
-"""Recipes in scripts/recipes: values of the papers with their sources; and the script and benchmark that read them."""
+"""Recipes of `trl-april grpo`: values of the papers with their sources; and the benchmark that reads them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,30 +14,22 @@ import pytest
 import yaml
 from trl import TrlParser
 
-from tests.support.docs_commands import load
 from tests.support.docs_pages import ROOT
 from trl_april import APRILGRPOConfig
-from trl_april.errors import ConfigError
+from trl_april.commands.grpo import RECIPES, ScriptArguments, with_recipe_as_config
 from trl_april.pool.staleness import check_bound
 
 
-RECIPES = sorted((ROOT / "scripts" / "recipes").glob("*.yaml"))
-NAMES = [path.stem for path in RECIPES]
-REQUIRED = ["--model", "m", "--dataset", "d", "--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+NAMES = list(RECIPES)
+REQUIRED = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
 SOURCE = re.compile(r"section \d|eq\. \d|github\.com/|TRL's default|APRIL's (scripts|paper)|ours, because ")
 UPDATES = {"grpo": 1, "dapo": 16, "gspo": 4}  # per round
 
 
-quickstart = load(ROOT / "scripts" / "quickstart.py")
-
-
-def parse(*options: str):
-    """Script arguments and config of the quickstart script."""
-    return TrlParser((quickstart.ScriptArguments, APRILGRPOConfig)).parse_args_and_config([*REQUIRED, *options])
-
-
 def recipe(name: str, *options: str):
-    return parse("--config", str(ROOT / "scripts" / "recipes" / f"{name}.yaml"), *options)
+    """Script arguments and config of a recipe."""
+    parser = TrlParser((ScriptArguments, APRILGRPOConfig))
+    return parser.parse_args_and_config(with_recipe_as_config([*REQUIRED, "--recipe", name, *options]))
 
 
 def updates_per_round(config: APRILGRPOConfig) -> int:
@@ -52,7 +43,7 @@ def check_staleness(config: APRILGRPOConfig) -> None:
 # The recipes
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+@pytest.mark.parametrize("path", RECIPES.values(), ids=NAMES)
 def test_values_are_read_as_written_and_have_a_source(path):
     script, config = recipe(path.stem)
     written = yaml.safe_load(path.read_text())
@@ -74,22 +65,7 @@ def test_staleness_bound_is_five_rounds_and_keeps_the_factor(name):
     check_staleness(config)
 
 
-# scripts/quickstart.py
-
-
-def test_quickstart_starts_a_server_only_if_needed(monkeypatch):
-    monkeypatch.setattr(quickstart, "LocalServer", lambda *args, **kwargs: contextlib.nullcontext((args, kwargs)))
-    flags = "--vllm_args=--gpu-memory-utilization 0.4"
-    with quickstart.own_server(*parse(flags)) as server:
-        assert server == (("m",), {"vllm_args": ["--gpu-memory-utilization", "0.4"]})
-    for option, value in {
-        "--vllm_server_base_url": "http://gpu7:8000", "--vllm_server_host": "gpu7", "--vllm_server_port": "8001",
-        "--use_vllm": "false", "--vllm_mode": "colocate",
-    }.items():  # fmt: skip
-        with quickstart.own_server(*parse(option, value)) as server:
-            assert server is None
-        with pytest.raises(ConfigError, match="no server is started"):
-            quickstart.own_server(*parse(option, value, flags))
+# scripts/grpo.py
 
 
 def train_on_a_server(name: str, options: dict[str, object], folder: Path) -> None:
@@ -110,14 +86,6 @@ def train_on_a_server(name: str, options: dict[str, object], folder: Path) -> No
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "april/round_seconds" in done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.server
-def test_quickstart_trains_on_a_server(server, tiny_model_dir, tmp_path):
-    options = {"model": tiny_model_dir, "dataset": "prompts.jsonl", "vllm_server_base_url": server.base_url}
-    train_on_a_server("quickstart.py", options, tmp_path)
-    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 # benchmarks/learning.py

@@ -1,7 +1,22 @@
-"""`trl-april grpo`: train with partial rollouts, with the arguments of TRL's own `trl grpo`."""
+"""`trl-april grpo`: train with partial rollouts, with the arguments of TRL's own `trl grpo`.
+
+    trl-april grpo --recipe dapo --model_name_or_path MODEL --dataset_name prompts.jsonl --output_dir out
+
+    ... --config options.yaml                                   # options from a file; the command line overrides
+    ... --accelerate_config zero2 --num_processes 4             # several processes, with options of accelerate launch
+    ... --reward_funcs accuracy_reward my_module:my_function    # TRL's, and your own
+    ... --use_peft --lora_r 16 --lora_target_modules all-linear # an adapter instead of the whole model
+    ... --eval_strategy steps --dataset_test_split test         # a dataset with two splits
+    ... --vllm_server_base_url http://127.0.0.1:8000            # a running server
+    ... --resume_from_checkpoint true                           # or auto, or a path
+
+The dataset is a JSON, JSON-lines, Parquet or CSV file, a folder of such files, a folder of `save_to_disk`, or a name
+on the hub. A `datasets:` list in the file of `--config` mixes several, as in TRL.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -10,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import trl.rewards
+from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser, get_dataset, get_peft_config, get_quantization_config
+from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.scripts.grpo import GRPOScriptArguments
 
 from .. import APRILGRPOConfig, APRILGRPOTrainer
@@ -21,6 +38,7 @@ from ..errors import ConfigError
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 REWARD_NAMES = ("contains_answer", "soft_overlong_punishment", *TRL_REWARDS)
+RECIPES = {path.stem: path for path in sorted(Path(__file__).with_name("recipes").glob("*.yaml"))}
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -28,6 +46,13 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 class ScriptArguments(GRPOScriptArguments):
     """TRL's arguments, with a wider choice of rewards."""
 
+    recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Options of a paper: {', '.join(RECIPES)}. Other options override them. The files are in "
+            "trl_april/commands/recipes."
+        },
+    )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
@@ -160,11 +185,56 @@ def model_options(model: ModelConfig, config: APRILGRPOConfig) -> dict:
     return options | (config.model_init_kwargs or {})
 
 
+def with_recipe_as_config(argv: list[str]) -> list[str]:
+    """The arguments with the file of a recipe in place of its name."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--recipe")
+    finder.add_argument("--config")
+    given, rest = finder.parse_known_args(argv)
+    if given.recipe is None:
+        return argv
+    if given.recipe not in RECIPES:
+        raise ConfigError(f"recipe is {given.recipe!r}; it must be one of {', '.join(RECIPES)}.")
+    if given.config is not None:
+        raise ConfigError(
+            f"recipe is {given.recipe!r} and config is {given.config!r}, but options come from one file. Copy "
+            f"{RECIPES[given.recipe]}, change it, and pass it as --config."
+        )
+    return ["--config", str(RECIPES[given.recipe]), *rest]
+
+
+def launch_options(words: list[str]) -> list[str]:
+    """Words that the training does not know, as options of `accelerate launch`; raises [`ConfigError`] for others."""
+    known = {"--accelerate_config", *launch_command_parser()._option_string_actions}
+    unknown = [word for word in words if word.startswith("-") and word not in known]
+    if unknown or (words and not words[0].startswith("-")):
+        raise ConfigError(
+            f"{' '.join(unknown or words)}: no such option. `trl-april grpo --help` lists those of the training, "
+            "`accelerate launch --help` those of the processes."
+        )
+    try:
+        return resolve_accelerate_config_argument(words)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Train, with these arguments or those of the process; returns the exit code."""
+    """Train, with these arguments or those of the process; returns the exit code.
+
+    With options of `accelerate launch` among them, several processes are started that train.
+    """
     types = (ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(types, prog="trl-april grpo")
-    script, config, model, mixture = parser.parse_args_and_config(argv)
+    argv = with_recipe_as_config(sys.argv[1:] if argv is None else argv)
+    script, config, model, mixture, of_file, of_command_line = parser.parse_args_and_config(
+        argv, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    options = launch_options(of_file + of_command_line)
+    if options and "ACCELERATE_MIXED_PRECISION" not in os.environ:  # which `accelerate launch` sets
+        left = list(of_command_line)
+        ours = [word for word in argv if not (left and word == left[0] and left.pop(0))]
+        launch_command(launch_command_parser().parse_args([*options, "--module", "trl_april.commands.grpo", *ours]))
+        return 0
     if model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is left out. Pass the folder or id of the model that the server serves.")
 
@@ -194,3 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         trainer.push_to_hub(dataset_name=None if local else script.dataset_name)
     trainer.accelerator.end_training()  # closes the trackers and the process group
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
