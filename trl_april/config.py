@@ -66,6 +66,13 @@ class AprilOptions:
         default=False,
         metadata={"help": "Whether groups with equal rewards are rejected and replaced while the round runs (DAPO)."},
     )
+    score_during_generation: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether each group is scored as soon as it is finished, in a thread, while others are generated. "
+            "Always so with `dynamic_sampling`."
+        },
+    )
     max_rejected_groups_per_round: int | None = field(
         default=None,
         metadata={
@@ -112,6 +119,11 @@ class AprilOptions:
         if not isinstance(args, AprilOptions):
             return cls()
         return cls(**{option.name: getattr(args, option.name) for option in fields(cls)})
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether groups are scored one by one during generation."""
+        return self.dynamic_sampling or self.score_during_generation
 
     def with_schedule(self) -> AprilOptions:
         """The same options, with a choice for `"auto"` where none has to be measured."""
@@ -227,6 +239,11 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Whether groups with equal rewards are rejected and replaced while the round runs, as in DAPO
             (https://huggingface.co/papers/2503.14476, section 3.2). Each group is then scored as soon as it is
             finished, during generation.
+        score_during_generation (`bool`, *optional*, defaults to `False`):
+            Whether each group is scored as soon as it is finished, while others are generated, as `dynamic_sampling`
+            does. Slow rewards (tests, judges) then take no time of their own. Off by default, because reward functions
+            are called in a thread and with a part of the batch: one that compares all completions of a batch, or is
+            not thread-safe, would do something else than in [`~trl.GRPOTrainer`].
         max_rejected_groups_per_round (`int`, *optional*):
             Rejected groups at which a round stops replacing them and is filled with rejected groups, oldest first. At
             least the groups of a batch; by default ten times as many.

@@ -95,7 +95,7 @@ class RolloutSession:
             max_staleness=options.max_staleness,
             staleness_policy=options.staleness_policy,
             versions_per_round=plan.versions_per_round,
-            dynamic_sampling=options.dynamic_sampling,
+            dynamic_sampling=options.scores_groups,
             max_parked_tokens=options.max_parked_tokens,
         )
         saved = checkpoints.take_rollouts()
@@ -129,7 +129,7 @@ class RolloutSession:
         if scorer is not None:
             self._dynamic = DynamicSampling(
                 scorer.score,
-                scorer.has_signal,
+                scorer.has_signal if options.dynamic_sampling else lambda score: True,
                 admission.replacements,
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
             )

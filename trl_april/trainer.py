@@ -154,7 +154,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             compatibility.check_model(self.model)
             self._processes = processes_of(self.accelerator)
             self._stop = StopRequest(self._processes.check)
-            if self._options.dynamic_sampling:
+            if self._options.scores_groups:
                 sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
                 compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
@@ -330,7 +330,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             eos_token_ids=self.eos_token_ids,
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
-            scorer=self._reward_scorer() if self._options.dynamic_sampling else None,
+            scorer=self._reward_scorer() if self._options.scores_groups else None,
             state=self.state,
             processes=self._processes,
             stop=self._stop,

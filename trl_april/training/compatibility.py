@@ -162,12 +162,12 @@ def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Data
 
 
 def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool) -> None:
-    """Raise [`ConfigError`] if a process cannot score its groups alone, as dynamic sampling requires."""
+    """Raise [`ConfigError`] if a process cannot score its groups alone, as scoring during generation requires."""
     if processes > 1 and sharded and any(isinstance(function, torch.nn.Module) for function in reward_funcs):
         raise ConfigError(
-            "dynamic_sampling is True and a reward function is a model that FSDP or DeepSpeed shards over "
-            f"{processes} processes, which would have to score together. Serve the reward model and call it from a "
-            "function, or set dynamic_sampling=False."
+            "dynamic_sampling or score_during_generation is True, and a reward function is a model that FSDP or "
+            f"DeepSpeed shards over {processes} processes, which would have to score together. Serve the reward model "
+            "and call it from a function, or set both to False."
         )
 
 
