@@ -49,8 +49,6 @@ OPTIONS = {
     "use_cpu": True,
     "disable_tqdm": True,
     "log_level": "error",
-    "overlap_generation": False,
-    "resume_kv": "recompute",
 }
 
 
@@ -92,7 +90,8 @@ def limit_length(trainer: APRILGRPOTrainer, tokens: int) -> None:
 def make_trainer(
     spec: dict[str, Any], run: dict[str, Any], *, reward: Any = distinct_characters, trainer_class=RecordingTrainer
 ) -> RecordingTrainer:
-    options = {**OPTIONS, "vllm_server_base_url": spec["url"], **run.get("options", {})}
+    options = {"overlap_generation": False, "resume_kv": "recompute", "vllm_server_base_url": spec["url"]}
+    options |= OPTIONS | run.get("options", {})
     batch = run.get("batch", 16)
     options.setdefault(
         "per_device_train_batch_size",
