@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -23,6 +24,7 @@ BIND_REMEDIES = {
 }
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+PORT_SECONDS, PORT_POLL = 10.0, 0.25  # seconds to wait for a port, and between two attempts
 MAX_OPEN_FILES = 65536  # more is useless: a host has no more ports to one server
 OTHER_FILES = 256  # datasets, shared libraries, other connections
 
@@ -51,6 +53,19 @@ def bind(host: str, port: int) -> int:
             remedy = BIND_REMEDIES.get(error.errno or 0, "Choose another address or port.")
             raise ConfigError(f"The server cannot bind to {host}, port {port}: {error.strerror}. {remedy}") from error
         return int(probe.getsockname()[1])
+
+
+def bind_when_free(host: str, port: int) -> None:
+    """Wait until the address can be bound to, for at most `PORT_SECONDS`, since a server that has died may hold it."""
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            bind(host, port)
+            return
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(PORT_POLL)
 
 
 def warn_if_exposed(host: str) -> None:
