@@ -228,7 +228,7 @@ class LocalServer:
             self._start_process()
             if not any(name.endswith("_VISIBLE_DEVICES") for name in self.env or ()):
                 _addresses.add(self.base_url)
-            self._show(f"starting, log in {self._log_path}")
+            self._show(self._announcement())
             supervision = (self._ready, self._stopped)
             threading.Thread(target=self._supervise, args=supervision, name="trl-april-server", daemon=True).start()
         except BaseException:
@@ -313,6 +313,9 @@ class LocalServer:
             if not stopped.is_set():
                 self.failure = error
                 self.stop()
+
+    def _announcement(self) -> str:
+        return f"starting. Log: {self.log_path}"
 
     def _show(self, state: str) -> None:
         if not self.quiet:
