@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.samples import Group
@@ -33,6 +34,12 @@ class ServerlessTrainer(APRILGRPOTrainer):
 
     groups: Sequence[Group] = ()
     version = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for config in [*args[2:3], kwargs.get("args")]:
+            if config is not None and config.use_vllm:
+                config.vllm_server_base_url = "http://127.0.0.1:9"  # otherwise the trainer would start one
+        super().__init__(*args, **kwargs)
 
     def _attach_server(self) -> None:
         self.use_vllm = True

@@ -24,7 +24,7 @@ from trl.trainer.utils import get_config_model_id
 from ..config import APRILGRPOConfig, AprilOptions
 from ..distributed.processes import Processes
 from ..engine.sampling import sampling_of
-from ..errors import ConfigError
+from ..errors import ConfigError, ServerError
 from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags, temporary_folder
 from ..server.local import DEFAULT_HOST
 from ..weights.sync import ServerGeneration
@@ -59,7 +59,7 @@ def arguments_for_trl(
 ) -> Iterator[None]:
     """Change `args` while TRL's constructor runs: its name of the loss, and with APRIL no vLLM.
 
-    Saved configs keep the user's values. After an error, `server` is stopped.
+    Saved configs keep the user's values. After an error `server` is stopped, since the traceback keeps the trainer.
     """
     changes = gspo_options(args) if args.loss_type == "gspo" else {}
     if april_enabled:
@@ -71,9 +71,10 @@ def arguments_for_trl(
         model.config.image_token_id = 0
     for name, value in changes.items():
         setattr(args, name, value)
+    is_constructed = False
     try:
-        with _stopped_on_error(server):
-            yield
+        yield
+        is_constructed = True
     except AttributeError as error:
         if "image_token_id" not in str(error):
             raise
@@ -82,20 +83,12 @@ def arguments_for_trl(
             "its tokenizer as processing_class."
         ) from error
     finally:
+        if server is not None and not is_constructed:
+            server.stop()
         for name, value in before.items():
             setattr(args, name, value)
         if adds_token:
             del model.config.image_token_id
-
-
-@contextmanager
-def _stopped_on_error(server: EmbeddedServer | None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:  # a traceback may keep the trainer
-        if server is not None:
-            server.stop()
-        raise
 
 
 def start_server(trainer: object, args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer | None:
@@ -199,15 +192,15 @@ def connect_server(
     `server` is the embedded one, in the process that started it. The trainer adds what it alone has: its model and
     accelerator.
     """
-    with _stopped_on_error(server):
-        found = [0.0, 0.0]
-        if server is not None:
-            server.wait()
-            found = [float(server.port or 0), float(server.devices.shared)]
-        port, shares_device = processes.reduce_max(found)
-        weight_sync = options.weight_sync
-        if shares_device and weight_sync == "auto":
-            weight_sync = "filesystem"  # NCCL cannot connect a GPU to itself
+    found = [0.0, 0.0]
+    if server is not None:
+        server.wait()
+        found = [float(server.port or 0), float(server.devices.shared)]
+    port, shares_device = processes.reduce_max(found)
+    weight_sync = options.weight_sync
+    if shares_device and weight_sync == "auto":
+        weight_sync = "filesystem"  # NCCL cannot connect a GPU to itself
+    try:
         return ServerGeneration(
             local_server=server,
             processes=processes,
@@ -231,6 +224,12 @@ def connect_server(
             generation_kwargs=evaluation_kwargs(args, eos_token_ids),
             **of_trainer,
         )
+    except BaseException as error:
+        if server is not None:
+            server.stop()
+        if isinstance(error, ServerError):
+            raise error.with_traceback(None) from None  # the message says all of it
+        raise
 
 
 def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> dict[str, Any]:
