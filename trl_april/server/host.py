@@ -10,6 +10,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -31,9 +32,14 @@ OTHER_FILES = 256  # datasets, shared libraries, other connections
 
 def check_address(host: str, port: int | None) -> None:
     """Raise [`ConfigError`] unless `host` can be bound to on this machine and `port` is free there (or `None`)."""
-    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535):
-        raise ConfigError(f"port is {port!r}, but it must be a whole number from 1 to 65535, or None for a free one.")
+    if port is not None:
+        _check_port(port)
     bind(host, port or 0)
+
+
+def _check_port(port: int) -> None:
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+        raise ConfigError(f"port is {port!r}, but it must be a whole number from 1 to 65535, or None for a free one.")
 
 
 def bind(host: str, port: int) -> int:
@@ -55,15 +61,22 @@ def bind(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def bind_when_free(host: str, port: int) -> None:
-    """Wait until the address can be bound to, for at most `PORT_SECONDS`, since a server that has died may hold it."""
-    deadline = time.monotonic() + PORT_SECONDS
-    while True:
+def bind_when_free(host: str, port: int, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Wait until the address can be bound to, since a server that has died may hold it for a moment.
+
+    Raises [`ConfigError`] after `PORT_SECONDS`. Returns early if `stopped` does.
+    """
+    _check_port(port)
+    began: float | None = None
+    while not stopped():
         try:
             bind(host, port)
             return
         except ConfigError:
-            if time.monotonic() > deadline:
+            if began is None:
+                began = time.monotonic()
+                logger.warning("Port %s of %s is in use. Waiting for at most %g s.", port, host, PORT_SECONDS)
+            elif time.monotonic() - began > PORT_SECONDS:
                 raise
         time.sleep(PORT_POLL)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 
-from ..errors import AprilError, ConfigError, ServerError
+from ..errors import ConfigError, ServerError
 from .command_line import check_model, server_command, server_environment
 from .host import bind, bind_when_free, check_address, warn_if_exposed
 from .process import ServerProcess, describe_exit
@@ -45,6 +45,12 @@ _addresses: set[str] = set()
 def sees_our_devices(base_url: str) -> bool:
     """Whether this process started the server at `base_url`, with the devices that it sees itself."""
     return base_url in _addresses
+
+
+def url_of(host: str, port: int) -> str:
+    """URL at which this machine reaches a server that binds to `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_healthy(base_url: str) -> bool:
@@ -146,8 +152,7 @@ class LocalServer:
         """URL of the server, for `vllm_server_base_url`. Without a `port`, it is known after the start."""
         if self.port is None:
             raise ServerError(NOT_STARTED)
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return url_of(self.host, self.port)
 
     @property
     def pid(self) -> int:
@@ -249,33 +254,34 @@ class LocalServer:
     def _supervise(self, ready: threading.Event, stopped: threading.Event) -> None:
         """Note when the server is ready or has failed and, with `restart`, start it again whenever it exits."""
         starts = 1  # the first one is not repeated: an option may be wrong
-        while True:
-            process = self._server.process if self._server is not None else None
-            try:
-                if process is None or not self._is_ready(process, stopped):
-                    return  # stopped
-                starts = RESTARTS
-                ready.set()
-                if not self.restart:
-                    return
-                while (code := process.poll()) is None:
-                    if stopped.wait(HEALTH_POLL):
+        try:
+            while (server := self._server) is not None:
+                try:
+                    if not self._is_ready(server.process, stopped):
+                        return  # stopped
+                    starts = RESTARTS
+                    ready.set()
+                    if not self.restart:
                         return
-                ready.clear()
+                    while (code := server.process.poll()) is None:
+                        if stopped.wait(HEALTH_POLL):
+                            return
+                    ready.clear()
+                    end = describe_exit(code)
+                except ServerError:
+                    starts -= 1
+                    if not starts:
+                        raise
+                    end = "did not start"
                 logger.warning(
-                    "The vLLM server at %s %s and is started again. Its log: %s",
-                    self.base_url, describe_exit(code), self.log_path,
-                )  # fmt: skip
-            except ServerError as error:
-                starts -= 1
-                if not starts:
-                    self._give_up(error, stopped)
-                    return
-            try:
+                    "The vLLM server at %s %s. It is started again. Its log: %s", self.base_url, end, self.log_path
+                )
                 self._start_again(stopped)
-            except (AprilError, OSError) as error:
-                self._give_up(error, stopped)
-                return
+        except Exception as error:  # `wait` raises it
+            with self._lock:
+                if not stopped.is_set():
+                    self.failure = error
+                    self.stop()
 
     def _is_ready(self, process: subprocess.Popen[bytes], stopped: threading.Event) -> bool:
         """Wait until the server is healthy, and return whether it is: not if it was stopped meanwhile."""
@@ -302,17 +308,11 @@ class LocalServer:
                 return
             self._server.end()  # its children and its watchdog
             assert self.port is not None
-            bind_when_free(self.host, self.port)
+            bind_when_free(self.host, self.port, stopped=stopped.is_set)
             if not stopped.is_set():
                 self._start_process()
             if stopped.is_set() and self._server is not None:  # by a garbage collection in this thread
                 self._server.end()
-
-    def _give_up(self, error: Exception, stopped: threading.Event) -> None:
-        with self._lock:
-            if not stopped.is_set():
-                self.failure = error
-                self.stop()
 
     def _announcement(self) -> str:
         return f"starting. Log: {self.log_path}"
