@@ -92,14 +92,24 @@ def arguments_for_trl(
 
 
 def start_server(trainer: object, args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer | None:
-    """Start a server for the trainer, without waiting, and stop it when the trainer is garbage-collected.
+    """Start a server for the trainer without waiting, if it needs one, and stop it when the trainer is collected.
 
-    Returns `None` if a server is given or answers at TRL's default address, and in all processes but the first.
+    Returns `None` in all processes but the first.
     """
-    names = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-    is_given = any(getattr(args, name) != GRPOConfig.__dataclass_fields__[name].default for name in names)
-    if args.vllm_mode == "server" and is_given:
+    if not needs_server(args):
         return None
+    server = embedded_server(args, model, processing_class)
+    weakref.finalize(trainer, server.stop)
+    server.start(wait=False)
+    return server
+
+
+def needs_server(args: GRPOConfig) -> bool:
+    """Whether this process has to start a server: none is given, and none answers at TRL's default address."""
+    if args.vllm_mode == "server":
+        names = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+        if any(getattr(args, name) != GRPOConfig.__dataclass_fields__[name].default for name in names):
+            return False
     if args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
         raise ConfigError(
             f"The {args.world_size} processes run on several hosts, and no server is given. A server that the trainer "
@@ -107,15 +117,15 @@ def start_server(trainer: object, args: GRPOConfig, model: Any, processing_class
             "vllm_server_base_url."
         )
     if args.process_index > 0:
-        return None
-    if args.vllm_mode == "server" and answers(f"http://{args.vllm_server_host}:{args.vllm_server_port}"):
-        return None
-    visible, variables = visible_gpus() if args.device.type == "cuda" else ([], [])
-    devices = choose_devices(
-        visible,
-        used=max(args.n_gpu, args.world_size),
-        wanted=args.vllm_tensor_parallel_size,
-    )
+        return False
+    return args.vllm_mode != "server" or not answers(f"http://{args.vllm_server_host}:{args.vllm_server_port}")
+
+
+def embedded_server(args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer:
+    """The server for `model` in the trainer's precision, on GPUs that its processes do not use or beside them."""
+    gpus, variables = visible_gpus() if args.device.type == "cuda" else ([], [])
+    used = max(args.n_gpu, args.world_size)
+    devices = choose_devices(gpus, used, args.vllm_tensor_parallel_size)
     flags = server_flags(
         devices,
         dtype=precision(args, model),
@@ -128,18 +138,13 @@ def start_server(trainer: object, args: GRPOConfig, model: Any, processing_class
     loading = args.model_init_kwargs or {}
     if loading.get("trust_remote_code", args.trust_remote_code):
         flags += ["--trust-remote-code"]
-    folder = None
-    if not isinstance(model, str):
-        folder = save_architecture(model, processing_class)
-        flags += ["--load-format", "dummy"]  # the first weight sync brings the weights
-    elif loading.get("revision"):
-        flags += ["--revision", loading["revision"]]
-    server = EmbeddedServer(
-        model if folder is None else str(folder), devices, flags, gpu_variables=variables, folder=folder
-    )
-    weakref.finalize(trainer, server.stop)
-    server.start(wait=False)
-    return server
+    if isinstance(model, str):
+        if loading.get("revision"):
+            flags += ["--revision", loading["revision"]]
+        return EmbeddedServer(model, devices, flags, gpu_variables=variables)
+    folder = save_architecture(model, processing_class)
+    flags += ["--load-format", "dummy"]  # the first weight sync brings the weights
+    return EmbeddedServer(str(folder), devices, flags, gpu_variables=variables, folder=folder)
 
 
 def visible_gpus() -> tuple[list[str], list[str]]:
