@@ -35,8 +35,10 @@ RESTARTS = 3  # starts in a row that may fail before a server that had been read
 NOT_STARTED = "The server is not running. Call start(), or use it in a with block."
 
 # The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
+# For options, pydantic says the reason in the next line.
 FIRST_ERROR = re.compile(
-    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*(?:\n +Value error, .*)?)$",
+    re.MULTILINE,
 )
 
 _addresses: set[str] = set()

@@ -68,7 +68,8 @@ class Recovery:
             if self._processes.rank == 0:
                 logger.warning(
                     "%s Waiting for the server, for at most %.0f s.",
-                    error or "Another process has lost the server.",
+                    # As text, since handlers may keep the record, and the traceback holds the trainer.
+                    str(error or "Another process has lost the server."),
                     self._patience,
                 )
         while True:
