@@ -1,12 +1,13 @@
 """`trl-april grpo` as a file for `accelerate launch`: GRPO with partial rollouts in one or many processes.
 
-It needs a running server on other GPUs or another machine (`trl-april serve MODEL`):
+The first process starts a vLLM server, on a GPU that training leaves free, unless one is given:
 
     python scripts/grpo.py --model_name_or_path MODEL --dataset_name prompts.jsonl --reward_funcs contains_answer \
-        --vllm_server_base_url http://127.0.0.1:8000 --output_dir out
+        --output_dir out
     accelerate launch --config_file scripts/accelerate/ddp.yaml --num_processes 4 scripts/grpo.py ...
     accelerate launch --config_file scripts/accelerate/fsdp2.yaml --num_processes 8 scripts/grpo.py ...
 
+    ... --vllm_server_base_url http://gpu7:8000                 # a server started by `trl-april serve MODEL`
     ... --config scripts/recipes/dapo.yaml                      # options from a file; the command line overrides
     ... --reward_funcs accuracy_reward my_module:my_function    # TRL's, and your own
     ... --use_peft --lora_r 16 --lora_target_modules all-linear # an adapter instead of the whole model

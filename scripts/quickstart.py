@@ -4,7 +4,7 @@
     python scripts/quickstart.py --config scripts/recipes/dapo.yaml --model ... --dataset ... --output_dir out
     python scripts/quickstart.py ... --reward_funcs contains_answer my_module:my_function
     python scripts/quickstart.py ... --over_provisioning 1.0                         # synchronous
-    python scripts/quickstart.py ... --vllm_args="--gpu-memory-utilization 0.4"      # one GPU for both
+    python scripts/quickstart.py ... --vllm_gpu_memory_utilization 0.4               # one GPU for both
     python scripts/quickstart.py ... --vllm_server_base_url http://127.0.0.1:8000    # a running server
     python scripts/quickstart.py ... --resume_from_checkpoint true                   # or auto, or a path
 
@@ -17,19 +17,16 @@ dataset for evaluation, use `scripts/grpo.py`.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
 from trl import TrlParser
 
-from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+from trl_april import APRILGRPOConfig, APRILGRPOTrainer
 from trl_april.checkpoint.resume import resume_point
 from trl_april.commands.grpo import find_reward
-from trl_april.errors import ConfigError
 
 
 @dataclass
@@ -44,13 +41,6 @@ class ScriptArguments:
         metadata={
             "help": "Rewards, which are summed: contains_answer, soft_overlong_punishment, one of TRL's such as "
             "accuracy_reward, or module:function for your own, from the current folder or installed."
-        },
-    )
-    vllm_args: str = field(
-        default="",
-        metadata={
-            "help": "Flags for the started vLLM server, in one string after an equals sign. With one GPU for both: "
-            '--vllm_args="--gpu-memory-utilization 0.4"'
         },
     )
     soft_punish_cache: int | None = field(
@@ -69,22 +59,6 @@ def load(name: str, split: str) -> Dataset:
     return load_dataset(name, split=split)
 
 
-def own_server(script: ScriptArguments, config: APRILGRPOConfig) -> AbstractContextManager[LocalServer | None]:
-    """A server for this run, if it needs one and none is given."""
-    given = config.vllm_server_base_url or any(
-        getattr(config, name) != APRILGRPOConfig.__dataclass_fields__[name].default
-        for name in ("vllm_server_host", "vllm_server_port")
-    )
-    if config.use_vllm and config.vllm_mode == "server" and not given:
-        return LocalServer(script.model, vllm_args=shlex.split(script.vllm_args))
-    if script.vllm_args:
-        raise ConfigError(
-            f"vllm_args is {script.vllm_args!r}, but no server is started: one is given, or none is used. Remove it, "
-            "and pass the flags to that server."
-        )
-    return nullcontext()
-
-
 def main() -> None:
     script, config = TrlParser((ScriptArguments, APRILGRPOConfig)).parse_args_and_config()
     sys.path.append(os.getcwd())  # Python searches the script's folder for modules, not the current one
@@ -96,17 +70,14 @@ def main() -> None:
         )
         for name in script.reward_funcs
     ]
-    with own_server(script, config) as server:
-        if server is not None:
-            config.vllm_server_base_url = server.base_url
-        trainer = APRILGRPOTrainer(
-            model=script.model,
-            reward_funcs=reward_funcs,
-            args=config,
-            train_dataset=load(script.dataset, script.dataset_split),
-        )
-        trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint, config.output_dir))
-        trainer.save_model(config.output_dir)
+    trainer = APRILGRPOTrainer(
+        model=script.model,
+        reward_funcs=reward_funcs,
+        args=config,
+        train_dataset=load(script.dataset, script.dataset_split),
+    )
+    trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint, config.output_dir))
+    trainer.save_model(config.output_dir)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,8 @@ class APRILGRPOTrainer(GRPOTrainer):
 
         Raises:
             CheckpointError: If a checkpoint is incomplete, or its partial samples are damaged. It is a `ValueError`.
-            ServerError: If the server stays away for `vllm_server_timeout` seconds. A checkpoint was written by then.
+            ServerError: If the server stays away for `vllm_server_timeout` seconds, or one that the trainer started no
+                longer starts. A checkpoint was written by then.
             KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM. With `save_on_signal` a checkpoint was written.
         """
         if not self.april_enabled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -18,7 +17,6 @@ from trl import TrlParser
 from tests.support.docs_commands import load
 from tests.support.docs_pages import ROOT
 from trl_april import APRILGRPOConfig
-from trl_april.errors import ConfigError
 from trl_april.pool.staleness import check_bound
 
 
@@ -75,21 +73,6 @@ def test_staleness_bound_is_five_rounds_and_keeps_the_factor(name):
 
 
 # scripts/quickstart.py
-
-
-def test_quickstart_starts_a_server_only_if_needed(monkeypatch):
-    monkeypatch.setattr(quickstart, "LocalServer", lambda *args, **kwargs: contextlib.nullcontext((args, kwargs)))
-    flags = "--vllm_args=--gpu-memory-utilization 0.4"
-    with quickstart.own_server(*parse(flags)) as server:
-        assert server == (("m",), {"vllm_args": ["--gpu-memory-utilization", "0.4"]})
-    for option, value in {
-        "--vllm_server_base_url": "http://gpu7:8000", "--vllm_server_host": "gpu7", "--vllm_server_port": "8001",
-        "--use_vllm": "false", "--vllm_mode": "colocate",
-    }.items():  # fmt: skip
-        with quickstart.own_server(*parse(option, value)) as server:
-            assert server is None
-        with pytest.raises(ConfigError, match="no server is started"):
-            quickstart.own_server(*parse(option, value, flags))
 
 
 def train_on_a_server(name: str, options: dict[str, object], folder: Path) -> None:
