@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ SCRIPT = """
             return super()._run_round()
 
     trainer = Trainer({model!r}, distinct_characters, args, rows_of(8))
-    print(trainer._server.pid, flush=True)
+    print("server", trainer._server.pid, flush=True)
     trainer.train()
 """
 
@@ -147,7 +148,7 @@ def test_script_leaves_no_process(end, code, tiny_model_dir, tmp_path):
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
     )
     assert done.returncode == code
-    pid = int(done.stdout.splitlines()[0])
+    pid = int(re.search(r"^server (\d+)$", done.stdout, re.MULTILINE)[1])
     wait_for(lambda: not session_members(pid))
 
 

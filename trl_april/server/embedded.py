@@ -6,7 +6,6 @@ Invariant: a process runs at most one, and it ends with its trainer.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,17 +78,7 @@ def answers(base_url: str) -> bool:
 class EmbeddedServer(LocalServer):
     """A server on a free port that is started again if it dies, and stops another embedded one as it starts.
 
-    Args:
-        model (`str`):
-            Folder or model id to serve.
-        devices (`Devices`):
-            Devices to run on.
-        flags (`Sequence[str]`):
-            Flags for vLLM.
-        gpu_variables (`Sequence[str]`, *optional*):
-            Environment variables that select GPUs.
-        folder (`Path`, *optional*):
-            Temporary folder to remove with the server.
+    `gpu_variables` are the environment variables that select GPUs. The temporary `folder` is removed with the server.
     """
 
     def __init__(
@@ -119,8 +108,3 @@ class EmbeddedServer(LocalServer):
             f"starting {self.devices}, with {' '.join(self.vllm_args)}. Log: {self.log_path}. To use a server "
             "elsewhere, set vllm_server_base_url."
         )
-
-
-def temporary_folder(name: str) -> Path:
-    """A new folder for the files of a model object."""
-    return Path(tempfile.mkdtemp(prefix=f"trl-april-{name}-"))

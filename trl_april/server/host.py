@@ -6,11 +6,13 @@ import errno
 import ipaddress
 import logging
 import os
+import random
 import resource
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -26,6 +28,7 @@ BIND_REMEDIES = {
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 PORT_SECONDS, PORT_POLL = 10.0, 0.25  # seconds to wait for a port, and between two attempts
+LASTING_PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing connections
 MAX_OPEN_FILES = 65536  # more is useless: a host has no more ports to one server
 OTHER_FILES = 256  # datasets, shared libraries, other connections
 
@@ -59,6 +62,14 @@ def bind(host: str, port: int) -> int:
             remedy = BIND_REMEDIES.get(error.errno or 0, "Choose another address or port.")
             raise ConfigError(f"The server cannot bind to {host}, port {port}: {error.strerror}. {remedy}") from error
         return int(probe.getsockname()[1])
+
+
+def lasting_port(host: str) -> int:
+    """A free port that no outgoing connection takes while a server there is started again."""
+    for port in random.SystemRandom().sample(LASTING_PORTS, 100):  # the seeded generator belongs to training
+        with suppress(ConfigError):
+            return bind(host, port)
+    return bind(host, 0)
 
 
 def bind_when_free(host: str, port: int, stopped: Callable[[], bool] = lambda: False) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ServerError
 from .command_line import check_model, server_command, server_environment
-from .host import bind, bind_when_free, check_address, warn_if_exposed
+from .host import bind, bind_when_free, check_address, lasting_port, warn_if_exposed
 from .process import ServerProcess, describe_exit
 
 
@@ -220,7 +220,8 @@ class LocalServer:
             )
         check_model(self.model, self.vllm_args)
         # Checked again because time has passed: another program there would answer instead of the server.
-        self.port = bind(self.host, self.port or 0)
+        finds_port = self.restart and self.port is None
+        self.port = lasting_port(self.host) if finds_port else bind(self.host, self.port or 0)
         warn_if_exposed(self.host)
         if self._log_path is None:
             descriptor, name = tempfile.mkstemp(prefix="trl-april-server-", suffix=".log")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from ..config import APRILGRPOConfig, AprilOptions
 from ..distributed.processes import Processes
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError, ServerError
-from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags, temporary_folder
+from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.sync import ServerGeneration
 
@@ -175,7 +176,7 @@ def save_architecture(model: Any, processing_class: Any) -> Path:
     base = model.get_base_model() if is_peft_model(model) else model
     config = copy.deepcopy(base.config)
     config.architectures = config.architectures or [type(base).__name__]
-    folder = temporary_folder(type(base).__name__)
+    folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
     config.save_pretrained(folder)
     if processing_class is None:  # as in TRL's constructor
         processing_class = AutoProcessor.from_pretrained(get_config_model_id(config))
