@@ -36,10 +36,13 @@ class ServerlessTrainer(APRILGRPOTrainer):
     version = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for config in [*args[2:3], kwargs.get("args")]:
-            if config is not None and config.use_vllm:
-                config.vllm_server_base_url = "http://127.0.0.1:9"  # otherwise the trainer would start one
-        super().__init__(*args, **kwargs)
+        config = args[2] if len(args) > 2 else kwargs["args"]
+        before = config.vllm_server_base_url
+        config.vllm_server_base_url = before or "http://127.0.0.1:9"  # otherwise the trainer would start one
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            config.vllm_server_base_url = before
 
     def _attach_server(self) -> None:
         self.use_vllm = True
