@@ -196,7 +196,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
     all others please refer to [`~trl.GRPOConfig`]. Three of its defaults differ:
 
-    - `use_vllm=True` and `vllm_mode="server"`: APRIL needs a vLLM server.
+    - `use_vllm=True` and `vllm_mode="server"`: APRIL needs a vLLM server. The trainer starts one if neither
+      `vllm_server_base_url` nor `vllm_server_host` or `vllm_server_port` is set and none answers at TRL's default
+      address, and always with `vllm_mode="colocate"`. TRL's `vllm_gpu_memory_utilization`,
+      `vllm_tensor_parallel_size`, `vllm_max_model_length` and `vllm_model_impl` apply to it.
     - `vllm_importance_sampling_mode="token_truncate"`: TRL's default, `"sequence_mask"`, exponentiates the log-ratio
       summed over the sequence. It would mask out the long samples of several policy versions that APRIL keeps.
 
@@ -270,13 +273,13 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     # Changed defaults; the class docstring gives the reasons.
     use_vllm: bool = field(
         default=True,
-        metadata={"help": "Whether to use vLLM for generating completions. APRIL is on in server mode only."},
+        metadata={"help": "Whether to use vLLM for generating completions. If `False`, training runs as stock GRPO."},
     )
     vllm_mode: str = field(
         default="server",
         metadata={
-            "help": "`'server'`: APRIL, on a separate vLLM server (start one with `trl-april serve`). `'colocate'`: "
-            "stock GRPO with vLLM in the same process."
+            "help": "`'server'`: the vLLM server at `vllm_server_base_url`, or one that the trainer starts if none is "
+            "given. `'colocate'`: always one that the trainer starts."
         },
     )
     vllm_importance_sampling_mode: str = field(

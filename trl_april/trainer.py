@@ -22,21 +22,28 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallbac
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
-from trl.trainer.utils import get_config_model_id
 
 from .checkpoint.resume import RunCheckpoints
 from .checkpoint.rollouts import remove_rollouts
-from .config import APRILGRPOConfig, AprilOptions
+from .config import AprilOptions
 from .data.order import TrainingRows
 from .distributed.processes import processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .errors import ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
+from .server.embedded import EmbeddedServer
 from .session import RolloutSession
 from .training import compatibility
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
-from .training.construction import PAPER, arguments_for_trl, connect_server
+from .training.construction import (
+    PAPER,
+    StockNotice,
+    arguments_for_trl,
+    connect_server,
+    default_arguments,
+    start_server,
+)
 from .training.correction import can_correct_in_training
 from .training.micro_batches import PASSES, arranged, without_padding
 from .training.requested_batch import RequestedBatch
@@ -65,9 +72,13 @@ class APRILGRPOTrainer(GRPOTrainer):
     Arguments, dataset order, evaluation, rewards, advantages, loss, callbacks and logs are inherited. The log gains
     keys with the prefix `april/`, and `output_dir` a file `april_rounds.jsonl` for `trl-april report`.
 
-    APRIL is on when `args.use_vllm` is true and `args.vllm_mode` is `"server"`, without `tools`,
-    `environment_factory`, `rollout_func` or image columns, and unless a subclass overrides `_generate`,
-    `_generate_single_turn` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO and says so once.
+    Where no server is given and none answers at TRL's default address, the trainer starts one, which ends with it: on
+    GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory. A server that
+    dies is started again. To run it elsewhere, set `vllm_server_base_url`.
+
+    APRIL is on when `args.use_vllm` is true, without `tools`, `environment_factory`, `rollout_func` or image columns,
+    and unless a subclass overrides `_generate`, `_generate_single_turn` or `get_train_dataloader`. Otherwise the
+    trainer runs stock GRPO, and says so at the start and at the end of training.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -91,7 +102,6 @@ class APRILGRPOTrainer(GRPOTrainer):
     trainer = APRILGRPOTrainer(
         model="Qwen/Qwen3-0.6B",
         reward_funcs=trl.rewards.accuracy_reward,
-        args=APRILGRPOConfig("out", vllm_server_base_url="http://127.0.0.1:8000"),
         train_dataset=datasets.load_dataset("trl-lib/DeepMath-103K", split="train"),
     )
     trainer.train()
@@ -119,9 +129,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL")
+        args = args or default_arguments(model)
         stock_because = compatibility.why_stock(
             args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func,
             overridden=compatibility.ignored_overrides(type(self)),
@@ -130,10 +138,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
         self._session: RolloutSession | None = None
+        self._server: EmbeddedServer | None = None
         self._requested = RequestedBatch(type(self).__name__)
         if self.april_enabled:
             self._options = AprilOptions.of(args).with_schedule()
             compatibility.check_arguments(args, self._options, train_dataset)
+            self._server = start_server(self, args, model, processing_class)
         else:
             # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
@@ -142,7 +152,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 if getattr(type(self), name) is getattr(APRILGRPOTrainer, name):
                     setattr(self, name, getattr(GRPOTrainer, name))
 
-        with arguments_for_trl(args, model, april_enabled=self.april_enabled):
+        with arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._server):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset,
                 eval_dataset=eval_dataset, processing_class=processing_class,
@@ -150,8 +160,11 @@ class APRILGRPOTrainer(GRPOTrainer):
                 quantization_config=quantization_config, peft_config=peft_config, tools=tools,
                 rollout_func=rollout_func, environment_factory=environment_factory,
             )  # fmt: skip
-        if self.april_enabled:
-            compatibility.check_model(self.model)
+            if self.april_enabled:
+                compatibility.check_model(self.model)
+        if stock_because:
+            self.add_callback(StockNotice(stock_because))
+        else:
             self._processes = processes_of(self.accelerator)
             self._stop = StopRequest(self._processes.check)
             if self._options.scores_groups:
@@ -171,7 +184,8 @@ class APRILGRPOTrainer(GRPOTrainer):
 
         Raises:
             CheckpointError: If a checkpoint is incomplete, or its partial samples are damaged. It is a `ValueError`.
-            ServerError: If the server stays away for `vllm_server_timeout` seconds. A checkpoint was written by then.
+            ServerError: If the server stays away for `vllm_server_timeout` seconds, or one that the trainer started no
+                longer starts. A checkpoint was written by then.
             KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM. With `save_on_signal` a checkpoint was written.
         """
         if not self.april_enabled:
@@ -311,6 +325,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.vllm_generation = connect_server(
             self.args,
             self._options,
+            server=self._server,
             model=self.model,
             accelerator=self.accelerator,
             processing_class=self.processing_class,

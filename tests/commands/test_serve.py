@@ -14,6 +14,7 @@ import pytest
 from trl_april import cli
 from trl_april.commands.serve import run_in_foreground
 from trl_april.server.command_line import flag_value
+from trl_april.server.host import bind
 from trl_april.server.process import session_members
 
 
@@ -21,7 +22,7 @@ from trl_april.server.process import session_members
 def started(monkeypatch):
     """Keeps the server from starting; returns the commands and environments that would have started it."""
     calls: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr("trl_april.commands.serve.check_address", lambda host, port: None)
+    monkeypatch.setattr("trl_april.commands.serve.bind_when_free", lambda host, port: None)
     monkeypatch.setattr("trl_april.commands.serve.run_in_foreground", lambda *args: calls.append(args) or 7)
     return calls
 
@@ -29,13 +30,58 @@ def started(monkeypatch):
 def test_other_flags_are_passed_on_in_order(started):
     before, after = ["--max-model-len", "4096"], ["--max-logprobs", "-1", "-tp", "2", "--po=x"]
     assert cli.main(["serve", "dir/model", *before, "--port", "8123", *after]) == 7
-    ((command, environment),) = started
+    ((command, environment, address),) = started
+    assert address == ("127.0.0.1", 8123)
     assert flag_value(command, "--model") == "dir/model"
     assert (flag_value(command, "--host"), flag_value(command, "--port")) == ("127.0.0.1", "8123")
     start = command.index("--max-model-len")
     assert command[start : start + 7] == [*before, *after]
     assert flag_value(command, "--logprobs-mode") == "processed_logprobs"
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"] == os.environ["PATH"]
+
+
+def test_restarts_can_be_turned_off(started):
+    cli.main(["serve", "model", "--no-restart", "--max-model-len", "4096"])
+    ((command, _, address),) = started
+    assert address is None and "--no-restart" not in command
+
+
+SERVER = """
+    import http.server, os, sys
+    from pathlib import Path
+
+    starts = Path(__file__).with_suffix(".starts")
+    with starts.open("a") as file:
+        file.write(f"{os.getpid()} ")
+    if len(starts.read_text().split()) > 2:
+        sys.exit(5)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            if os.fork() == 0:  # a child that holds the port
+                sys.stdout.flush()
+                import time; time.sleep(600)
+            os.kill(os.getpid(), 9)
+
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_server_that_dies_is_started_again_until_it_no_longer_starts(tmp_path, capfd):
+    """It dies as soon as it was ready, twice, and leaves a child; then three starts fail."""
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(SERVER))
+    port = bind("127.0.0.1", 0)
+    assert run_in_foreground([sys.executable, str(script), str(port)], os.environ, ("127.0.0.1", port)) == 5
+    starts = list(map(int, script.with_suffix(".starts").read_text().split()))
+    assert len(starts) == 5
+    assert not any(map(session_members, starts))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trl-april serve")]
+    assert [line.split(" and is")[0][28:] for line in lines] == (
+        ["was killed by SIGKILL"] * 2 + ["ended with exit code 5"] * 2
+    )
 
 
 def test_exit_code_is_that_of_the_server():

@@ -100,6 +100,46 @@ def test_server_that_died_is_started_again(script):
         assert server.start().pid != first and server.is_healthy()
 
 
+def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, caplog):
+    """On its port, without what it left behind; then it is given up with the cause."""
+    child = "\n    import subprocess\n    subprocess.Popen(['sleep', '600'])\n"
+    with ScriptServer(script(child + HEALTHY), restart=True) as server:
+        first, url = server.pid, server.base_url
+        wait_for(lambda: len(session_members(first)) == 2)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: server.pid != first)
+        assert server.wait().base_url == url and server.is_healthy() and server.failure is None
+        assert not session_members(first)
+        assert caplog.text.count("was killed by SIGKILL. It is started again") == 1
+
+        second = server.pid
+        script(DYING)
+        os.kill(second, signal.SIGKILL)
+        wait_for(lambda: not server.is_running)
+        assert server.log_path.read_text().count("\nline 149") == 3
+        assert caplog.text.count("did not start. It is started again") == 2
+        assert "first error: ValueError: the KV cache is too small" in str(server.failure)
+        with pytest.raises(ServerError, match="the KV cache is too small"):
+            server.wait()
+        script(HEALTHY)
+        assert server.start().is_healthy() and server.failure is None
+
+
+def test_start_without_waiting(script):
+    """An error of the start is raised by `wait`; a server that is stopped meanwhile leaves nothing."""
+    server = ScriptServer(script(DYING), restart=True).start(wait=False)
+    with pytest.raises(ServerError, match="exit code 3 while it was starting"):
+        server.wait()
+    assert server.log_path.read_text().count("line 149") == 1, "a first start is not repeated"
+    script("import time; time.sleep(600)")
+    pid = server.start(wait=False).pid
+    assert server.is_running and session_members(pid)
+    server.stop()
+    assert not session_members(pid)
+    with pytest.raises(ServerError, match="is not running"):
+        server.wait()
+
+
 def test_server_that_dies_while_starting_shows_its_log(script):
     server = ScriptServer(script(DYING))
     with pytest.raises(ServerError) as error:
@@ -150,7 +190,7 @@ OWNER = """
     from pathlib import Path
     from tests.server.test_local import ScriptServer
 
-    server = ScriptServer(Path({script!r})).start()
+    server = ScriptServer(Path({script!r}), restart=True).start()
     print(server.pid, flush=True)
     {after}
 """

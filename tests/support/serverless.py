@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.samples import Group
@@ -34,6 +35,15 @@ class ServerlessTrainer(APRILGRPOTrainer):
 
     groups: Sequence[Group] = ()
     version = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config = args[2] if len(args) > 2 else kwargs["args"]
+        before = config.vllm_server_base_url
+        config.vllm_server_base_url = before or "http://127.0.0.1:9"  # otherwise the trainer would start one
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            config.vllm_server_base_url = before
 
     def _attach_server(self) -> None:
         self.use_vllm = True

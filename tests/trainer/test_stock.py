@@ -63,6 +63,7 @@ def test_without_vllm_the_results_equal_stock_number_for_number(
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, expected_weights[name])
     assert caplog.text.count("APRIL is off: use_vllm is False") == 1
+    assert "This was stock GRPO, without APRIL: use_vllm is False" in caplog.messages[-1]
 
 
 def test_a_new_checkpoint_removes_the_rollouts_of_an_earlier_run(tiny_model_dir, tmp_path):

@@ -202,6 +202,17 @@ def test_vllm_is_attached_at_the_end_of_the_constructor():
     assert CONSTRUCTOR.count("model.config.image_token_id") == 1  # an image processor asks for it without vLLM
 
 
+def test_the_options_of_a_server_that_the_trainer_starts():
+    """Its address counts as given unless it is this default, and a model by name is loaded in float32."""
+    defaults = {
+        "vllm_server_base_url": None, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+        "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1, "vllm_max_model_length": None,
+        "vllm_model_impl": "vllm",
+    }  # fmt: skip
+    assert {name: getattr(GRPOConfig, name) for name in defaults} == defaults
+    assert 'kwargs.get("dtype", "float32")' in inspect.getsource(utils.create_model_from_path)
+
+
 def test_tokenization_and_sampler():
     assert parameters(GRPOTrainer._tokenize_prompts) == ["prompts"]
     assert "return prompt_ids, images, multimodal_fields" in inspect.getsource(GRPOTrainer._tokenize_prompts)

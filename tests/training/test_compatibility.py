@@ -55,14 +55,14 @@ class TwoProcesses(APRILGRPOConfig):
 )  # fmt: skip
 def test_april_applies_and_leaves_odd_datasets_to_trl(dataset):
     assert why_stock(config(), dataset, tools=[], overridden=[]) is None
-    assert why_stock(GRPOConfig("out", use_vllm=True, vllm_mode="server", **CPU), dataset) is None
+    for mode in ("server", "colocate"):
+        assert why_stock(GRPOConfig("out", use_vllm=True, vllm_mode=mode, **CPU), dataset) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
         ({"use_vllm": False}, {}, "use_vllm is False"),
-        ({"vllm_mode": "colocate"}, {}, "vllm_mode is 'colocate', and partial rollouts need 'server'"),
         ({}, {"tools": [print]}, "tools are given"),
         ({}, {"environment_factory": dict}, "environment_factory is given"),
         ({}, {"rollout_func": print}, "rollout_func is given"),
@@ -147,6 +147,7 @@ def check(**changes) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"vllm_mode": "beside"}, "vllm_mode is 'beside'; it must be 'server' or 'colocate'"),
         ({"max_rejected_groups_per_round": 1}, "max_rejected_groups_per_round is 1, .* may need 2 .*at least 2"),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate"},

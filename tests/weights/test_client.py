@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from trl.generation.vllm_client import VLLMClient
@@ -58,20 +59,29 @@ def test_a_server_that_is_not_ready_is_waited_for(fake, monkeypatch, caplog):
     fake.answers = {"/health": (404, "its text")}
     monkeypatch.setattr(weight_client.time, "sleep", sleep)
     assert connect(fake.base_url, seconds=60.0).model == fake.model
-    said = "is not ready: /health answered 404 its text. Waiting for at most 60 s (vllm_server_timeout)."
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count("is not ready: /health answered 404 its text. Waiting for 60 s more") == 1
     assert [request.path for request in fake.received] == ["/health"] * 4 + ["/v1/models"]
     assert {request.headers["Authorization"] for request in fake.received} == {"Bearer key"}
 
 
 @pytest.mark.parametrize("status", [401, 404, 503, None])
-def test_a_server_that_does_not_become_ready_is_an_error(fake, status):
-    base_url, problem = "http://127.0.0.1:9", "127.0.0.1"  # nothing listens there
+def test_a_server_that_does_not_become_ready_is_an_error(fake, monkeypatch, caplog, status):
+    """A line every 15 s, and two at the end."""
+    now = 1000.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(weight_client, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    base_url, problem = "http://127.0.0.1:9", "Connection refused"  # nothing listens there
     if status is not None:
         fake.answers = {"/health": (status, "its text")}
         base_url, problem = fake.base_url, f"/health answered {status} its text"
-    with pytest.raises(ServerError, match=f"No vLLM server was ready at .* within 0.1 s: .*{problem}.*trl-april"):
-        connect(base_url, seconds=0.1)
+    with pytest.raises(ServerError, match=f"No vLLM server was ready at .* within 50 s .*: {problem}.\\n.*trl-april"):
+        connect(base_url, seconds=50.0)
+    assert [f"Waiting for {left} s more" in caplog.text for left in (50, 34, 18, 2, 3)] == [True] * 4 + [False]
+    assert len(caplog.records) == 4
 
 
 def test_an_address_ending_in_v1_is_refused_at_once(fake):

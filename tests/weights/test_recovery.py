@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,7 @@ class Generation:
     """A server as the trainer sees it."""
 
     base_url = "http://127.0.0.1:8000"
+    local_server = None
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -103,14 +105,14 @@ def test_a_server_that_comes_back_is_waited_for_at_growing_intervals(training: T
     training.clock.after(50.0, lambda: setattr(generation, "alive", True))
     training.recovery.wait_for_server(ServerError("The connection broke."))
     assert 1050.0 <= training.clock.now < 1050.0 + LONGEST_INTERVAL + 1
-    assert "The connection broke. Waiting for the server, for at most 60 s (vllm_server_timeout)." in caplog.text
+    assert "The connection broke. Waiting for the server, for at most 60 s." in caplog.text
     gaps = [after - before for before, after in pairwise([1000.0, *generation.checks])]
     assert gaps[:5] == pytest.approx([FIRST_INTERVAL, 1.0, 2.0, 4.0, 8.0], abs=0.2)
     assert gaps[5:] == pytest.approx([LONGEST_INTERVAL] * len(gaps[5:]), abs=0.2)
 
 
 def test_all_processes_wait_for_one_that_lost_the_server(training: Training, caplog):
-    training.processes.others = lambda: [float(training.clock.now < 1030.0), 0.0, 0.0]
+    training.processes.others = lambda: [float(training.clock.now < 1030.0), 0.0, 0.0, 0.0]
     training.recovery.wait_for_server()
     assert training.clock.now >= 1030.0
     assert caplog.text.count("Another process has lost the server. Waiting") == 1
@@ -136,7 +138,7 @@ def test_a_server_that_stays_down_is_an_error(training: Training):
         "See its log and start it again; training resumes from its last checkpoint. The connection broke.",
     ):
         assert part in str(caught.value)
-    training.processes.others = lambda: [1.0, 61.0, 0.0]
+    training.processes.others = lambda: [1.0, 61.0, 0.0, 0.0]
     training.recovery.progress_was_made()
     with pytest.raises(ServerError, match="has not answered for 61 s"):  # as long as the process that waited longest
         training.recovery.wait_for_server()
@@ -148,6 +150,22 @@ def test_a_server_that_is_lost_in_every_sync_is_an_error(training: Training, cap
         training.recovery.sync_weights()
     assert 1 < len(training.generation.checks) < 20, "not a busy loop"
     assert caplog.text.count("Waiting for the server") == 1
+
+
+def test_a_server_of_the_trainer_that_was_given_up_is_an_error_in_all_processes(training: Training):
+    """At once, with its reason; it is waited for as long as it may take to start."""
+    gone = ServerError("The KV cache is too small.")
+    training.generation.local_server = SimpleNamespace(failure=None, startup_timeout=600.0)
+    training.recovery = Recovery(training.generation, training.processes, patience=60.0, stop=training.stop)
+    training.generation.alive = False
+    training.clock.after(200.0, lambda: setattr(training.generation.local_server, "failure", gone))
+    with pytest.raises(ServerError, match="The KV cache is too small") as caught:
+        training.recovery.wait_for_server()
+    assert training.clock.now < 1211.0 and caught.value.__cause__ is gone
+    training.generation.local_server = None
+    training.processes.others = lambda: [1.0, 0.0, 0.0, 1.0]
+    with pytest.raises(ServerError, match="that process 0 started was given up"):
+        training.recovery.wait_for_server()
 
 
 def test_progress_resets_the_outage_timer(training: Training, caplog):
@@ -176,7 +194,7 @@ def test_a_signal_ends_the_wait_before_the_next_check(training: Training):
 @pytest.mark.parametrize("down", [0.0, 1.0])
 def test_a_signal_takes_precedence(training: Training, down: float):
     """Over giving up, and over a server that is back."""
-    training.processes.others = lambda: [down, 999.0, 15.0]
+    training.processes.others = lambda: [down, 999.0, 15.0, 1.0]
     with pytest.raises(Stopped) as caught:
         training.recovery.wait_for_server()
     assert caught.value.signal == signal.SIGTERM

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 from ..server.command_line import check_model, server_command, server_environment
-from ..server.host import check_address, warn_if_exposed
-from ..server.local import DEFAULT_HOST, DEFAULT_PORT
-from ..server.process import POLL, ServerProcess
+from ..server.host import bind_when_free, check_address, warn_if_exposed
+from ..server.local import DEFAULT_HOST, DEFAULT_PORT, HEALTH_POLL, RESTARTS, is_healthy, url_of
+from ..server.process import ServerProcess, describe_exit
 
 
 DESCRIPTION = """\
-Run a vLLM server with every flag that training needs, until Ctrl-C.
+Run a vLLM server with every flag that training needs, until Ctrl-C. If it dies, it is started again.
 
 All other flags are passed on to vLLM and override our defaults:
     trl-april serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
@@ -29,13 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-april serve",
         description=DESCRIPTION,
-        usage="trl-april serve MODEL [--host HOST] [--port PORT] [any flag of vLLM]",
+        usage="trl-april serve MODEL [--host HOST] [--port PORT] [--no-restart] [any flag of vLLM]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # `--max` must reach vLLM's parser unchanged
     )
     parser.add_argument("model", metavar="MODEL", help="folder or model id to serve; comes first")
     parser.add_argument("--host", default=DEFAULT_HOST, help="address to bind to (default: %(default)s)")
     parser.add_argument("--port", default=DEFAULT_PORT, type=int, help="port to bind to (default: %(default)s)")
+    parser.add_argument("--no-restart", action="store_true", help="end with the server if it dies")
     return parser
 
 
@@ -46,18 +48,23 @@ def main(argv: Sequence[str]) -> int:
         # The value of a vLLM flag would be taken for the model.
         parser.error(f"the model comes first: trl-april serve MODEL {argv[0]} ...")
     options, vllm_args = parser.parse_known_args(argv)
-    check_address(options.host, options.port)
+    check_address(options.host, None)
+    bind_when_free(options.host, options.port)
     check_model(options.model, vllm_args)
     command = server_command(options.model, options.host, options.port, vllm_args)
     warn_if_exposed(options.host)
-    return run_in_foreground(command, server_environment(None, vllm_args))
+    address = None if options.no_restart else (options.host, options.port)
+    return run_in_foreground(command, server_environment(None, vllm_args), address)
 
 
-def run_in_foreground(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_in_foreground(
+    command: Sequence[str], environment: Mapping[str, str], address: tuple[str, int] | None = None
+) -> int:
     """Run a command until it ends or a signal stops it with all its children.
 
-    Must be called from the main thread. A second signal skips the grace period and raises `KeyboardInterrupt`.
-    Returns the exit code as a shell reports it (128 + number of a signal).
+    A server that was ready at `address` is started again when it ends, until as many starts in a row have failed as in
+    [`LocalServer`]. Must be called from the main thread. A second signal skips the grace period and raises
+    `KeyboardInterrupt`. Returns the exit code as a shell reports it (128 + number of a signal).
     """
     stop_requested = False
 
@@ -68,15 +75,24 @@ def run_in_foreground(command: Sequence[str], environment: Mapping[str, str]) ->
             raise KeyboardInterrupt
         stop_requested = True
 
+    starts = 1  # the first one is not repeated: an option may be wrong
     with _stop_signals_call(request_stop):
-        server = ServerProcess(command, environment)
-        try:
-            while server.process.poll() is None and not stop_requested:
-                time.sleep(POLL)
-        finally:
-            server.end()
-    code = server.process.wait()
-    return 128 - code if code < 0 else code
+        while True:
+            server = ServerProcess(command, environment)
+            is_ready = address is None  # then nobody asks
+            try:
+                while server.process.poll() is None and not stop_requested:
+                    if not is_ready and address is not None and is_healthy(url_of(*address)):
+                        is_ready, starts = True, RESTARTS + 1
+                    time.sleep(HEALTH_POLL)
+            finally:
+                server.end()
+            code = server.process.wait()
+            starts -= 1
+            if stop_requested or not starts or address is None:
+                return 128 - code if code < 0 else code
+            sys.stderr.write(f"trl-april serve: the server {describe_exit(code)} and is started again.\n")
+            bind_when_free(*address, stopped=lambda: stop_requested)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class ServerInfo:
     quantized: bool
     device: str  # type, such as "cpu" or "cuda"
     has_weight_transfer: bool  # needed for `weight_sync="nccl"`
+    has_weights: bool = True  # not if it was started with `--load-format dummy`
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
 
 
@@ -58,6 +59,7 @@ def check_server(
             quantized=model["quantization"] is not None,
             device=str(described["device_config"]["device"]).split(":")[0],
             has_weight_transfer=described["weight_transfer_config"] is not None,
+            has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
             max_sequences=max_sequences(described),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:

@@ -6,9 +6,13 @@ import errno
 import ipaddress
 import logging
 import os
+import random
 import resource
 import socket
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -23,15 +27,22 @@ BIND_REMEDIES = {
 }
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+PORT_SECONDS, PORT_POLL = 10.0, 0.25  # seconds to wait for a port, and between two attempts
+LASTING_PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing connections
 MAX_OPEN_FILES = 65536  # more is useless: a host has no more ports to one server
 OTHER_FILES = 256  # datasets, shared libraries, other connections
 
 
 def check_address(host: str, port: int | None) -> None:
     """Raise [`ConfigError`] unless `host` can be bound to on this machine and `port` is free there (or `None`)."""
-    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535):
-        raise ConfigError(f"port is {port!r}, but it must be a whole number from 1 to 65535, or None for a free one.")
+    if port is not None:
+        _check_port(port)
     bind(host, port or 0)
+
+
+def _check_port(port: int) -> None:
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+        raise ConfigError(f"port is {port!r}, but it must be a whole number from 1 to 65535, or None for a free one.")
 
 
 def bind(host: str, port: int) -> int:
@@ -51,6 +62,34 @@ def bind(host: str, port: int) -> int:
             remedy = BIND_REMEDIES.get(error.errno or 0, "Choose another address or port.")
             raise ConfigError(f"The server cannot bind to {host}, port {port}: {error.strerror}. {remedy}") from error
         return int(probe.getsockname()[1])
+
+
+def lasting_port(host: str) -> int:
+    """A free port that no outgoing connection takes while a server there is started again."""
+    for port in random.SystemRandom().sample(LASTING_PORTS, 100):  # the seeded generator belongs to training
+        with suppress(ConfigError):
+            return bind(host, port)
+    return bind(host, 0)
+
+
+def bind_when_free(host: str, port: int, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Wait until the address can be bound to, since a server that has died may hold it for a moment.
+
+    Raises [`ConfigError`] after `PORT_SECONDS`. Returns early if `stopped` does.
+    """
+    _check_port(port)
+    began: float | None = None
+    while not stopped():
+        try:
+            bind(host, port)
+            return
+        except ConfigError:
+            if began is None:
+                began = time.monotonic()
+                logger.warning("Port %s of %s is in use. Waiting for at most %g s.", port, host, PORT_SECONDS)
+            elif time.monotonic() - began > PORT_SECONDS:
+                raise
+        time.sleep(PORT_POLL)
 
 
 def warn_if_exposed(host: str) -> None:

@@ -6,11 +6,13 @@ The server is vLLM's own and runs in its own processes: neither vLLM nor torch i
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -19,19 +21,24 @@ from pathlib import Path
 
 from ..errors import ConfigError, ServerError
 from .command_line import check_model, server_command, server_environment
-from .host import bind, check_address, warn_if_exposed
-from .process import ServerProcess
+from .host import bind, bind_when_free, check_address, lasting_port, warn_if_exposed
+from .process import ServerProcess, describe_exit
 
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000  # vLLM's own, and TRL's `vllm_server_port`
 HEALTH_POLL = 0.25  # seconds between two health checks
 ERROR_TAIL = 30  # lines of the log in an error
+RESTARTS = 3  # starts in a row that may fail before a server that had been ready is given up
 NOT_STARTED = "The server is not running. Call start(), or use it in a with block."
 
 # The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
+# For options, pydantic says the reason in the next line.
 FIRST_ERROR = re.compile(
-    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*(?:\n +Value error, .*)?)$",
+    re.MULTILINE,
 )
 
 _addresses: set[str] = set()
@@ -40,6 +47,22 @@ _addresses: set[str] = set()
 def sees_our_devices(base_url: str) -> bool:
     """Whether this process started the server at `base_url`, with the devices that it sees itself."""
     return base_url in _addresses
+
+
+def url_of(host: str, port: int) -> str:
+    """URL at which this machine reaches a server that binds to `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_healthy(base_url: str) -> bool:
+    """Whether the server at `base_url` is ready to generate."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxies
+    try:
+        with direct.open(f"{base_url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (OSError, HTTPException):
+        return False
 
 
 class LocalServer:
@@ -68,6 +91,9 @@ class LocalServer:
             Environment variables to add to those of this process.
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to start without progress on stderr.
+        restart (`bool`, *optional*, defaults to `False`):
+            Whether a server that dies is started again on the same port. Training then continues by itself. After
+            three failed starts in a row it is given up.
 
     Raises:
         ConfigError: If the address or a flag cannot be used, or vLLM is not installed.
@@ -93,6 +119,7 @@ class LocalServer:
         startup_timeout: float = 600.0,
         env: Mapping[str, str] | None = None,
         quiet: bool = False,
+        restart: bool = False,
     ) -> None:
         if not startup_timeout > 0:
             raise ConfigError(f"startup_timeout is {startup_timeout!r}, but it must be a positive number of seconds.")
@@ -104,10 +131,14 @@ class LocalServer:
         self.startup_timeout = startup_timeout
         self.env = env
         self.quiet = quiet
+        self.restart = restart
+        self.failure: Exception | None = None  # why the server was given up
         self._log_path = None if log_file is None else Path(log_file)
         self._log_start = 0  # position in the log at the last start
         self._server: ServerProcess | None = None
         self._owner = 0
+        self._lock = threading.RLock()  # held while processes start or end; reentrant for a garbage collection inside
+        self._ready, self._stopped = threading.Event(), threading.Event()  # new ones for every start
         self.command(port or DEFAULT_PORT)  # raises its errors at construction
 
     def command(self, port: int) -> list[str]:
@@ -123,8 +154,7 @@ class LocalServer:
         """URL of the server, for `vllm_server_base_url`. Without a `port`, it is known after the start."""
         if self.port is None:
             raise ServerError(NOT_STARTED)
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return url_of(self.host, self.port)
 
     @property
     def pid(self) -> int:
@@ -144,17 +174,43 @@ class LocalServer:
         """Returns the last `n` lines of the server's log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-n:])
 
-    def start(self) -> LocalServer:
-        """Starts the server and waits until it is healthy. Does nothing if it is running.
+    @property
+    def is_running(self) -> bool:
+        """Whether the server was started, and neither stopped nor given up."""
+        return self._server is not None
+
+    def start(self, *, wait: bool = True) -> LocalServer:
+        """Starts the server and waits until it is healthy. Does nothing if it is.
+
+        With `wait=False` it returns at once; [`LocalServer.wait`] waits.
 
         Raises:
             ConfigError: If the folder has no model, or if this is not the first process of a distributed training run.
             ServerError: If it exits, or is not healthy in time. The message holds the tail of its log.
         """
-        if self._server is not None:
-            if self._owner != os.getpid() or self._server.process.poll() is None:
-                return self
+        if self._server is not None and self._owner != os.getpid():
+            return self
+        if self._server is not None and not self.restart and self._server.process.poll() is not None:
             self.stop()  # it exited by itself, and left its children and its watchdog
+        if self._server is None:
+            self._launch()
+        return self.wait() if wait else self
+
+    def wait(self) -> LocalServer:
+        """Waits until a started server is healthy. Raises as [`LocalServer.start`] does."""
+        try:
+            while not self._ready.wait(HEALTH_POLL):
+                if self.failure is not None:
+                    raise self.failure
+                if self._server is None:
+                    raise ServerError(NOT_STARTED)  # stopped meanwhile
+        except BaseException:
+            self._show("not started")
+            self.stop()
+            raise
+        return self
+
+    def _launch(self) -> None:
         rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if rank != "0" and "LOCAL_RANK" in os.environ:  # set by a launcher; RANK alone may be a cluster's
             raise ConfigError(
@@ -164,53 +220,105 @@ class LocalServer:
             )
         check_model(self.model, self.vllm_args)
         # Checked again because time has passed: another program there would answer instead of the server.
-        self.port = bind(self.host, self.port or 0)
+        finds_port = self.restart and self.port is None
+        self.port = lasting_port(self.host) if finds_port else bind(self.host, self.port or 0)
         warn_if_exposed(self.host)
-        command, environment = self.command(self.port), self.environment()
         if self._log_path is None:
             descriptor, name = tempfile.mkstemp(prefix="trl-april-server-", suffix=".log")
             os.close(descriptor)
             self._log_path = Path(name)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("ab") as log:
-            self._log_start = log.tell()
-            self._owner = os.getpid()
-            atexit.register(self.stop)
-            self._server = ServerProcess(command, environment, stdout=log, stderr=subprocess.STDOUT)
+        self.failure = None
+        self._ready, self._stopped = threading.Event(), threading.Event()
+        self._owner = os.getpid()
+        atexit.register(self.stop)
         try:
+            self._start_process()
             if not any(name.endswith("_VISIBLE_DEVICES") for name in self.env or ()):
                 _addresses.add(self.base_url)
-            self._wait_until_healthy(self._server.process)
+            self._show(self._announcement())
+            supervision = (self._ready, self._stopped)
+            threading.Thread(target=self._supervise, args=supervision, name="trl-april-server", daemon=True).start()
         except BaseException:
-            self._show("not started")
             self.stop()
             raise
-        return self
+
+    def _start_process(self) -> None:
+        assert self.port is not None
+        command, environment = self.command(self.port), self.environment()
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._server = ServerProcess(command, environment, stdout=log, stderr=subprocess.STDOUT)
 
     def is_healthy(self) -> bool:
         """Returns whether the server is ready to generate."""
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxies
-        try:
-            with direct.open(f"{self.base_url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (OSError, HTTPException):
-            return False
+        return is_healthy(self.base_url)
 
-    def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
+    def _supervise(self, ready: threading.Event, stopped: threading.Event) -> None:
+        """Note when the server is ready or has failed and, with `restart`, start it again whenever it exits."""
+        starts = 1  # the first one is not repeated: an option may be wrong
+        try:
+            while (server := self._server) is not None:
+                try:
+                    if not self._is_ready(server.process, stopped):
+                        return  # stopped
+                    starts = RESTARTS
+                    ready.set()
+                    if not self.restart:
+                        return
+                    while (code := server.process.poll()) is None:
+                        if stopped.wait(HEALTH_POLL):
+                            return
+                    ready.clear()
+                    end = describe_exit(code)
+                except ServerError:
+                    starts -= 1
+                    if not starts:
+                        raise
+                    end = "did not start"
+                logger.warning(
+                    "The vLLM server at %s %s. It is started again. Its log: %s", self.base_url, end, self.log_path
+                )
+                self._start_again(stopped)
+        except Exception as error:  # `wait` raises it
+            with self._lock:
+                if not stopped.is_set():
+                    self.failure = error
+                    self.stop()
+
+    def _is_ready(self, process: subprocess.Popen[bytes], stopped: threading.Event) -> bool:
+        """Wait until the server is healthy, and return whether it is: not if it was stopped meanwhile."""
         began = time.monotonic()
-        self._show("starting")
-        while True:
+        while not stopped.is_set():
             is_healthy = self.is_healthy()  # asked first: after an exit, another program may answer
             seconds = time.monotonic() - began
             code = process.poll()
+            if stopped.is_set():
+                break
             if code is not None:
-                raise self._failure(f"ended with exit code {code} while it was starting")
+                raise self._failure(f"{describe_exit(code)} while it was starting")
             if is_healthy:
                 self._show(f"ready after {seconds:.0f} s")
-                return
+                return True
             if seconds > self.startup_timeout:
                 raise self._failure(f"was not healthy after {seconds:.0f} s (startup_timeout={self.startup_timeout})")
-            time.sleep(HEALTH_POLL)
+            stopped.wait(HEALTH_POLL)
+        return False
+
+    def _start_again(self, stopped: threading.Event) -> None:
+        with self._lock:
+            if stopped.is_set() or self._server is None:
+                return
+            self._server.end()  # its children and its watchdog
+            assert self.port is not None
+            bind_when_free(self.host, self.port, stopped=stopped.is_set)
+            if not stopped.is_set():
+                self._start_process()
+            if stopped.is_set() and self._server is not None:  # by a garbage collection in this thread
+                self._server.end()
+
+    def _announcement(self) -> str:
+        return f"starting. Log: {self.log_path}"
 
     def _show(self, state: str) -> None:
         if not self.quiet:
@@ -230,14 +338,18 @@ class LocalServer:
     def stop(self) -> None:
         """Stops the server and all its children. Does nothing if it is not running."""
         # A fork of this process inherits the atexit handler, but not the server.
-        if self._server is None or self._owner != os.getpid():
+        if self._owner != os.getpid():
             return
-        server, self._server = self._server, None
-        try:
-            server.end()
-        finally:
-            _addresses.discard(self.base_url)
-            atexit.unregister(self.stop)
+        self._stopped.set()
+        with self._lock:
+            server, self._server = self._server, None
+            try:
+                if server is not None:
+                    server.end()
+            finally:
+                if self.port is not None:
+                    _addresses.discard(self.base_url)
+                atexit.unregister(self.stop)
 
     def __enter__(self) -> LocalServer:
         return self.start()

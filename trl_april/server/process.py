@@ -57,6 +57,11 @@ class ServerProcess:
                 self._watchdog.wait()
 
 
+def describe_exit(code: int) -> str:
+    """How a process ended, as the predicate of a sentence."""
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+
 def session_members(session: int) -> list[psutil.Process]:
     """Living processes of the session, with descendants that started sessions of their own."""
     members: dict[int, psutil.Process] = {}

@@ -40,8 +40,6 @@ def why_stock(
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
     if not args.use_vllm:
         return "use_vllm is False, and partial rollouts need a server (use_vllm=True, APRILGRPOConfig's default)"
-    if args.vllm_mode != "server":
-        return f"vllm_mode is {args.vllm_mode!r}, and partial rollouts need 'server'"
     if tools:
         return "tools are given, and a cut inside a tool call cannot be resumed yet"
     if environment_factory is not None:
@@ -117,8 +115,7 @@ def check_model(model: torch.nn.Module) -> None:
         if getattr(model, f"is_loaded_in_{bits}bit", False):
             raise ConfigError(
                 f"The model is loaded in {bits} bit, and a running vLLM server cannot load packed weights. Load it "
-                "unquantized (an adapter also saves memory), or run stock GRPO with use_vllm=False, or in 4 bit with "
-                "vllm_mode='colocate'."
+                "unquantized (an adapter also saves memory), or run stock GRPO with use_vllm=False."
             )
     if is_peft_model(model) and not hasattr(model, "merge_adapter"):
         kind = model.active_peft_config.peft_type.value
@@ -131,6 +128,8 @@ def check_model(model: torch.nn.Module) -> None:
 def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Dataset | IterableDataset | None) -> None:
     """Raise [`ConfigError`] for processes, a dataset or options that training cannot use."""
     check_processes(args)
+    if args.vllm_mode not in ("server", "colocate"):
+        raise ConfigError(f"vllm_mode is {args.vllm_mode!r}; it must be 'server' or 'colocate'.")
     quota = args.generation_batch_size // args.num_generations
     check_dataset(train_dataset, quota)
     limit = options.max_rejected_groups_per_round

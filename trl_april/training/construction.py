@@ -1,4 +1,4 @@
-"""TRL's constructor: the arguments that it sees, and the server that is connected after it.
+"""TRL's constructor: the arguments that it sees, and the server that is started before it and connected after it.
 
 TRL would connect to vLLM by itself, and has no factory for the connection. It knows GSPO (arXiv 2507.18071, equation
 7: one importance ratio per sequence) as its `grpo` aggregation with sequence-level importance sampling.
@@ -6,20 +6,33 @@ TRL would connect to vLLM by itself, and has no factory for the connection. It k
 
 from __future__ import annotations
 
+import copy
 import os
+import tempfile
 import textwrap
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig
+from trl.trainer.utils import get_config_model_id
 
-from ..config import AprilOptions
+from ..config import APRILGRPOConfig, AprilOptions
+from ..distributed.processes import Processes
 from ..engine.sampling import sampling_of
-from ..errors import ConfigError
+from ..errors import ConfigError, ServerError
+from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags
+from ..server.local import DEFAULT_HOST
 from ..weights.sync import ServerGeneration
 
+
+logger = get_logger(__name__)
 
 # Section 5.1 of the paper on GSPO.
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
@@ -48,11 +61,20 @@ def gspo_options(args: GRPOConfig) -> dict[str, Any]:
     return options
 
 
+def default_arguments(model: Any) -> APRILGRPOConfig:
+    """The configuration of a trainer without one, as TRL's; on a machine without a GPU it trains on the CPU."""
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
+    return APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL", **on_cpu)
+
+
 @contextmanager
-def arguments_for_trl(args: GRPOConfig, model: Any, *, april_enabled: bool) -> Iterator[None]:
+def arguments_for_trl(
+    args: GRPOConfig, model: Any, *, april_enabled: bool, server: EmbeddedServer | None = None
+) -> Iterator[None]:
     """Change `args` while TRL's constructor runs: its name of the loss, and with APRIL no vLLM.
 
-    Saved configs keep the user's values.
+    Saved configs keep the user's values. After an error `server` is stopped, since the traceback keeps the trainer.
     """
     changes = gspo_options(args) if args.loss_type == "gspo" else {}
     if april_enabled:
@@ -64,8 +86,10 @@ def arguments_for_trl(args: GRPOConfig, model: Any, *, april_enabled: bool) -> I
         model.config.image_token_id = 0
     for name, value in changes.items():
         setattr(args, name, value)
+    is_constructed = False
     try:
         yield
+        is_constructed = True
     except AttributeError as error:
         if "image_token_id" not in str(error):
             raise
@@ -74,40 +98,158 @@ def arguments_for_trl(args: GRPOConfig, model: Any, *, april_enabled: bool) -> I
             "its tokenizer as processing_class."
         ) from error
     finally:
+        if server is not None and not is_constructed:
+            server.stop()
         for name, value in before.items():
             setattr(args, name, value)
         if adds_token:
             del model.config.image_token_id
 
 
+def start_server(trainer: object, args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer | None:
+    """Start a server for the trainer without waiting, if it needs one, and stop it when the trainer is collected.
+
+    Returns `None` in all processes but the first.
+    """
+    if not needs_server(args):
+        return None
+    server = embedded_server(args, model, processing_class)
+    weakref.finalize(trainer, server.stop)
+    server.start(wait=False)
+    return server
+
+
+def needs_server(args: GRPOConfig) -> bool:
+    """Whether this process has to start a server: none is given, and none answers at TRL's default address."""
+    if args.vllm_mode == "server":
+        names = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+        if any(getattr(args, name) != GRPOConfig.__dataclass_fields__[name].default for name in names):
+            return False
+    if args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
+        raise ConfigError(
+            f"The {args.world_size} processes run on several hosts, and no server is given. A server that the trainer "
+            "starts is reached from its own host only: start one with `trl-april serve MODEL --host ADDRESS`, and set "
+            "vllm_server_base_url."
+        )
+    if args.process_index > 0:
+        return False
+    return args.vllm_mode != "server" or not answers(f"http://{args.vllm_server_host}:{args.vllm_server_port}")
+
+
+def embedded_server(args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer:
+    """The server for `model` in the trainer's precision, on GPUs that its processes do not use or beside them."""
+    gpus, variables = visible_gpus() if args.device.type == "cuda" else ([], [])
+    used = max(args.n_gpu, args.world_size)
+    devices = choose_devices(gpus, used, args.vllm_tensor_parallel_size)
+    flags = server_flags(
+        devices,
+        dtype=precision(args, model),
+        memory=args.vllm_gpu_memory_utilization,
+        tensor_parallel=args.vllm_tensor_parallel_size,
+        max_model_length=args.vllm_max_model_length,
+    )
+    if args.vllm_model_impl != GRPOConfig.vllm_model_impl:
+        flags += ["--model-impl", args.vllm_model_impl]
+    loading = args.model_init_kwargs or {}
+    if loading.get("trust_remote_code", args.trust_remote_code):
+        flags += ["--trust-remote-code"]
+    if isinstance(model, str):
+        if loading.get("revision"):
+            flags += ["--revision", loading["revision"]]
+        return EmbeddedServer(model, devices, flags, gpu_variables=variables)
+    folder = save_architecture(model, processing_class)
+    flags += ["--load-format", "dummy"]  # the first weight sync brings the weights
+    return EmbeddedServer(str(folder), devices, flags, gpu_variables=variables, folder=folder)
+
+
+def visible_gpus() -> tuple[list[str], list[str]]:
+    """The GPUs that this process sees, and the environment variables that select among them."""
+    variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    count = torch.cuda.device_count()
+    listed = next((os.environ[name].split(",") for name in variables if os.environ.get(name)), None)
+    return (listed or [str(number) for number in range(count)])[:count], variables
+
+
+def precision(args: GRPOConfig, model: Any) -> str:
+    """The data type in which the trainer computes log-probabilities, by its name in vLLM."""
+    if args.bf16 or args.fp16:
+        return "bfloat16" if args.bf16 else "float16"
+    if not isinstance(model, str):
+        return str(model.dtype).removeprefix("torch.")
+    loading = args.model_init_kwargs or {}
+    dtype = loading.get("dtype", "float32")  # TRL's default
+    if dtype in (None, "auto"):
+        names = ("revision", "trust_remote_code")
+        config = AutoConfig.from_pretrained(model, **{name: loading[name] for name in names if name in loading})
+        dtype = config.dtype or "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def save_architecture(model: Any, processing_class: Any) -> Path:
+    """Save everything but the weights of a model object into a temporary folder, which a server starts from."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    config = copy.deepcopy(base.config)
+    config.architectures = config.architectures or [type(base).__name__]
+    folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
+    config.save_pretrained(folder)
+    if processing_class is None:  # as in TRL's constructor
+        processing_class = AutoProcessor.from_pretrained(get_config_model_id(config))
+    processing_class.save_pretrained(folder)
+    return folder
+
+
 def connect_server(
-    args: GRPOConfig, options: AprilOptions, *, eos_token_ids: Sequence[int | None], **of_trainer: Any
+    args: GRPOConfig,
+    options: AprilOptions,
+    *,
+    server: EmbeddedServer | None,
+    processes: Processes,
+    eos_token_ids: Sequence[int | None],
+    **of_trainer: Any,
 ) -> ServerGeneration:
     """Connect to the server as TRL's constructor would, with our own weight sync. A collective call.
 
-    The trainer adds what it alone has: its model, accelerator and processes.
+    `server` is the embedded one, in the process that started it. The trainer adds what it alone has: its model and
+    accelerator.
     """
-    return ServerGeneration(
-        weight_sync=options.weight_sync,
-        weight_sync_dir=options.weight_sync_dir,
-        needs_logprobs=args.vllm_importance_sampling_correction,
-        api_key=api_key(),
-        resume_kv=options.resume_kv,
-        server_base_url=args.vllm_server_base_url,
-        server_host=args.vllm_server_host,
-        server_port=args.vllm_server_port,
-        server_timeout=args.vllm_server_timeout,
-        group_port=args.vllm_group_port,
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_completion_length=args.max_completion_length,
-        logprobs=0,  # only those of the sampled tokens
-        generation_kwargs=evaluation_kwargs(args, eos_token_ids),
-        **of_trainer,
-    )
+    found = [0.0, 0.0]
+    if server is not None:
+        server.wait()
+        found = [float(server.port or 0), float(server.devices.shared)]
+    port, shares_device = processes.reduce_max(found)
+    weight_sync = options.weight_sync
+    if shares_device and weight_sync == "auto":
+        weight_sync = "filesystem"  # NCCL cannot connect a GPU to itself
+    try:
+        return ServerGeneration(
+            local_server=server,
+            processes=processes,
+            weight_sync=weight_sync,
+            weight_sync_dir=options.weight_sync_dir,
+            needs_logprobs=args.vllm_importance_sampling_correction,
+            api_key=api_key(),
+            resume_kv=options.resume_kv,
+            server_base_url=f"http://{DEFAULT_HOST}:{int(port)}" if port else args.vllm_server_base_url,
+            server_host=args.vllm_server_host,
+            server_port=args.vllm_server_port,
+            server_timeout=args.vllm_server_timeout,
+            group_port=args.vllm_group_port,
+            repetition_penalty=args.repetition_penalty,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            max_completion_length=args.max_completion_length,
+            logprobs=0,  # only those of the sampled tokens
+            generation_kwargs=evaluation_kwargs(args, eos_token_ids),
+            **of_trainer,
+        )
+    except BaseException as error:
+        if server is not None:
+            server.stop()
+        if isinstance(error, ServerError):
+            raise error.with_traceback(None) from None  # the message says all of it
+        raise
 
 
 def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> dict[str, Any]:
@@ -115,6 +257,16 @@ def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> 
     body = sampling_of(args, eos_token_ids).body
     stops = {"stop_token_ids": body["stop_token_ids"]} if "stop_token_ids" in body else {}
     return {**(args.generation_kwargs or {}), **stops}
+
+
+class StockNotice(TrainerCallback):
+    """Says at the end of training that it was stock GRPO, and why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logger.warning(f"This was stock GRPO, without APRIL: {self._reason}.")
 
 
 def api_key() -> str | None:

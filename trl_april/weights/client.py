@@ -6,6 +6,7 @@ Invariant: no request waits without a time limit.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Time limit in seconds for an answer that needs no work.
 ANSWER_SECONDS = 10.0
+LINE_SECONDS = 15.0  # between two lines about a server that is waited for
+SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 LOAD_PATIENCE = 10  # loading weights may take this many times as long as another answer
 UNAVAILABLE = (429, 502, 503, 504)  # from an overloaded server, or from a proxy before one that is down
 # Requests of TRL's weight sync. Everything else that TRL posts are completions, which may take any time.
@@ -73,7 +76,8 @@ class ServerControl:
         try:
             response = self.session.get(f"{self.base_url}/health", timeout=ANSWER_SECONDS)
         except requests.RequestException as error:
-            return str(error)
+            found = SYSTEM_ERROR.search(str(error))  # in several layers of other text
+            return found[1] if found else str(error)
         if response.status_code == 404 and self.base_url.endswith("/v1"):  # an address as OpenAI's clients take it
             raise ServerError(f"There is no /health at {self.base_url}. {remedy_for_address(self.base_url)}")
         return None if response.ok else f"/health answered {response.status_code} {response.text[:200]}".rstrip()
@@ -115,19 +119,19 @@ class ServerClient(VLLMClient):
         ask_directly(self.session)
         self.session.headers.update(self.control.headers)
         deadline = time.monotonic() + total_timeout
-        was_logged = False
+        next_line = 0.0
         while (problem := self.control.problem()) is not None:
-            if not was_logged:
-                logger.warning(
-                    f"{self.base_url} is not ready: {problem}. Waiting for at most {total_timeout:g} s "
-                    "(vllm_server_timeout). A server is started with `trl-april serve MODEL`."
-                )
-                was_logged = True
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ServerError(
-                    f"No vLLM server was ready at {self.base_url} within {total_timeout:g} s: {problem}. See its log, "
-                    "or start one with `trl-april serve MODEL`. Set vllm_server_base_url (or vllm_server_host and "
-                    "vllm_server_port) to its address, or vllm_server_timeout to a longer wait."
+                    f"No vLLM server was ready at {self.base_url} within {total_timeout:g} s "
+                    f"(vllm_server_timeout): {problem}.\nStart one there with `trl-april serve MODEL`, or leave "
+                    "vllm_server_base_url, vllm_server_host and vllm_server_port out and the trainer starts one."
                 )
+            if time.monotonic() >= next_line:
+                logger.warning(
+                    f"{self.base_url} is not ready: {problem}. Waiting for {left:.0f} s more "
+                    "(vllm_server_timeout). A server is started with `trl-april serve MODEL`."
+                )
+                next_line = time.monotonic() + LINE_SECONDS
             time.sleep(min(retry_interval, left))

@@ -23,8 +23,8 @@ FIRST_INTERVAL, LONGEST_INTERVAL = 0.5, 10.0
 class Recovery:
     """Lets training survive an outage of its server. Its methods are collective calls.
 
-    They raise the same error in all processes: [`ServerError`] after `patience` seconds without progress, and
-    [`Stopped`] if a signal asked one of the processes to stop.
+    They raise the same error in all processes: [`ServerError`] after `patience` seconds without progress, or if a
+    server that the trainer started was given up, and [`Stopped`] if a signal asked one of the processes to stop.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class Recovery:
     ) -> None:
         self._generation = generation
         self._processes = processes
-        self._patience = patience
+        if local := generation.local_server:  # it is started again by itself
+            patience = max(patience, local.startup_timeout)
+        (self._patience,) = processes.reduce_max([patience])
         self._stop = stop
         self.progress_was_made()
 
@@ -65,8 +67,9 @@ class Recovery:
             self._outage_began = time.monotonic()
             if self._processes.rank == 0:
                 logger.warning(
-                    "%s Waiting for the server, for at most %.0f s (vllm_server_timeout).",
-                    error or "Another process has lost the server.",
+                    "%s Waiting for the server, for at most %.0f s.",
+                    # As text, since handlers may keep the record, and the traceback holds the trainer.
+                    str(error or "Another process has lost the server."),
                     self._patience,
                 )
         while True:
@@ -78,9 +81,15 @@ class Recovery:
             self._interval = min(2 * self._interval, LONGEST_INTERVAL)
             waited = time.monotonic() - self._outage_began
             is_down = self._generation.server.problem() is not None
-            down, waited, stop = self._processes.reduce_max([float(is_down), waited, float(self._stop.signal)])
+            local = self._generation.local_server
+            failure = None if local is None else local.failure
+            down, waited, stop, failed = self._processes.reduce_max(
+                [float(is_down), waited, float(self._stop.signal), float(failure is not None)]
+            )
             if stop:
                 raise Stopped(int(stop))
+            if failed:
+                raise ServerError(str(failure or "The vLLM server that process 0 started was given up.")) from failure
             if waited > self._patience:
                 raise ServerError(
                     f"The vLLM server at {self._generation.base_url} has "

@@ -21,6 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..distributed.processes import Processes
 from ..errors import AprilError, ServerError, WeightSyncError
 from ..server.check import ServerInfo, check_server
+from ..server.local import LocalServer
 from ..server.traffic import ServerPause, server_load
 from .canary import Canary, depends_on_width, server_logprobs, trainer_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
@@ -36,7 +37,8 @@ class ServerGeneration(VLLMGeneration):
 
     TRL iterates over the parameters (FSDP, DeepSpeed, PEFT merging) and generates for evaluation. `trained_model`
     returns the model that is trained, which some kinds of sharding replace. `before_sync` is called in all processes
-    just before the weights change, to abort requests or pause the server.
+    just before the weights change, to abort requests or pause the server. `local_server` is the server if this
+    process owns it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ServerGeneration(VLLMGeneration):
         needs_logprobs: bool,
         api_key: str | None,
         resume_kv: str = "recompute",
+        local_server: LocalServer | None = None,
         **kwargs: Any,
     ) -> None:
         self.before_sync: Callable[[], None] | None = None
@@ -61,6 +64,7 @@ class ServerGeneration(VLLMGeneration):
         self._processes = processes
         self._needs_logprobs = needs_logprobs
         self._api_key = api_key
+        self.local_server = local_server
         self._keeps_cache = resume_kv != "recompute"
         self._keeps_requests = resume_kv == "keep"
         self._synced_version: str | None = None  # of the last complete sync
@@ -167,6 +171,8 @@ class ServerGeneration(VLLMGeneration):
 
     def _reattach(self) -> None:
         """Check the server and connect to it again, unless it still has the weights of the last sync."""
+        if self.local_server is not None and not self.local_server.is_running:
+            self.local_server.start()  # it was stopped for another trainer
         if problem := self.server.problem():
             raise ServerError(problem)
         if self._synced_version is None:

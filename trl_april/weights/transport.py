@@ -50,9 +50,16 @@ class FileTransport(WeightTransport):
 
     name = "filesystem"
 
-    def __init__(self, server: ServerControl, parent: str | None) -> None:
+    def __init__(self, server: ServerControl, parent: str | None, *, has_weights: bool = True) -> None:
         self._server = server
         self._parent = parent
+        self._has_weights = has_weights
+
+    def connect(self) -> None:
+        if not self._has_weights:  # the loader of `--load-format dummy` cannot read files
+            overrides = {"load_config": {"load_format": "auto"}}
+            body = {"method": "update_config", "kwargs": {"overrides": overrides}}
+            self._server.request("POST", "collective_rpc", body)
 
     @contextmanager
     def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> Iterator[Step]:
@@ -150,4 +157,5 @@ def choose_transport(
         )
         (shares_gpu,) = processes.reduce_max([float(shares_gpu)])
         asked = "nccl" if nccl_is_possible and not shares_gpu else "filesystem"
-    return NcclTransport(client, device) if asked == "nccl" else FileTransport(client.control, folder)
+    files = FileTransport(client.control, folder, has_weights=server_info.has_weights)
+    return NcclTransport(client, device) if asked == "nccl" else files

@@ -1,0 +1,162 @@
+"""A trainer without a server: it starts its own, which is started again if it dies and ends with the trainer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.server.test_process import wait_for
+from tests.support.launch import launch
+from tests.support.tiny import build_model, build_tokenizer
+from tests.trainer.test_outages import wait_for_tokens
+from tests.trainer.test_trainer import RecordingTrainer, check_logprobs, distinct_characters, rows_of
+from trl_april.config import APRILGRPOConfig
+from trl_april.errors import ServerError
+from trl_april.server.process import session_members
+
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
+
+
+class KilledTrainer(RecordingTrainer):
+    """In a round of its third step, `kill` is called when tokens have arrived."""
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    def _run_round(self):
+        if self.state.global_step == 2:
+            threading.Thread(target=self.kill_in_round).start()
+        return super()._run_round()
+
+    def kill_in_round(self) -> None:
+        wait_for_tokens(self, 1)
+        self.kill()
+
+
+def test_training_without_a_server_survives_the_death_of_its_engine(tiny_model_dir, tmp_path, monkeypatch, caplog):
+    """The shortest call there is. Each row is trained once per epoch, and the server ends with the trainer."""
+
+    class EngineKilled(KilledTrainer):
+        def kill(self) -> None:
+            (engine,) = [p for p in session_members(self._server.pid) if "EngineCore" in p.name()]
+            engine.kill()
+
+    monkeypatch.chdir(tmp_path)  # for the default folder of the output
+    trainer = EngineKilled(model=tiny_model_dir, reward_funcs=distinct_characters, train_dataset=rows_of(4))
+    first = trainer._server.pid
+    trainer.train()
+    assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(4), 3)
+    assert check_logprobs(trainer) > 0
+    pid = trainer._server.pid
+    assert pid != first and not session_members(first)
+    assert caplog.text.count("It is started again") == sum(done.outages for done in trainer.rounds) == 1
+
+    assert session_members(pid)
+    del trainer
+    gc.collect()
+    assert not session_members(pid)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_object_is_served_without_its_weights(tied, tmp_path):
+    """The first sync brings them, and the one after a restart; the canary and log-probabilities are exact."""
+
+    class ServerKilled(KilledTrainer):
+        def kill(self) -> None:
+            os.kill(self._server.pid, signal.SIGKILL)
+
+    args = APRILGRPOConfig(
+        str(tmp_path), max_steps=4, num_generations=4, per_device_train_batch_size=8, max_completion_length=200,
+        vllm_mode="colocate", use_cpu=True, bf16=False, report_to=[], learning_rate=1e-2, save_strategy="no",
+    )  # fmt: skip
+    trainer = ServerKilled(
+        build_model(tie_word_embeddings=tied),
+        distinct_characters,
+        args,
+        rows_of(8),
+        processing_class=build_tokenizer(),
+    )
+    trainer.train()
+    assert len(trainer.pool) == 0 and len(trainer.trained_groups) == 8
+    assert check_logprobs(trainer) > 0
+    trainer._server.stop()
+
+
+def test_server_that_no_longer_starts_ends_training(tiny_model_dir, tmp_path):
+    """With the cause from its log, and with a checkpoint."""
+
+    class Spoiled(KilledTrainer):
+        def kill(self) -> None:
+            self._server.vllm_args = [*self._server.vllm_args, "--max-model-len", "99999999"]
+            os.kill(self._server.pid, signal.SIGKILL)
+
+    args = APRILGRPOConfig(
+        str(tmp_path), max_steps=4, num_generations=4, per_device_train_batch_size=8, max_completion_length=200,
+        use_cpu=True, bf16=False, report_to=[], save_steps=100,
+    )  # fmt: skip
+    trainer = Spoiled(tiny_model_dir, distinct_characters, args, rows_of(8))
+    with pytest.raises(ServerError, match=r"starting\.\nIts first error: .*\n +Value error, .*max_model_len"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-2" / "april").is_dir()
+    assert not trainer._server.is_running
+
+
+SCRIPT = """
+    import os, signal, sys
+    from tests.trainer.test_trainer import distinct_characters, rows_of
+    from trl_april import APRILGRPOConfig, APRILGRPOTrainer
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    args = APRILGRPOConfig({folder!r}, max_steps=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no")
+
+    class Trainer(APRILGRPOTrainer):
+        def _run_round(self):
+            if self.state.global_step == 1:
+                {end}
+            return super()._run_round()
+
+    trainer = Trainer({model!r}, distinct_characters, args, rows_of(8))
+    print("server", trainer._server.pid, flush=True)
+    trainer.train()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("pass", 0),
+        ("raise RuntimeError", 1),
+        ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+)
+def test_script_leaves_no_process(end, code, tiny_model_dir, tmp_path):
+    program = textwrap.dedent(SCRIPT).format(end=end, model=tiny_model_dir, folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == code
+    pid = int(re.search(r"^server (\d+)$", done.stdout, re.MULTILINE)[1])
+    wait_for(lambda: not session_members(pid))
+
+
+@pytest.mark.long
+def test_several_processes_share_the_server_of_the_first(tiny_model_dir, tmp_path):
+    run = {"name": "own", "kind": "train", "options": {"max_steps": 3, "vllm_server_base_url": None}}
+    launched = launch(2, [run], tmp_path, model=tiny_model_dir, url="", timeout=400)
+    assert launched.code == 0, launched.output[-6000:]
+    assert launched.output.count(": starting on the CPU") == 1
+    assert [len(result["rounds"]) for result in launched.results("own", 2)] == [3, 3]
+    wait_for(lambda: not session_members(launched.session))
