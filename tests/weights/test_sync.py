@@ -49,6 +49,8 @@ def test_after_a_sync_the_server_samples_from_the_trainers_weights(server, train
         reported = requests.get(f"{server.base_url}/weight_info", timeout=10).json()
         assert reported == {"weight_version": str(version)} and generation.holds_weights()
     assert list(tmp_path.iterdir()) == [] and generation.sync_seconds > 0
+    log = server.log_path.read_text()
+    assert "Reloading weights" in log and "Failed to load weights" not in log and "duplicate keys" not in log
 
 
 class NoTransport:
