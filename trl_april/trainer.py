@@ -37,6 +37,7 @@ from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
+from .training.console import print_lines
 from .training.construction import arguments_for_trl, connect_server
 from .training.micro_batches import can_be_regrouped, like_lengths_together, without_padding
 from .training.requested_batch import RequestedBatch
@@ -169,6 +170,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
+            print_lines(self.callback_handler.callbacks, given=callbacks or ())
             run = lambda: self._session, lambda: self._stop, lambda: self._step
             self.add_callback(StepCallback(*run, self._processes, saves_on_signal=self._options.save_on_signal))
 
