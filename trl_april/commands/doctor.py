@@ -132,6 +132,7 @@ def main(argv: list[str]) -> int:
     """Check, with the options after `trl-april doctor`. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="trl-april doctor",
+        usage="trl-april doctor [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

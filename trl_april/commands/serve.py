@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from ..server.command_line import check_model, server_command, server_environment
+from ..server.command_line import check_hub, check_model, server_command, server_environment
 from ..server.host import check_address, warn_if_exposed
 from ..server.local import DEFAULT_HOST, DEFAULT_PORT
 from ..server.process import POLL, ServerProcess
@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     check_address(options.host, options.port)
     check_model(options.model, vllm_args)
     command = server_command(options.model, options.host, options.port, vllm_args)
+    check_hub(options.model, vllm_args)
     warn_if_exposed(options.host)
     return run_in_foreground(command, server_environment(None, vllm_args))
 
