@@ -51,6 +51,7 @@ from .weights.sync import ServerGeneration
 
 logger = get_logger(__name__)
 
+CHECKED_PROMPTS = 256  # the longest of the dataset, before the first round
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of the settings that a resume compares
 
 
@@ -119,6 +120,8 @@ class RolloutSession:
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         connections = reserve_connections(groups_here * plan.num_generations)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
+        if processes.rank == 0:
+            admission.check_longest(rows.longest_prompts(CHECKED_PROMPTS, silent=self._silent))
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
         sampling = sampling_of(args, eos_token_ids)

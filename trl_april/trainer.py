@@ -41,7 +41,7 @@ from .training.console import print_lines
 from .training.construction import arguments_for_trl, connect_server
 from .training.micro_batches import can_be_regrouped, like_lengths_together, without_padding
 from .training.requested_batch import RequestedBatch
-from .training.rewards import RewardScorer, decode_completions, extra_columns, trained_rewards
+from .training.rewards import RewardScorer, checked, decode_completions, extra_columns, trained_rewards
 from .training.run_log import outline
 from .training.step_callback import StepCallback
 from .weights.canary import depends_on_width
@@ -226,6 +226,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
         reward_funcs = self.reward_funcs
+        self.reward_funcs = checked(reward_funcs, self.reward_func_names)
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             self.reward_funcs = trained_rewards(done.groups)
             self._pending_extra_logs.update(extra_columns(done.groups))
@@ -364,7 +365,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _reward_scorer(self) -> RewardScorer:
         return RewardScorer(
-            functions=self.reward_funcs,
+            functions=checked(self.reward_funcs, self.reward_func_names, whole_batch=False),
             processing_classes=self.reward_processing_classes,
             names=self.reward_func_names,
             weights=self.reward_weights,

@@ -147,6 +147,7 @@ def check(**changes) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"loss_type": "ppo"}, "loss_type is 'ppo'; it must be one of grpo, dapo, .*, gspo."),
         ({"max_rejected_groups_per_round": 1}, "max_rejected_groups_per_round is 1, .* may need 2 .*at least 2"),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate"},
