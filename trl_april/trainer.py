@@ -225,8 +225,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
-        reward_funcs = self.reward_funcs
-        self.reward_funcs = checked(reward_funcs, self.reward_func_names)
+        reward_funcs, self.reward_funcs = self.reward_funcs, checked(self.reward_funcs, self.reward_func_names)
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             self.reward_funcs = trained_rewards(done.groups)
             self._pending_extra_logs.update(extra_columns(done.groups))
@@ -239,10 +238,15 @@ class APRILGRPOTrainer(GRPOTrainer):
         finally:
             self.rollout_func, self.reward_funcs = None, reward_funcs
         self._log_metrics(self._session.correction(batch, done))
-        logged = self._metrics["train"].items()
-        rewards = {name: values[-1] for name, values in logged if name.startswith("reward")}
+        rewards = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("reward")}
         self._session.run_log.write_round(done, rewards)
         return batch
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
+        session = self._session if self.model.training else None
+        with nullcontext() if session is None else session.run_log.timing("reward_calls"):
+            return super()._calculate_rewards(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         # Overridden to group micro-batches by length, and to notice a subclass that generates by itself.

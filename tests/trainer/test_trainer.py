@@ -169,6 +169,8 @@ def test_the_run_log_holds_every_round(long_run):
     assert [one.reward for one in run.rounds] == pytest.approx(logged)
     # Sync, round, scoring and the trainer's step come one after the other.
     traces = [trace for one in run.rounds for trace in (one.sync, one.generation, one.scoring)]
+    for one in run.rounds:  # TRL computes log-probabilities first
+        assert one.scoring[0] < one.reward_calls[0] < one.reward_calls[1] <= one.scoring[1]
     traces = sorted([*traces, *(trace for step in run.steps for trace in step.training)])
     assert all(begin >= end - 1e-4 for (_, end), (begin, _) in zip(traces, traces[1:], strict=False))
     sizes = [one.metrics["correction/age_0/effective_sample_size"] for one in run.rounds[:1]]
