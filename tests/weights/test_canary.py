@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 
@@ -132,6 +133,18 @@ def test_the_trainers_values_are_those_of_each_next_token_without_dropout(model:
     model.train(training)
     assert trainer_logprobs(model, ids, torch.device("cpu")) == pytest.approx(expected, abs=1e-6)
     assert model.training is training
+
+
+def test_autocast_stays_where_weights_have_several_data_types(model: Qwen3ForCausalLM):
+    """Their matrix products fail without it. Otherwise the forward pass is without, and the model as before."""
+    ids, device = [3, 1, 4, 1, 5], torch.device("cpu")
+    expected = trainer_logprobs(model, ids, device)
+    wrapped = copy.deepcopy(model)
+    wrapped._original_forward, forward = wrapped.forward, torch.autocast("cpu", torch.bfloat16)(wrapped.forward)
+    wrapped.forward = forward
+    assert trainer_logprobs(wrapped, ids, device) == expected and wrapped.forward is forward
+    wrapped.model.bfloat16()
+    assert distance(trainer_logprobs(wrapped, ids, device), expected) < 0.1
 
 
 def test_the_servers_values_are_prompt_logprobs_at_temperature_1():

@@ -103,31 +103,6 @@ def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
         )
 
 
-def check_hub(model: str, vllm_args: Sequence[str] = ()) -> None:
-    """Raise [`ConfigError`] for a model id that is neither in the cache of the Hugging Face Hub nor on the Hub.
-
-    Only vLLM knows other kinds of ids, such as addresses of object stores.
-    """
-    import httpx
-    from huggingface_hub import HfApi, try_to_load_from_cache  # not imported for other commands
-
-    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.endswith(".gguf")
-    if not is_id or Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
-        return
-    revision = flag_value(vllm_args, "--revision")
-    names = ("config.json", "params.json")
-    if any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in names):
-        return
-    try:
-        HfApi().model_info(model, revision=revision, timeout=10)
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        cause = " ".join(str(error).split())
-        raise ConfigError(
-            f"The model is {model!r}, which is neither a folder here nor in the cache of the Hugging Face Hub, and "
-            f"the Hub did not give it: {cause}. Check the name and the network, or give the folder of a saved model."
-        ) from error
-
-
 def server_command(
     model: str, host: str, port: int, vllm_args: Sequence[str] = (), *, platform: str | None = None
 ) -> list[str]:

@@ -114,10 +114,18 @@ def trainer_logprobs(model: nn.Module, token_ids: list[int], device: torch.devic
     return logprobs.tolist()
 
 
+def dtypes_of(model: nn.Module) -> set[torch.dtype]:
+    """The data types of the weights."""
+    return {param.dtype for param in model.parameters()}
+
+
 @contextmanager
 def _without_autocast(model: nn.Module) -> Iterator[None]:
-    """Undo accelerate's mixed precision for a forward pass: its rounding is not in the weights that are sent."""
-    if "_original_forward" not in vars(model):
+    """Undo accelerate's mixed precision for a forward pass: its rounding is not in the weights that are sent.
+
+    A model with weights of several data types may not compute without it.
+    """
+    if "_original_forward" not in vars(model) or len(dtypes_of(model)) > 1:
         yield
         return
     wrapped, model.forward = model.forward, model._original_forward
