@@ -31,7 +31,7 @@ lint: $(STAMP)  ## Check style, format, types and the layers of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(STAMP)  ## Write docs/api.md and docs/april.svg anew
+docs: $(STAMP)  ## Write the generated pages and docs/april.svg anew
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/picture.py
 

@@ -29,8 +29,7 @@ Usage: launch_single_node.sh MODEL [options] -- [arguments of scripts/grpo.py] [
 The server splits the model over all of its GPUs. If their number does not divide the attention heads, append for
 example: -- --tensor-parallel-size 4 --data-parallel-size 2
 
-After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write the checkpoint of
---save_on_signal.
+After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write a checkpoint.
 
 GPUs in use: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD) if it is set, otherwise all.
 TEXT

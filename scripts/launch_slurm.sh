@@ -42,8 +42,8 @@ Each server node has one copy of the model. If its number of GPUs does not divid
 example: -- --tensor-parallel-size 4 --data-parallel-size 2 (on two server nodes: --data-parallel-size 4
 --data-parallel-size-local 2)
 
-After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write the checkpoint of
---save_on_signal. Pass --signal=B:TERM@600 to sbatch, so that Slurm signals this script in time.
+After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write a checkpoint.
+Pass --signal=B:TERM@600 to sbatch, so that Slurm signals this script in time.
 TEXT
 }
 

@@ -84,7 +84,9 @@ def server(tiny_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     if "PYTEST_XDIST_WORKER" in os.environ:  # a second process that starts a server fails here
         tmp_path_factory.getbasetemp().parent.joinpath("server").touch(exist_ok=False)
     with LocalServer(
-        tiny_model_dir, vllm_args=["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+        tiny_model_dir,
+        vllm_args=["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"],
+        env={"VLLM_LOGGING_LEVEL": "INFO"},  # TRL sets ERROR, which would hide warnings
     ) as running:
         yield running
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 from accelerate.logging import get_logger
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .errors import ConfigError
@@ -98,11 +99,11 @@ class AprilOptions:
         default=64,
         metadata={"help": "Tokens per streamed chunk: the most that a crash of the server can cost per sample."},
     )
-    save_on_signal: bool = field(
-        default=False,
+    save_on_signal: bool | None = field(
+        default=None,
         metadata={
             "help": "Whether Ctrl-C and SIGTERM write a checkpoint before training stops, partial samples included. A "
-            "second signal stops at once."
+            "second signal stops at once. By default they do, unless `save_strategy` is `'no'`."
         },
     )
     max_parked_tokens: int | None = field(
@@ -116,9 +117,11 @@ class AprilOptions:
     @classmethod
     def of(cls, args: GRPOConfig) -> AprilOptions:
         """The options of an [`APRILGRPOConfig`], or the defaults for any other config."""
-        if not isinstance(args, AprilOptions):
-            return cls()
-        return cls(**{option.name: getattr(args, option.name) for option in fields(cls)})
+        is_ours = isinstance(args, AprilOptions)
+        options = cls(**{option.name: getattr(args, option.name) for option in fields(cls)}) if is_ours else cls()
+        if options.save_on_signal is None:
+            options.save_on_signal = args.save_strategy != SaveStrategy.NO
+        return options
 
     @property
     def scores_groups(self) -> bool:
@@ -259,9 +262,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             memory of this host.
         stream_interval (`int`, *optional*, defaults to `64`):
             Tokens per streamed chunk: the most that a crash of the server can cost per sample.
-        save_on_signal (`bool`, *optional*, defaults to `False`):
+        save_on_signal (`bool`, *optional*):
             Whether Ctrl-C and SIGTERM (a preemption) write a checkpoint before training stops: immediately in the
-            middle of a round, otherwise at the end of the optimiser step. A second signal stops at once.
+            middle of a round, otherwise at the end of the optimiser step. A second signal stops at once. By default
+            they do, unless `save_strategy="no"`.
         max_parked_tokens (`int`, *optional*):
             Bound on the completion tokens that each process keeps between rounds, at 8 bytes each. At the bound
             nothing is dropped: groups that the batch does not need wait. By default there is none.

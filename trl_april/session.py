@@ -19,7 +19,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
-from .checkpoint.resume import RunCheckpoints
+from .checkpoint.resume import RunCheckpoints, account_of
 from .checkpoint.rollouts import FOLDER, SavedRollouts, save_rollouts
 from .config import AprilOptions
 from .data.admission import Admission
@@ -51,6 +51,9 @@ from .weights.sync import ServerGeneration
 
 
 logger = get_logger(__name__)
+
+CHECKED_PROMPTS = 256  # the longest of the dataset, before the first round
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of the settings that a resume compares
 
 
 class RolloutSession:
@@ -98,6 +101,11 @@ class RolloutSession:
             dynamic_sampling=options.scores_groups,
             max_parked_tokens=options.max_parked_tokens,
         )
+        self._settings = {
+            **run_options(args, options, self.pool),
+            **{name: getattr(args, name) for name in SAMPLING},
+            "dataset_rows": None if rows.is_stream else len(rows.dataset),
+        }
         saved = checkpoints.take_rollouts()
         elsewhere: list[Group] = []  # in the pools of other processes
         try:
@@ -114,6 +122,8 @@ class RolloutSession:
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         connections = reserve_connections(groups_here * plan.num_generations)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
+        if processes.rank == 0:
+            admission.check_longest(rows.longest_prompts(CHECKED_PROMPTS, silent=self._silent))
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
         sampling = sampling_of(args, eos_token_ids)
@@ -286,6 +296,7 @@ class RolloutSession:
             checkpoint,
             pool,
             self._source.state_dict(),
+            settings=self._settings,
             save_id=self._draw_id(),
             rank=self._processes.rank,
             processes=self._processes.count,
@@ -341,7 +352,7 @@ class RolloutSession:
                 f"{len(schedule) - unused}: it is shorter, or its batches are smaller, than when the checkpoint was "
                 "written. The youngest groups are not trained."
             )
-        logger.info(f"Training resumes with {len(schedule)} groups in flight.")
+        logger.warning(account_of([*self.pool, *elsewhere], saved.settings, self._settings))
         return source, elsewhere
 
     def _draw_id(self) -> str:

@@ -26,28 +26,19 @@ from trl.extras.profiling import profiling_context
 from .checkpoint.resume import RunCheckpoints
 from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
-from .data.order import TrainingRows
 from .distributed.processes import processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .errors import ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
-from .server.embedded import EmbeddedServer
 from .session import RolloutSession
-from .training import compatibility
+from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
-from .training.construction import (
-    PAPER,
-    StockNotice,
-    arguments_for_trl,
-    connect_server,
-    default_arguments,
-    start_server,
-)
+from .training.console import print_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import PASSES, arranged, without_padding
 from .training.requested_batch import RequestedBatch
-from .training.rewards import RewardScorer, decode_completions, extra_columns, trained_rewards
+from .training.rewards import RewardScorer, checked, decode_completions, extra_columns, trained_rewards
 from .training.run_log import outline
 from .training.step_callback import StepCallback
 from .weights.canary import depends_on_width
@@ -110,7 +101,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "april"]
     _name = "APRIL"
-    _paper = PAPER
+    _paper = construction.PAPER
 
     def __init__(
         self,
@@ -129,7 +120,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        args = args or default_arguments(model)
+        args = args or construction.default_arguments(model)
         stock_because = compatibility.why_stock(
             args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func,
             overridden=compatibility.ignored_overrides(type(self)),
@@ -138,21 +129,17 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
         self._session: RolloutSession | None = None
-        self._server: EmbeddedServer | None = None
         self._requested = RequestedBatch(type(self).__name__)
         if self.april_enabled:
             self._options = AprilOptions.of(args).with_schedule()
             compatibility.check_arguments(args, self._options, train_dataset)
-            self._server = start_server(self, args, model, processing_class)
         else:
             # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
-            for name in ("_tag_names", "_name", "_paper"):  # the model card, unless a subclass has its own
-                if getattr(type(self), name) is getattr(APRILGRPOTrainer, name):
-                    setattr(self, name, getattr(GRPOTrainer, name))
-
-        with arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._server):
+            vars(self).update(construction.stock_card(type(self), APRILGRPOTrainer))
+        self._server = construction.start_server(self, args, model, processing_class) if self.april_enabled else None
+        with construction.arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._server):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset,
                 eval_dataset=eval_dataset, processing_class=processing_class,
@@ -163,7 +150,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             if self.april_enabled:
                 compatibility.check_model(self.model)
         if stock_because:
-            self.add_callback(StockNotice(stock_because))
+            self.add_callback(construction.StockNotice(stock_because))
         else:
             self._processes = processes_of(self.accelerator)
             self._stop = StopRequest(self._processes.check)
@@ -172,6 +159,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
+            print_lines(self.callback_handler.callbacks, given=callbacks or ())
             run = lambda: self._session, lambda: self._stop, lambda: self._step
             self.add_callback(StepCallback(*run, self._processes, saves_on_signal=self._options.save_on_signal))
 
@@ -227,7 +215,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
-        reward_funcs = self.reward_funcs
+        reward_funcs, self.reward_funcs = self.reward_funcs, checked(self.reward_funcs, self.reward_func_names)
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             self.reward_funcs = trained_rewards(done.groups)
             self._pending_extra_logs.update(extra_columns(done.groups))
@@ -251,6 +239,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         rewards = {name: values[-1] for name, values in logged if name.startswith("reward")}
         self._session.run_log.add_round(done, rewards)
         return batch
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
+        session = self._session if self.model.training else None
+        with nullcontext() if session is None else session.run_log.timing("reward_calls"):
+            return super()._calculate_rewards(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         # Overridden to group and split micro-batches by length, and to notice a subclass that generates by itself.
@@ -322,7 +316,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _attach_server(self) -> None:
         self.use_vllm, self._last_loaded_step = True, -1
-        self.vllm_generation = connect_server(
+        self.vllm_generation = construction.connect_server(
             self.args,
             self._options,
             server=self._server,
@@ -339,7 +333,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         return RolloutSession(
             self.args,
             self._options,
-            rows=training_rows(self),
+            rows=construction.training_rows(self),
             tokenize=self._tokenize_prompts,
             vocab_size=self.model.config.get_text_config().vocab_size,
             eos_token_ids=self.eos_token_ids,
@@ -385,7 +379,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _reward_scorer(self) -> RewardScorer:
         return RewardScorer(
-            functions=self.reward_funcs,
+            functions=checked(self.reward_funcs, self.reward_func_names, whole_batch=False),
             processing_classes=self.reward_processing_classes,
             names=self.reward_func_names,
             weights=self.reward_weights,
@@ -401,15 +395,3 @@ class APRILGRPOTrainer(GRPOTrainer):
     def _log_metrics(self, metrics: dict[str, float], prefix: str = "april/") -> None:
         for name, value in metrics.items():
             self._metrics["train"][f"{prefix}{name}"].append(value)
-
-
-def training_rows(trainer: GRPOTrainer) -> TrainingRows:
-    """The training dataset of a trainer, in TRL's order."""
-    dataset, collate = trainer.train_dataset, trainer.data_collator
-    if isinstance(dataset, IterableDataset):
-        if trainer.shuffle_dataset:
-            dataset = dataset.shuffle(seed=trainer.args.seed)
-        collate = trainer._get_collator_with_removed_columns(collate, description="Rollout")
-    else:
-        dataset = trainer._remove_unused_columns(dataset, description="Rollout")
-    return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))

@@ -23,6 +23,10 @@ from trl_april.commands.doctor import check_file
         (["serve", "--dtype", "float32", "m"], "the model comes first"),
         (["serve", "m", "--port", "many"], "--port"),
         (["doctor", "--base"], "--base"),
+        (
+            ["simulate", "--median", "x"],
+            "usage: trl-april simulate [options]\ntrl-april simulate: error: argument --m",
+        ),
     ],
 )
 def test_bad_usage_is_reported(arguments, words, capsys):
@@ -73,7 +77,9 @@ def bad(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        yield {"folder": tmp_path, "port": taken.getsockname()[1]}
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            free = closed.getsockname()[1]
+        yield {"folder": tmp_path, "port": taken.getsockname()[1], "free": free}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +89,10 @@ def bad(tmp_path):
         ("serve ./none", "The model is './none', but there is no such folder"),
         ("serve {folder}/empty", "The model is the folder '{folder}/empty', which has no config.json.*saved to"),
         ("serve m --port {port}", "bind to 127.0.0.1, port {port}: Address already in use. Stop the program there"),
+        (
+            "serve nosuchmodel --port {free}",
+            "'nosuchmodel', which is neither a folder here nor .* offline mode.*Check",
+        ),
         ("serve m --logprobs-mode raw_logits", "--logprobs-mode is 'raw_logits', but training needs"),
         ("doctor --base-url localhost", "--base-url is 'localhost', but it must begin with http://"),
         ("doctor --timeout 0", "--timeout is 0.0, but it must be positive"),

@@ -54,7 +54,7 @@ def test_phases_add_up_to_the_rounds(folders):
     run = read_run(folders["april"])
     assert len(phases(run)) == 14
     for one, had in zip(phases(run)[:-1], run.rounds, strict=False):
-        known = {"sync": 0.05, "scoring": 0.02, "training": 0.3, "other": 0.03}
+        known = {"sync": 0.05, "log-probabilities": 0.005, "rewards": 0.015, "training": 0.3, "other": 0.03}
         assert {name: one[name] for name in known} == pytest.approx(known, abs=1e-4)
         assert one["generation"] + one["abort"] == pytest.approx(had.generation[1] - had.generation[0], abs=1e-5)
     assert sum(summarize(run).shares.values()) == pytest.approx(1.0)
@@ -69,6 +69,7 @@ def test_summary_by_hand():
             sync=(6.0 * number, 6.0 * number + 0.5),
             generation=(6.0 * number + 0.5, 6.0 * number + 4.5),
             scoring=(6.0 * number + 4.5, 6.0 * number + 5.0),
+            reward_calls=(6.0 * number + 4.6, 6.0 * number + 5.0),
             abort_seconds=1.0,
             in_flight=[(6.0 * number + 0.5, 4.0), (6.0 * number + 1.5, 1.0), (6.0 * number + 4.5, 0.0)],
             ages={0: 6, 5: 4},
@@ -82,7 +83,15 @@ def test_summary_by_hand():
     summary = summarize(Run(Path("x"), rounds, steps, {"max_staleness": 5, "max_completion_length": 3}))
     assert summary.seconds == 12.0 and summary.rounds == summary.steps == 2
     assert summary.shares == pytest.approx(
-        {"sync": 1 / 12, "generation": 6 / 12, "abort": 2 / 12, "scoring": 1 / 12, "training": 2 / 12, "other": 0}
+        {
+            "sync": 1 / 12,
+            "generation": 6 / 12,
+            "abort": 2 / 12,
+            "log-probabilities": 0.2 / 12,
+            "rewards": 0.8 / 12,
+            "training": 2 / 12,
+            "other": 0,
+        }
     )
     assert summary.engine_idle == pytest.approx(4 / 12)
     assert summary.half_empty == pytest.approx(6 / 12)
@@ -107,7 +116,7 @@ def test_summary_of_a_trainers_log_leaves_the_rest_unknown(folders):
 FINE = Summary(
     rounds=20,
     seconds=100.0,
-    shares={"sync": 0.02, "generation": 0.9, "abort": 0.01, "scoring": 0.02, "training": 0.05},
+    shares={"sync": 0.02, "generation": 0.9, "abort": 0.01, "rewards": 0.02, "training": 0.05},
     engine_idle=0.1,
     half_empty=0.1,
     at_bound=0.01,
@@ -134,7 +143,8 @@ BAD = [
     ({"lengths": {0.5: 100.0, 0.99: 120.0}, "over_provisioning": 1.0}, "APRIL gains little.$"),
     (shares(sync=0.2), 'took 20% of the time .0.5 s each.*weight_sync="nccl"'),
     ({**shares(sync=0.2), "options": {"weight_sync": "nccl"}}, "each.: a larger generation batch"),
-    (shares(scoring=0.3), "took 30% of the time: make the slowest reward function"),
+    (shares(rewards=0.3), "Reward functions took 30% of the time: make the slowest one"),
+    (shares(**{"log-probabilities": 0.3}), "took 30% of the time: raise per_device_train_batch_size"),
     (shares(abort=0.08), "took 0.1 s to end .*8% of the time.*doctor"),
     ({"sample_sizes": {"age_1": 0.5}}, "1 version old.*lower over_provisioning"),
     (

@@ -23,6 +23,7 @@ def started(monkeypatch):
     """Keeps the server from starting; returns the commands and environments that would have started it."""
     calls: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr("trl_april.commands.serve.bind_when_free", lambda host, port: None)
+    monkeypatch.setattr("trl_april.commands.serve.check_hub", lambda model, vllm_args: None)
     monkeypatch.setattr("trl_april.commands.serve.run_in_foreground", lambda *args: calls.append(args) or 7)
     return calls
 

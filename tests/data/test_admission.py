@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from datasets import Dataset
 
 from trl_april.data.admission import Admission
+from trl_april.data.order import TrainingRows
 from trl_april.data.plan import TrainingPlan
 from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool.pool import Pool
@@ -86,13 +88,29 @@ def test_rows_of_other_processes_are_kept_until_their_groups_are_trained():
 @pytest.mark.parametrize(
     ("limit", "rows", "words"),
     [
-        (10, 25, "prompt of group 20 has 21 tokens.*30 tokens leaves 20"),
-        (None, 40, "prompt of group 29 has 30 tokens"),
+        (10, 25, "prompt of group 20 .* has 21 tokens.*30 tokens leaves 20"),
+        (None, 40, "prompt of group 29 .* has 30 tokens"),
     ],
 )
 def test_a_prompt_without_room_for_a_completion_is_refused(limit, rows, words):
     with pytest.raises(ConfigError, match=words):
         admission(max_completion_length=limit).next_groups(rows)
+
+
+def test_the_longest_prompts_of_the_dataset_are_checked_first():
+    dataset = Dataset.from_dict({"prompt": ["x" * length for length in (5, 19, 7, 20, 25)], "number": [*range(5)]})
+    rows = TrainingRows(dataset, lambda rows: rows, lambda: [])
+    longest = rows.longest_prompts(3, silent=True)
+    assert longest == [4, 3, 1]
+    transformed = TrainingRows(dataset.with_transform(lambda batch: batch), lambda rows: rows, lambda: [])
+    stream = TrainingRows(dataset.to_iterable_dataset(), lambda rows: rows, lambda: [])
+    assert transformed.longest_prompts(3, silent=True) == stream.longest_prompts(3, silent=True) == []
+    checks = Admission(plan(), Rows(), rows.read, Tokenizer(), lambda group_id: True)
+    checks.check_longest([1])
+    with pytest.raises(
+        ConfigError, match="2 of the 3 longest prompts .* row 4 has 26 tokens, .* leaves 20 for a prom"
+    ):
+        checks.check_longest(longest)
 
 
 def test_without_a_limit_a_completion_may_fill_the_context():

@@ -158,4 +158,4 @@ def test_outside_of_the_main_thread_there_is_only_a_warning(caplog: pytest.LogCa
         thread.start()
         thread.join()
     assert seen == before
-    assert "save_on_signal has no effect" in caplog.text and "Call train() from the main thread." in caplog.text
+    assert "save_on_signal has no effect" in caplog.text and "Call train() from the main thread" in caplog.text

@@ -25,6 +25,7 @@ from tests.support.serverless import ServerlessTrainer
 from tests.training.test_batch import round_of_a_small_pool
 from tests.training.test_correction import batch, group, sample
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+from trl_april.cli import COMMANDS
 from trl_april.commands.simulate import main as simulate
 from trl_april.config import AprilOptions
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
@@ -224,9 +225,13 @@ def test_results_of_the_readme_are_rows_of_the_benchmarks():
 
 def test_reference_is_up_to_date():
     reference = docs_commands.load(ROOT / "docs/reference.py")
-    assert reference.PAGE.read_text() == reference.page(), "run `make docs`"
-    headings = re.findall(r"^### `(\w+)`$", reference.page(), re.MULTILINE)
+    pages = reference.pages()
+    assert {name: (ROOT / "docs" / name).read_text() for name in pages} == pages, "run `make docs`"
+    headings = re.findall(r"^### `(\w+)`$", "\n".join(pages.values()), re.MULTILINE)
     assert set(trl_april.__all__) - {"__version__"} <= set(headings)
+    assert {f"## `trl-april {name}`" for name in COMMANDS if name != "grpo"} <= set(
+        pages["command_line.md"].splitlines()
+    )
 
 
 def test_picture_shows_the_numbers_of_its_description(tmp_path):

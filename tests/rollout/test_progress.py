@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stderr
 from types import SimpleNamespace
 
 import pytest
@@ -29,21 +31,32 @@ def finish(pool: Pool) -> None:
     pool.finish(group.samples[0], FinishReason.STOP)
 
 
-def test_bar_shows_groups_requests_and_tokens_per_second(capfd):
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar_shows_groups_requests_and_tokens_per_second():
     pool = make_pool()
-    with RoundProgress(pool, DRIVER, disable=False) as progress:
+    with redirect_stderr(Terminal()) as terminal, RoundProgress(pool, DRIVER, disable=False) as progress:
         finish(pool)
         progress.update()
-    assert re.search(r"rollout:.* 1/2 .*3 in flight, [\d,]+ tok/s", capfd.readouterr().err)
+    assert re.search(r"rollout:.* 1/2 groups \[\S+, 3 in flight, [\d,]+ tok/s\]", terminal.getvalue())
 
 
-def test_bar_shows_rejected_groups(capfd):
+def test_bar_shows_rejected_groups():
     pool = make_pool(dynamic_sampling=True)
     finish(pool)
     pool.reject(next(iter(pool)), Score([[0.0]]))
-    with RoundProgress(pool, DRIVER, disable=False):
+    with redirect_stderr(Terminal()) as terminal, RoundProgress(pool, DRIVER, disable=False):
         pass
-    assert "1 rejected" in capfd.readouterr().err
+    assert "1 rejected" in terminal.getvalue()
+
+
+def test_a_log_file_gets_no_bar(capfd):
+    with RoundProgress(make_pool(), DRIVER, disable=False) as progress:
+        progress.update()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.fixture

@@ -18,11 +18,16 @@ from trl_april.server.command_line import (
     server_environment,
 )
 from trl_april.server.local import LocalServer
-from trl_april.server.middleware import BrowserGuard, GeneratedTokens
+from trl_april.server.middleware import GeneratedTokens, GuardedTokens
+from trl_april.server.worker import QuietReload
 
 
-def middleware_of(command: list[str]) -> list[str]:
-    return [value for name, value in itertools.pairwise(command) if name == "--middleware"]
+def classes_of(command: list[str], flag: str) -> list[str]:
+    return [value for name, value in itertools.pairwise(command) if name == flag]
+
+
+def path_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"
 
 
 def test_command_on_a_cpu():
@@ -40,10 +45,10 @@ def test_command_on_a_cpu():
         assert flag_value(command, flag) == value
     assert "--disable-uvicorn-access-log" in command
     assert "--weight-transfer-config" not in command  # no NCCL on a CPU
-    guard = f"{BrowserGuard.__module__}.{BrowserGuard.__name__}"
-    assert middleware_of(command) == [f"{GeneratedTokens.__module__}.{GeneratedTokens.__name__}", guard]
+    assert classes_of(command, "--middleware") == [path_of(GuardedTokens)]
+    assert classes_of(command, "--worker-extension-cls") == [path_of(QuietReload)]
     open_to_all = server_command("m", "127.0.0.1", 1, ["--allowed-origins", '["*"]'], platform="cpu")
-    assert guard not in middleware_of(open_to_all)
+    assert classes_of(open_to_all, "--middleware") == [path_of(GeneratedTokens)]
 
 
 @pytest.mark.parametrize("release, scale_out", [("0.22.1", False), ("0.30.0", True), ("0.31.0+cu130", True)])
@@ -60,6 +65,7 @@ def test_user_flags_override_defaults_but_not_what_training_needs():
     """Order decides, because vLLM's parser accepts abbreviations."""
     given = ["--generation-config", "auto", "--max_logprobs=5", "--logprobs-mod", "raw_logprobs"]
     command = server_command("m", "h", 1, given, platform="cpu")
+    assert command.count("--generation-config") == 1  # vLLM warns of a flag that is given twice
     assert flag_value(command, "--generation-config") == "auto"
     assert flag_value(command, "--max-logprobs") == "5"
     assert command.index("--logprobs-mod") < command.index("--logprobs-mode")

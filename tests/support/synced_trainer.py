@@ -24,13 +24,12 @@ class SyncedTrainer:
         return ServerGeneration(
             policy_version=lambda: self.step,
             model=self.model,
-            accelerator=Accelerator(cpu=True),
             processes=OneProcess(),
             trained_model=lambda: self.model,
             processing_class=self.tokenizer,
             server_base_url=server.base_url,
             max_completion_length=64,
-            **{**defaults, **options},
+            **{"accelerator": Accelerator(cpu=True), **defaults, **options},
         )
 
     def change(self, scale: float) -> None:

@@ -143,10 +143,10 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
 
 
 def completions_of(trainer: RecordingTrainer) -> list[list[tuple[str, int]]]:
-    """Versions and number of resumptions in TRL's table of completions, step by step."""
+    """Versions of segments in TRL's table of completions, step by step."""
     files = sorted(Path(trainer.args.output_dir).glob("completions/*.parquet")) if RANK == 0 else []
     tables = [pandas.read_parquet(file) for file in files]
-    return [list(zip(t["april_versions"], t["april_resumed"].tolist(), strict=True)) for t in tables]
+    return [list(table["versions"]) for table in tables]
 
 
 # Kinds of runs

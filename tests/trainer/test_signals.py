@@ -39,7 +39,7 @@ def start(forker: Forker, server, model_dir: str, folder: Path, *, freeze: bool 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
 def test_a_checkpoint_is_written_in_the_middle_of_a_round(forker, server, tiny_model_dir, tmp_path, number, code):
-    process = start(forker, server, tiny_model_dir, tmp_path, save_on_signal=True)
+    process = start(forker, server, tiny_model_dir, tmp_path)
     process.send_signal(number)
     output = process.communicate()
     assert process.returncode == code, output[-4000:]
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_written_in_the_middle_of_a_round(forker, server, tiny_m
 
 def test_no_checkpoint_without_the_option(forker, server, tiny_model_dir, tmp_path):
     """SIGTERM kills the process; Ctrl-C without the option is in `tests/trainer/test_trainer.py`."""
-    process = start(forker, server, tiny_model_dir, tmp_path)
+    process = start(forker, server, tiny_model_dir, tmp_path, save_on_signal=False)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == -signal.SIGTERM

@@ -19,6 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 
 from trl_april.trainer import APRILGRPOTrainer
+from trl_april.training.compatibility import LOSS_TYPES
 from trl_april.weights.sync import ServerGeneration
 
 
@@ -113,7 +114,7 @@ def test_which_terms_of_the_loss_depend_on_the_micro_batch():
         for listed in re.findall(r"self\.loss_type (?:==|in|!=) (.*?):", source)
         for name in re.findall('"(.*?)"', listed)
     }
-    assert named == {"grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "luspo"}
+    assert {*named, "gspo"} == set(LOSS_TYPES)
     assert source.count("mask.sum().clamp(min=1.0)") == 2  # of bnpo, and of the entropy bonus
     for switch in ("self._entropy_bonus_enabled", "self.top_entropy_quantile < 1.0", "self.aux_loss_enabled"):
         assert f"if {switch}:" in source

@@ -148,6 +148,7 @@ def check(**changes) -> None:
     ("options", "words"),
     [
         ({"vllm_mode": "beside"}, "vllm_mode is 'beside'; it must be 'server' or 'colocate'"),
+        ({"loss_type": "ppo"}, "loss_type is 'ppo'; it must be one of grpo, dapo, .*, gspo."),
         ({"max_rejected_groups_per_round": 1}, "max_rejected_groups_per_round is 1, .* may need 2 .*at least 2"),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate"},

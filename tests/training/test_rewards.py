@@ -1,11 +1,41 @@
-"""The device that reward functions work on."""
+"""Rewards that cannot be used, and the device that reward functions work on."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import torch
 
-from trl_april.training.rewards import use_device
+from trl_april.errors import ConfigError
+from trl_april.training.rewards import checked, use_device
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([0.5, "0.5"], "'length' returned '0.5', of the type str"),
+        ([[1.0], [2.0]], r"'length' returned \[1.0\], of the type list"),
+        ([math.nan, torch.tensor(math.nan)], "'length' returned NaN for all 2 completions"),
+        ([math.nan, None], None),
+        ([1, np.float32(2.0)], None),
+        (torch.tensor([1.0, 2.0]), None),
+    ],
+)
+def test_an_unusable_reward_names_its_function(is_async, rewards, words):
+    async def call_async(**kwargs):
+        return rewards
+
+    (function,) = checked([call_async if is_async else lambda **kwargs: rewards], ["length"])
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        returned = asyncio.run(function(prompts=[])) if is_async else function(prompts=[])
+        assert len(returned) == 2
+    (one, _) = checked([lambda **kwargs: [math.nan], model := torch.nn.Linear(1, 1)], ["one", "model"])
+    assert math.isnan(*one()) and _ is model, "one of several functions need not apply"
 
 
 @pytest.mark.parametrize(("device", "used"), [("cpu", []), ("cpu:0", []), ("cuda", []), ("cuda:1", [1])])

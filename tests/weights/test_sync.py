@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import requests
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -15,6 +18,7 @@ from tests.support.tiny import build_tokenizer
 from trl_april import LocalServer
 from trl_april.errors import WeightSyncError
 from trl_april.server import check as server_check
+from trl_april.weights.canary import distance, trainer_logprobs
 
 
 pytestmark = pytest.mark.server
@@ -49,6 +53,35 @@ def test_after_a_sync_the_server_samples_from_the_trainers_weights(server, train
         reported = requests.get(f"{server.base_url}/weight_info", timeout=10).json()
         assert reported == {"weight_version": str(version)} and generation.holds_weights()
     assert list(tmp_path.iterdir()) == [] and generation.sync_seconds > 0
+    log = server.log_path.read_text()
+    assert "Reloading weights" in log and "Failed to load weights" not in log and "duplicate keys" not in log
+
+
+@pytest.fixture
+def mixed_precision() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state()
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state()
+
+
+def test_the_check_looks_at_weights_and_not_at_the_trainers_precision(server, trainer, mixed_precision):
+    """With large weights, mixed precision changes log-probabilities by more than a nat."""
+    generation = trainer.connect(server, accelerator=mixed_precision)
+    trainer.model = mixed_precision.prepare(trainer.model)
+    for scale in (3.0, 1e-3, 3.0):
+        trainer.change(scale)
+        generation.sync_weights()
+        assert generation._canary.exact
+    token_ids = torch.tensor([generation._canary.token_ids])
+    with torch.no_grad():
+        logprobs = trainer.model(input_ids=token_ids).logits[0, :-1].log_softmax(-1)
+    rounded = logprobs.gather(-1, token_ids[0, 1:, None]).squeeze(-1).tolist()
+    exact = trainer_logprobs(trainer.model, generation._canary.token_ids, torch.device("cpu"))
+    assert distance(rounded, exact) > 1.0
+    generation._transport = NoTransport()
+    trainer.change(1e-4)
+    with pytest.raises(WeightSyncError, match="has kept its old weights"):
+        generation.sync_weights()
 
 
 class NoTransport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..distributed.processes import Processes
 from ..errors import CheckpointError
+from ..pool.samples import Group, SampleState
 from .rollouts import SavedRollouts, load_rollouts
 
 
@@ -169,3 +170,15 @@ def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None
     if value.lower() == "auto":
         return any(is_complete(Path(output_dir, name)) for name in _checkpoints(output_dir))
     return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def account_of(groups: Sequence[Group], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What came back from a checkpoint, and which settings differ from those `before`, as a sentence or two."""
+    samples = [sample for group in groups for sample in group.samples]
+    finished = sum(sample.state is SampleState.FINISHED for sample in samples)
+    text = (
+        f"Back from the checkpoint: {len(groups)} groups in flight, with {len(samples):,} samples ({finished:,} "
+        f"finished) and {sum(map(len, samples)):,} tokens."
+    )
+    changed = [f"{name} {before[name]} -> {value}" for name, value in now.items() if before.get(name, value) != value]
+    return text + (f" Changed since: {', '.join(changed)}." if changed else "")

@@ -22,7 +22,7 @@ import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,14 @@ _OTHER_CHECKSUM = "its content does not have the checksum that it was written wi
 
 @dataclass(frozen=True, slots=True)
 class SavedRollouts:
-    """Rollouts of a checkpoint: the pool state of each process, and the position of the row source."""
+    """Rollouts of a checkpoint: the pool state of each process, and the position of the row source.
+
+    `settings` are those that the groups were generated under, as plain values; empty in older checkpoints.
+    """
 
     pools: list[dict[str, Any]]
     source: dict[str, int]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def save_rollouts(
@@ -59,6 +63,7 @@ def save_rollouts(
     pool: dict[str, Any],
     source: dict[str, int],
     *,
+    settings: dict[str, Any] | None = None,
     save_id: str,
     rank: int = 0,
     processes: int = 1,
@@ -66,8 +71,8 @@ def save_rollouts(
 ) -> None:
     """Write the rollouts of all processes into a checkpoint. Each process calls it with the state of its own pool.
 
-    `save_id` is new for every save; it and `source` are the same in all processes. A row of a stream that holds a
-    value that cannot be written raises `ConfigError`.
+    `save_id` is new for every save; it, `source` and `settings` are the same in all processes. A row of a stream that
+    holds a value that cannot be written raises `ConfigError`.
     """
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +84,7 @@ def save_rollouts(
     barrier()
     if rank == 0:
         index = {"format": FORMAT, "save_id": save_id, "processes": processes, "source": source}
+        index["settings"] = settings or {}
         index["digest"] = _digest_of_index(index)
         _write(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
         # Files of earlier saves, of the same step or of a run that was killed, but no files of others.
@@ -115,7 +121,7 @@ def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
         if index.pop("digest") != _digest_of_index(index):
             raise ValueError(_OTHER_CHECKSUM)
     names = [_file_name(index["save_id"], rank, index["processes"]) for rank in range(index["processes"])]
-    return SavedRollouts([_load_pool(folder / name) for name in names], index["source"])
+    return SavedRollouts([_load_pool(folder / name) for name in names], index["source"], index.get("settings", {}))
 
 
 # Writing

@@ -128,10 +128,11 @@ class Examination:
         print(finding.line(name, width=17), flush=True)
 
 
-def main(argv: list[str]) -> int:
-    """Check, with the options after `trl-april doctor`. Returns the exit code."""
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the fields of [`DoctorOptions`]."""
     parser = argparse.ArgumentParser(
         prog="trl-april doctor",
+        usage="trl-april doctor [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -144,7 +145,12 @@ def main(argv: list[str]) -> int:
         else:
             text += " (default: %(default)s)"
             parser.add_argument(flag, type=type(default), default=default, metavar="N", help=text)
-    return run(DoctorOptions(**vars(parser.parse_args(argv))))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Check, with the options after `trl-april doctor`. Returns the exit code."""
+    return run(DoctorOptions(**vars(build_parser().parse_args(argv))))
 
 
 def run(options: DoctorOptions) -> int:

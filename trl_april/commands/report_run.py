@@ -19,7 +19,8 @@ from ..training.run_log import FILE, FORMAT
 
 
 STATE = "trainer_state.json"  # written by transformers
-PHASES = ("sync", "generation", "abort", "scoring", "training", "other")  # in their order within a round
+# In their order within a round.
+PHASES = ("sync", "generation", "abort", "log-probabilities", "rewards", "training", "other")
 Interval = tuple[float, float]  # seconds
 
 
@@ -30,7 +31,8 @@ class RunRound:
     version: int  # optimizer step that the batch was trained at
     sync: Interval = (0.0, 0.0)  # weight sync; zeros in a run without times
     generation: Interval = (0.0, 0.0)
-    scoring: Interval = (0.0, 0.0)  # from the end of generation to the loss: rewards, reference log-probabilities
+    scoring: Interval = (0.0, 0.0)  # from the end of generation to the loss
+    reward_calls: Interval = (0.0, 0.0)  # part of `scoring`; the rest are mostly log-probabilities
     abort_seconds: float = 0.0  # part of `generation` after the quota was met
     in_flight: list[tuple[float, float]] = field(default_factory=list)  # time and requests; a step function
     trained_lengths: dict[int, int] = field(default_factory=dict)  # completions of the batch by bin of their length
@@ -163,12 +165,15 @@ def _start(run: Run, entry: Mapping[str, Any]) -> int:
 
 
 def _round(entry: Mapping[str, Any], offset: float) -> RunRound:
-    sync, generation, scoring = _intervals([entry[name] for name in ("sync", "generation", "scoring")], offset)
+    names = ("sync", "generation", "scoring", "reward_calls")
+    # A log of before has no times of reward functions.
+    sync, generation, scoring, calls = _intervals([entry.get(name, (0.0, 0.0)) for name in names], offset)
     return RunRound(
         version=entry["version"],
         sync=sync,
         generation=generation,
         scoring=scoring,
+        reward_calls=calls,
         abort_seconds=entry["abort_seconds"],
         in_flight=[(offset + time, count) for time, count in entry["in_flight"]],
         trained_lengths=_counts(entry["trained_lengths"]),

@@ -118,13 +118,15 @@ def phases(run: Run) -> list[dict[str, float]]:
     found = []
     for one, following in zip_longest(run.rounds, run.rounds[1:]):
         begin, end = one.sync[0], run.seconds if following is None else following.sync[0]
+        rewards = one.reward_calls[1] - one.reward_calls[0]
         abort = min(one.abort_seconds, one.generation[1] - one.generation[0])
         training = [min(stop, end) - max(start, begin) for start, stop in steps if start < end and stop > begin]
         seconds = {
             "sync": one.sync[1] - one.sync[0],
             "generation": one.generation[1] - one.generation[0] - abort,
             "abort": abort,
-            "scoring": one.scoring[1] - one.scoring[0],
+            "log-probabilities": one.scoring[1] - one.scoring[0] - rewards,
+            "rewards": rewards,
             "training": sum(training),
         }
         found.append({**seconds, "other": max(0.0, end - begin - sum(seconds.values()))})
@@ -222,7 +224,7 @@ def predict(run: Run, summary: Summary) -> Prediction | None:
         reuses_kv=options.get("resume_kv") in ("reuse", "keep"),
         keeps=options.get("resume_kv") == "keep",
         overlaps=overlaps,
-        train_seconds=seconds["scoring"] + seconds["training"] + seconds["other"] if overlaps else 0.0,
+        train_seconds=sum(seconds[phase] for phase in PHASES[3:]) if overlaps else 0.0,
         sync_seconds=seconds["sync"] if overlaps else 0.0,
     )
     candidates = factors(quota, bound, per_round)
@@ -302,10 +304,16 @@ def _sentences(s: Summary, prediction: Prediction | None) -> Iterator[str]:
             f"{'' if s.options.get('weight_sync') == 'nccl' else faster}a larger generation batch "
             "(steps_per_generation) needs fewer of them."
         )
-    if shares.get("scoring", 0.0) >= SCORING:
+    if shares.get("rewards", 0.0) >= SCORING:
         yield (
-            f"Scoring the batches (rewards, reference and old log-probabilities) took {shares['scoring']:.0%} of the "
-            "time: make the slowest reward function faster or asynchronous."
+            f"Reward functions took {shares['rewards']:.0%} of the time: make the slowest one faster or asynchronous "
+            "(profiling/Time taken in the trackers names it)."
+        )
+    if shares.get("log-probabilities", 0.0) >= SCORING:
+        yield (
+            "The forward passes before the loss, for the log-probabilities of the present and the reference policy, "
+            f"took {shares['log-probabilities']:.0%} of the time: raise per_device_train_batch_size if memory allows, "
+            "and beta=0.0 needs no reference."
         )
     if shares.get("abort", 0.0) >= ABORT and s.abort_seconds is not None:
         yield (

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
-from ..server.command_line import check_model, server_command, server_environment
+import httpx
+from huggingface_hub import HfApi, try_to_load_from_cache
+
+from ..errors import ConfigError
+from ..server.command_line import check_model, flag_value, server_command, server_environment
 from ..server.host import bind_when_free, check_address, warn_if_exposed
 from ..server.local import DEFAULT_HOST, DEFAULT_PORT, HEALTH_POLL, RESTARTS, is_healthy, url_of
 from ..server.process import ServerProcess, describe_exit
@@ -52,9 +59,32 @@ def main(argv: Sequence[str]) -> int:
     bind_when_free(options.host, options.port)
     check_model(options.model, vllm_args)
     command = server_command(options.model, options.host, options.port, vllm_args)
+    check_hub(options.model, vllm_args)
     warn_if_exposed(options.host)
     address = None if options.no_restart else (options.host, options.port)
     return run_in_foreground(command, server_environment(None, vllm_args), address)
+
+
+def check_hub(model: str, vllm_args: Sequence[str]) -> None:
+    """Raise [`ConfigError`] for a model id that is neither in the cache of the Hugging Face Hub nor on the Hub.
+
+    Only vLLM knows other kinds of ids, such as addresses of object stores.
+    """
+    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.endswith(".gguf")
+    if not is_id or Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
+        return
+    revision = flag_value(vllm_args, "--revision")
+    names = ("config.json", "params.json")
+    if any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in names):
+        return
+    try:
+        HfApi().model_info(model, revision=revision, timeout=10)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(
+            f"The model is {model!r}, which is neither a folder here nor in the cache of the Hugging Face Hub, and "
+            f"the Hub did not give it: {cause}. Check the name and the network, or give the folder of a saved model."
+        ) from error
 
 
 def run_in_foreground(

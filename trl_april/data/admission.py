@@ -7,7 +7,7 @@ processes. Each process also knows the rows of the others' outstanding groups, w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,20 @@ class Admission:
         self._plan, self._source = plan, source
         self._read_row, self._tokenize, self._owns = read_row, tokenize, owns
         self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
+
+    def check_longest(self, indices: Sequence[int]) -> None:
+        """Raise [`ConfigError`] if a prompt among those of these rows leaves no room for a completion.
+
+        Training would find it too, when the row is due, which may be hours later.
+        """
+        lengths = [len(ids) for ids in self._prompt_ids([self._read_row(index)["prompt"] for index in indices])]
+        too_long = {index: length for index, length in zip(indices, lengths, strict=True) if length > self._room}
+        if too_long:
+            longest = max(too_long, key=too_long.__getitem__)
+            raise ConfigError(
+                f"{len(too_long)} of the {len(indices)} longest prompts of the training dataset are too long: row "
+                f"{longest} has {too_long[longest]} tokens, and {self._remedy()}"
+            )
 
     def next_groups(self, count: int) -> list[NewGroup]:
         """The groups of the next dataset rows, at most `count` over all processes; those of this process tokenized.
@@ -128,17 +142,27 @@ class Admission:
             )
         return [list(ids) for ids in prompt_ids]
 
+    @property
+    def _room(self) -> int:
+        """Tokens that a prompt may have."""
+        return max(0, self._plan.context_length - (self._plan.max_completion_length or 1))
+
+    def _remedy(self) -> str:
+        plan = self._plan
+        return (
+            f"with max_completion_length={plan.max_completion_length} the server's context of {plan.context_length} "
+            f"tokens leaves {self._room} for a prompt. Shorten the prompts or leave the rows out (dataset.filter), "
+            "lower max_completion_length, or restart the server with a larger --max-model-len."
+        )
+
     def _new_group(self, group_id: int, ref: RowRef, row: Row, prompt_ids: list[int]) -> NewGroup:
         plan, length = self._plan, len(prompt_ids)
-        budget = plan.max_completion_length or plan.context_length - length
-        if budget < 1 or length + budget > plan.context_length:
+        if length > self._room:
             raise ConfigError(
-                f"The prompt of group {group_id} has {length} tokens, but with max_completion_length="
-                f"{plan.max_completion_length} the server's context of {plan.context_length} tokens leaves "
-                f"{max(0, plan.context_length - (plan.max_completion_length or 1))} for it: "
-                f"{str(row['prompt'])[:200]!r}. Shorten or filter the prompts, lower max_completion_length, or "
-                "restart the server with a larger --max-model-len."
+                f"The prompt of group {group_id} ({str(row['prompt'])[:200]!r}) has {length} tokens, and "
+                f"{self._remedy()}"
             )
+        budget = plan.max_completion_length or plan.context_length - length
         row_index = ref if isinstance(ref, int) else None
         if plan.saves_checkpoints and row_index is None:
             encode_row(row)  # fails now, not at the first checkpoint

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import chain, islice
 from operator import length_hint
 
 from datasets import Dataset, IterableDataset
+from tqdm import tqdm
 from trl.trainer.utils import repeat_iterable_dataset
 
 from ..errors import CheckpointError
@@ -40,6 +42,20 @@ class TrainingRows:
         """The columns of a row in training, as a transform or the collator may change them."""
         first = list(islice(self.dataset, 1))
         return list(self.collate(first)[0]) if first else []
+
+    def longest_prompts(self, count: int, *, silent: bool) -> list[int]:
+        """Indices of the rows with the longest prompts, as text. None of a stream, or where a transform makes them."""
+        dataset = self.dataset
+        if self.is_stream or dataset.format["type"] == "custom" or "prompt" not in dataset.column_names:
+            return []
+        prompts = dataset.select_columns(["prompt"]).with_format(None)
+        bar = tqdm(total=len(prompts), desc="length of prompts", unit="row", leave=False, disable=silent or None)
+        with bar:
+            sizes = []
+            for batch in prompts.iter(1000):
+                sizes += [len(str(prompt)) for prompt in batch["prompt"]]
+                bar.update(len(batch["prompt"]))
+        return nlargest(count, range(len(sizes)), key=sizes.__getitem__)
 
     def open(self, plan: TrainingPlan) -> tuple[int | None, Callable[[int], Iterator[RowRef]]]:
         """Rounds per epoch, `None` if unknown, and a function that returns an epoch in training order.

@@ -53,8 +53,8 @@ class StopRequest:
         self.signal = 0
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "save_on_signal has no effect, since only the main thread can handle signals. Call train() from the "
-                "main thread."
+                "save_on_signal has no effect, since only the main thread can handle signals: Ctrl-C writes no "
+                "checkpoint. Call train() from the main thread, or set save_on_signal=False."
             )
             yield
             return

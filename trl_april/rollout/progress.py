@@ -44,8 +44,13 @@ class RoundProgress:
         self._notebook = None if disable else notebook
         self._started = time.monotonic()
         self._tokens = pool.counters.tokens_generated
-        hidden = disable or notebook is not None
-        self._bar = tqdm(total=pool.schedule.quota, desc="rollout", unit="group", leave=False, disable=hidden)
+        self._bar = tqdm(
+            total=pool.schedule.quota,
+            desc="rollout",
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} groups [{elapsed}{postfix}]",
+            leave=False,
+            disable=disable or notebook is not None or None,  # None: only in a terminal, since it would fill a file
+        )
         self.update()
 
     def update(self) -> None:

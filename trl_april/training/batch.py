@@ -49,22 +49,19 @@ def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) ->
     return output
 
 
-def completion_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:
+def completion_columns(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Additional columns of TRL's table of completions (`log_completions`), in the order of [`rollout_output`].
 
-    They are the policy versions of a sample, oldest first, such as `"3,4,6"`, and its segments beyond the first.
+    `versions` has the policy version of each segment, such as `"3,4,6"`. It is one column with a short name, to be
+    readable in a terminal, and always text, so that the files of all steps form one table.
     """
     samples = [sample for group in groups for sample in group.samples]
-    return {
-        # Always text, so that the files of all steps form one table.
-        "april_versions": [",".join(str(v) for v in sorted({s.version for s in x.segments})) for x in samples],
-        "april_resumed": [len(sample.segments) - 1 for sample in samples],
-    }
+    return {"versions": [",".join(str(segment.version) for segment in sample.segments) for sample in samples]}
 
 
-def evaluation_columns(count: int) -> dict[str, list[Any]]:
+def evaluation_columns(count: int) -> dict[str, list[str]]:
     """The same columns for `count` completions of an evaluation. TRL needs them to keep its columns aligned."""
-    return {"april_versions": [""] * count, "april_resumed": [0] * count}
+    return {"versions": [""] * count}
 
 
 def round_metrics(

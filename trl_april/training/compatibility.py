@@ -25,6 +25,7 @@ from ..errors import ConfigError
 logger = get_logger(__name__)
 
 # TRL's methods that decide what is generated for which rows. APRIL does both itself.
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "get_train_dataloader")
 
 
@@ -60,8 +61,8 @@ def why_stock(
 
 def without_effect(args: GRPOConfig) -> str:
     """Sentences, each after a space, about options that need APRIL and the server that stock GRPO needs."""
-    options = AprilOptions.of(args)
-    ignored = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+    options = args if isinstance(args, AprilOptions) else AprilOptions()
+    ignored = [option.name for option in fields(AprilOptions) if getattr(options, option.name) != option.default]
     said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
     mode, default = args.vllm_importance_sampling_mode, GRPOConfig.vllm_importance_sampling_mode
     if args.use_vllm and mode != default:
@@ -127,6 +128,8 @@ def check_model(model: torch.nn.Module) -> None:
 
 def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Dataset | IterableDataset | None) -> None:
     """Raise [`ConfigError`] for processes, a dataset or options that training cannot use."""
+    if args.loss_type not in LOSS_TYPES:
+        raise ConfigError(f"loss_type is {args.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}.")
     check_processes(args)
     if args.vllm_mode not in ("server", "colocate"):
         raise ConfigError(f"vllm_mode is {args.vllm_mode!r}; it must be 'server' or 'colocate'.")

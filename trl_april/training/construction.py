@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from datasets import IterableDataset
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions
+from ..data.order import TrainingRows
 from ..distributed.processes import Processes
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError, ServerError
@@ -259,6 +261,12 @@ def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> 
     return {**(args.generation_kwargs or {}), **stops}
 
 
+def stock_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer]) -> dict[str, Any]:
+    """Attributes of the model card of stock GRPO, but for those that a subclass has of its own."""
+    names = ("_tag_names", "_name", "_paper")
+    return {name: getattr(GRPOTrainer, name) for name in names if getattr(trainer_class, name) is getattr(ours, name)}
+
+
 class StockNotice(TrainerCallback):
     """Says at the end of training that it was stock GRPO, and why."""
 
@@ -272,3 +280,15 @@ class StockNotice(TrainerCallback):
 def api_key() -> str | None:
     """Key of the server, in the variable that vLLM itself reads."""
     return os.environ.get("VLLM_API_KEY")
+
+
+def training_rows(trainer: GRPOTrainer) -> TrainingRows:
+    """The training dataset of a trainer, in TRL's order."""
+    dataset, collate = trainer.train_dataset, trainer.data_collator
+    if isinstance(dataset, IterableDataset):
+        if trainer.shuffle_dataset:
+            dataset = dataset.shuffle(seed=trainer.args.seed)
+        collate = trainer._get_collator_with_removed_columns(collate, description="Rollout")
+    else:
+        dataset = trainer._remove_unused_columns(dataset, description="Rollout")
+    return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))

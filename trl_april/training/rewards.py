@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from accelerate.logging import get_logger
@@ -23,6 +24,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.trainer.utils import is_async_callable, nanstd
 
+from ..errors import ConfigError
 from ..pool.samples import Group, Score
 from .batch import batch_rows
 
@@ -141,6 +143,43 @@ class RewardScorer:
         )
         with torch.inference_mode():
             return model(**inputs.to(self.device)).logits[:, 0].float().tolist()
+
+
+def checked(functions: Sequence[Any], names: Sequence[str], *, whole_batch: bool = True) -> list[Any]:
+    """Reward functions that raise an error with their name if they return anything but numbers. Models stay.
+
+    The only function may not return NaN for a whole batch. One of several may, where it does not apply.
+    """
+    refuses_nan = whole_batch and len(functions) == 1
+    return [_checked(function, name, refuses_nan) for function, name in zip(functions, names, strict=True)]
+
+
+def _checked(function: Any, name: str, refuses_nan: bool) -> Any:
+    if isinstance(function, nn.Module):
+        return function
+    if not is_async_callable(function):
+        return lambda **kwargs: _check_rewards(function(**kwargs), name, refuses_nan)
+
+    async def call(**kwargs: Any) -> Any:
+        return _check_rewards(await function(**kwargs), name, refuses_nan)
+
+    return call
+
+
+def _check_rewards(rewards: Any, name: str, refuses_nan: bool) -> list[Any]:
+    values = list(rewards)
+    for value in values:
+        if value is not None and not isinstance(value, SupportsFloat):
+            raise ConfigError(
+                f"The reward function {name!r} returned {value!r:.200}, of the type {type(value).__name__}. Return a "
+                "number for each completion, or None where it does not apply."
+            )
+    if refuses_nan and all(value is not None and math.isnan(value) for value in values):
+        raise ConfigError(
+            f"The reward function {name!r} returned NaN for all {len(values)} completions, so nothing can be learned. "
+            "Check its computation, and return None where it does not apply."
+        )
+    return values
 
 
 def decode_completions(

@@ -88,7 +88,10 @@ class RunLog:
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
-        """Record start and end of a phase of the round, `"sync"` or `"scoring"`. It interrupts the trainer's step."""
+        """Record start and end of a phase of the round: `"sync"`, `"scoring"`, or within it `"reward_calls"`.
+
+        It interrupts the trainer's step.
+        """
         self._stop_work()
         started = self._now()
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import requests
 import torch
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -23,7 +24,7 @@ from ..errors import AprilError, ServerError, WeightSyncError
 from ..server.check import ServerInfo, check_server
 from ..server.local import LocalServer
 from ..server.traffic import ServerPause, server_load
-from .canary import Canary, depends_on_width, server_logprobs, trainer_logprobs
+from .canary import Canary, depends_on_width, dtypes_of, server_logprobs, trainer_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 from .names import in_checkpoint_format, tied_names
 from .transport import choose_transport
@@ -135,8 +136,10 @@ class ServerGeneration(VLLMGeneration):
         self._on_server(self._reattach)
         # Work that needs no server runs before the server is paused. Reading sharded weights takes all processes.
         self.model = self._trained_model()
-        # Evaluation may change the model's data type.
-        trainer_is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision in (None, "no")
+        # Evaluation may change the model's data type. FSDP computes in its own.
+        sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        as_weights = self.accelerator.mixed_precision in (None, "no") or not sharded
+        trainer_is_float32 = dtypes_of(self.model) == {torch.float32} and as_weights
         self._canary.exact = trainer_is_float32 and self.server_info.dtype == "float32"
         expected = trainer_logprobs(self.model, self._canary.token_ids, self.accelerator.device)
         for module in self.model.modules():
