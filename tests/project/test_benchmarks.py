@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import learning
 import overhead
+import peers
 import pytest
 import tail
 import torch
@@ -21,6 +22,7 @@ from expected_reward import expected_reward
 from intervals import at, effective_share, first_reached, interval, lower_bound, smoothed
 from learning_comparison import APRIL, SYNCHRONOUS, Run, compare, pairs_of, pooled_weights, tables
 from report import read_json, write_json
+from trl_async_on_cpu import Attention
 
 from tests.project.test_docs import GivenCompletions
 from trl_april import APRILGRPOConfig
@@ -193,6 +195,30 @@ class TestRecorder:
         assert learning.options_of("grpo", APRIL, overrides)[0].items() >= overrides.items()
         synchronous = learning.options_of("grpo", SYNCHRONOUS, overrides)[0]
         assert (synchronous["over_provisioning"], synchronous["max_staleness"]) == (1.0, 5)
+
+
+class TestPeers:
+    def test_table_compares_with_the_synchronous_training_of_the_seed(self):
+        def run(name: str, seed: int, *rewards: float) -> peers.Run:
+            curve = [(2 * step, 10.0 * step, reward) for step, reward in enumerate(rewards)]
+            return peers.Run(name, seed, 20.0, 1000, 0, 5.0, 3, curve)
+
+        runs = [
+            run(peers.SYNCHRONOUS, 0, 0.1, 0.2, 0.4), run("trl-4-96", 0, 0.1, 0.3, 0.5), run("trl-4-96", 1, 0.1, 0.2)
+        ]  # fmt: skip
+        rows = peers.table(runs).splitlines()
+        assert "20 (1 of 1)" in rows[2] and "15 (1 of 2)" in rows[3] and "50 (50 to 50)" in rows[3]
+
+    def test_attention_is_that_of_each_segment_alone(self):
+        """The second segment has more keys than queries: those at its end."""
+        q, k, v = torch.randn(5, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+        starts_q, starts_k = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 6])
+        found = Attention.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 3, 3)
+        for number, (row, first, last) in enumerate([(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 3, 4), (4, 3, 5)]):
+            for head in range(4):
+                keys, values = k[first : last + 1, head // 2], v[first : last + 1, head // 2]
+                expected = (keys @ q[row, head] / 8**0.5).softmax(0) @ values
+                torch.testing.assert_close(found[number, head], expected)
 
 
 class TestTail:

@@ -1,0 +1,232 @@
+"""Training with our trainer and with TRL's AsyncGRPOTrainer, on the same server and task, over several seeds.
+
+    python benchmarks/peers.py                                      # all contestants, 5 seeds, 40 steps: hours
+    python benchmarks/peers.py --contestants synchronous default trl-4-96 --seeds 1
+    python benchmarks/peers.py --quick                              # a few steps, as a smoke test
+
+`default` has our default options, `ours-B-F` a staleness bound B and a factor F; `trl-B-R` is TRL's trainer with a
+bound B and R requests in flight. All start from the same warm start and use the same vLLM server one after the other,
+in an order that changes with the seed. They take batches of 8 groups of 6 samples of the demo's task with the same
+learning rate. Results are written after every run, so a stopped benchmark resumes. Expected rewards are as in
+learning.py.
+
+What is not equal: TRL's trainer drops samples beyond its bound and takes groups as they finish; ours trains every row.
+TRL's generates in a process of its own, ours in a thread. `trl_async_on_cpu.py` lists what TRL's is given here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from intervals import first_reached
+from learning import LEARNING_RATE, MAX_COMPLETION_LENGTH, Bench, Recorder, Sizes, _Copies
+from report import markdown, read_json, write_json
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl_async_on_cpu import NotingQueue, WeightFiles, as_conversation, converses, countdown_reward, supply
+
+from trl_april import LocalServer
+from trl_april.commands import demo_training as task
+from trl_april.commands.demo import STANDARD
+from trl_april.commands.demo_training import MAX_LENGTH, build_model, build_tokenizer, save, warm_start
+
+
+SYNCHRONOUS, DEFAULT = "synchronous", "default"
+CONTESTANTS = [
+    SYNCHRONOUS, DEFAULT, *(f"{who}-{bound}-{amount}" for bound in (4, 8, 16) for who, amount in (
+        ("ours", 2), ("ours", 4), ("trl", 48), ("trl", 96), ("trl", 192)
+    )),
+]  # fmt: skip
+SAMPLES = STANDARD.groups * STANDARD.num_generations
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training: its sizes, and expected rewards as `(step, seconds, reward)`."""
+
+    contestant: str
+    seed: int
+    seconds: float
+    trained_tokens: int
+    dropped_tokens: int
+    mean_length: float
+    oldest: int
+    curve: list[tuple[int, float, float]]
+
+
+def contestant(text: str) -> str:
+    """A name of the form that the module's docstring describes."""
+    if text not in (SYNCHRONOUS, DEFAULT) and not re.fullmatch(r"(ours|trl)-\d+-\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {SYNCHRONOUS}, {DEFAULT}, ours-BOUND-FACTOR, trl-BOUND-N")
+    return text
+
+
+class Comparison(Bench):
+    """The trainings of all contestants from one warm start."""
+
+    def compare(self, name: str, seed: int, before: float) -> Run:
+        """Train once, and evaluate the copies of the weights."""
+        recorder = Recorder(self.sizes.every)
+        run, model = (self._theirs if name.startswith("trl") else self._ours)(name, seed, recorder)
+        curve = [(0, 0.0, before)]
+        for step, (seconds, weights) in recorder.snapshots.items():
+            model.load_state_dict(weights)
+            curve.append((step, seconds, self.evaluate(model).reward))
+        return Run(contestant=name, seed=seed, curve=curve, **run)
+
+    def _ours(self, name: str, seed: int, recorder: Recorder) -> tuple[dict[str, Any], Any]:
+        self.overrides = {"max_staleness": 5, "over_provisioning": 2.0}
+        if name.startswith("ours"):
+            _, bound, factor = name.split("-")
+            self.overrides = {"max_staleness": int(bound), "over_provisioning": float(factor)}
+        mode = "synchronous" if name == SYNCHRONOUS else "APRIL"
+        recording, model = self.train("grpo", seed, mode, self.sizes.steps, recorder)
+        run = {
+            "seconds": recording.seconds,
+            "trained_tokens": recording.trained_tokens,
+            "dropped_tokens": 0,
+            "mean_length": recording.trained_tokens / (recording.steps * SAMPLES),
+            "oldest": recording.staleness_max,
+        }
+        return run, model
+
+    def _theirs(self, name: str, seed: int, recorder: Recorder) -> tuple[dict[str, Any], Any]:
+        _, bound, in_flight = name.split("-")
+        args = AsyncGRPOConfig(
+            str(self.model_dir.parent / "trl"), max_steps=self.sizes.steps, seed=seed, learning_rate=LEARNING_RATE,
+            per_device_train_batch_size=STANDARD.micro_batch_size, token_budget=0,
+            gradient_accumulation_steps=SAMPLES // STANDARD.micro_batch_size, num_generations=STANDARD.num_generations,
+            max_completion_length=MAX_COMPLETION_LENGTH, max_staleness=int(bound), max_inflight_tasks=int(in_flight),
+            vllm_server_base_url=self.base_url, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
+            save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        rows = task.training_dataset(4 * self.sizes.steps * STANDARD.groups, seed + 1)
+        trainer = AsyncGRPOTrainer(
+            model=str(self.model_dir),
+            reward_funcs=countdown_reward,
+            args=args,
+            train_dataset=rows.map(as_conversation),
+            processing_class=converses(build_tokenizer()),
+            callbacks=[_Copies(recorder)],
+            weight_transfer=WeightFiles(self.base_url),
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        notes = NotingQueue(trainer.rollout_queue, lambda: trainer.model_version, int(bound))
+        trainer.rollout_queue = notes
+        seconds = trainer.train().metrics["train_runtime"]
+        trained = [one for one in notes.taken if not one.is_dropped][: self.sizes.steps * SAMPLES]
+        tokens = sum(one.tokens for one in trained)
+        run = {
+            "seconds": seconds,
+            "trained_tokens": tokens,
+            "dropped_tokens": sum(one.tokens for one in notes.taken if one.is_dropped),
+            "mean_length": tokens / len(trained),
+            "oldest": max(one.age for one in trained),
+        }
+        # TRL's own has an attention for packed rows only.
+        return run, transformers.AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32)
+
+
+def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[Run]:
+    """All runs. Runs that `path` already holds are not repeated."""
+    settings = asdict(sizes)
+    runs: list[Run] = []
+    if path.exists():
+        earlier, results = read_json(path)
+        if earlier != settings:
+            raise SystemExit(f"{path} was measured with {earlier}, not with {settings}. Choose another --output-dir.")
+        runs = [Run(**result) for result in results]
+    done = {(run.contestant, run.seed) for run in runs}
+    left = [
+        (name, seed)
+        for seed in range(seeds)
+        for name in [*names[seed % len(names) :], *names[: seed % len(names)]]
+        if (name, seed) not in done
+    ]
+    if not left:
+        return runs
+    supply()
+    with tempfile.TemporaryDirectory(prefix="trl_april_peers_") as temporary:
+        folder = Path(temporary)
+        torch.manual_seed(0)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+        print(f"warm start, {sizes.warm_start_steps} supervised steps ...", flush=True)
+        warm_start(model, tokenizer, sizes.warm_start_steps, seed=0)
+        save(model, tokenizer, folder / "warm_start")
+        vllm_args = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--enforce-eager"]
+        with LocalServer(
+            folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
+        ) as server:
+            bench = Comparison(sizes, {}, {}, folder, server.base_url)
+            before = bench.evaluate(model).reward
+            for name, seed in left:
+                run = bench.compare(name, seed, before)
+                runs.append(run)
+                write_json(path, settings, [asdict(one) for one in runs])
+                print(
+                    f"{name}, seed {seed}: {run.seconds:.0f} s, {run.trained_tokens / run.seconds:.0f} tok/s, "
+                    f"reward {before:.3f} -> {run.curve[-1][2]:.3f}",
+                    flush=True,
+                )
+    return runs
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Medians over the seeds, and of the time to the reward that the synchronous training of the seed ends with."""
+    goals = {run.seed: run.curve[-1][2] for run in runs if run.contestant == SYNCHRONOUS}
+    rows = []
+    for name in dict.fromkeys(run.contestant for run in runs):
+        mine = [run for run in runs if run.contestant == name]
+        times = []
+        for run in mine:
+            _, seconds, rewards = zip(*run.curve, strict=True)
+            times.append(first_reached(seconds, rewards, goals.get(run.seed, math.inf)))
+        reached = [seconds for seconds in times if seconds < math.inf]
+        rates = [run.trained_tokens / run.seconds for run in mine]
+        rows.append(
+            [
+                name,
+                str(len(mine)),
+                f"{statistics.median(run.seconds for run in mine):.0f}",
+                f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})",
+                f"{statistics.median(run.dropped_tokens for run in mine):.0f}",
+                f"{statistics.fmean(run.mean_length for run in mine):.0f}",
+                str(max(run.oldest for run in mine)),
+                f"{statistics.fmean(run.curve[-1][2] for run in mine):.3f}",
+                f"{statistics.median(reached):.0f} ({len(reached)} of {len(times)})" if reached else "never",
+            ]
+        )
+    header = ["contestant", "seeds", "seconds", "trained tok/s (range)", "dropped tokens", "mean length", "oldest"]
+    return markdown([*header, "reward after", "seconds to synchronous training's reward (runs)"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contestants", nargs="+", type=contestant, default=CONTESTANTS, metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimiser steps of each training")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
+    options = parser.parse_args()
+    sizes = Sizes(steps=options.steps, april_steps=options.steps)
+    if options.quick:
+        sizes = Sizes(steps=4, april_steps=4)
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # the other half is for the server
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    print(f"\n{table(measure(sizes, options.contestants, options.seeds, options.output_dir / 'peers.json'))}")
+
+
+if __name__ == "__main__":
+    main()
