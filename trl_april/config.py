@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 
+import torch
 from accelerate.logging import get_logger
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
@@ -197,12 +198,13 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     Configuration class for the [`APRILGRPOTrainer`].
 
     This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
-    all others please refer to [`~trl.GRPOConfig`]. Three of its defaults differ:
+    all others please refer to [`~trl.GRPOConfig`]. Four of its defaults differ:
 
     - `use_vllm=True` and `vllm_mode="server"`: APRIL needs a vLLM server. The trainer starts one if neither
       `vllm_server_base_url` nor `vllm_server_host` or `vllm_server_port` is set and none answers at TRL's default
       address, and always with `vllm_mode="colocate"`. TRL's `vllm_gpu_memory_utilization`,
       `vllm_tensor_parallel_size`, `vllm_max_model_length` and `vllm_model_impl` apply to it.
+    - `bf16=False` on a machine without a GPU, where TRL's default is an error.
     - `vllm_importance_sampling_mode="token_truncate"`: TRL's default, `"sequence_mask"`, exponentiates the log-ratio
       summed over the sequence. It would mask out the long samples of several policy versions that APRIL keeps.
 
@@ -296,4 +298,6 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
 
     def __post_init__(self) -> None:
         AprilOptions.__post_init__(self)
+        if self.bf16 is None and not self.use_cpu and not torch.accelerator.is_available():
+            self.bf16 = False
         GRPOConfig.__post_init__(self)

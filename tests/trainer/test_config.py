@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
@@ -61,6 +62,15 @@ def test_the_fields_and_their_defaults():
     assert changed == {
         "use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("has_gpu", "options", "bf16"), [
+    (False, {}, False), (True, {}, True), (False, {"use_cpu": True}, True), (True, {"bf16": False}, False)
+])  # fmt: skip
+def test_precision_is_trls_where_that_is_no_error(has_gpu, options, bf16, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: has_gpu)
+    assert APRILGRPOConfig("out", **options).bf16 is bf16
 
 
 def test_every_field_is_documented(capsys):

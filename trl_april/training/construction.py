@@ -64,10 +64,9 @@ def gspo_options(args: GRPOConfig) -> dict[str, Any]:
 
 
 def default_arguments(model: Any) -> APRILGRPOConfig:
-    """The configuration of a trainer without one, as TRL's; on a machine without a GPU it trains on the CPU."""
+    """The configuration of a trainer without one, as TRL's."""
     name = model if isinstance(model, str) else get_config_model_id(model.config)
-    on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
-    return APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL", **on_cpu)
+    return APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL")
 
 
 @contextmanager
