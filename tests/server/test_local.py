@@ -125,6 +125,18 @@ def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, cap
         assert server.start().is_healthy() and server.failure is None
 
 
+def test_server_that_closes_its_port_without_an_exit_is_started_again(script, caplog, monkeypatch):
+    """vLLM's API process waits for its clients after the death of its engine."""
+    monkeypatch.setattr("trl_april.server.host.CLOSED_SECONDS", 0.3)
+    closing = HEALTHY.replace("serve_forever()", "handle_request()\n    import time; time.sleep(600)")
+    with ScriptServer(script(closing), restart=True) as server:  # it answers once
+        first = server.pid
+        script(HEALTHY)
+        wait_for(lambda: server.pid != first)
+        assert server.wait().is_healthy() and not session_members(first)
+    assert caplog.text.count("has closed its port. It is started again") == 1
+
+
 def test_start_without_waiting(script):
     """An error of the start is raised by `wait`; a server that is stopped meanwhile leaves nothing."""
     server = ScriptServer(script(DYING), restart=True).start(wait=False)

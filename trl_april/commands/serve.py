@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 
 from ..errors import ConfigError
 from ..server.command_line import check_model, flag_value, server_command, server_environment
-from ..server.host import bind_when_free, check_address, warn_if_exposed
+from ..server.host import ClosedPort, bind_when_free, check_address, warn_if_exposed
 from ..server.local import DEFAULT_HOST, DEFAULT_PORT, HEALTH_POLL, RESTARTS, is_healthy, url_of
 from ..server.process import ServerProcess, describe_exit
 
@@ -109,19 +109,22 @@ def run_in_foreground(
     with _stop_signals_call(request_stop):
         while True:
             server = ServerProcess(command, environment)
-            is_ready = address is None  # then nobody asks
+            port = None  # of a server that is ready, if it is to be started again
             try:
-                while server.process.poll() is None and not stop_requested:
-                    if not is_ready and address is not None and is_healthy(url_of(*address)):
-                        is_ready, starts = True, RESTARTS + 1
+                while (code := server.process.poll()) is None and not stop_requested:
+                    if port is not None and port.is_for_good():
+                        break
+                    if port is None and address is not None and is_healthy(url_of(*address)):
+                        port, starts = ClosedPort(*address), RESTARTS + 1
                     time.sleep(HEALTH_POLL)
             finally:
                 server.end()
+            end = "has closed its port" if code is None and not stop_requested else ""
             code = server.process.wait()
             starts -= 1
             if stop_requested or not starts or address is None:
                 return 128 - code if code < 0 else code
-            sys.stderr.write(f"trl-april serve: the server {describe_exit(code)} and is started again.\n")
+            sys.stderr.write(f"trl-april serve: the server {end or describe_exit(code)} and is started again.\n")
             bind_when_free(*address, stopped=lambda: stop_requested)
 
 

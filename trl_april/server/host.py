@@ -28,6 +28,7 @@ BIND_REMEDIES = {
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 PORT_SECONDS, PORT_POLL = 10.0, 0.25  # seconds to wait for a port, and between two attempts
+CLOSED_SECONDS = 5.0  # an API server that exits takes less
 LASTING_PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing connections
 MAX_OPEN_FILES = 65536  # more is useless: a host has no more ports to one server
 OTHER_FILES = 256  # datasets, shared libraries, other connections
@@ -90,6 +91,30 @@ def bind_when_free(host: str, port: int, stopped: Callable[[], bool] = lambda: F
             elif time.monotonic() - began > PORT_SECONDS:
                 raise
         time.sleep(PORT_POLL)
+
+
+class ClosedPort:
+    """Notices that a server which was ready has closed its port.
+
+    An API server whose engine has died closes it, and then waits for its clients before it exits: for ever, if one
+    holds its requests through a weight sync.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
+        self._since: float | None = None
+
+    def is_for_good(self) -> bool:
+        """Whether the port has refused connections for `CLOSED_SECONDS`."""
+        try:
+            socket.create_connection(self._address, timeout=CLOSED_SECONDS).close()
+        except ConnectionRefusedError:
+            self._since = self._since or time.monotonic()
+            return time.monotonic() - self._since > CLOSED_SECONDS
+        except OSError:
+            pass  # a busy server
+        self._since = None
+        return False
 
 
 def warn_if_exposed(host: str) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ServerError
 from .command_line import check_model, server_command, server_environment
-from .host import bind, bind_when_free, check_address, lasting_port, warn_if_exposed
+from .host import ClosedPort, bind, bind_when_free, check_address, lasting_port, warn_if_exposed
 from .process import ServerProcess, describe_exit
 
 
@@ -266,11 +266,12 @@ class LocalServer:
                     ready.set()
                     if not self.restart:
                         return
-                    while (code := server.process.poll()) is None:
+                    port = ClosedPort(self.host, self.port or 0)
+                    while (code := server.process.poll()) is None and not port.is_for_good():
                         if stopped.wait(HEALTH_POLL):
                             return
                     ready.clear()
-                    end = describe_exit(code)
+                    end = "has closed its port" if code is None else describe_exit(code)
                 except ServerError:
                     starts -= 1
                     if not starts:
