@@ -126,7 +126,8 @@ def make_trainer(folder: str, samples: int, size: int) -> Trainer:
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     args = APRILGRPOConfig(
-        folder, per_device_train_batch_size=size, gradient_accumulation_steps=samples // size,
+        folder, vllm_server_base_url="http://127.0.0.1:9", per_device_train_batch_size=size,
+        gradient_accumulation_steps=samples // size,
         num_generations=NUM_GENERATIONS, max_completion_length=LONGEST, learning_rate=1e-6, use_cpu=True, bf16=False,
         gradient_checkpointing=False, report_to=[], disable_tqdm=True,
     )  # fmt: skip
