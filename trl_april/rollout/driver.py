@@ -194,7 +194,7 @@ class RolloutDriver:
                 await self._flight.hold(version)
                 return
             except (ServerError, EngineError) as error:
-                logger.warning("%s Requests are cut instead.", error)
+                logger.warning("%s Requests are cut instead.", str(error))
         await self.cut()
 
     async def close(self) -> None:

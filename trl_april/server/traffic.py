@@ -114,7 +114,7 @@ class ServerPause:
         try:
             self._answer("POST", "pause?mode=keep&clear_cache=false")
         except AprilError as error:
-            logger.warning("%s Running requests are aborted instead.", error)
+            logger.warning("%s Running requests are aborted instead.", str(error))  # its traceback holds the trainer
             return False
         return True
 
@@ -129,5 +129,5 @@ class ServerPause:
         try:
             self.end()
         except AprilError as error:
-            logger.warning("The vLLM server at %s could not be resumed. %s", self._base_url, error)
+            logger.warning("The vLLM server at %s could not be resumed. %s", self._base_url, str(error))
             self._may_be_paused = False
