@@ -68,7 +68,7 @@ def test_training_without_a_server_survives_the_death_of_its_engine(tiny_model_d
     assert not session_members(pid)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.long), False])
 def test_model_object_is_served_without_its_weights(tied, tmp_path):
     """The first sync brings them, and the one after a restart; the canary and log-probabilities are exact."""
 
