@@ -27,7 +27,8 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -284,6 +285,24 @@ class Bench:
         )
 
 
+@contextmanager
+def warm_started(sizes: Sizes) -> Iterator[tuple[Any, Path, str]]:
+    """The model after its warm start, a temporary folder that has it, and the address of a server for it."""
+    with tempfile.TemporaryDirectory(prefix="trl_april_learning_") as temporary:
+        folder = Path(temporary)
+        torch.manual_seed(0)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+        print(f"warm start, {sizes.warm_start_steps} supervised steps ...", flush=True)
+        warm_start(model, tokenizer, sizes.warm_start_steps, seed=0)
+        save(model, tokenizer, folder / "warm_start")
+        vllm_args = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--enforce-eager"]
+        with LocalServer(
+            folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
+        ) as server:
+            yield model, folder, server.base_url
+
+
 def schedule(recipes: list[str], seeds: int) -> list[tuple[str, int, str]]:
     """Recipe, seed and mode of every run. The order of the modes alternates; a stopped benchmark has whole seeds."""
     return [
@@ -318,31 +337,20 @@ def measure(
     left = [planned for planned in schedule(recipes, seeds) if planned not in done]
     if not left:
         return runs
-    with tempfile.TemporaryDirectory(prefix="trl_april_learning_") as temporary:
-        folder = Path(temporary)
-        torch.manual_seed(0)
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer)
-        print(f"warm start, {sizes.warm_start_steps} supervised steps ...", flush=True)
-        warm_start(model, tokenizer, sizes.warm_start_steps, seed=0)
-        save(model, tokenizer, folder / "warm_start")
-        vllm_args = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--enforce-eager"]
-        with LocalServer(
-            folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
-        ) as server:
-            bench = Bench(sizes, overrides, overrides_of_both, folder, server.base_url)
-            before = bench.evaluate(model)
-            print("warm-up run, which compiles ...", flush=True)
-            bench.train(left[0][0], 0, APRIL, 1, Recorder(1))
-            for recipe, seed, mode in left:
-                run = bench.run(recipe, seed, mode, before)
-                runs.append(run)
-                write_json(path, settings, [asdict(run) for run in runs])
-                print(
-                    f"{recipe}, seed {seed}, {mode}: {run.seconds:.0f} s, reward {before.reward:.3f} -> "
-                    f"{run.reward_after:.3f}, {run.solved_after:.0%} without a mistake",
-                    flush=True,
-                )
+    with warm_started(sizes) as (model, folder, base_url):
+        bench = Bench(sizes, overrides, overrides_of_both, folder, base_url)
+        before = bench.evaluate(model)
+        print("warm-up run, which compiles ...", flush=True)
+        bench.train(left[0][0], 0, APRIL, 1, Recorder(1))
+        for recipe, seed, mode in left:
+            run = bench.run(recipe, seed, mode, before)
+            runs.append(run)
+            write_json(path, settings, [asdict(run) for run in runs])
+            print(
+                f"{recipe}, seed {seed}, {mode}: {run.seconds:.0f} s, reward {before.reward:.3f} -> "
+                f"{run.reward_after:.3f}, {run.solved_after:.0%} without a mistake",
+                flush=True,
+            )
     return runs
 
 

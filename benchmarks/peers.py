@@ -21,7 +21,6 @@ import math
 import os
 import re
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,15 +29,14 @@ from typing import Any
 import torch
 import transformers
 from intervals import first_reached
-from learning import LEARNING_RATE, MAX_COMPLETION_LENGTH, Bench, Recorder, Sizes, _Copies
+from learning import LEARNING_RATE, MAX_COMPLETION_LENGTH, Bench, Recorder, Sizes, _Copies, warm_started
 from report import markdown, read_json, write_json
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_async_on_cpu import NotingQueue, WeightFiles, as_conversation, converses, countdown_reward, supply
 
-from trl_april import LocalServer
 from trl_april.commands import demo_training as task
 from trl_april.commands.demo import STANDARD
-from trl_april.commands.demo_training import MAX_LENGTH, build_model, build_tokenizer, save, warm_start
+from trl_april.commands.demo_training import build_tokenizer
 
 
 SYNCHRONOUS, DEFAULT = "synchronous", "default"
@@ -156,29 +154,18 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
     if not left:
         return runs
     supply()
-    with tempfile.TemporaryDirectory(prefix="trl_april_peers_") as temporary:
-        folder = Path(temporary)
-        torch.manual_seed(0)
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer)
-        print(f"warm start, {sizes.warm_start_steps} supervised steps ...", flush=True)
-        warm_start(model, tokenizer, sizes.warm_start_steps, seed=0)
-        save(model, tokenizer, folder / "warm_start")
-        vllm_args = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--enforce-eager"]
-        with LocalServer(
-            folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
-        ) as server:
-            bench = Comparison(sizes, {}, {}, folder, server.base_url)
-            before = bench.evaluate(model).reward
-            for name, seed in left:
-                run = bench.compare(name, seed, before)
-                runs.append(run)
-                write_json(path, settings, [asdict(one) for one in runs])
-                print(
-                    f"{name}, seed {seed}: {run.seconds:.0f} s, {run.trained_tokens / run.seconds:.0f} tok/s, "
-                    f"reward {before:.3f} -> {run.curve[-1][2]:.3f}",
-                    flush=True,
-                )
+    with warm_started(sizes) as (model, folder, base_url):
+        bench = Comparison(sizes, {}, {}, folder, base_url)
+        before = bench.evaluate(model).reward
+        for name, seed in left:
+            run = bench.compare(name, seed, before)
+            runs.append(run)
+            write_json(path, settings, [asdict(one) for one in runs])
+            print(
+                f"{name}, seed {seed}: {run.seconds:.0f} s, {run.trained_tokens / run.seconds:.0f} tok/s, "
+                f"reward {before:.3f} -> {run.curve[-1][2]:.3f}",
+                flush=True,
+            )
     return runs
 
 

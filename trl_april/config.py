@@ -130,7 +130,7 @@ class AprilOptions:
         return self.dynamic_sampling or self.score_during_generation
 
     def with_schedule(self) -> AprilOptions:
-        """The same options, with a choice for `"auto"` where none has to be measured."""
+        """The same options, with a choice for `"auto"` where it needs no measurement."""
         overlaps, kv = self.overlap_generation, self.resume_kv
         if overlaps == AUTO:
             overlaps = self.over_provisioning != 1.0 and self.max_staleness != 0

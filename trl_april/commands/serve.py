@@ -109,7 +109,7 @@ def run_in_foreground(
     with _stop_signals_call(request_stop):
         while True:
             server = ServerProcess(command, environment)
-            port = None  # of a server that is ready, if it is to be started again
+            port = None  # of a server that is ready, unless it stays down when it ends
             try:
                 while (code := server.process.poll()) is None and not stop_requested:
                     if port is not None and port.is_for_good():

@@ -28,10 +28,10 @@ VALUES = {
 def console_line(logs: Mapping[str, Any], state: TrainerState, seconds_left: float | None = None) -> str:
     """The line of a log entry: of training, of an evaluation, or of anything else, such as the end of training."""
     if "loss" in logs:
-        unknown = [
-            key for key in VALUES if logs.get(key) is None or (key == RATE and not logs[key])
-        ]  # see round_metrics
-        parts = [text.format(logs[key]) for key, text in VALUES.items() if key not in unknown]
+        known = [key for key in VALUES if logs.get(key) is not None]
+        if not logs.get(RATE):  # the batch took no generation of its own
+            known = [key for key in known if key != RATE]
+        parts = [VALUES[key].format(logs[key]) for key in known]
         if seconds_left is not None:
             parts.append(f"{tqdm.format_interval(seconds_left)} left")
     else:
