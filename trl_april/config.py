@@ -218,7 +218,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         over_provisioning (`float` or `str`, *optional*, defaults to `2.0`):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
             synchronous GRPO through the same code. `"auto"` starts with 2.0 and then chooses the factor with the
-            highest predicted throughput of trained tokens, from the completion lengths and the server's speed measured
+            highest predicted throughput of trained tokens, from the requests in flight and the server's speed measured
             so far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
             round.
         max_staleness (`int` or `None`, *optional*, defaults to `5`):

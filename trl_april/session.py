@@ -45,7 +45,7 @@ from .training.construction import api_key
 from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
 from .training.run_log import RunLog, run_options
-from .tuning.factor_chooser import AutoFactor, FactorChooser
+from .tuning.factor_chooser import FactorChooser
 from .weights.recovery import Recovery
 from .weights.sync import ServerGeneration
 
@@ -173,20 +173,18 @@ class RolloutSession:
             keeps_requests=options.resume_kv == "keep",
             overlap=options.overlap_generation,
         )
-        self._auto_factor = None
+        self._chooser = None
         if options.over_provisioning == "auto":
-            chooser = FactorChooser(
+            self._chooser = FactorChooser(
                 self.pool,
-                group_size=plan.num_generations,
-                max_completion_length=plan.max_completion_length or plan.context_length,
-                reuses_kv=options.resume_kv != "recompute",
                 overlaps=options.overlap_generation,
+                keeps=options.resume_kv == "keep",
                 max_sequences=server.server_info.max_sequences,
                 max_groups=-processes.reduce_max([-(connections // plan.num_generations) * processes.count])[0],
                 reduce_sum=processes.reduce_sum,
+                processes=processes.count,
                 is_first=processes.rank == 0,
             )
-            self._auto_factor = AutoFactor(chooser, self.pool)
         self.run_log = RunLog(
             Path(args.output_dir) if processes.rank == 0 else None,
             {
@@ -220,21 +218,19 @@ class RolloutSession:
             if not is_synced:
                 self._recovery.sync_weights()
             sync_seconds = self._server.sync_seconds if not is_synced or self._recovery.restore_weights() else 0.0
-        change = None if self._auto_factor is None else self._auto_factor.choose()
-        if change is not None:
-            logger.info(str(change))
+        if self._chooser is not None:
             with self._loop.paused():
-                self.pool.schedule.aim_at(change.after)
+                change = self._chooser.choose()
+            if change is not None:
+                logger.info(str(change))
 
         def on_taken(done: Round) -> None:
             self._in_training.append((micro_step, done.groups))
-            if self._auto_factor is not None:
-                self._auto_factor.observe(done)
+            if self._chooser is not None:
+                self._chooser.observe(done)
 
         with profiled("vLLM.generate"):
             done = self._rounds.run(self._state.global_step, silent=self._silent, on_taken=on_taken)
-        if self._auto_factor is not None:
-            self._auto_factor.predict()
         metrics = round_metrics(
             done,
             self.pool,
@@ -311,16 +307,14 @@ class RolloutSession:
             if self._dynamic is not None:
                 rest.callback(self._dynamic.close)
             rest.callback(self._rounds.close)
-            if self._auto_factor is not None:
-                rest.callback(self._auto_factor.close)
             self._server.before_sync = None
             self._server.give_up()
             self._loop.run(self.driver.close())
 
     def _quiesce(self) -> None:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
-        if self._auto_factor is not None:
-            self._auto_factor.quiesced()
+        if self._chooser is not None:
+            self._chooser.quiesced()
         self._rounds.quiesce(self._state.global_step, self._server)
 
     def _restore(

@@ -1,220 +1,108 @@
-"""`over_provisioning="auto"`: it finds the best factor, within its bounds, and the same one in every process."""
+"""`over_provisioning="auto"`: when it changes, its bounds, and the same choice in every process.
+
+That it finds a good factor is shown by simulated rounds, in test_simulation.py.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from tests.support.effort import cases
-from tests.support.simulated_rounds import LONGEST, Curve, Lengths, SimulatedRounds, bent, flat, lognormal, saturated
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import Group
-from trl_april.pool.state import restore, state_dict
-from trl_april.rollout.round import Round
-from trl_april.tuning import factor_chooser
-from trl_april.tuning.factor_chooser import (
-    CANDIDATES,
-    FIELDS,
-    GAIN_TO_CHANGE,
-    MAX_GROUPS,
-    AutoFactor,
-    Change,
-    FactorChooser,
-    factors,
-)
-
-
-BOUND = 5
-
-
-def make_pool(factor: float = 2.0, *, quota: int = 8) -> Pool:
-    return Pool(quota, over_provisioning=factor, max_staleness=BOUND)
+from trl_april.rollout.round import RequestTrace, Round
+from trl_april.tuning.factor_chooser import CANDIDATES, GAIN_TO_CHANGE, Change, Cycle, FactorChooser, factors
 
 
 class Auto:
-    """A run whose factor is chosen, as in the session."""
+    """A run whose factor is chosen, with a choice before every round as in the session.
+
+    A step of its server takes `base` and `per_request` seconds, and twice the factor has twice the requests in flight.
+    """
 
     def __init__(
-        self,
-        lengths: Lengths,
-        curve: Curve,
-        *,
-        max_sequences: int | None = None,
-        **options: float,
-    ) -> None:
-        self.pool = make_pool(1.0)
-        self.run = SimulatedRounds(self.pool, lengths, curve, **options)
-        self.chooser = FactorChooser(
-            self.pool,
-            group_size=4,
-            max_completion_length=LONGEST,
-            reuses_kv=bool(options.get("reuses_kv")),
-            max_sequences=max_sequences,
-        )
-        self.pool.schedule.aim_at(self.chooser.factor)
+        self, base: float = 0.01, per_request: float = 0.0, *, lost: Callable[[float], float] = lambda factor: 0.0,
+        max_staleness: int | None = 5, **options: object,
+    ) -> None:  # fmt: skip
+        self.base, self.per_request, self.lost = base, per_request, lost
+        self.pool = Pool(8, over_provisioning=1.0, max_staleness=max_staleness)
+        self.now = 0.0
+        self.chooser = FactorChooser(self.pool, clock=lambda: self.now, **options)
         self.factors: list[float] = []
         self.changes: list[Change] = []
 
-    def observe(self, **times: float) -> Round:
-        """Run a round and observe it, without a choice."""
-        done = self.run.run_round()
-        self.chooser.observe(done, [*done.groups, *self.pool], **times)
-        return done
+    def round(self, **changes: object) -> Round:
+        factor = self.pool.schedule.over_provisioning
+        count = 16 * factor
+        traces, began = [], self.now
+        for number in (1, 2):  # half of the requests end in the middle, so that both numbers are seen
+            step = self.base + self.per_request * count / number
+            steps = 8000 / (count * 1.5)
+            self.now += steps * step
+            ended = self.now - began
+            traces += [RequestTrace(0, 0, 0.0, 0.0, 0, ended, round(steps * number), 1, 0, True)] * round(count / 2)
+        middle = traces[0].ended
+        self.now += self.lost(factor)
+        in_flight = [(0.0, count), (middle, count / 2)]
+        done = Round(
+            0, started=began, seconds=self.now - began, over_provisioning=factor, generated_tokens=8000,
+            in_flight=in_flight, traces=traces,
+        )  # fmt: skip
+        return replace(done, **changes)
 
-    def rounds(self, count: int) -> list[Round]:
-        done = []
-        for _ in range(count):
-            self.factors.append(self.pool.schedule.over_provisioning)
-            done.append(self.observe())
-            assert done[-1].over_provisioning == self.factors[-1]
-            change = self.chooser.choose()
-            if change is not None:
-                assert change.before == self.pool.schedule.over_provisioning
-                self.pool.schedule.aim_at(change.after)
+    def rounds(self, number: int) -> Auto:
+        for _ in range(number):
+            if change := self.chooser.choose():
+                assert change.before == self.factors[-1]
                 self.changes.append(change)
-        return done
+            self.factors.append(self.pool.schedule.over_provisioning)
+            self.chooser.observe(self.round())
+        return self
 
 
-@pytest.fixture
-def predict(monkeypatch):
-    """Replaces the model by a function of the factor."""
-
-    def predict(function):
-        monkeypatch.setattr(factor_chooser, "predicted_throughput", lambda workload, factor: function(factor))
-
-    return predict
+def test_it_doubles_the_factor_while_the_server_has_room():
+    auto = Auto().rounds(40)
+    assert [change.after for change in auto.changes] == [4.0, 6.0]
+    assert auto.factors[:4] == [2.0] * 3 + [4.0], "after two rounds that began with this factor"
+    assert str(auto.changes[0]).startswith("over_provisioning changes from 2 to 4: predicted ")
+    assert auto.changes[0].predicted_after > 1.7 * auto.changes[0].predicted_before
 
 
-def throughput(done: Sequence[Round]) -> float:
-    """Generated tokens per second."""
-    return sum(one.generated_tokens for one in done) / sum(one.seconds for one in done)
+def test_it_lowers_the_factor_of_a_saturated_server():
+    """More requests gain nothing, and older tokens teach less."""
+    assert Auto(base=0.0, per_request=0.001).rounds(40).factors[-1] == 1.0
 
 
-def with_factor(
-    factor: float, lengths: Lengths, curve: Curve, *, rounds: int, begins_with: float | None = None, **options: float
-) -> float:
-    """Throughput under a fixed factor after ten rounds, the first three of which may have another one."""
-    pool = make_pool(begins_with or factor)
-    run = SimulatedRounds(pool, lengths, curve, **options)
-    for _ in range(3):
-        run.run_round()
-    pool.schedule.aim_at(factor)
-    return throughput([run.run_round() for _ in range(7 + rounds)][7:])
+def test_it_stops_at_the_places_of_the_server():
+    """Half of 2.0 times 16 requests run on average: the places are taken by a factor of 3."""
+    assert max(Auto(max_sequences=24).rounds(40).factors) <= 4.0
 
 
-# It finds the best factor
-
-COSTS = {"prefill": 1e-5, "overhead": 0.005}
-KEEPS = {**COSTS, "request": 2e-3, "keeps": True}
-CELLS = [
-    (1.0, flat, 40, COSTS),
-    (0.5, saturated, 40, KEEPS),  # rounds start with running requests
-    (0.5, bent, 40, {**COSTS, "context": 1e-5}),  # the model ignores context, which is most of a step here
-    (0.5, bent, 40, {"request": 1e-2, "prefill": 1e-5, "reuses_kv": True}),  # resumed samples are sent, not prefilled
-    (0.0, flat, 30, COSTS),
-    (0.0, saturated, 30, COSTS),
-    (0.5, flat, 40, COSTS),
-    (0.5, saturated, 40, COSTS),
-    (1.0, saturated, 40, COSTS),
-    (1.5, bent, 60, {**COSTS, "context": 3e-6}),
-    (0.5, flat, 40, KEEPS),
-    (1.0, flat, 40, KEEPS),
-    (1.0, saturated, 40, KEEPS),
-]
+def test_it_returns_from_a_factor_that_costs_more_than_predicted():
+    auto = Auto(lost=lambda factor: 5.0 if factor > 3.0 else 0.0).rounds(60)
+    assert 4.0 in auto.factors and sum(factor <= 3.0 for factor in auto.factors) > 45, auto.factors
 
 
-@pytest.mark.parametrize(("sigma", "curve", "rounds", "costs"), CELLS[: cases(4, len(CELLS))])
-def test_after_ten_rounds_no_factor_is_faster_by_more_than_five_percent(sigma, curve, rounds, costs):
-    lengths = lognormal(sigma)
-    auto = Auto(lengths, curve, **costs)
-    auto.rounds(10)
-    reached = throughput(auto.rounds(rounds))
-    tried = {factor: with_factor(factor, lengths, curve, rounds=rounds, **costs) for factor in factors(8, BOUND)}
-    assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
-    assert len(auto.changes) <= 7, auto.changes
-    assert curve is not flat or reached > 1.1 * tried[2.0], "or it was not worth choosing"
-    assert auto.chooser.workload().keeps == bool(costs.get("keeps"))
+def test_a_trainer_that_is_slower_than_the_rounds_needs_no_more_requests():
+    auto = Auto(overlaps=True)
+    for _ in range(12):
+        auto.chooser.choose()
+        auto.chooser.observe(auto.round())
+        auto.now += 100.0
+    assert auto.chooser.factor <= 2.0
 
 
-STAGGERED = [(0.5, True), (0.5, False), (1.0, False), (1.0, True)]
-
-
-@pytest.mark.parametrize(("sigma", "reuses_kv"), STAGGERED[: cases(1, 4)])
-def test_requests_sent_one_after_the_other_do_not_mislead_it(sigma, reuses_kv):
-    """As where engine and client share two cores: while the last requests are sent, the first make progress.
-
-    Over several seeds, since runs that start differently stay up to 12 % apart.
-    """
-    costs = {"request": 1.2e-3, "staggered": True, "prefill": 1e-5, "overhead": 0.02, "reuses_kv": reuses_kv}
-    reached, tried = 0.0, dict.fromkeys((1.0, 2.0, 4.0, 6.0), 0.0)
-    for seed in range(cases(1, 5)):
-        lengths = lognormal(sigma, median=100.0, seed=seed)
-        auto = Auto(lengths, bent, **costs)
-        auto.rounds(10)
-        reached += throughput(auto.rounds(30))
-        for factor in tried:
-            tried[factor] += with_factor(factor, lengths, bent, rounds=30, begins_with=2.0, **costs)
-    assert reached >= 0.95 * max(tried.values()), (auto.factors, tried)
-    curve = auto.chooser.workload().seconds_per_step
-    assert [curve(count) for count in (32, 64)] == pytest.approx([bent(32), bent(64)], rel=0.1)
-
-
-# When it changes
-
-
-def test_first_choice_comes_after_three_rounds_and_at_most_doubles_the_factor():
-    auto = Auto(lognormal(1.0), flat)
-    auto.rounds(2)
+def test_raising_takes_a_gain_and_lowering_takes_none(monkeypatch):
+    rates = {2.0: 1.0, 3.0: 1 + 0.5 * GAIN_TO_CHANGE}
+    monkeypatch.setattr(Cycle, "rate", lambda cycle, factor: rates.get(factor, 0.5))
+    auto = Auto().rounds(8)
     assert auto.changes == []
-    auto.rounds(10)
-    change = auto.changes[0]
-    assert (change.before, change.after) == (2.0, 4.0)
-    assert str(change).startswith("over_provisioning changes from 2 to 4: predicted ")
-    assert change.predicted_after > 1.02 * change.predicted_before
-    assert max(auto.factors) == 6.0 and all(change.after <= 2 * change.before for change in auto.changes)
-
-
-def test_raising_the_factor_takes_a_gain_and_lowering_it_takes_none(predict):
-    auto = Auto(lognormal(1.0), flat)
-    gains = {2.0: 1.0, 3.0: 1 + 0.5 * GAIN_TO_CHANGE}
-    predict(lambda factor: 100 * gains.get(factor, 0.5))
-    auto.rounds(5)
-    assert auto.changes == []
-    gains[3.0] = 1 + 1.5 * GAIN_TO_CHANGE
-    auto.rounds(2)
-    assert auto.factors[-1] == 3.0
-    gains[3.0] = 1.0
-    auto.rounds(2)
-    assert auto.factors[-1] == 2.0
-
-
-def test_no_more_requests_than_the_server_decodes_at_once():
-    """With 32 places, all are taken at a factor of 1. No round has to show it."""
-    auto = Auto(lognormal(0.0), bent, max_sequences=32)
-    auto.rounds(3)
-    assert auto.pool.schedule.over_provisioning == 1.0
-
-
-@pytest.mark.parametrize(("gain", "chosen"), [(1.06, 2.0), (1.1, 4.0)])
-def test_more_requests_than_the_server_decodes_at_once_need_a_clear_gain(predict, gain, chosen):
-    """The server has places for the 64 samples of a factor of 2."""
-    auto = Auto(lognormal(1.0), flat, max_sequences=64)
-    predict(lambda factor: {2.0: 1000.0, 4.0: 1000.0 * gain}.get(factor, 500.0))
-    auto.rounds(4)
-    assert auto.pool.schedule.over_provisioning == chosen
-
-
-@pytest.mark.parametrize("slope", [0.0, -0.1])
-def test_a_wrong_model_is_corrected_by_measurements(predict, slope):
-    """It predicts that lower factors are as fast, or faster. They are tried, and again once this is forgotten."""
-    predict(lambda factor: 1000.0 * factor**slope)
-    auto = Auto(lognormal(1.0), flat)
-    auto.rounds(60)
-    assert 0 < sum(factor < 2.0 for factor in auto.factors) <= 60 / 4, auto.factors
+    rates[3.0] = 1 + 1.5 * GAIN_TO_CHANGE
+    assert auto.rounds(4).factors[-1] == 3.0
+    rates[3.0] = 1.0
+    assert auto.rounds(12).factors[-1] == 2.0
 
 
 # Within bounds
@@ -229,7 +117,6 @@ def test_a_wrong_model_is_corrected_by_measurements(predict, slope):
         (8, None, 1, math.inf, list(CANDIDATES)),
         (2, 1, 1, math.inf, [1.0, 1.5, 2.0]),
         (1, 2, 1, math.inf, [1.0, 2.0, 3.0]),
-        (8, None, 1, 64, list(CANDIDATES)),
         (8, None, 1, 20, [1.0, 1.25, 1.5, 2.0, 2.5]),
         (8, None, 1, 8, [1.0]),
     ],
@@ -241,189 +128,71 @@ def test_candidates_are_within_the_bounds_and_differ_in_groups(
 
 
 def test_outstanding_groups_of_a_checkpoint_determine_the_first_factor():
-    saved = Auto(lognormal(1.0), flat)
-    saved.rounds(6)
-    assert saved.factors[-1] > 3.0
-    pool = make_pool(2.0)
-    restore(pool, [state_dict(saved.pool)])
-    chooser = FactorChooser(pool, group_size=4, max_completion_length=LONGEST)
-    assert 2.0 < chooser.factor <= saved.factors[-1]
-    assert chooser.factor * pool.schedule.quota >= len(pool)
+    pool = Pool(8, over_provisioning=4.0, max_staleness=5)
+    pool.begin_round(0)
+    for group_id in range(27):
+        pool.admit(group_id, {}, [1], num_generations=4, max_completion_length=10)
+    assert FactorChooser(pool).factor == 4.0 == pool.schedule.over_provisioning
 
 
 # What it learns from a round
 
 
-def test_a_round_with_an_outage_shows_lengths_and_no_speed():
-    auto, disturbed = (Auto(lognormal(1.0), flat) for _ in range(2))
-    for _ in range(3):
-        auto.observe()
-        disturbed.observe()
-    done = disturbed.run.run_round()
-    done = replace(done, outages=1, seconds=1000.0, traces=[replace(trace, ended=1000.0) for trace in done.traces])
-    disturbed.chooser.observe(done, [*done.groups, *disturbed.pool])
-    expected, found = auto.chooser.workload(), disturbed.chooser.workload()
-    assert found.seconds_per_step(64) == expected.seconds_per_step(64)
-    assert found.overhead_seconds == expected.overhead_seconds
-    assert len(found.lengths) > len(expected.lengths)
+def test_a_round_with_an_outage_shows_no_speed():
+    auto, disturbed = (Auto(per_request=0.0002).rounds(3) for _ in range(2))
+    disturbed.chooser.observe(disturbed.round(outages=1, seconds=1000.0))
+    for factor in (1.0, 2.0, 4.0):
+        assert disturbed.chooser.cycle().seconds(factor) == auto.chooser.cycle().seconds(factor)
 
 
-def test_an_evaluation_between_two_rounds_is_not_taken_for_training():
-    auto = Auto(lognormal(1.0), flat)
-    for between, sync in ((0.0, 0.0), (2.0, 0.5), (3.0, 0.5), (600.0, 0.5), (2.0, 0.25), (3.0, 90.0), (3.0, 0.5)):
-        auto.observe(train_seconds=between, sync_seconds=sync)
-    workload = auto.chooser.workload()
-    assert (workload.train_seconds, workload.sync_seconds) == (3.0, 0.5)
+def test_each_second_between_rounds_counts_as_training_or_sync():
+    auto = Auto().rounds(1)
+    for trains, syncs in ((7.0, 2.0), (7.0, 2.0), (600.0, 2.0)):  # an evaluation comes once
+        auto.now += trains
+        auto.chooser.quiesced()
+        auto.now += syncs / 2
+        auto.chooser.quiesced()  # the sync is repeated
+        auto.now += syncs / 2
+        auto.chooser.choose()
+        auto.now += 0.5  # prompts are read
+        auto.chooser.observe(auto.round())
+    cycle = auto.chooser.cycle()
+    assert (cycle.train_seconds, cycle.sync_seconds) == (7.5, 2.0)
 
 
 # Several processes
 
 
-def of_process(rank: int, count: int, done: Round, groups: Sequence[Group]) -> tuple[Round, list[Group]]:
-    """What one of several processes knows of a round."""
-    traces = [trace for trace in done.traces if trace.group_id % count == rank]
-    tokens = sum(trace.tokens for trace in traces)
-    part = Round(
-        done.version, seconds=done.seconds + rank, over_provisioning=done.over_provisioning, generated_tokens=tokens,
-        traces=traces,
-    )  # fmt: skip
-    return part, [group for group in groups if group.group_id % count == rank]
-
-
 def test_all_processes_choose_like_one():
-    """Each knows its own groups only. Sums over all processes are all that a choice depends on."""
-    alone = Auto(lognormal(1.0), bent, prefill=1e-5)
+    """Sums over all processes are all that a choice depends on, so none waits for another."""
+    alone = Auto(per_request=0.0002)
     sent: list[list[float]] = []
     sums: list[float] = []
-    said: list[float] = []  # predictions of the first process
 
     def note(values: Sequence[float]) -> list[float]:
         sent.append(list(values))
-        return [0.0] * len(values)
+        return list(values)
 
-    def total(rank: int) -> object:
-        def add(values: Sequence[float]) -> list[float]:
-            if sums:
-                return sums
-            assert rank == 0 or not any(values)
-            said.extend(values)
-            return said[: len(values)]
+    def chooser(rank: int, reduce_sum: Callable) -> FactorChooser:
+        pool = Pool(8, over_provisioning=1.0, max_staleness=5)
+        return FactorChooser(pool, processes=2, is_first=rank == 0, reduce_sum=reduce_sum, clock=lambda: alone.now)
 
-        return add
-
-    def chooser(rank: int, total: object) -> FactorChooser:
-        return FactorChooser(
-            alone.pool, group_size=4, max_completion_length=LONGEST, reduce_sum=total, is_first=rank == 0
+    probes = [chooser(rank, note) for rank in range(2)]
+    both = [chooser(rank, lambda values: sums) for rank in range(2)]
+    for _ in range(30):
+        alone.rounds(1)
+        changes = [one.choose() for one in both]
+        assert changes[0] == changes[1]
+        assert {one.factor for one in both} == {alone.factors[-1]}
+        done = alone.round()
+        half = replace(
+            done, generated_tokens=4000, traces=done.traces[::2], in_flight=[(at, n / 2) for at, n in done.in_flight]
         )
-
-    several = [chooser(rank, total(rank)) for rank in range(3)]
-    probes = [chooser(rank, note) for rank in range(3)]
-    for _ in range(12):
-        (done,) = alone.rounds(1)
-        groups = [*done.groups, *alone.pool]
         sent.clear()
-        for rank, probe in enumerate(probes):
-            probe.observe(*of_process(rank, 3, done, groups))
-        assert len({len(values) for values in sent}) == 1, "a collective call needs the same size in all processes"
-        sums = [sum(values) for values in zip(*sent, strict=True)]
-        for rank, one in enumerate(several):
-            one.observe(*of_process(rank, 3, done, groups))
-        sums = []
-        said.clear()
-        changes = [one.choose() for one in several]
-        assert changes[0] == changes[1] == changes[2]
-        assert {one.factor for one in several} == {alone.chooser.factor}
+        for probe in probes:
+            probe.observe(half)
+        assert len({len(values) for values in sent}) == 1
+        sums[:] = map(sum, zip(*sent, strict=True))
+        for one in both:
+            one.observe(half)
     assert alone.changes
-    assert several[1].workload().lengths == alone.chooser.workload().lengths
-
-
-def test_choices_are_collective_even_if_nothing_is_known():
-    """Only the number of rounds determines when to choose, so no process waits for another."""
-    auto, sent = Auto(lognormal(1.0), flat), []
-    auto.chooser._reduce_sum = lambda values: sent.append(len(values)) or list(values)
-    for _ in range(3):
-        done = auto.run.run_round()
-        done.outages = 1
-        auto.chooser.observe(done, [*done.groups, *auto.pool])
-    sent.clear()
-    assert auto.chooser.choose() is None and auto.chooser.factor == 2.0
-    assert sent == [len([factor for factor in auto.chooser.candidates if 1.0 <= factor <= 2.0])]
-
-
-def test_numbers_per_round_are_bounded_for_many_groups():
-    """The groups that are observed stand for all."""
-    pool, sent = make_pool(2.0, quota=300), []
-    run = SimulatedRounds(pool, lognormal(1.0), bent, group_size=2)
-    chooser = FactorChooser(
-        pool,
-        group_size=2,
-        max_completion_length=LONGEST,
-        reduce_sum=lambda values: sent.append(len(values)) or list(values),
-    )
-    for _ in range(3):
-        done = run.run_round()
-        chooser.observe(done, [*done.groups, *pool])
-    assert max(sent) <= MAX_GROUPS * 2 * FIELDS + 10
-    work = chooser.workload()
-    assert len(work.lengths) <= MAX_GROUPS
-    for count in (600, 1200):
-        assert work.seconds_per_step(count) == pytest.approx(bent(count), rel=0.1)
-
-
-# The time between rounds, in training
-
-
-class Chooser:
-    """Notes what it is told."""
-
-    factor = 3.0
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def predict(self) -> dict[float, float]:
-        return {3.0: 1.0}
-
-    def decide(self, predicted):
-        return predicted
-
-    def observe(self, done, groups, *, train_seconds, sync_seconds) -> None:
-        self.seen.append((train_seconds, sync_seconds))
-
-
-@pytest.fixture
-def clock(monkeypatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(factor_chooser.time, "monotonic", lambda: clock.now)
-    return clock
-
-
-def test_pool_has_the_first_factor_and_each_prediction_is_used_once():
-    pool = Pool(4)
-    auto = AutoFactor(Chooser(), pool)
-    assert pool.schedule.over_provisioning == 3.0
-    assert auto.choose() is None
-    auto.predict()
-    assert auto.choose() == {3.0: 1.0}
-    assert auto.choose() is None
-    auto.close()
-
-
-def test_each_second_between_rounds_counts_as_training_or_sync(clock):
-    auto = AutoFactor(chooser := Chooser(), Pool(4))
-    auto.choose()
-    for trains, syncs in ((7.0, 2.0), (5.0, 1.0)):
-        done = Round(0, started=clock.now, seconds=20.0)
-        clock.now += 20.0 + 0.5  # groups are exchanged
-        auto.observe(done)
-        auto.predict()
-        clock.now += trains - 1.0
-        auto.quiesced()
-        clock.now += 1.5  # the sync is repeated
-        auto.quiesced()
-        clock.now += syncs
-        auto.choose()
-        clock.now += 0.5  # prompts are read
-    auto.observe(Round(0, started=clock.now))
-    auto.close()
-    assert chooser.seen == [(0.0, 0.0), (7.0, 3.5), (5.0, 2.5)]

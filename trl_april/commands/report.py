@@ -70,7 +70,7 @@ def render(runs: Sequence[Run]) -> str:
     from markupsafe import Markup
 
     from .report_figures import figures
-    from .report_summary import advice, predict, summarize
+    from .report_summary import advice, summarize
 
     names = names_of([run.path for run in runs])
     summaries = [summarize(run) for run in runs]
@@ -87,7 +87,7 @@ def render(runs: Sequence[Run]) -> str:
                     ", ".join(f"{name}={run.options[name]}" for name in SHOWN if name in run.options)
                 ),
                 "notes": [printable(note) for note in run.notes],
-                "advice": advice(summary, predict(run, summary)),
+                "advice": advice(summary),
             }
             for run, name, summary in zip(runs, names, summaries, strict=True)
         ],

@@ -38,10 +38,6 @@ class RunRound:
     trained_lengths: dict[int, int] = field(default_factory=dict)  # completions of the batch by bin of their length
     launched_lengths: dict[int, int] = field(default_factory=dict)  # requested samples, by length at the round's end
     ages: dict[int, int] = field(default_factory=dict)  # tokens of the batch by staleness in policy versions
-    step_times: list[tuple[float, float]] = field(default_factory=list)  # requests in flight, seconds per decode step
-    seconds_per_prefilled_token: float = 0.0
-    seconds_per_request: float = 0.0
-    prompt_tokens: float = 0.0  # mean length of the prompts
     rewards: dict[str, float] = field(default_factory=dict)  # as TRL logs them
     metrics: dict[str, float] = field(default_factory=dict)  # as in the trainer's log, without `april/`
 
@@ -179,10 +175,6 @@ def _round(entry: Mapping[str, Any], offset: float) -> RunRound:
         trained_lengths=_counts(entry["trained_lengths"]),
         launched_lengths=_counts(entry["launched_lengths"]),
         ages=_counts(entry["ages"]),
-        step_times=[(count, seconds) for count, seconds in entry["step_times"]],
-        seconds_per_prefilled_token=entry["seconds_per_prefilled_token"],
-        seconds_per_request=entry.get("seconds_per_request", 0.0),  # missing in earlier logs
-        prompt_tokens=entry["prompt_tokens"],
         rewards=_numbers(entry["rewards"]),
         metrics=_numbers(entry["metrics"]),
     )

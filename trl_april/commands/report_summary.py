@@ -1,41 +1,29 @@
-"""Summarize a training run, predict its best over-provisioning factor, and give advice.
-
-The prediction uses the model that `over_provisioning="auto"` chooses with. The log counts lengths by completion, not
-by group, so completions are assigned to groups at random. If completions of a prompt are similar, the gain is larger.
-"""
+"""Summarize a training run, and give advice."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..training.run_log import AGES, BINS_PER_DOUBLING
-from ..tuning.factor_chooser import factors
-from ..tuning.server_speed import StepTimeCurve
-from ..tuning.throughput_model import Workload, predicted_throughput
 from .report_run import PHASES, Run, RunRound
 
 
 AGE_NAMES = ("age_0", "age_1", "age_2", "age_3+")  # as in trl_april.training.correction
-GROUPS, SAMPLES = 256, 16_384  # upper limits for a prediction
 # Advice is given where a change gains more than runs differ by chance: about 5 % of the wall-clock for free changes,
 # more for changes with a price.
 FEW_ROUNDS = 4  # the first rounds fill the pool, the last one empties it
 HALF_EMPTY = 0.20  # of the wall-clock; a synchronous round of even lengths has almost none
-GAIN = 0.05  # smaller predicted gains are within the model's error
 AT_BOUND = 0.25  # of the trained tokens; a few belong to the longest completions
 IDLE = 0.30  # of the wall-clock; overlap costs some staleness, so it must be worth it
 EVEN = 1.5  # 99th percentile of the lengths over their median
 SAMPLE_SIZE = 0.6  # of tokens of one age
 SYNC, SCORING, ABORT = 0.10, 0.15, 0.05  # of the wall-clock
 REJECTED = 0.5  # of the generated tokens; DAPO's own runs reach it
-# The lowest factor whose predicted gain is that close to the best is recommended: higher ones make batches older.
-NEAR_BEST = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,67 +175,7 @@ def _mean(rounds: Sequence[RunRound], name: str, *, weight: str | None = None) -
     return sum(metrics[name] * x for metrics, x in zip(known, weights, strict=True)) / total if total else None
 
 
-class Prediction(NamedTuple):
-    """The best factor, and its trained tokens per second of wall-clock relative to the present factor."""
-
-    factor: float
-    gain: float
-
-
-def predict(run: Run, summary: Summary) -> Prediction | None:
-    """Predict the best factor within the staleness bound, or `None` if lengths or server speed are unknown."""
-    last = next((one for one in reversed(run.rounds) if one.step_times), None)
-    if last is None:
-        return None
-    options = run.options
-    present, shares = summary.over_provisioning, summary.shares
-    share = shares.get("generation", 0.0) + shares.get("abort", 0.0)
-    quota, bound, per_round = options.get("quota"), options.get("max_staleness"), options.get("versions_per_round", 1)
-    lengths = _groups(run, options.get("group_size"))
-    if not lengths or present is None or not share or not quota:
-        return None
-    is_guarantee = options.get("staleness_policy", "wait") == "wait"
-    overlaps = options.get("overlap_generation") is True
-    of_rounds = phases(run)
-    seconds = {phase: sum(one[phase] for one in of_rounds) / len(of_rounds) for phase in PHASES}
-    workload = Workload(
-        quota,
-        lengths,
-        StepTimeCurve.through(last.step_times),
-        options.get("max_sequences") or math.inf,
-        seconds_per_prefilled_token=last.seconds_per_prefilled_token,
-        seconds_per_request=last.seconds_per_request,
-        prompt_tokens=last.prompt_tokens,
-        overhead_seconds=summary.abort_seconds or 0.0,
-        # Rounds wait for due groups only if the bound is a guarantee.
-        rounds_to_wait=bound // per_round if bound is not None and is_guarantee else None,
-        reuses_kv=options.get("resume_kv") in ("reuse", "keep"),
-        keeps=options.get("resume_kv") == "keep",
-        overlaps=overlaps,
-        train_seconds=sum(seconds[phase] for phase in PHASES[3:]) if overlaps else 0.0,
-        sync_seconds=seconds["sync"] if overlaps else 0.0,
-    )
-    candidates = factors(quota, bound, per_round)
-    rates = {factor: predicted_throughput(workload, factor) for factor in sorted({*candidates, present})}
-    # Without overlap, only the rounds get faster. With it, the rates cover the whole wall-clock.
-    fixed = 0.0 if overlaps else 1 - share
-    gains = {factor: 1 / (fixed + (1 - fixed) * rates[present] / rates[factor]) for factor in candidates}
-    enough = (1 - NEAR_BEST) * max(gains.values())
-    best = next(factor for factor in candidates if gains[factor] >= enough)
-    return Prediction(best, gains[best])
-
-
-def _groups(run: Run, size: int | None) -> list[list[int]]:
-    if not size:
-        return []
-    bins = sum_counts(one.trained_lengths for one in run.rounds)
-    count = min(GROUPS, SAMPLES // size, sum(bins.values()) // size)
-    numbers = random.Random(0).choices([*bins], [*bins.values()], k=size * count) if bins else []
-    lengths = [max(1, round(2 ** (number / BINS_PER_DOUBLING))) for number in numbers]
-    return [lengths[start : start + size] for start in range(0, len(lengths), size)]
-
-
-def advice(summary: Summary, prediction: Prediction | None = None) -> list[str]:
+def advice(summary: Summary) -> list[str]:
     """What to change, the most promising first, or one sentence if there is nothing to change."""
     if summary.rounds < FEW_ROUNDS:
         rounds = "1 round is" if summary.rounds == 1 else f"{summary.rounds} rounds are"
@@ -256,14 +184,14 @@ def advice(summary: Summary, prediction: Prediction | None = None) -> list[str]:
         nothing = "The trainer's log alone suggests no change; it has no times."
     else:
         nothing = "Nothing to change: the engine was well used, and the trained tokens were recent enough."
-    return list(_sentences(summary, prediction)) or [nothing]
+    return list(_sentences(summary)) or [nothing]
 
 
-def _sentences(s: Summary, prediction: Prediction | None) -> Iterator[str]:
+def _sentences(s: Summary) -> Iterator[str]:
     factor, bound, shares = s.over_provisioning or 1.0, s.options.get("max_staleness"), s.shares
     if (s.half_empty or 0.0) >= HALF_EMPTY and s.options.get("over_provisioning") != "auto":
         waits = f"For {s.half_empty:.0%} of the time, rounds ran with less than half of their requests in flight"
-        yield from _long_tail(s, factor, bound, prediction, waits)
+        yield from _long_tail(s, factor, bound, waits)
     if (s.at_bound or 0.0) >= AT_BOUND and factor > 1:
         yield (
             f"{s.at_bound:.0%} of the trained tokens are {_versions(bound)} old, the limit of max_staleness={bound}: "
@@ -331,16 +259,7 @@ def _sentences(s: Summary, prediction: Prediction | None) -> Iterator[str]:
         yield f"{s.broken_streams:.0f} streams broke and were requested again: check the server's log."
 
 
-def _long_tail(
-    s: Summary, factor: float, bound: int | None, prediction: Prediction | None, waits: str
-) -> Iterator[str]:
-    if prediction is not None:
-        if prediction.factor > factor and prediction.gain >= 1 + GAIN:
-            yield (
-                f"{waits}: raise over_provisioning from {factor:g} to {prediction.factor:g} (predicted: about "
-                f'{prediction.gain:.2f} times the trained tokens per second), or set it to "auto".'
-            )
-        return
+def _long_tail(s: Summary, factor: float, bound: int | None, waits: str) -> Iterator[str]:
     highest = math.inf
     if bound is not None and s.options.get("staleness_policy") == "wait":
         highest = bound // s.options.get("versions_per_round", 1) + 1

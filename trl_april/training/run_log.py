@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ import numpy as np
 
 from ..pool.pool import Pool
 from ..rollout.round import Round
-from ..tuning.server_speed import StepTimes
 from .batch import DOUBLINGS, Reduction, length_bins
 
 
@@ -50,7 +48,7 @@ AGES = 1024
 class RunLog:
     """Writes the run log, in the main process only (`folder` is the trainer's `output_dir` there).
 
-    Requests in flight, times and the duration of decode steps are those of the main process; lengths, ages and metrics
+    Requests in flight and times are those of the main process; lengths, ages and metrics
     are of all processes. A run that resumes at a step continues the file; otherwise it is replaced. `options` are
     plain values for the `run` line, and `clock` is that of the event loop that rounds run in.
     """
@@ -74,9 +72,6 @@ class RunLog:
         self._rounds: list[dict[str, Any]] = []  # lines of the present optimiser step
         self._works_since: float | None = None  # start of the trainer's work on an optimiser step
         self._worked: list[tuple[float, float]] = []
-        self._step_times = StepTimes(options.get("max_sequences") or math.inf)
-        self._reuses_kv = options.get("resume_kv") in ("reuse", "keep")
-        self._overlaps = options.get("overlap_generation") is True
         line = {
             "kind": "run",
             "format": FORMAT,
@@ -120,8 +115,6 @@ class RunLog:
             for segment in sample.segments:
                 ages[min(done.version - segment.version, AGES - 1)] += segment.length
         counts = self._reduce_sum([*trained, *launched, *ages])
-        step_times, traces = self._step_times, done.traces
-        step_times.observe(traces, stands_for=self._processes, reuses_kv=self._reuses_kv, was_cut=not self._overlaps)
         started = done.started - self._zero
         in_flight = thinned([*done.overlap_in_flight, *done.in_flight], done.seconds)
         self._rounds.append(
@@ -135,10 +128,6 @@ class RunLog:
                 "trained_lengths": _nonzero(counts[:BINS]),
                 "launched_lengths": _nonzero(counts[BINS : 2 * BINS]),
                 "ages": _nonzero(counts[2 * BINS :]),
-                "step_times": step_times.curve.points if step_times.is_known else [],
-                "seconds_per_prefilled_token": step_times.seconds_per_prefilled_token,
-                "seconds_per_request": step_times.seconds_per_request,
-                "prompt_tokens": sum(s.prompt - s.held for s in traces) / len(traces) if traces else 0.0,
                 "rewards": rewards,
                 "metrics": self._metrics,  # more are added while the batch is trained
             }

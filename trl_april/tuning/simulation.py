@@ -131,13 +131,11 @@ class _Simulation:
         if factor == AUTO:
             self._chooser = FactorChooser(
                 self.pool,
-                group_size=scenario.group_size,
-                max_completion_length=self._longest,
-                reuses_kv=mode.resume_kv != "recompute",
                 overlaps=mode.overlaps,
+                keeps=mode is Mode.KEEP,
                 max_sequences=scenario.servers * scenario.max_sequences,
+                clock=lambda: asyncio.get_running_loop().time(),
             )
-            self.pool.schedule.aim_at(self._chooser.factor)
         self.result = Result(mode, self._factor, is_chosen=self._chooser is not None)
         # Modes that leave nothing to the next round need no warm-up, but measure the same rows.
         self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
@@ -184,6 +182,8 @@ class _Simulation:
             driver = self._driver
             self._start_measuring_at(number)
             version = number * scenario.updates_per_batch
+            if self._chooser is not None:
+                self._chooser.choose()
             self.pool.begin_round(version)
             self._admit(self.pool.schedule.room)
             start = clock()
@@ -192,14 +192,16 @@ class _Simulation:
             await driver.generate()
             done = driver.take()
             if self._chooser is not None:
-                self._observe(self._chooser, done, start, is_first=number == 0)
+                self._chooser.observe(
+                    replace(done, traces=[self._as_in_training(trace, start) for trace in done.traces])
+                )
             self._count(done, clock() - start)
             if self.mode.overlaps:
                 self._admit(self.pool.schedule.room_ahead)
                 await driver.dispatch_ahead()
-            if self._chooser is not None and (change := self._chooser.choose()):
-                self.pool.schedule.aim_at(change.after)
             await asyncio.sleep(scenario.train_seconds)
+            if self._chooser is not None:
+                self._chooser.quiesced()
             if self.mode is Mode.KEEP:
                 await driver.stop_asking()
                 await self.engine.pause()
@@ -217,12 +219,6 @@ class _Simulation:
             self.pool.admit(
                 group_id, {}, [0], num_generations=self.scenario.group_size, max_completion_length=self._longest
             )
-
-    def _observe(self, chooser: FactorChooser, done: Round, start: float, *, is_first: bool) -> None:
-        """Tell the chooser about a round what training would tell it, and nothing else of the scenario."""
-        times = dict(train_seconds=self.scenario.train_seconds, sync_seconds=self.scenario.sync_seconds)
-        done = replace(done, traces=[self._as_in_training(trace, start) for trace in done.traces])
-        chooser.observe(done, [*done.groups, *self.pool], **({} if is_first else times))
 
     def _as_in_training(self, trace: RequestTrace, start: float) -> RequestTrace:
         """Add the real prompt, and the time of the first token, which arrives with the last one here."""
