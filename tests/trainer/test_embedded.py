@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,81 @@ def test_training_without_a_server_survives_the_death_of_its_engine(tiny_model_d
     del trainer
     gc.collect()
     assert not session_members(pid)
+
+
+class EngineKilledTrainer(RecordingTrainer):
+    """Its engine is killed beside training, in a round, and in a weight sync."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.kills: list[threading.Thread] = []
+        super().__init__(*args, **kwargs)
+
+    def kill(self) -> None:
+        (engine,) = [p for p in session_members(self._server.pid) if "EngineCore" in p.name()]
+        engine.kill()
+
+    def _run_round(self):
+        step, generation = self.state.global_step, self.vllm_generation
+        if step == 3:
+            self.kill_when(lambda: generation._synced_version == "3" and wait_for_tokens(self, 50) is None)
+        elif step == 5:
+            self.kill_when(lambda: generation._announced_version == "5" or generation._pause._may_be_paused)
+        done = super()._run_round()
+        if step == 1:
+            self.kill_when(lambda: True)
+        return done
+
+    def kill_when(self, is_time: Callable[[], bool]) -> None:
+        def run() -> None:
+            wait_for(is_time)
+            self.kill()
+
+        self.kills.append(threading.Thread(target=run))
+        self.kills[-1].start()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_training_survives_three_deaths_of_its_engine(tiny_model_dir, tmp_path):
+    """With the default schedule. The rows are stock GRPO's, and each token has the log-probability of its version."""
+    args = APRILGRPOConfig(
+        str(tmp_path), max_steps=8, num_generations=4, per_device_train_batch_size=8, max_completion_length=400,
+        use_cpu=True, bf16=False, report_to=[], learning_rate=1e-2, save_strategy="no",
+        generation_kwargs={"ignore_eos": True},
+    )  # fmt: skip
+    trainer = EngineKilledTrainer(tiny_model_dir, distinct_characters, args, rows_of(8))
+    trainer.train()
+    for thread in trainer.kills:
+        thread.join()
+    assert len(trainer.kills) == 3 and sum(done.outages for done in trainer.rounds) == 1
+    assert len(trainer.pool) == 0
+    assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(8), 2)
+    assert check_logprobs(trainer) == sum(group.num_tokens for group in trainer.trained_groups)
+    trainer._server.stop()
+
+
+@pytest.mark.long
+def test_evaluation_survives_the_death_of_its_engine(tiny_model_dir, tmp_path, caplog):
+    args = APRILGRPOConfig(
+        str(tmp_path), max_steps=2, num_generations=4, per_device_train_batch_size=8, max_completion_length=100,
+        per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=1, use_cpu=True, bf16=False, report_to=[],
+        save_strategy="no",
+    )  # fmt: skip
+    trainer = EngineKilledTrainer(tiny_model_dir, distinct_characters, args, rows_of(4), eval_dataset=rows_of(2))
+    generate, killed = trainer.vllm_generation.vllm_client.generate, []
+
+    def killed_first(*args, **kwargs):
+        if not killed:
+            killed.append(trainer.state.global_step)
+            trainer.kill()
+        return generate(*args, **kwargs)
+
+    trainer.vllm_generation.vllm_client.generate = killed_first
+    trainer.train()
+    assert killed == [1]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [1, 2]
+    assert len(trainer.pool) == 0 and len(trainer.trained_groups) == 4
+    trainer._server.stop()
 
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.long), False])

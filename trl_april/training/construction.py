@@ -13,6 +13,7 @@ import textwrap
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions
@@ -32,6 +34,7 @@ from ..errors import ConfigError, ServerError
 from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.sync import ServerGeneration
+from .rewards import RewardScorer, checked, decode_completions
 
 
 logger = get_logger(__name__)
@@ -291,3 +294,20 @@ def training_rows(trainer: GRPOTrainer) -> TrainingRows:
     else:
         dataset = trainer._remove_unused_columns(dataset, description="Rollout")
     return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))
+
+
+def reward_scorer(trainer: GRPOTrainer) -> RewardScorer:
+    """Scores groups as the trainer would."""
+    return RewardScorer(
+        functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
+        processing_classes=trainer.reward_processing_classes,
+        names=trainer.reward_func_names,
+        weights=trainer.reward_weights,
+        normalize_first=trainer.multi_objective_aggregation == "normalize_then_sum",
+        decode=partial(decode_completions, trainer._tokenizer, trainer.processing_class),
+        state=lambda: trainer.state,
+        timed=lambda name: profiling_context(trainer, name),
+        async_loop=trainer.async_loop if trainer._has_async_funcs else None,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        device=trainer.accelerator.device,
+    )
