@@ -85,7 +85,8 @@ def test_one_warning_for_all_streams_that_an_outage_breaks(caplog):
     """Those that break after the round has failed are counted, too."""
     pool = make_pool(3)
     admit(pool, 0, 1, 2, 3)
-    engine = ScriptedEngine({(0, 0): breaks_after(3)}, default=[Attempt([Tokens(1), Break(BROKE, 2.6)]), natural(50)])
+    late = Attempt([Tokens(1), Break(BROKE, 2.6)])
+    engine = ScriptedEngine({(0, 0): breaks_after(3), (1, 0): breaks_after(3)}, default=[late, natural(50)])
     engine.held, engine.abort_error = 7, ServerError("gone")
     driver = make_driver(pool, engine)
 
