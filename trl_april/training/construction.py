@@ -22,6 +22,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
+from transformers.dynamic_module_utils import custom_object_save
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
@@ -155,7 +156,8 @@ def embedded_server(args: GRPOConfig, model: Any, processing_class: Any) -> Embe
     if args.vllm_model_impl != GRPOConfig.vllm_model_impl:
         flags += ["--model-impl", args.vllm_model_impl]
     loading = args.model_init_kwargs or {}
-    if loading.get("trust_remote_code", args.trust_remote_code):
+    # The code of a model object runs in this process already.
+    if loading.get("trust_remote_code", args.trust_remote_code) or getattr(model, "_auto_class", None):
         flags += ["--trust-remote-code"]
     if isinstance(model, str):
         if loading.get("revision"):
@@ -195,6 +197,8 @@ def save_architecture(model: Any, processing_class: Any) -> Path:
     config = copy.deepcopy(base.config)
     config.architectures = config.architectures or [type(base).__name__]
     folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
+    if base._auto_class is not None:  # its code is not in transformers
+        custom_object_save(base, folder, config=config)
     config.save_pretrained(folder)
     if processing_class is None:  # as in TRL's constructor
         processing_class = AutoProcessor.from_pretrained(get_config_model_id(config))
