@@ -222,7 +222,7 @@ def launch_options(words: list[str]) -> list[str]:
 def spread_over_cpu(launch: argparse.Namespace, config: APRILGRPOConfig) -> None:
     """Start `--num_processes` processes on a machine without GPUs, where accelerate would start one."""
     on_cpu = launch.cpu or config.use_cpu or not torch.accelerator.is_available()
-    is_chosen = launch.config_file or launch.multi_gpu or launch.tpu or launch.use_deepspeed or launch.use_fsdp
+    is_chosen = launch.config_file or launch.multi_gpu or launch.use_deepspeed or launch.use_fsdp
     if on_cpu and (launch.num_processes or 1) > 1 and not is_chosen:
         launch.cpu, launch.multi_gpu = False, True  # torchrun, as in scripts/accelerate/cpu_ddp.yaml
         os.environ["ACCELERATE_USE_CPU"] = "true"
