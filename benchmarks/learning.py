@@ -237,7 +237,6 @@ class Bench:
         options, reward_funcs = options_of(recipe, mode, self.overrides, self.overrides_of_both)
         return train(
             mode,
-            options.pop("over_provisioning"),
             model_dir=self.model_dir,
             # More rows than are trained, since dynamic sampling rejects some.
             dataset=task.training_dataset(4 * max(steps, MOST_UPDATES_PER_ROUND) * STANDARD.groups, seed + 1),
