@@ -4,6 +4,7 @@
     python benchmarks/learning.py --recipes grpo --seeds 3 --steps 20
     python benchmarks/learning.py --set overlap_generation=true --set over_provisioning=1.5     # APRIL only
     python benchmarks/learning.py --april-steps 60                          # about equal wall-clock
+    python benchmarks/learning.py --recipes grpo --seeds 10 --paper         # and the schedule of the paper
     python benchmarks/learning.py --set-both lr_scheduler_type=linear --set-both learning_rate=0.0003
     python benchmarks/learning.py --quick                                  # a few steps, as a smoke test
     python benchmarks/learning.py --plot-only benchmark_output/learning.json
@@ -38,7 +39,7 @@ import torch
 import transformers
 import yaml
 from expected_reward import ExpectedReward, expected_reward
-from learning_comparison import APRIL, SYNCHRONOUS, Run, draw, tables
+from learning_comparison import APRIL, PAPER, SYNCHRONOUS, Run, draw, tables
 from report import read_json, require_matplotlib, write_json
 from trl.rewards import get_soft_overlong_punishment
 
@@ -67,6 +68,7 @@ MOST_UPDATES_PER_ROUND = 4
 # With a long tail, large micro-batches would be mostly padding.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 1e-4
+PAPERS_SCHEDULE = {"overlap_generation": False, "resume_kv": "recompute"}
 HELD_OUT = 2048  # quantiles of the lengths, each with a prompt that is not trained on
 # The task's rule instead of contains_answer.
 REWARDS = {
@@ -108,10 +110,11 @@ def laptop_sizes(recipe: dict[str, Any]) -> dict[str, Any]:
 def options_of(
     recipe: str, mode: str, overrides: dict[str, Any], overrides_of_both: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[Callable]]:
-    """All options of a run, and its reward functions. `overrides` apply to APRIL only."""
+    """All options of a run, and its reward functions. `overrides` apply to APRIL's own schedule only."""
     options, reward_funcs = load(recipe)
     options |= laptop_sizes(options) | (overrides_of_both or {})
-    return options | ({"over_provisioning": 1.0} if mode == SYNCHRONOUS else overrides), reward_funcs
+    of_mode = {SYNCHRONOUS: {"over_provisioning": 1.0}, APRIL: overrides, PAPER: PAPERS_SCHEDULE}
+    return options | of_mode[mode], reward_funcs
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -234,7 +237,6 @@ class Bench:
         options, reward_funcs = options_of(recipe, mode, self.overrides, self.overrides_of_both)
         return train(
             mode,
-            options.pop("over_provisioning"),
             model_dir=self.model_dir,
             # More rows than are trained, since dynamic sampling rejects some.
             dataset=task.training_dataset(4 * max(steps, MOST_UPDATES_PER_ROUND) * STANDARD.groups, seed + 1),
@@ -303,13 +305,13 @@ def warm_started(sizes: Sizes) -> Iterator[tuple[Any, Path, str]]:
             yield model, folder, server.base_url
 
 
-def schedule(recipes: list[str], seeds: int) -> list[tuple[str, int, str]]:
-    """Recipe, seed and mode of every run. The order of the modes alternates; a stopped benchmark has whole seeds."""
+def schedule(recipes: list[str], seeds: int, modes: tuple[str, ...]) -> list[tuple[str, int, str]]:
+    """Recipe, seed and mode of every run. The order of the modes changes; a stopped benchmark has whole seeds."""
     return [
         (recipe, seed, mode)
         for seed in range(seeds)
         for recipe in recipes
-        for mode in ((SYNCHRONOUS, APRIL) if seed % 2 == 0 else (APRIL, SYNCHRONOUS))
+        for mode in (modes if seed % 2 == 0 else modes[::-1])
     ]
 
 
@@ -320,6 +322,7 @@ def measure(
     overrides: dict[str, Any],
     overrides_of_both: dict[str, Any],
     path: Path,
+    modes: tuple[str, ...] = (SYNCHRONOUS, APRIL),
 ) -> list[Run]:
     """All runs. Runs that `path` already holds are not repeated."""
     settings = {"sizes": asdict(sizes), "overrides": overrides, "overrides_of_both": overrides_of_both}
@@ -334,7 +337,7 @@ def measure(
         runs = [Run.from_dict(result) for result in results]
         print(f"{path} holds {len(runs)} runs already.")
     done = {(run.recipe, run.seed, run.mode) for run in runs}
-    left = [planned for planned in schedule(recipes, seeds) if planned not in done]
+    left = [planned for planned in schedule(recipes, seeds, modes) if planned not in done]
     if not left:
         return runs
     with warm_started(sizes) as (model, folder, base_url):
@@ -373,6 +376,7 @@ def main() -> None:
         "--set-both", dest="overrides_of_both", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="the same for all runs; can be repeated",
     )  # fmt: skip
+    parser.add_argument("--paper", action="store_true", help="also train with the schedule of the paper")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
     parser.add_argument(
@@ -405,7 +409,8 @@ def main() -> None:
             for option, value in laptop_sizes(recipe).items():
                 print(f"    {option}: {value} ({recipe.get(option, 'not set')})")
         overrides, of_both = dict(arguments.overrides), dict(arguments.overrides_of_both)
-        runs = measure(sizes, arguments.recipes, arguments.seeds, overrides, of_both, path)
+        modes = (SYNCHRONOUS, APRIL, *([PAPER] if arguments.paper else []))
+        runs = measure(sizes, arguments.recipes, arguments.seeds, overrides, of_both, path, modes)
     print(f"\n{tables(runs)}")
     picture = path.with_suffix(".png")
     draw(runs, picture)

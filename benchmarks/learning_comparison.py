@@ -5,6 +5,7 @@ The two runs of one seed are compared as a pair, so an easy or hard seed does no
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from intervals import at, effective_share, first_reached, interval, lower_bound,
 from report import markdown, new_figure
 
 
-SYNCHRONOUS, APRIL = "synchronous", "APRIL"
+SYNCHRONOUS, APRIL, PAPER = "synchronous", "APRIL", "paper's schedule"
 COLORS = {SYNCHRONOUS: "#c8691c", APRIL: "#1f6fb4"}  # told apart with any colour vision
 SMOOTHED_OVER = 5  # points of a curve
 MARGIN = 0.02  # acceptable loss of reward
@@ -34,7 +35,7 @@ class Run:
         seed (`int`):
             Selects prompts and their order.
         mode (`str`):
-            `"synchronous"` or `"APRIL"`.
+            `"synchronous"`, `"APRIL"` or `"paper's schedule"`.
         seconds (`float`):
             Wall-clock of the training.
         rollout_seconds (`float`):
@@ -93,13 +94,13 @@ class Run:
         return smoothed([reward for _, _, reward in self.curve], SMOOTHED_OVER)
 
 
-def pairs_of(runs: Iterable[Run], recipe: str) -> list[tuple[Run, Run]]:
-    """The synchronous run and the APRIL run of every seed that has both."""
+def pairs_of(runs: Iterable[Run], recipe: str, mode: str = APRIL) -> list[tuple[Run, Run]]:
+    """The synchronous run and the run of this mode of every seed that has both."""
     by_seed: dict[int, dict[str, Run]] = {}
     for run in runs:
         if run.recipe == recipe:
             by_seed.setdefault(run.seed, {})[run.mode] = run
-    return [(both[SYNCHRONOUS], both[APRIL]) for _, both in sorted(by_seed.items()) if len(both) == 2]
+    return [(by[SYNCHRONOUS], by[mode]) for _, by in sorted(by_seed.items()) if {SYNCHRONOUS, mode} <= by.keys()]
 
 
 def recipes_of(runs: Iterable[Run]) -> list[str]:
@@ -200,13 +201,16 @@ def _share(values: Sequence[float]) -> str:
 def learned(runs: Sequence[Run]) -> str:
     """Table of rewards and times."""
     rows = []
-    for recipe in recipes_of(runs):
-        pairs = pairs_of(runs, recipe)
+    for recipe, mode in itertools.product(recipes_of(runs), (APRIL, PAPER)):
+        pairs = pairs_of(runs, recipe, mode)
+        if not pairs:
+            continue
         found = compare(pairs)
         bound = lower_bound(found.differences)
         rows.append(
             [
                 recipe,
+                mode,
                 str(len(pairs)),
                 _with_interval(found.reward[0]),
                 _with_interval(found.reward[1]),
@@ -219,7 +223,7 @@ def learned(runs: Sequence[Run]) -> str:
             ]
         )
     header = (
-        "recipe", "seeds", "reward after, synchronous", "reward after, APRIL", "difference",
+        "recipe", "mode", "seeds", "reward after, synchronous", "reward after", "difference",
         f"not worse than (95 %; must be above -{MARGIN:g})", "faster for as many steps",
         "difference at equal wall-clock", "synchronous result reached after", "by synchronous itself",
     )  # fmt: skip
@@ -232,7 +236,13 @@ def lengths(runs: Sequence[Run]) -> str:
     for recipe in recipes_of(runs):
         pairs = pairs_of(runs, recipe)
         steps = min(one.steps[-1] for one, _ in pairs)
-        for mode, chosen in ((SYNCHRONOUS, [one for one, _ in pairs]), (APRIL, [other for _, other in pairs])):
+        chosen_of = {
+            SYNCHRONOUS: [one for one, _ in pairs],
+            **{mode: [other for _, other in pairs_of(runs, recipe, mode)] for mode in (APRIL, PAPER)},
+        }
+        for mode, chosen in chosen_of.items():
+            if not chosen:
+                continue
             thirds = zip(*(length_by_third(run, steps) for run in chosen), strict=True)
             every = [statistics.fmean(length for step, length in run.lengths if step < steps) for run in chosen]
             rows.append([recipe, mode, *(_with_interval(third, "{:.0f}") for third in (*thirds, every))])

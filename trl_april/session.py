@@ -144,7 +144,7 @@ class RolloutSession:
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
             )
         quota = processes.quota(self.pool.schedule, self._dynamic.max_rejected if self._dynamic else None)
-        self._recovery = Recovery(server, processes, patience=args.vllm_server_timeout, stop=stop)
+        self._recovery = Recovery(server, processes, stop)
         self.driver = RolloutDriver(
             self.pool,
             self._engine,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,11 @@ from .training.console import print_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import PASSES, arranged, without_padding
 from .training.requested_batch import RequestedBatch
-from .training.rewards import RewardScorer, checked, decode_completions, extra_columns, trained_rewards
+from .training.rewards import checked, extra_columns, trained_rewards
 from .training.run_log import outline
 from .training.step_callback import StepCallback
 from .weights.canary import depends_on_width
+from .weights.recovery import Recovery
 
 
 logger = get_logger(__name__)
@@ -202,13 +203,18 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # In training, `inputs` are the rows of stock GRPO's next batch; the pool trains each row when it is finished.
-        if not self.april_enabled or not self.model.training:
-            if self.april_enabled:
-                if self.state.global_step == self._last_loaded_step and not self.vllm_generation.holds_weights():
-                    self._last_loaded_step = -1  # TRL then syncs
-                if self.log_completions:
-                    self._pending_extra_logs.update(evaluation_columns(len(inputs)))
+        if not self.april_enabled:
             return super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            if self.log_completions:
+                self._pending_extra_logs.update(evaluation_columns(len(inputs)))
+            recovery = Recovery(self.vllm_generation, self._processes, self._stop)
+            with self._saved_if_stopped():
+                if self.state.global_step != self._last_loaded_step:  # TRL's own sync would not survive an outage
+                    with profiling_context(self, "sync_weights"):
+                        recovery.sync_weights()
+                    self._last_loaded_step = self.state.global_step
+                return recovery.with_weights(partial(super()._generate_and_score_completions, inputs))
         self._requested.answer(inputs)
         done = self._run_round()
         assert self._session is not None
@@ -339,7 +345,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             eos_token_ids=self.eos_token_ids,
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
-            scorer=self._reward_scorer() if self._options.scores_groups else None,
+            scorer=construction.reward_scorer(self) if self._options.scores_groups else None,
             state=self.state,
             processes=self._processes,
             stop=self._stop,
@@ -354,43 +360,35 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self._session is None:
             self._session = self._open_session()
             self.pool = self._session.pool
-        try:
+        with self._saved_if_stopped():
             done, metrics = self._session.run_round(
                 self._step,
                 is_synced=step == self._last_loaded_step,
                 profiled=partial(profiling_context, self),
             )
-        except (Stopped, ServerError) as error:  # in all processes
-            if isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO:
-                self._save_now()
-            raise
         self._last_loaded_step = step
         self._log_metrics(metrics)
         self.round_history.append(outline(done))
         return done
 
+    @contextmanager
+    def _saved_if_stopped(self) -> Iterator[None]:
+        """Write a checkpoint if training ends in the block because of a signal or a lost server."""
+        try:
+            yield
+        except (Stopped, ServerError) as error:  # in all processes
+            saves = isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO
+            if self._session is not None and saves:
+                self._save_now()
+            raise
+
     def _save_now(self) -> None:
-        """Write a checkpoint inside a step: the weights at its start, and everything generated so far."""
+        """Write a checkpoint of the weights of the last step, and everything generated so far."""
         is_new = not self._checkpoints.has_weights(self.state.global_step)
         self._save_checkpoint(self.model, trial=None)
         if is_new:
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         logger.warning(f"Training can be resumed from {self._checkpoints.folder(self.state.global_step)}.")
-
-    def _reward_scorer(self) -> RewardScorer:
-        return RewardScorer(
-            functions=checked(self.reward_funcs, self.reward_func_names, whole_batch=False),
-            processing_classes=self.reward_processing_classes,
-            names=self.reward_func_names,
-            weights=self.reward_weights,
-            normalize_first=self.multi_objective_aggregation == "normalize_then_sum",
-            decode=partial(decode_completions, self._tokenizer, self.processing_class),
-            state=lambda: self.state,
-            timed=lambda name: profiling_context(self, name),
-            async_loop=self.async_loop if self._has_async_funcs else None,
-            chat_template_kwargs=self.chat_template_kwargs,
-            device=self.accelerator.device,
-        )
 
     def _log_metrics(self, metrics: dict[str, float], prefix: str = "april/") -> None:
         for name, value in metrics.items():

@@ -11,6 +11,7 @@ import torch
 
 from trl_april.commands import demo_training as task
 from trl_april.commands.demo import comparison, main
+from trl_april.commands.report_run import read_run
 
 
 def test_only_the_whole_solution_scores_one():
@@ -53,8 +54,10 @@ def test_table_compares_the_recordings():
         task.Recording(name, factor, "", 12, seconds, 0.6 * seconds, 1000, 1000, 250, 0.5, 2)
         for name, factor, seconds in (("synchronous", 1.0, 48.0), ("APRIL", 2.0, 24.0))
     )
-    table = comparison(synchronous, april)
-    assert "x 2.00" in table and "25%" in table
+    lines = comparison(synchronous, april).splitlines()
+    # Training included, unlike the rollout's share of it.
+    assert lines[2].split() == ["wall-clock", "per", "optimizer", "step", "4.00", "s", "2.00", "s", "x", "2.00"]
+    assert any("25%" in line for line in lines)
 
 
 @pytest.mark.long
@@ -63,9 +66,10 @@ def test_quick_demo_from_start_to_end(tmp_path, capsys, one_thread):
     """On its own server, which serves the demo's model."""
     assert main(["--quick", "--output-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for row in ("generated tokens per second", "trained tokens carried over", "reward on held-out prompts, after"):
+    for row in ("wall-clock per optimizer step", "trained tokens carried over", "reward on held-out prompts, after"):
         assert row in shown
     assert "synchronous and APRIL" in (tmp_path / "report.html").read_text()
     synchronous, april = json.loads((tmp_path / "recordings.json").read_text())
     assert synchronous["staleness_max"] == 0 and synchronous["carried_tokens"] == 0
+    assert [read_run(tmp_path / name).options["resume_kv"] for name in ("synchronous", "APRIL")] == ["reuse", "keep"]
     assert april["generated_tokens"] == april["trained_tokens"]  # the pool is empty at the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -301,6 +302,27 @@ def test_options_of_accelerate_start_processes(run_main, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # in one of those processes
     assert run_main(*common, "--reward_funcs", "contains_answer").arguments["args"].num_generations == 4
     assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "launcher"),
+    [
+        (["--num_processes", "2"], "multi_gpu"),
+        (["--cpu", "--num_processes", "2"], "multi_gpu"),
+        (["--cpu", "--num_processes", "1"], "simple"),
+        (["--use_deepspeed", "--num_processes", "2"], "deepspeed"),
+    ],
+)
+def test_several_processes_without_gpus(run_main, monkeypatch, options, launcher):
+    """accelerate itself would start one, on a CPU."""
+    called = []
+    for name in ("simple", "multi_gpu", "deepspeed"):
+        monkeypatch.setattr(f"accelerate.commands.launch.{name}_launcher", lambda _, name=name: called.append(name))
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "as before")
+    run_main("--model_name_or_path", "m", *options)
+    assert called == [launcher]
+    assert (os.environ["ACCELERATE_USE_CPU"] == "true") == (launcher == "multi_gpu")
 
 
 def test_a_recipe_goes_by_its_name(run_main):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -18,12 +17,13 @@ from trl_april.server.command_line import (
     server_environment,
 )
 from trl_april.server.local import LocalServer
-from trl_april.server.middleware import GeneratedTokens, GuardedTokens
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens
 from trl_april.server.worker import QuietReload
 
 
-def classes_of(command: list[str], flag: str) -> list[str]:
-    return [value for name, value in itertools.pairwise(command) if name == flag]
+def middleware_of(command: list[str]) -> list[str]:
+    """In one word with the flag: vLLM warns if `--middleware` is a word twice, ours and a user's."""
+    return [word.partition("=")[2] for word in command if flag_name(word) == "--middleware"]
 
 
 def path_of(cls: type) -> str:
@@ -45,10 +45,10 @@ def test_command_on_a_cpu():
         assert flag_value(command, flag) == value
     assert "--disable-uvicorn-access-log" in command
     assert "--weight-transfer-config" not in command  # no NCCL on a CPU
-    assert classes_of(command, "--middleware") == [path_of(GuardedTokens)]
-    assert classes_of(command, "--worker-extension-cls") == [path_of(QuietReload)]
+    assert middleware_of(command) == [path_of(GeneratedTokens), path_of(BrowserGuard)]
+    assert flag_value(command, "--worker-extension-cls") == path_of(QuietReload)
     open_to_all = server_command("m", "127.0.0.1", 1, ["--allowed-origins", '["*"]'], platform="cpu")
-    assert classes_of(open_to_all, "--middleware") == [path_of(GeneratedTokens)]
+    assert middleware_of(open_to_all) == [path_of(GeneratedTokens)]
 
 
 @pytest.mark.parametrize("release, scale_out", [("0.22.1", False), ("0.30.0", True), ("0.31.0+cu130", True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import re
@@ -11,9 +12,12 @@ import sys
 import textwrap
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.server.test_process import wait_for
 from tests.support.launch import launch
@@ -23,6 +27,7 @@ from tests.trainer.test_trainer import RecordingTrainer, check_logprobs, distinc
 from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ServerError
 from trl_april.server.process import session_members
+from trl_april.trainer import APRILGRPOTrainer
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
@@ -44,13 +49,17 @@ class KilledTrainer(RecordingTrainer):
         self.kill()
 
 
+def kill_engine(trainer: APRILGRPOTrainer) -> None:
+    (engine,) = [p for p in session_members(trainer._server.pid) if "EngineCore" in p.name()]
+    engine.kill()
+
+
 def test_training_without_a_server_survives_the_death_of_its_engine(tiny_model_dir, tmp_path, monkeypatch, caplog):
     """The shortest call there is. Each row is trained once per epoch, and the server ends with the trainer."""
 
     class EngineKilled(KilledTrainer):
         def kill(self) -> None:
-            (engine,) = [p for p in session_members(self._server.pid) if "EngineCore" in p.name()]
-            engine.kill()
+            kill_engine(self)
 
     monkeypatch.chdir(tmp_path)  # for the default folder of the output
     trainer = EngineKilled(model=tiny_model_dir, reward_funcs=distinct_characters, train_dataset=rows_of(4))
@@ -66,6 +75,104 @@ def test_training_without_a_server_survives_the_death_of_its_engine(tiny_model_d
     del trainer
     gc.collect()
     assert not session_members(pid)
+
+
+class EngineKilledTrainer(RecordingTrainer):
+    """Its engine is killed in a round, beside training, and in a weight sync."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.kills: list[threading.Thread] = []
+        super().__init__(*args, **kwargs)
+
+    def _run_round(self):
+        step, generation = self.state.global_step, self.vllm_generation
+        if step == 0:  # later rounds may be complete as they begin
+            self.kill_when(lambda: self.pool is not None and self.pool.counters.tokens_generated > 100)
+        elif step == 4:
+            self.kill_when(lambda: generation._pause._may_be_paused or generation._announced_version == "4")
+        done = super()._run_round()
+        if step == 2:
+            self.kill_when(lambda: True)
+        return done
+
+    def kill_when(self, is_time: Callable[[], bool]) -> None:
+        def run() -> None:
+            wait_for(is_time, seconds=300)
+            kill_engine(self)
+
+        self.kills.append(threading.Thread(target=run))
+        self.kills[-1].start()
+
+
+def check_segments(trainer: RecordingTrainer, model_dir: str) -> None:
+    """Compare each token's log-probability with its version's weights, to 1e-4.
+
+    Requests keep keys and values of older weights. After the death of an engine they are recomputed.
+    """
+    models = {}
+    for version, weights in trainer.weights.items():
+        models[version] = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        models[version].load_state_dict(weights, strict=False)
+    for sample, prompt in [(s, group.prompt_ids) for group in trainer.trained_groups for s in group.samples]:
+        ids, past, end = torch.tensor([[*prompt, *sample.token_ids]]), DynamicCache(), len(prompt)
+        for segment in sample.segments:
+            begin, end = end, end + segment.length
+            for cache in (past, DynamicCache()):
+                cached = cache.get_seq_length()
+                with torch.no_grad():
+                    output = models[segment.version](ids[:, cached : end - 1], past_key_values=copy.deepcopy(cache))
+                logits = output.logits[0, begin - 1 - cached :].log_softmax(-1)
+                found = logits.gather(-1, ids[0, begin:end, None]).squeeze(-1)
+                recorded = torch.tensor(sample.logprobs[begin - len(prompt) : end - len(prompt)])
+                if (found - recorded).abs().max() < 1e-4:
+                    break
+            else:
+                pytest.fail(f"{sample}, version {segment.version}: {(found - recorded).abs().max():.4f}")
+            past = output.past_key_values
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_training_survives_three_deaths_of_its_engine(tiny_model_dir, tmp_path):
+    """Requests run through it, and through weight syncs. Rows are trained as often as in stock GRPO."""
+    args = APRILGRPOConfig(
+        str(tmp_path), max_steps=8, num_generations=4, per_device_train_batch_size=8, max_completion_length=400,
+        use_cpu=True, bf16=False, report_to=[], learning_rate=1e-2, save_strategy="no",
+        generation_kwargs={"ignore_eos": True}, over_provisioning=3.0,
+    )  # fmt: skip
+    trainer = EngineKilledTrainer(tiny_model_dir, distinct_characters, args, rows_of(8))
+    trainer.train()
+    for thread in trainer.kills:
+        thread.join()
+    assert len(trainer.kills) == 3 and sum(done.outages for done in trainer.rounds) >= 1
+    assert len(trainer.pool) == 0
+    assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(8), 2)
+    check_segments(trainer, tiny_model_dir)
+    trainer._server.stop()
+
+
+@pytest.mark.long
+def test_evaluation_survives_the_death_of_its_engine(tiny_model_dir, tmp_path):
+    args = APRILGRPOConfig(
+        str(tmp_path), max_steps=2, num_generations=4, per_device_train_batch_size=8, max_completion_length=100,
+        per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=1, use_cpu=True, bf16=False, report_to=[],
+        save_strategy="no",
+    )  # fmt: skip
+    trainer = RecordingTrainer(tiny_model_dir, distinct_characters, args, rows_of(4), eval_dataset=rows_of(2))
+    generate, killed = trainer.vllm_generation.vllm_client.generate, []
+
+    def killed_first(*args, **kwargs):
+        if not killed:
+            killed.append(trainer.state.global_step)
+            kill_engine(trainer)
+        return generate(*args, **kwargs)
+
+    trainer.vllm_generation.vllm_client.generate = killed_first
+    trainer.train()
+    assert killed == [1]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [1, 2]
+    assert len(trainer.pool) == 0 and len(trainer.trained_groups) == 4
+    trainer._server.stop()
 
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.long), False])

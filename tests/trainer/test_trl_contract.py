@@ -229,7 +229,7 @@ def test_tokenization_and_sampler():
 
 
 def test_the_interface_of_vllm_generation():
-    """ServerGeneration overrides two of these and calls the others."""
+    """ServerGeneration overrides three of these and calls the others."""
     assert parameters(VLLMGeneration._init_vllm) == [] == parameters(VLLMGeneration.sync_weights)
     assert parameters(VLLMGeneration._iter_named_params) == []
     assert "self._init_vllm()" in inspect.getsource(VLLMGeneration.__init__)
@@ -244,7 +244,11 @@ def test_the_interface_of_vllm_generation():
         for name in vars(ServerGeneration)
         if name in vars(VLLMGeneration) and callable(getattr(VLLMGeneration, name))
     }
-    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights"}
+    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights", "generate"}
+    # An outage is an empty answer of the client, so that the other processes get one.
+    source = inspect.getsource(VLLMGeneration.generate)
+    called, broadcast = source.index("self.vllm_client.generate("), source.index("broadcast_object_list(")
+    assert source[called:broadcast].count('output["') == 3 and 'output["logprobs"]' in source[called:broadcast]
 
 
 def test_the_client_sets_its_session_up_before_it_checks_the_server():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOConfig
 
 from tests.support.fake_vllm import FakeVLLM
@@ -100,6 +103,32 @@ def test_model_object_is_served_from_its_architecture():
     saved = json.loads(Path(server.model, "config.json").read_text())
     assert saved["architectures"] == ["Qwen3ForCausalLM"] and not model.config.architectures
     assert flag_value(server.vllm_args, "--load-format") == "dummy"
-    assert flag_value(server.vllm_args, "--dtype") == "bfloat16"
+    assert flag_value(server.vllm_args, "--dtype") == "bfloat16" and "--trust-remote-code" not in server.vllm_args
     files = {path.name for path in Path(server.model).iterdir()}
     assert "tokenizer.json" in files and not any(name.endswith(".safetensors") for name in files)
+
+
+REMOTE = """
+from transformers import Qwen3ForCausalLM
+from .remote_base import Base
+
+class RemoteForCausalLM(Base, Qwen3ForCausalLM):
+    pass
+"""
+
+
+def test_model_object_with_remote_code_is_served_with_its_code(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    source = tmp_path / "source"
+    model = build_model()
+    model.config.auto_map = {"AutoModelForCausalLM": "remote.RemoteForCausalLM"}
+    model.save_pretrained(source)
+    source.joinpath("remote.py").write_text(REMOTE)
+    source.joinpath("remote_base.py").write_text("class Base:\n    pass\n")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True), LoraConfig())
+    server = embedded_server(config(), model, build_tokenizer())
+    shutil.rmtree(source)
+    served = AutoConfig.from_pretrained(server.model)
+    assert type(AutoModelForCausalLM.from_config(served, trust_remote_code=True)).__name__ == "RemoteForCausalLM"
+    assert "--trust-remote-code" in server.vllm_args

@@ -40,6 +40,7 @@ class Generation:
 
     base_url = "http://127.0.0.1:8000"
     local_server = None
+    server_timeout = 60.0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -86,7 +87,7 @@ class Training:
     def __init__(self) -> None:
         self.clock = Clock()
         self.generation, self.processes, self.stop = Generation(self.clock), Processes(), StopRequest()
-        self.recovery = Recovery(self.generation, self.processes, patience=60.0, stop=self.stop)
+        self.recovery = Recovery(self.generation, self.processes, self.stop)
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_a_server_of_the_trainer_that_was_given_up_is_an_error_in_all_processes(
     """At once, with its reason; it is waited for as long as it may take to start."""
     gone = ServerError("The KV cache is too small.")
     training.generation.local_server = SimpleNamespace(failure=None, startup_timeout=600.0)
-    training.recovery = Recovery(training.generation, training.processes, patience=60.0, stop=training.stop)
+    training.recovery = Recovery(training.generation, training.processes, training.stop)
     training.generation.alive = False
     training.clock.after(200.0, lambda: setattr(training.generation.local_server, "failure", gone))
     with pytest.raises(ServerError, match="The KV cache is too small") as caught:

@@ -17,9 +17,12 @@ from peft import LoraConfig, get_peft_model
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.synced_trainer import SyncedTrainer
 from tests.support.tiny import build_model
+from trl_april.distributed.processes import OneProcess
+from trl_april.distributed.signals import StopRequest
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.weights import sync as weight_sync
 from trl_april.weights.canary import trainer_logprobs
+from trl_april.weights.recovery import Recovery
 from trl_april.weights.sync import ServerGeneration
 
 
@@ -40,6 +43,7 @@ class MortalVLLM(FakeVLLM):
         self.dies_at: str | None = None
         self.loses: str | None = None
         self.stalls: str | None = None
+        self.evaluated: list[str] = []  # weight versions of evaluations
         self._logprobs: list[float] | None = None
         self.prompt_logprobs = lambda ids: self._logprobs or [-1.0] * (len(ids) - 1)
 
@@ -69,6 +73,20 @@ class MortalVLLM(FakeVLLM):
             token_ids = self.canary_ids
             self._logprobs = trainer_logprobs(self._trained, token_ids, torch.device("cpu"))
         return answer
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        """Answers TRL's evaluations, too."""
+        if "n" not in (body := await request.json()):
+            return await super()._completions(request)
+        self.evaluated.append(self.weight_version)
+        if self.dies_at == "/evaluation":
+            self.alive = False
+            if self.back_at_once:
+                self.restart()
+            request.transport.abort()
+        logprobs = {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}]}
+        choice = {"token_ids": [5], "prompt_token_ids": [1], "logprobs": logprobs}
+        return web.json_response({"choices": [choice] * body["n"] * len(body["prompt"])})
 
     canary_ids: list[int]
 
@@ -336,6 +354,31 @@ def test_an_nccl_request_is_sent_once_and_has_a_time_limit(trainer, fake, status
     with pytest.raises(error, match=f"{status} to /update_weights .*busy" if status else "did not answer"):
         generation.vllm_client._post(f"{fake.base_url}/update_weights", json={"update_info": 1})
     assert len(fake.received_at("/update_weights")) == (1 if status else 0)  # a stalled request is not recorded
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("back_at_once", [False, True])
+def test_an_evaluation_is_repeated_with_the_right_weights(fake, generation, monkeypatch, back_at_once):
+    """The server dies under it. One that is back at once answers TRL's own retry, with its initial weights."""
+    fake.back_at_once = back_at_once
+    generation.vllm_client.session.adapters["http://"].max_retries.backoff_factor = 0
+    recovery = Recovery(generation, OneProcess(), StopRequest())
+    monkeypatch.setattr(generation.server, "problem", lambda: None if fake.alive else fake.restart())
+    generation.sync_weights()
+    fake.dies_at = "/evaluation"
+    _, completions, _, _ = recovery.with_weights(lambda: generation.generate([[1], [1]], None, 2))
+    assert completions == [[5], [5]]
+    assert fake.evaluated == (["2", "default", "2"] if back_at_once else ["2", "2"])
+
+
+def test_an_evaluation_that_only_the_main_process_requests_fails_in_all(generation):
+    generation._processes = TwoProcesses()
+    generation._processes.outage = 1.0
+    generation.vllm_client.generate = lambda **_: {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+    with pytest.raises(ServerError, match="was lost during an evaluation"):
+        generation.generate([[1]], None, 1)
 
 
 # Which errors are outages

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from .doctor import check_file, check_plots
@@ -23,8 +23,9 @@ Train a small model with and without APRIL on this machine, and compare.
 
 Everything is made here: a model of 0.1 million parameters, its tokenizer, and a task that a rule can check (counting
 down to zero, from numbers with a long tail). After a short supervised warm start, the model is trained with GRPO twice
-from the same weights, for the same number of optimizer steps, with the same vLLM server: synchronously, and with
-twice as many prompt groups in flight as a step needs.
+from the same weights, for the same number of optimizer steps, with the same vLLM server: synchronously, and with the
+default schedule, under which more prompt groups are in flight than a step needs and generation continues during
+training.
 """
 
 
@@ -44,7 +45,6 @@ class Settings:
 
 STANDARD = Settings()
 QUICK = Settings(steps=3, groups=2, num_generations=4, max_completion_length=100, warm_start_steps=10, held_out=16)
-FACTOR = 2.0  # over-provisioning of the run with APRIL
 REHEARSAL_STEPS = 2
 
 
@@ -119,11 +119,10 @@ def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log
     before = task.evaluate(model, tokenizer, settings.held_out, settings.max_completion_length, seed)
     say(f"after the warm start: loss {losses[-1]:.3f}, {before}")
 
-    def train_from_warm_start(name: str, over_provisioning: float, steps: int) -> Recording:
+    def train_from_warm_start(name: str, steps: int, **schedule: Any) -> Recording:
         say(f"{name}: {steps} optimizer steps ...")
         recording, trained = task.train(
             name,
-            over_provisioning,
             model_dir=model_dir,
             dataset=task.training_dataset(steps * settings.groups, seed + 1),
             base_url=server.base_url,
@@ -135,6 +134,7 @@ def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log
             max_completion_length=settings.max_completion_length,
             learning_rate=settings.learning_rate,
             seed=seed,
+            **schedule,
         )
         if name == "rehearsal":
             return recording
@@ -146,9 +146,9 @@ def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log
 
     say("starting the vLLM server ...")
     with server:
-        train_from_warm_start("rehearsal", FACTOR, REHEARSAL_STEPS)  # compiles everything, so that it is not measured
-        synchronous = train_from_warm_start("synchronous", 1.0, settings.steps)
-        april = train_from_warm_start("APRIL", FACTOR, settings.steps)
+        train_from_warm_start("rehearsal", REHEARSAL_STEPS)  # compiles everything, so that it is not measured
+        synchronous = train_from_warm_start("synchronous", settings.steps, over_provisioning=1.0)
+        april = train_from_warm_start("APRIL", settings.steps)
     if not keep_server_log:
         log_path.unlink()
 
@@ -162,16 +162,15 @@ def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log
 
 
 def comparison(synchronous: Recording, april: Recording) -> str:
-    """The table of the demo. Its last column is how many times better the second run is."""
+    """The table of the demo, of whole steps first. Its last column is how many times better the second run is."""
     lines: list[tuple[str, Callable[[Recording], float], str, int]] = [
-        ("groups in flight / groups needed", lambda r: r.over_provisioning, "{:g}", 0),
-        ("optimizer steps", lambda r: r.steps, "{}", 0),
-        ("generated tokens per second of rollout", lambda r: r.generated_tokens / r.rollout_seconds, "{:,.0f}", 1),
-        ("trained tokens per second of rollout", lambda r: r.trained_tokens / r.rollout_seconds, "{:,.0f}", 1),
-        ("trained tokens per second in total", lambda r: r.trained_tokens / r.seconds, "{:,.0f}", 1),
-        ("wall-clock per step", lambda r: r.seconds / r.steps, "{:.2f} s", -1),
-        ("    of which rollout", lambda r: r.rollout_seconds / r.steps, "{:.2f} s", -1),
+        ("wall-clock per optimizer step", lambda r: r.seconds / r.steps, "{:.2f} s", -1),
+        ("    of which waiting for the rollout", lambda r: r.rollout_seconds / r.steps, "{:.2f} s", -1),
+        ("    of which scoring and training", lambda r: (r.seconds - r.rollout_seconds) / r.steps, "{:.2f} s", -1),
         ("wall-clock in total", lambda r: r.seconds, "{:.0f} s", -1),
+        ("trained tokens per second", lambda r: r.trained_tokens / r.seconds, "{:,.0f}", 1),
+        ("optimizer steps", lambda r: r.steps, "{}", 0),
+        ("groups in flight / groups needed", lambda r: r.over_provisioning, "{:g}", 0),
         ("reward on held-out prompts, before", lambda r: r.reward_before, "{:.3f}", 0),
         ("reward on held-out prompts, after", lambda r: r.reward_after, "{:.3f}", 0),
         ("answers without a mistake, before", lambda r: r.solved_before, "{:.0%}", 0),

@@ -256,7 +256,6 @@ class _Progress(TrainerCallback):
 
 def train(
     name: str,
-    over_provisioning: float,
     *,
     model_dir: Path,
     dataset: Dataset,
@@ -272,7 +271,6 @@ def train(
     """
     args = APRILGRPOConfig(
         str(output_dir),
-        over_provisioning=over_provisioning,
         vllm_server_base_url=base_url,
         logging_steps=1,
         save_strategy="no",
@@ -291,7 +289,7 @@ def train(
     trained = sum(one["trained_tokens"] for one in rounds)
     recording = Recording(
         name=name,
-        over_provisioning=over_provisioning,
+        over_provisioning=rounds[-1]["over_provisioning"],
         output_dir=str(output_dir),
         steps=trainer.state.global_step,
         seconds=seconds,

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import trl.rewards
 from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
@@ -218,6 +219,15 @@ def launch_options(words: list[str]) -> list[str]:
         raise ConfigError(str(error)) from error
 
 
+def spread_over_cpu(launch: argparse.Namespace, config: APRILGRPOConfig) -> None:
+    """Start `--num_processes` processes on a machine without GPUs, where accelerate would start one."""
+    on_cpu = launch.cpu or config.use_cpu or not torch.accelerator.is_available()
+    is_chosen = launch.config_file or launch.multi_gpu or launch.use_deepspeed or launch.use_fsdp
+    if on_cpu and (launch.num_processes or 1) > 1 and not is_chosen:
+        launch.cpu, launch.multi_gpu = False, True  # torchrun, as in scripts/accelerate/cpu_ddp.yaml
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train, with these arguments or those of the process; returns the exit code.
 
@@ -233,7 +243,9 @@ def main(argv: list[str] | None = None) -> int:
     if options and "ACCELERATE_MIXED_PRECISION" not in os.environ:  # which `accelerate launch` sets
         left = list(of_command_line)
         ours = [word for word in argv if not (left and word == left[0] and left.pop(0))]
-        launch_command(launch_command_parser().parse_args([*options, "--module", "trl_april.commands.grpo", *ours]))
+        launch = launch_command_parser().parse_args([*options, "--module", "trl_april.commands.grpo", *ours])
+        spread_over_cpu(launch, config)
+        launch_command(launch)
         return 0
     if model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is left out. Pass the folder or id of the model that the server serves.")

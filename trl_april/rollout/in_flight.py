@@ -25,6 +25,7 @@ from .running_request import RunningRequest, watch
 logger = logging.getLogger(__name__)
 
 CUT_OFF_SECONDS = 5.0  # for streams to deliver their last tokens after a failure
+REPORT_SECONDS = 0.5  # streams that break within them are reported in one warning
 POLL_SECONDS = 0.01  # between two questions about requests that the engine does not know
 
 
@@ -53,6 +54,7 @@ class InFlight:
         self.dispatched: dict[tuple[int, int], Sample] = {}  # samples requested in this round, by key
         self.broken_streams = 0  # requests that ended without their last tokens; the owner resets it
         self.aborted_requests = 0  # the owner resets it
+        self._unreported = 0  # broken streams, of which a warning is due
         self._pool, self._engine, self._requests = pool, engine, requests
         self._on_sample_ended, self._on_task_ended, self._on_error = on_sample_ended, on_task_ended, on_error
         self._idle_timeout, self._retries, self._sweep_interval = idle_timeout, retries, sweep_interval
@@ -194,13 +196,12 @@ class InFlight:
                     error = broken
                 if sample.finish_reason is not None:
                     break  # the stream broke after the last token of the budget
-                self.broken_streams += 1
+                self._stream_broke(error, may_ask=self._may_ask(sample))
                 if not self._may_ask(sample):
                     break
                 failures = 1 if len(sample) > length_before else failures + 1
                 if failures > self._retries:
                     raise error
-                logger.warning("%s Requesting again from token %d.", error, len(sample))
                 # At once the first time, then with growing pauses, which a cut ends.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5)):
@@ -217,6 +218,21 @@ class InFlight:
             if self._task_of.get(sample.key) is asyncio.current_task():
                 del self._task_of[sample.key]
         self._on_sample_ended(group)
+
+    def _stream_broke(self, error: ServerError, *, may_ask: bool) -> None:
+        """Count a broken stream, and warn once of all that break together, unless requests are being cut."""
+
+        def report(first: str = str(error)) -> None:  # as text: handlers may keep the record
+            logger.warning(
+                "%s Broken streams: %d. Their samples resume from their last tokens.", first, self._unreported
+            )
+            self._unreported = 0
+
+        self.broken_streams += 1
+        if may_ask and not self._unreported:
+            asyncio.get_running_loop().call_later(REPORT_SECONDS, report)
+        if may_ask or self._unreported:
+            self._unreported += 1
 
     def _may_ask(self, sample: Sample) -> bool:
         """Whether the current task may send requests for `sample`."""
@@ -304,6 +320,7 @@ class InFlight:
         pending = {task for task in tasks if not task.done()}
         before, silent_since = (0, 0), clock()
         abort: asyncio.Task[None] | None = None
+        has_warned = False
         try:
             while pending:
                 request_ids = [name for name in request_ids if name in self.running]
@@ -315,7 +332,9 @@ class InFlight:
                     try:
                         abort.result()
                     except ServerError as error:
-                        logger.warning("%s Repeating the abort.", error)
+                        if not has_warned:
+                            logger.warning("%s Repeating the abort.", str(error))
+                        has_warned = True
                     abort = None
                 progress = self._pool.counters.tokens_generated, len(self.running)
                 if progress != before:

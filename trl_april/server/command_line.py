@@ -27,7 +27,7 @@ LAUNCHER_VARIABLES = re.compile(
 )
 GENERATED_TOKENS_PATH = "/april/generated_tokens"
 GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
-GUARDED_TOKENS = "trl_april.server.middleware.GuardedTokens"  # vLLM warns of a second --middleware
+BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
 WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
 
 # Flags that are arguments of their own, and flags that make training impossible.
@@ -147,7 +147,10 @@ def server_command(
         with_values["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
     # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
-    defaults += ["--middleware", GENERATED_TOKENS if "--allowed-origins" in given else GUARDED_TOKENS]
+    # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
+    defaults += [f"--middleware={GENERATED_TOKENS}"]
+    if "--allowed-origins" not in given:
+        defaults += [f"--middleware={BROWSER_GUARD}"]
     defaults += ["--disable-uvicorn-access-log"]
     if on_gpu and tuple(int(part) for part in re.findall(r"\d+", version("vllm"))[:2]) >= (0, 30):
         defaults += ["--enable-scale-out"]

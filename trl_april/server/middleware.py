@@ -1,7 +1,6 @@
 """Code that runs inside the vLLM server: ASGI middleware, added through vLLM's own option `--middleware`.
 
-`trl-april serve` adds both classes, as [`GuardedTokens`]. They answer or refuse requests, and change nothing else in
-the server.
+`trl-april serve` adds both classes. They answer or refuse requests, and change nothing else in the server.
 """
 
 from __future__ import annotations
@@ -87,10 +86,3 @@ class BrowserGuard:
         else:
             message = "This server refuses requests from browsers. Start it with --allowed-origins to allow some."
             await JSONResponse({"error": message}, 403)(scope, receive, send)
-
-
-class GuardedTokens(BrowserGuard):
-    """Both classes in one, so that the command line has one `--middleware`."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__(GeneratedTokens(app))

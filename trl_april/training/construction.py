@@ -13,6 +13,7 @@ import textwrap
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
+from transformers.dynamic_module_utils import custom_object_save
 from trl import GRPOConfig, GRPOTrainer
+from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions
@@ -32,6 +35,7 @@ from ..errors import ConfigError, ServerError
 from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.sync import ServerGeneration
+from .rewards import RewardScorer, checked, decode_completions
 
 
 logger = get_logger(__name__)
@@ -152,7 +156,8 @@ def embedded_server(args: GRPOConfig, model: Any, processing_class: Any) -> Embe
     if args.vllm_model_impl != GRPOConfig.vllm_model_impl:
         flags += ["--model-impl", args.vllm_model_impl]
     loading = args.model_init_kwargs or {}
-    if loading.get("trust_remote_code", args.trust_remote_code):
+    # The code of a model object runs in this process already.
+    if loading.get("trust_remote_code", args.trust_remote_code) or getattr(model, "_auto_class", None):
         flags += ["--trust-remote-code"]
     if isinstance(model, str):
         if loading.get("revision"):
@@ -192,6 +197,8 @@ def save_architecture(model: Any, processing_class: Any) -> Path:
     config = copy.deepcopy(base.config)
     config.architectures = config.architectures or [type(base).__name__]
     folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
+    if base._auto_class is not None:  # its code is not in transformers
+        custom_object_save(base, folder, config=config)
     config.save_pretrained(folder)
     if processing_class is None:  # as in TRL's constructor
         processing_class = AutoProcessor.from_pretrained(get_config_model_id(config))
@@ -291,3 +298,20 @@ def training_rows(trainer: GRPOTrainer) -> TrainingRows:
     else:
         dataset = trainer._remove_unused_columns(dataset, description="Rollout")
     return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))
+
+
+def reward_scorer(trainer: GRPOTrainer) -> RewardScorer:
+    """Scores groups as the trainer would."""
+    return RewardScorer(
+        functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
+        processing_classes=trainer.reward_processing_classes,
+        names=trainer.reward_func_names,
+        weights=trainer.reward_weights,
+        normalize_first=trainer.multi_objective_aggregation == "normalize_then_sum",
+        decode=partial(decode_completions, trainer._tokenizer, trainer.processing_class),
+        state=lambda: trainer.state,
+        timed=lambda name: profiling_context(trainer, name),
+        async_loop=trainer.async_loop if trainer._has_async_funcs else None,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        device=trainer.accelerator.device,
+    )

@@ -99,6 +99,7 @@ class ServerClient(VLLMClient):
 
     def __init__(self, control: ServerControl, **kwargs: Any) -> None:
         self.control = control
+        self.lost: ServerError | None = None  # why `generate` returned nothing
         self.renew_cache_salt()
         super().__init__(base_url=control.base_url, **kwargs)
 
@@ -112,7 +113,18 @@ class ServerClient(VLLMClient):
             # TRL's session has no time limit and retries, but a broadcast cannot be repeated.
             return self.control.load(url.removeprefix(f"{self.base_url}/"), kwargs["json"])
         kwargs["json"] = {"cache_salt": self._salt, **kwargs["json"]}
-        return super()._post(url, **kwargs)
+        try:
+            return super()._post(url, **kwargs)
+        except requests.RequestException as error:  # after TRL's retries
+            raise ServerError(f"The vLLM server at {self.base_url} did not generate: {error}") from error
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As TRL's, but if the server is lost it notes the error and returns nothing: other processes wait for it."""
+        try:
+            return super().generate(*args, **kwargs)
+        except ServerError as error:
+            self.lost = error
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server is ready; TRL's own method may wait without a limit."""

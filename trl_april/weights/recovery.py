@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..distributed.processes import Processes
 from ..distributed.signals import Stopped, StopRequest
 from ..errors import ServerError
 from .sync import ServerGeneration
 
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +27,15 @@ FIRST_INTERVAL, LONGEST_INTERVAL = 0.5, 10.0
 class Recovery:
     """Lets training survive an outage of its server. Its methods are collective calls.
 
-    They raise the same error in all processes: [`ServerError`] after `patience` seconds without progress, or if a
-    server that the trainer started was given up, and [`Stopped`] if a signal asked one of the processes to stop.
+    They raise the same error in all processes: [`ServerError`] after `vllm_server_timeout` seconds without progress,
+    or if a server that the trainer started was given up, and [`Stopped`] if a signal asked one of the processes to
+    stop.
     """
 
-    def __init__(
-        self, generation: ServerGeneration, processes: Processes, *, patience: float, stop: StopRequest
-    ) -> None:
+    def __init__(self, generation: ServerGeneration, processes: Processes, stop: StopRequest) -> None:
         self._generation = generation
         self._processes = processes
+        patience = generation.server_timeout
         if local := generation.local_server:  # it is started again by itself
             patience = max(patience, local.startup_timeout)
         (self._patience,) = processes.reduce_max([patience])
@@ -58,6 +62,18 @@ class Recovery:
             return False
         self.sync_weights()
         return True
+
+    def with_weights(self, generate: Callable[[], Result]) -> Result:
+        """Return the result of a collective call that generates with the weights of the last sync.
+
+        It is repeated after an outage.
+        """
+        while True:
+            self.restore_weights()
+            try:
+                return generate()
+            except ServerError as error:  # raised in all processes
+                self.wait_for_server(error)
 
     def wait_for_server(self, error: Exception | None = None) -> None:
         """Wait until every process reaches the server. `error` is how this process noticed the outage."""

@@ -160,6 +160,18 @@ class ServerGeneration(VLLMGeneration):
         self.vllm_client.renew_cache_salt()
         self.sync_seconds = time.perf_counter() - started
 
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Generate for evaluation, with the weights of the last sync. A collective call.
+
+        If the server was lost or restarted meanwhile, all processes raise [`ServerError`].
+        """
+        output: tuple[Any, ...] = super().generate(*args, **kwargs)
+        self._outage, self.vllm_client.lost = self.vllm_client.lost, None
+        if not self.holds_weights() and self._outage is None:  # TRL repeats requests until a server answers
+            self._outage = ServerError("It was restarted, or another client changed its weights.")
+        self._raise_outage("an evaluation")
+        return output
+
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's iteration over the parameters, under the names that vLLM's loader knows."""
         params = self._iter_named_params()
@@ -227,11 +239,11 @@ class ServerGeneration(VLLMGeneration):
                 raise
             self._outage = error
 
-    def _raise_outage(self) -> None:
+    def _raise_outage(self, when: str = "the weight sync") -> None:
         """Raise the same error in all processes if an outage was noted. A collective call."""
         if self._processes.reduce_max([float(self._outage is not None)])[0]:
             raise ServerError(
-                f"The vLLM server at {self.base_url} was lost during the weight sync. {self._outage or ''}"
+                f"The vLLM server at {self.base_url} was lost during {when}. {self._outage or ''}"
             ) from self._outage
 
     def pause(self) -> bool:
