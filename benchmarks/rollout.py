@@ -167,11 +167,8 @@ class Contestant:
         self._chooser = None
         if factor == AUTO:
             self._chooser = FactorChooser(
-                self.pool, group_size=options.group_size, max_completion_length=LONGEST,
-                reuses_kv=mode in RESUME_KV, overlaps=self._overlaps,
-                max_sequences=max_sequences_of(base_url),
-            )  # fmt: skip
-            self.pool.schedule.aim_at(self._chooser.factor)
+                self.pool, overlaps=self._overlaps, keeps=self._keeps, max_sequences=max_sequences_of(base_url)
+            )
         self.measurement = Measurement(sigma, mode, factor, turn)
         self._train_seconds = 0.0 if self._uninterrupted else options.train_seconds
         self._group_size = options.group_size
@@ -213,33 +210,25 @@ class Contestant:
 
     async def _run_round(self) -> Round:
         """Run a training step as the server sees it: sync, round, and a pause for the training."""
-        began = time.perf_counter()
+        if self._chooser is not None:
+            self._chooser.quiesced()
         await self._make_way()
-        sync_seconds = time.perf_counter() - began
+        if self._chooser is not None:
+            self._chooser.choose()
         self.pool.begin_round(self._version)
         self._version += not self._uninterrupted
         for group in self._next(self.pool.schedule.room):
             group.admit_to(self.pool)
         done = await self.driver.run_round()
         if self._chooser is not None:
-            self._chooser.observe(
-                done, [*done.groups, *self.pool], train_seconds=self._train_seconds, sync_seconds=sync_seconds
-            )
+            self._chooser.observe(done)
         if self._discards:
             self._discard()
         if self._overlaps:
             for group in self._next(self.pool.schedule.room_ahead):
                 group.admit_to(self.pool)
             await self.driver.dispatch_ahead()
-        if self._chooser is None:
-            await asyncio.sleep(self._train_seconds)
-            return done
-        # In another thread during training, as in the trainer.
-        predicted, _ = await asyncio.gather(
-            asyncio.to_thread(self._chooser.predict), asyncio.sleep(self._train_seconds)
-        )
-        if self._chooser.decide(predicted) is not None:
-            self.pool.schedule.aim_at(self._chooser.factor)
+        await asyncio.sleep(self._train_seconds)
         return done
 
     async def _make_way(self) -> None:

@@ -34,7 +34,8 @@ class DecodeSpeed(NamedTuple):
     def tokens_per_second(self, in_flight: np.ndarray) -> np.ndarray:
         """Throughput by the number of requests in flight."""
         running = np.minimum(in_flight, self.places)
-        return running / (self.base + self.per_request * np.maximum(running, 1.0))
+        rates: np.ndarray = running / (self.base + self.per_request * np.maximum(running, 1.0))
+        return rates
 
 
 class StepTimes:
