@@ -28,7 +28,7 @@ from trl_april.rollout.driver import RolloutDriver
 from trl_april.server.local import LocalServer
 from trl_april.server.traffic import server_load
 from trl_april.trainer import APRILGRPOTrainer
-from trl_april.tuning.factor_chooser import FactorChooser
+from trl_april.tuning.factor_chooser import Cycle
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
@@ -192,40 +192,21 @@ class TestLogProbabilities:
         assert max(entry["sampling/sampling_logp_difference/max"] for entry in later) > 1e-2
 
 
-def test_auto_changes_the_factor_between_rounds_while_the_trainer_trains(
-    server, tiny_model_dir, tmp_path, monkeypatch, caplog
-):
-    """The first prediction waits for a training step, which would not come if the trainer waited for it.
-
-    Without `max_completion_length`, the context is the limit. Connections are reserved for the highest factor.
-    """
+def test_auto_changes_the_factor_between_rounds(server, tiny_model_dir, tmp_path, monkeypatch, caplog):
+    """Without `max_completion_length`, the context is the limit. Connections are reserved for the highest factor."""
     caplog.set_level("INFO", logger="trl_april.session")
-    room, trains, predicted = [], threading.Event(), []
+    room = []
     monkeypatch.setattr("trl_april.session.reserve_connections", lambda number: room.append(number) or 10**6)
+    monkeypatch.setattr(Cycle, "rate", lambda cycle, factor: 1 + (factor == 3.0))
     trainer = make_trainer(server, tiny_model_dir, tmp_path, over_provisioning="auto", max_completion_length=None)
-    predict, training_step = FactorChooser.predict, trainer.training_step
-
-    def beside_the_training(self):
-        assert trains.wait(60)
-        predicted.append(predict(self))
-        return predicted[-1]
-
-    def step(*args, **kwargs):
-        trains.set()
-        return training_step(*args, **kwargs)
-
-    monkeypatch.setattr(FactorChooser, "predict", beside_the_training)
-    monkeypatch.setattr(trainer, "training_step", step)
     trainer.train()
-    assert predicted[:2] == [None, None] and all(predicted[2].values()), "after three rounds it is time to choose"
     factors = [done.over_provisioning for done in trainer.rounds]
-    assert factors[:3] == [2.0] * 3
+    assert factors[:4] == [2.0] * 3 + [3.0], "after three rounds it is time to choose"
     assert factors == [e["april/over_provisioning"] for e in trainer.state.log_history if "loss" in e]
     changes = [pair for pair in zip(factors, factors[1:], strict=False) if pair[0] != pair[1]]
     said = re.findall(r"over_provisioning changes from ([\d.]+) to ([\d.]+): predicted", caplog.text)
     assert [(float(old), float(new)) for old, new in said] == changes
     assert len(trainer.pool) == 0 and room == [8 * 4]
-    assert not [thread for thread in threading.enumerate() if "trl-april-predictor" in thread.name]
 
 
 class TestDropIn:
