@@ -42,7 +42,7 @@ class Auto:
             steps = 8000 / (count * 1.5)
             self.now += steps * step
             ended = self.now - began
-            traces += [RequestTrace(0, 0, 0.0, 0.0, 0, ended, round(steps * number), 1, 0, True)] * round(count / 2)
+            traces += [RequestTrace(0, 0, 0.0, 0.0, 0, ended, round(steps * number), 0, True)] * round(count / 2)
         middle = traces[0].ended
         self.now += self.lost(factor)
         in_flight = [(0.0, count), (middle, count / 2)]

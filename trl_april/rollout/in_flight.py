@@ -221,8 +221,9 @@ class InFlight:
 
     def _stream_broke(self, error: ServerError, *, may_ask: bool) -> None:
         """Count a broken stream, and warn once of all that break together, unless requests are being cut."""
+        first = str(error)  # as text: handlers may keep the record
 
-        def report(first: str = str(error)) -> None:  # as text: handlers may keep the record
+        def report() -> None:
             logger.warning(
                 "%s Broken streams: %d. Their samples resume from their last tokens.", first, self._unreported
             )

@@ -41,8 +41,7 @@ class RequestTrace:
     head: int  # number of these first tokens; 0 if it had tokens at the opening
     ended: float  # when it finished or was cut
     tokens: int  # arrived in this round
-    prompt: int  # tokens of prompt and completion that it was sent with, or had at the opening
-    held: int  # completion tokens among these
+    held: int  # completion tokens that it was sent with, or had at the opening
     finished: bool  # whether its sample is finished
 
     @property

@@ -82,7 +82,6 @@ class RunningRequest:
             self.sample.group_id, self.sample.index, self.began - opened,
             ended if self.first is None else self.first - opened, self.head, ended,
             tokens=max(0, len(self.sample) - held),  # tokens of before may still be in transit
-            prompt=len(self.request.token_ids) + self.before,
             held=held,
             finished=self.sample.finish_reason is not None,
         )  # fmt: skip

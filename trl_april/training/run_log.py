@@ -48,9 +48,9 @@ AGES = 1024
 class RunLog:
     """Writes the run log, in the main process only (`folder` is the trainer's `output_dir` there).
 
-    Requests in flight and times are those of the main process; lengths, ages and metrics
-    are of all processes. A run that resumes at a step continues the file; otherwise it is replaced. `options` are
-    plain values for the `run` line, and `clock` is that of the event loop that rounds run in.
+    Requests in flight and times are those of the main process; lengths, ages and metrics are of all processes. A run
+    that resumes at a step continues the file; otherwise it is replaced. `options` are plain values for the `run` line,
+    and `clock` is that of the event loop that rounds run in.
     """
 
     def __init__(

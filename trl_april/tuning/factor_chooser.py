@@ -1,9 +1,10 @@
-"""`over_provisioning="auto"`: the factor of the next round, from what the rounds so far have shown.
+"""`over_provisioning="auto"`: chooses the factor of the next round by measurements of the rounds so far.
 
-More requests in flight raise the server's throughput up to its knee, which
-[`~trl_april.tuning.server_speed.StepTimes`] finds, and cost time where each round resumes them. A [`Cycle`] predicts
-both for factors near those that were tried. It has no model of lengths, of the staleness bound or of memory: what they
-cost shows in the rounds under a factor, in fewer requests in flight or more time that decoding does not explain.
+More requests in flight raise the server's throughput until it is saturated
+([`~trl_april.tuning.server_speed.StepTimes`] measures by how much), and cost time where each round resumes them. A
+[`Cycle`] predicts both for factors near those that were tried. It has no model of lengths, of the staleness bound or
+of memory. Their effect is measured: under a factor, fewer requests are in flight, or less of the time is spent on
+decoding.
 
 A choice depends only on numbers summed over all processes, so all of them choose the same. Nothing learned is saved in
 checkpoints.
@@ -15,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -28,14 +29,14 @@ from .server_speed import DecodeSpeed, StepTimes
 
 START = 2.0
 CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
-CHOICE_EVERY = 4  # rounds under a factor; the first choice comes when groups of its first rounds are trained
+CHOICE_EVERY = 4  # rounds under a factor; its first choice waits until the groups of its first round are trained
 EARLY = 12  # rounds of training, in which changes need no second proposal
 AS_GOOD_AS_BEST = 0.01  # among factors this close to the best, the lowest wins: it is the least stale
 GAIN_TO_CHANGE = 0.02  # to raise the factor; less is within the error of the prediction
 MOST_AT_ONCE = 2.0  # ratio of two successive factors
-BELIEVED = 3.0  # rounds after which a factor's own figures count as much as the mean of all factors
-KEPT = 0.98  # share of a round's weight that is left one round later: lengths and speeds drift
-USUAL_OF = 9  # rounds
+SHRINKAGE = 3.0  # rounds after which a factor's own figures count as much as the mean of all factors
+DECAY = 0.98  # of a round's weight, per round: lengths and speeds drift
+MEDIAN_OF = 9  # rounds: an evaluation or a checkpoint may come between two of them
 BINS = 40  # of requests in flight, two per octave
 
 Reduction = Callable[[Sequence[float]], list[float]]
@@ -70,8 +71,8 @@ def factors(
 
 
 @dataclass(slots=True)
-class Seen:
-    """What the rounds under one factor have shown: sums over them, of the latest with most weight."""
+class FactorSums:
+    """Sums over the rounds under one factor, with weights that decay."""
 
     rounds: float = 0.0
     tokens: float = 0.0  # generated
@@ -86,10 +87,10 @@ class Seen:
         self.seconds = self.seconds + in_flight[0]
         self.request_seconds = self.request_seconds + in_flight[1]
 
-    def fade(self) -> None:
-        """Take weight from the rounds so far."""
+    def decay(self) -> None:
+        """Reduce the weight of the rounds so far."""
         for name in self.__slots__:
-            setattr(self, name, KEPT * getattr(self, name))
+            setattr(self, name, DECAY * getattr(self, name))
 
     @property
     def in_flight(self) -> float:
@@ -101,8 +102,8 @@ class Seen:
         counts = times * self.request_seconds / np.maximum(self.seconds, 1e-12)
         return float(self.seconds @ speed.tokens_per_second(counts) / self.seconds.sum())
 
-    def decoding(self, speed: DecodeSpeed) -> float:
-        """Share of the time that decoding explains."""
+    def decoding_share(self, speed: DecodeSpeed) -> float:
+        """Share of the time that decoding so many tokens takes."""
         return self.tokens / self.tokens_per_second(speed) / float(self.seconds.sum())
 
 
@@ -119,11 +120,11 @@ def binned(in_flight: Sequence[tuple[float, float]], end: float, *, processes: i
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """Predicts a round and what comes before the next one, from the factors that were tried.
+    """Predicts the duration of a round and of the training after it, from the factors that were tried.
 
     Args:
-        seen (`dict[float, Seen]`):
-            What the rounds have shown, by factor.
+        tried (`dict[float, FactorSums]`):
+            Measurements by factor.
         speed (`DecodeSpeed`):
             Speed of the server.
         tokens (`float`):
@@ -136,7 +137,7 @@ class Cycle:
             Whether they also last through the weight sync, so that none is resumed.
     """
 
-    seen: dict[float, Seen]
+    tried: dict[float, FactorSums]
     speed: DecodeSpeed
     tokens: float
     train_seconds: float
@@ -150,26 +151,26 @@ class Cycle:
 
     def seconds(self, factor: float) -> float:
         """Wall-clock of a cycle."""
-        seen = self.seen[min(self.seen, key=lambda one: (abs(math.log(one / factor)), one))]
-        # A factor twice as high has twice the requests in flight, unless it was seen to have fewer.
-        times = factor * self._usual(lambda one: self.seen[one].in_flight / one, factor) / seen.in_flight
-        generation = self.tokens / seen.tokens_per_second(self.speed, times)
-        # What decoding does not explain: pauses, a trainer on the same cores, and prefills of requests that resume.
-        share = self._usual(lambda one: self.seen[one].decoding(self.speed), factor)
+        nearest = self.tried[min(self.tried, key=lambda one: (abs(math.log(one / factor)), one))]
+        # Twice the factor has twice the requests in flight, unless fewer were measured.
+        times = factor * self._shrunk(lambda one, sums: sums.in_flight / one, factor) / nearest.in_flight
+        generation = self.tokens / nearest.tokens_per_second(self.speed, times)
+        # The rest are pauses, a trainer on the same cores, and prefills of requests that resume.
+        share = self._shrunk(lambda one, sums: sums.decoding_share(self.speed), factor)
         if share < 1:
-            rest = (1 / share - 1) * self.tokens / seen.tokens_per_second(self.speed)
+            rest = (1 / share - 1) * self.tokens / nearest.tokens_per_second(self.speed)
             generation += rest if self.keeps else rest * max(1.0, times)
-        else:  # the server is faster than it seemed
+        else:  # the server is faster than its measured speed
             generation /= share
         if self.overlaps:
             return max(generation, self.train_seconds) + self.sync_seconds
         return generation + self.train_seconds + self.sync_seconds
 
-    def _usual(self, seen: Callable[[float], float], factor: float) -> float:
-        """What was seen under a factor, or between its neighbours. Few rounds are drawn to the mean of all."""
-        tried = sorted(self.seen)
-        rounds, values = np.array([(self.seen[one].rounds, seen(one)) for one in tried]).T
-        values = (rounds * values + BELIEVED * (rounds @ values / rounds.sum())) / (rounds + BELIEVED)
+    def _shrunk(self, value: Callable[[float, FactorSums], float], factor: float) -> float:
+        """The value at a factor, interpolated. With few rounds it is shrunk towards the mean of all factors."""
+        tried = sorted(self.tried)
+        rounds, values = np.array([(self.tried[one].rounds, value(one, self.tried[one])) for one in tried]).T
+        values = (rounds * values + SHRINKAGE * (rounds @ values / rounds.sum())) / (rounds + SHRINKAGE)
         return float(np.interp(factor, tried, values))
 
 
@@ -209,8 +210,8 @@ class FactorChooser:
         self._rounds = 0
         self._proposed = self.factor
         self._under = 0  # rounds under the present factor
-        self._seen: dict[float, Seen] = {}
-        self._between, self._syncs = deque[float](maxlen=USUAL_OF), deque[float](maxlen=USUAL_OF)
+        self._tried: dict[float, FactorSums] = {}
+        self._between, self._syncs = deque[float](maxlen=MEDIAN_OF), deque[float](maxlen=MEDIAN_OF)
         self._ended: float | None = None  # when the last round ended
         self._quiesced: float | None = None  # when requests stopped for the weight sync, since the last round
         self._sync_seconds = 0.0  # before the current round
@@ -244,11 +245,11 @@ class FactorChooser:
         self._step_times.add(rest[: StepTimes.FIELDS])
         self._between.append(between)
         self._syncs.append(sync)
-        for seen in self._seen.values():
-            seen.fade()
+        for factor_sums in self._tried.values():
+            factor_sums.decay()
         if self._under > 1:  # the first round under a factor starts from another one's requests
-            seen = self._seen.setdefault(done.over_provisioning, Seen())
-            seen.add(tokens, np.reshape(rest[StepTimes.FIELDS :], (2, BINS)))
+            of_factor = self._tried.setdefault(done.over_provisioning, FactorSums())
+            of_factor.add(tokens, np.reshape(rest[StepTimes.FIELDS :], (2, BINS)))
 
     def choose(self) -> Change | None:
         """Choose the factor of the round that starts now, and let the pool aim at it; returns a change, if any."""
@@ -259,7 +260,7 @@ class FactorChooser:
         cycle, before = self.cycle(), self.factor
         if cycle is None:
             return None
-        most = before * (MOST_AT_ONCE if before in self._seen else 1.0)
+        most = before * (MOST_AT_ONCE if before in self._tried else 1.0)
         within = [factor for factor in self.candidates if before / MOST_AT_ONCE <= factor <= most]
         rates = {factor: cycle.rate(factor) for factor in within}
         enough = (1 - AS_GOOD_AS_BEST) * max(rates.values())
@@ -280,13 +281,13 @@ class FactorChooser:
     def cycle(self) -> Cycle | None:
         """What is known so far; `None` while it is too little."""
         speed = self._step_times.speed
-        seen = {factor: replace(one) for factor, one in self._seen.items() if one.tokens and one.request_seconds.any()}
-        if speed is None or not seen:
+        tried = {factor: sums for factor, sums in self._tried.items() if sums.tokens and sums.request_seconds.any()}
+        if speed is None or not tried:
             return None
         return Cycle(
-            seen,
+            tried,
             speed,
-            tokens=sum(one.tokens for one in seen.values()) / sum(one.rounds for one in seen.values()),
+            tokens=sum(one.tokens for one in tried.values()) / sum(one.rounds for one in tried.values()),
             train_seconds=median(self._between),
             sync_seconds=median(self._syncs),
             overlaps=self._overlaps,

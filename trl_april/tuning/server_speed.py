@@ -1,8 +1,8 @@
 """The server's speed, learned from the requests of rounds: seconds per decode step by the number of running requests.
 
-A step reads the weights once and every sequence's cache, so its time is close to `base + per_request * running`
-(https://huggingface.co/papers/2211.05102, section 4). Requests end at different times, so the requests of one round
-already tell both apart: a short one ran beside many, a long one on average beside few.
+A step reads the weights once, and the KV cache of every sequence, so its time is close to `base + per_request *
+running`. Requests end at different times, so those of one round show both parts: a short request ran beside many
+others, a long one on average beside few.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from ..rollout.round import RequestTrace
 
 
-KEPT_PER_ROUND = 0.97  # share of a round's weight that is left one round later: a server's speed may change
-# Requests that ran beside almost equally many tell little of what another one costs: half of proportional is assumed,
-# between a server with free capacity and a saturated one, with the weight of this relative variance.
-USUAL_SLOPE, SPREAD = 0.5, 0.005
+DECAY = 0.97  # of a round's weight, per round: a server's speed may change
+# The prior of the slope, for requests that all ran beside about equally many: half of proportional, between a server
+# with free capacity and a saturated one. It has the weight of requests with this relative variance of their number.
+PRIOR_SLOPE, PRIOR_VARIANCE = 0.5, 0.005
 
 
 class DecodeSpeed(NamedTuple):
@@ -41,7 +41,7 @@ class DecodeSpeed(NamedTuple):
 class StepTimes:
     """Least squares over the requests of recent rounds.
 
-    Sums are added over the processes before they are used, so that all of them learn the same.
+    The sums of all processes are added before they are used, so all have the same speed.
     """
 
     FIELDS = 5
@@ -69,18 +69,18 @@ class StepTimes:
 
     def add(self, sums: Sequence[float]) -> None:
         """Learn from a round, by the sums of all processes."""
-        self._sums = [KEPT_PER_ROUND * old + new for old, new in zip(self._sums, sums, strict=True)]
+        self._sums = [DECAY * old + new for old, new in zip(self._sums, sums, strict=True)]
 
     @property
     def speed(self) -> DecodeSpeed | None:
-        """What is known so far, if anything."""
+        """The fitted speed, or `None` before the first request with tokens."""
         weight, x, xx, y, xy = self._sums
         if not weight or not y:
             return None
         count, seconds = x / weight, y / weight
         variance = xx / weight - count * count
-        unknown = SPREAD * count * count
-        slope = (xy / weight - count * seconds + unknown * USUAL_SLOPE * seconds / count) / (variance + unknown)
+        prior = PRIOR_VARIANCE * count * count
+        slope = (xy / weight - count * seconds + prior * PRIOR_SLOPE * seconds / count) / (variance + prior)
         slope = min(max(0.0, slope), seconds / count)  # neither part is negative
         return DecodeSpeed(seconds - slope * count, slope, self._places)
 

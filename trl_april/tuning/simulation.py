@@ -221,8 +221,7 @@ class _Simulation:
             )
 
     def _as_in_training(self, trace: RequestTrace, start: float) -> RequestTrace:
-        """Add the real prompt, and the time of the first token, which arrives with the last one here."""
-        trace = replace(trace, prompt=trace.prompt + self.scenario.units(self.scenario.prompt_tokens) - 1)
+        """Add the time of the first token, which arrives with the last one here."""
         job = self.engine.jobs.get((trace.group_id, trace.index))
         first = None if job is None else job.first
         if trace.ran_on or first is None or first - start < trace.began:
