@@ -31,7 +31,7 @@ training.
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the demo. The defaults take six to eight minutes on two cores."""
+    """Sizes of the demo. The defaults take four to five minutes on two cores."""
 
     steps: int = 25  # optimizer steps of each training
     groups: int = 8  # prompts per step
