@@ -219,7 +219,7 @@ class TestServers:
     def test_the_canary_waits_for_no_completion(self, keeping, places, waiting, can_pause, held):
         """A full server frees a slot. All four requests are aborted if preempted ones would come before the canary."""
         trainer, generation = keeping, keeping.vllm_generation
-        generation.server_info = replace(generation.server_info, max_sequences=places)
+        generation.servers[0].info = replace(generation.server_info, max_sequences=places)
         generation.requests_waiting = lambda: waiting
         pause, held_requests = generation.pause, []
 

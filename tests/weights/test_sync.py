@@ -71,12 +71,12 @@ def test_the_check_looks_at_weights_and_not_at_the_trainers_precision(server, tr
     for scale in (3.0, 1e-3, 3.0):
         trainer.change(scale)
         generation.sync_weights()
-        assert generation._canary.exact
-    token_ids = torch.tensor([generation._canary.token_ids])
+        assert generation.servers[0].canary.exact
+    token_ids = torch.tensor([generation.servers[0].canary.token_ids])
     with torch.no_grad():
         logprobs = trainer.model(input_ids=token_ids).logits[0, :-1].log_softmax(-1)
     rounded = logprobs.gather(-1, token_ids[0, 1:, None]).squeeze(-1).tolist()
-    exact = trainer_logprobs(trainer.model, generation._canary.token_ids, torch.device("cpu"))
+    exact = trainer_logprobs(trainer.model, generation.servers[0].canary.token_ids, torch.device("cpu"))
     assert distance(rounded, exact) > 1.0
     generation._transport = NoTransport()
     trainer.change(1e-4)
@@ -89,7 +89,7 @@ class NoTransport:
 
     @contextmanager
     def stage(self, parameters, *, sends):
-        yield lambda: None
+        yield lambda servers, each: None
 
 
 @pytest.mark.parametrize("scale", [0.3, 1e-4])

@@ -96,7 +96,7 @@ def fake(trainer: SyncedTrainer, tiny_model_dir: str) -> Iterator[MortalVLLM]:
 
 def connect(trainer: SyncedTrainer, fake: MortalVLLM, **options: Any) -> ServerGeneration:
     generation = trainer.connect(fake, **{"server_timeout": 10.0, **options})
-    fake.canary_ids = generation._canary.token_ids
+    fake.canary_ids = generation.servers[0].canary.token_ids
     fake.received.clear()
     return generation
 
@@ -175,7 +175,7 @@ def test_the_tolerance_follows_the_models_data_type(trainer, fake, generation):
     for dtype, exact in ((torch.bfloat16, False), (torch.float32, True)):
         trainer.model.to(dtype)
         generation.sync_weights()
-        assert generation._canary.exact is exact
+        assert generation.servers[0].canary.exact is exact
 
 
 @pytest.mark.parametrize("cause", ["longrope", "quantized"])
@@ -184,7 +184,7 @@ def test_a_server_that_computes_otherwise_only_has_to_follow(trainer, fake, caus
         trainer.model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
     else:
         fake.quantization = "fp8"
-    assert connect(trainer, fake)._canary.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0
+    assert connect(trainer, fake).servers[0].canary.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0
 
 
 def test_another_client_that_syncs_too_is_an_error(fake, generation):
@@ -248,7 +248,7 @@ def test_a_restarted_server_is_checked_and_connected_to_again(trainer, fake, gen
     fake.restart()
     fake.max_model_len, fake.model = 1234, "renamed"
     connected = []
-    generation._transport.connect = lambda: connected.append(True)
+    generation._transport.connect = lambda server: connected.append(True)
     generation.sync_weights()
     assert "was restarted" in caplog.text and connected == [True]
     assert paths(fake)[:4] == ["health", "weight_info", "server_info", "v1/models"]
@@ -342,26 +342,28 @@ def test_an_nccl_request_is_sent_once_and_has_a_time_limit(trainer, fake, status
 
 
 def test_only_an_error_that_an_outage_explains_is_noted_as_one(generation, monkeypatch):
-    def fail() -> None:
+    (server,) = generation.servers
+
+    def fail(server: object) -> None:
         raise error
 
     for error in (WeightSyncError("a"), ConfigError("b"), requests.JSONDecodeError("c", "", 0), OSError("d")):
         with pytest.raises(type(error)):
-            generation._on_server(fail)
-        assert generation._outage is None
+            generation._on_servers(generation.servers, fail)
+        assert server.outage is None
     for error in (ServerError("e"), requests.ConnectionError("f"), requests.Timeout("g")):
-        generation._outage = None
-        generation._on_server(fail)
-        assert generation._outage is error
+        server.outage = None
+        generation._on_servers(generation.servers, fail)
+        assert server.outage is error
     monkeypatch.setattr(generation.server, "problem", lambda: "down")
     for error in (WeightSyncError("a"), requests.ConnectionError("b"), OSError("c")):
-        generation._outage = None
-        generation._on_server(fail)
-        assert generation._outage is error
-    generation._on_server(lambda: pytest.fail("no step follows an outage"))
-    generation._outage, error = None, ValueError("d")
+        server.outage = None
+        generation._on_servers(generation.servers, fail)
+        assert server.outage is error
+    generation._on_servers(generation.servers, lambda server: pytest.fail("no step follows an outage"))
+    server.outage, error = None, ValueError("d")
     with pytest.raises(ValueError):
-        generation._on_server(fail)
+        generation._on_servers(generation.servers, fail)
 
 
 # The server's weights

@@ -112,9 +112,9 @@ class VLLMEngine:
             return False
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> bytes:
         """POST `body`, or GET without one, and return the whole answer."""

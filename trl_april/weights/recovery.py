@@ -80,7 +80,7 @@ class Recovery:
                 time.sleep(0.05)
             self._interval = min(2 * self._interval, LONGEST_INTERVAL)
             waited = time.monotonic() - self._outage_began
-            is_down = self._generation.server.problem() is not None
+            is_down = self._generation.problem() is not None
             local = self._generation.local_server
             failure = None if local is None else local.failure
             down, waited, stop, failed = self._processes.reduce_max(
