@@ -121,13 +121,14 @@ class ServersEngine:
         try:
             if self._has_several:
                 await self._confirm(server)
-                if self._is_sticky and request.sample is not None:
-                    self._homes[request.sample] = server
             async with aclosing(server.engine.generate(request)) as stream:
                 async for chunk in stream:
                     server.traffic.tokens += len(chunk.token_ids)
-                    if request.sample is not None and chunk.finish_reason not in (None, "abort"):
-                        self._homes.pop(request.sample, None)
+                    if self._is_sticky and request.sample is not None:
+                        if chunk.finish_reason not in (None, "abort"):
+                            self._homes.pop(request.sample, None)
+                        elif chunk.token_ids:
+                            self._homes[request.sample] = server
                     yield chunk
         except ServerError as error:
             if await self._has_left(server, error):
@@ -196,7 +197,7 @@ class ServersEngine:
         return len(self._servers) > 1
 
     def _choose(self, request: GenerationRequest) -> _Server:
-        home = self._homes.get(request.sample) if request.sample is not None and request.generated else None
+        home = None if request.sample is None else self._homes.get(request.sample)
         if home is not None and not home.is_lost:
             return home
         servers = list(self._servers.values())
@@ -244,7 +245,6 @@ class ServersEngine:
 
     def _leave(self, server: _Server) -> None:
         server.is_lost = True
-        self._homes = {key: home for key, home in self._homes.items() if home is not server}
         task = asyncio.create_task(server.engine.close())  # breaks its streams
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
