@@ -50,6 +50,7 @@ class Reader:
 async def stall(stream: Stream) -> None:
     await stream.tokens([100, 101])
     await stream.stall()
+    await stream.done()
 
 
 async def until(condition: Any) -> None:
