@@ -45,12 +45,12 @@ class Server:
     dtype: str = ""
 
 
-def examine_server(examination: Examination, options: DoctorOptions) -> None:
+def examine_server(examination: Examination, options: DoctorOptions, base_url: str) -> None:
     """Check a server."""
     session = TimedRequests(options.timeout)
     if "VLLM_API_KEY" in os.environ:
         session.headers["Authorization"] = f"Bearer {os.environ['VLLM_API_KEY']}"
-    server = Server(str(options.base_url).rstrip("/"), session, options.model)
+    server = Server(base_url, session, options.model)
 
     def check(name: str, what: Callable[..., Any], *arguments: Any, after: Sequence[str]) -> None:
         examination.check(name, partial(_check, what, server, *arguments), after=after)

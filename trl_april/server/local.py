@@ -167,10 +167,7 @@ class LocalServer:
 
     @property
     def base_url(self) -> str:
-        """URL of the server, for `vllm_server_base_url`, or those of all with commas.
-
-        Without a `port`, it is known after the start.
-        """
+        """URL of the server, for `vllm_server_base_url`, or those of all with commas. Known after the start."""
         return ",".join(self.base_urls)
 
     @property
