@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,22 @@ from trl_april.weights.sync import ServerGeneration
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class Connected(SyncedTrainer):
+    """Ends the watches of its connections."""
+
+    def connect(self, server, **options) -> ServerGeneration:
+        self.generations.append(super().connect(server, **options))
+        return self.generations[-1]
+
+
 @pytest.fixture
-def trainer(tiny_model_dir: str) -> SyncedTrainer:
-    return SyncedTrainer(tiny_model_dir)
+def trainer(tiny_model_dir: str) -> Iterator[SyncedTrainer]:
+    trainer = Connected(tiny_model_dir)
+    trainer.generations = []
+    yield trainer
+    for generation in trainer.generations:
+        generation.give_up()
+    wait_until(lambda: not any(thread.name == "trl-april-watch" for thread in threading.enumerate()))
 
 
 @pytest.fixture
@@ -60,11 +74,15 @@ def versions(fakes: list[MortalVLLM]) -> list[str]:
     return [fake.weight_version for fake in fakes]
 
 
-def wait_for_watch(generation: ServerGeneration, number: int) -> None:
+def wait_until(condition) -> None:
     deadline = time.monotonic() + 20
-    while not generation.servers[number]._answers.is_set():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def wait_for_watch(generation: ServerGeneration, number: int) -> None:
+    wait_until(generation.servers[number]._answers.is_set)
 
 
 def test_both_servers_load_the_same_files(trainer, fakes, generation):
