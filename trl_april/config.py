@@ -12,6 +12,7 @@ from trl import GRPOConfig
 
 from .errors import ConfigError
 from .pool.staleness import AUTO, check_bound, factor_of
+from .server.addresses import server_addresses
 from .tuning.factor_chooser import START
 
 
@@ -208,6 +209,9 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     - `vllm_importance_sampling_mode="token_truncate"`: TRL's default, `"sequence_mask"`, exponentiates the log-ratio
       summed over the sequence. It would mask out the long samples of several policy versions that APRIL keeps.
 
+    `vllm_server_base_url` takes the addresses of several servers, as a list or as one text with commas. It is read
+    again before every weight sync, so servers can be added and removed during training.
+
     `loss_type="gspo"` is accepted beside all of TRL's loss types. It stands for TRL's `"grpo"` with
     `importance_sampling_level="sequence"` and the clip range of the GSPO paper
     (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless they were set. TRL's
@@ -276,7 +280,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         ConfigError: If a value is out of its range. It is a `ValueError`.
     """
 
-    # Changed defaults; the class docstring gives the reasons.
+    # Changed defaults and meanings; the class docstring gives the reasons.
     use_vllm: bool = field(
         default=True,
         metadata={"help": "Whether to use vLLM for generating completions. If `False`, training runs as stock GRPO."},
@@ -286,6 +290,13 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         metadata={
             "help": "`'server'`: the vLLM server at `vllm_server_base_url`, or one that the trainer starts if none is "
             "given. `'colocate'`: always one that the trainer starts."
+        },
+    )
+    vllm_server_base_url: str | None = field(
+        default=None,
+        metadata={
+            "help": "Address of the vLLM server, such as 'http://localhost:8000', or of several, with commas between "
+            "them. If given, `vllm_server_host` and `vllm_server_port` are ignored."
         },
     )
     vllm_importance_sampling_mode: str = field(
@@ -298,6 +309,9 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
 
     def __post_init__(self) -> None:
         AprilOptions.__post_init__(self)
+        given = self.vllm_server_base_url
+        if given is not None and (not isinstance(given, str) or "," in given):
+            self.vllm_server_base_url = ",".join(server_addresses(given))  # TRL's option is text
         if self.bf16 is None and not self.use_cpu and not torch.accelerator.is_available():
             self.bf16 = False
         GRPOConfig.__post_init__(self)

@@ -29,6 +29,7 @@ from .data.source import RowSource
 from .distributed.processes import Processes
 from .distributed.signals import StopRequest
 from .engine.sampling import sampling_of
+from .engine.servers import ServersEngine
 from .engine.vllm import VLLMEngine
 from .errors import CheckpointError, PoolError
 from .pool.pool import Pool
@@ -40,7 +41,7 @@ from .rollout.event_loop import BackgroundLoop
 from .rollout.round import Round
 from .rollout.rounds import Rounds
 from .server.host import reserve_connections
-from .training.batch import round_metrics
+from .training.batch import round_metrics, server_metrics
 from .training.construction import api_key
 from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
@@ -127,13 +128,19 @@ class RolloutSession:
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
         sampling = sampling_of(args, eos_token_ids)
-        self._engine = VLLMEngine(
-            server.base_url,
-            server.server_info.model,
-            sampling,
-            stream_interval=options.stream_interval,
-            vocab_size=plan.vocab_size,
-            api_key=api_key(),
+        self._engine = ServersEngine(
+            server.servers.addresses,
+            lambda address: VLLMEngine(
+                address,
+                server.server_info.model,
+                sampling,
+                stream_interval=options.stream_interval,
+                vocab_size=plan.vocab_size,
+                api_key=api_key(),
+            ),
+            is_sticky=options.resume_kv != "recompute",
+            rank=processes.rank,
+            on_lost=server.servers.leave_out,
         )
         self._dynamic = None
         if scorer is not None:
@@ -155,6 +162,7 @@ class RolloutSession:
             quota=quota,
             overlap=options.overlap_generation,
             resume_kv=options.resume_kv,
+            server_of=self._engine.server_of,
         )
         self._loop = BackgroundLoop("trl-april-rollouts")
         self._rounds = Rounds(
@@ -169,7 +177,7 @@ class RolloutSession:
             dynamic=self._dynamic,
             recovery=self._recovery,
             stop=stop,
-            max_sequences=server.server_info.max_sequences,
+            max_sequences=server.servers.least_sequences,
             keeps_requests=options.resume_kv == "keep",
             overlap=options.overlap_generation,
         )
@@ -196,7 +204,7 @@ class RolloutSession:
             reduce_sum=processes.reduce_sum,
             processes=processes.count,
         )
-        server.before_sync = self._quiesce
+        server.before_sync, server.servers.on_holding = self._quiesce, self._route
 
     def run_round(
         self,
@@ -237,6 +245,12 @@ class RolloutSession:
             sync_seconds=sync_seconds,
             max_staleness=self._options.max_staleness,
             stream_interval=self._options.stream_interval,
+            reduce_sum=self._processes.reduce_sum,
+            reduce_max=self._processes.reduce_max,
+        )
+        metrics |= server_metrics(
+            *self._loop.run(self._engine.take_traffic()),
+            lost=self._engine.num_lost,
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )
@@ -307,15 +321,22 @@ class RolloutSession:
             if self._dynamic is not None:
                 rest.callback(self._dynamic.close)
             rest.callback(self._rounds.close)
-            self._server.before_sync = None
-            self._server.give_up()
+            self._server.before_sync = self._server.servers.on_holding = None
+            self._server.servers.give_up()
             self._loop.run(self.driver.close())
 
     def _quiesce(self) -> None:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
         if self._chooser is not None:
             self._chooser.quiesced()
-        self._rounds.quiesce(self._state.global_step, self._server)
+        self._rounds.quiesce(self._state.global_step, self._server.servers)
+
+    def _route(self) -> None:
+        """Send requests to the servers that hold the weights."""
+        servers = self._server.servers
+        self._loop.run(
+            self._engine.route_to(servers.addresses, servers.holding, self._state.global_step, servers.causes)
+        )
 
     def _restore(
         self, saved: SavedRollouts, rows: TrainingRows, num_reward_funcs: int

@@ -156,6 +156,20 @@ def test_exit_code_is_1_after_a_failure(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "skip  server             not checked, because of: imports"
 
 
+def test_each_of_several_servers_is_checked(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "check_imports", lambda: Finding(OK, "fine"))
+    monkeypatch.setattr(doctor, "check_devices", lambda: Finding(OK, "none"))
+    with FakeVLLM(answers={"/server_info": (404, "")}) as one:
+        assert cli.main(["doctor", "--timeout", "5", "--base-url", f"http://127.0.0.1:9,{one.base_url}/"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL  server 0") and "127.0.0.1:9" in line for line in lines)
+    assert any(line.startswith("ok    server 1") and one.base_url in line for line in lines)
+    assert any(line.startswith("skip  configuration 0 ") and "because of: server" in line for line in lines)
+    assert any(line.startswith("FAIL  configuration 1 ") for line in lines)
+    assert cli.main(["doctor", "--base-url", f"{one.base_url},{one.base_url}"]) == 1
+    assert "--base-url has" in capsys.readouterr().err
+
+
 def script(*events: Any) -> Callable[[Stream], Awaitable[None]]:
     """Stream chunks of `(tokens, finish reason)`. `"stall"` waits for the abort, and `"hang"` ignores it."""
 
@@ -189,7 +203,7 @@ def examine(address: str, **options: Any) -> dict[str, Finding]:
     options = {"timeout": 5.0, "max_sequences": 2, "max_completion_length": 64, **options}
 
     async def cell() -> None:  # a notebook has a running loop
-        doctor_server.examine_server(examination, DoctorOptions(address, **options))
+        doctor_server.examine_server(examination, DoctorOptions(address, **options), address)
 
     asyncio.run(cell())
     return examination.findings

@@ -28,9 +28,10 @@ from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.cli import COMMANDS
 from trl_april.commands.simulate import main as simulate
 from trl_april.config import AprilOptions
+from trl_april.engine.servers import Traffic
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
 from trl_april.rollout.round import Round
-from trl_april.training.batch import round_metrics
+from trl_april.training.batch import round_metrics, server_metrics
 from trl_april.training.correction import AGES, correction_metrics
 
 
@@ -191,12 +192,14 @@ def test_every_option_is_listed_with_its_default():
 
 
 def metric_names() -> set[str]:
-    """Metrics that a round can log, with `*` for the ages and lengths of the correction."""
+    """Metrics that a round can log, with `*` for a server, and for the ages and lengths of the correction."""
     done, pool = round_of_a_small_pool()
     names = set(round_metrics(replace(done, seconds=2.0), pool, sync_seconds=0.0, max_staleness=5))
     samples = [sample(index, (index, 1)) for index in range(4)]
     correction = correction_metrics(batch([[1.0]] * 4), [group(*samples)], version=3)
     ages_and_lengths = "|".join([*map(re.escape, AGES), *(f"length_q{n}" for n in range(1, 5))])
+    servers = server_metrics([Traffic(), Traffic()], 1.0, lost=0)
+    names |= {re.sub(r"/\d+/", "/*/", name) for name in servers}
     return names | {re.sub(f"/({ages_and_lengths})/", "/*/", name) for name in correction}
 
 
@@ -209,7 +212,7 @@ def test_every_metric_is_listed_once_with_its_unit():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_named_metrics_exist(name):
-    patterns = [re.escape(metric).replace(r"\*", r"(age_[0-3]\+?|length_q[1-4])") for metric in metric_names()]
+    patterns = [re.escape(metric).replace(r"\*", r"(age_[0-3]\+?|length_q[1-4]|\d+|N)") for metric in metric_names()]
     for metric in re.findall(r"`april/([\w/+]*[\w+])`", read_page(name).text):
         assert any(re.fullmatch(pattern, metric) for pattern in patterns), metric
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from trl_april.errors import ConfigError
+from trl_april.server import command_line
 from trl_april.server.command_line import (
     check_model,
     flag_name,
@@ -150,3 +151,29 @@ def test_model_and_scheduler_share_a_process_on_few_cores(monkeypatch, platform,
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     env = server_environment(given, platform=platform)
     assert (env.get("VLLM_ENABLE_V1_MULTIPROCESSING"), env.get("OMP_NUM_THREADS")) == expected
+
+
+NVIDIA, AMD = ["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize(
+    ("names", "env", "flags", "shares"),
+    [
+        (NVIDIA, None, [], ["0", "1"]),
+        (AMD, None, [], ["0", "1"]),
+        (NVIDIA, {"CUDA_VISIBLE_DEVICES": "5,2,7,1"}, ["--tensor-parallel-size", "2"], ["5,2", "7,1"]),
+        (AMD, {"HIP_VISIBLE_DEVICES": "3,2"}, [], ["3", "2"]),
+        (NVIDIA, None, ["--tensor-parallel-size=2", "--data-parallel-size", "2"], ["0,1,2,3", "4,5,6,7"]),
+    ],
+)
+def test_each_of_several_servers_gets_gpus_of_its_own(names, env, flags, shares, monkeypatch, tmp_path):
+    monkeypatch.setattr(command_line, "gpus_of_host", lambda: 8)
+    monkeypatch.setattr(command_line, "NVIDIA_GPUS", tmp_path if names is NVIDIA else tmp_path / "nowhere")
+    for name in AMD:
+        monkeypatch.delenv(name, raising=False)
+    found = command_line.gpu_shares(2, env, flags, platform="gpu")
+    assert found == [dict.fromkeys(names, share) for share in shares]
+    assert command_line.gpu_shares(1, env, flags, platform="gpu") == [{}]
+    assert command_line.gpu_shares(2, env, flags, platform="cpu") == [{}, {}]
+    with pytest.raises(ConfigError, match="count is 9 and each server takes .* GPUs, but there are"):
+        command_line.gpu_shares(9, env, flags, platform="gpu")

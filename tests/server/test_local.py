@@ -17,7 +17,7 @@ import pytest
 
 from tests.server.test_process import wait_for
 from trl_april.errors import ConfigError, ServerError
-from trl_april.server.local import LocalServer, sees_our_devices
+from trl_april.server.local import LocalServer, is_healthy, sees_our_devices
 from trl_april.server.process import session_members
 
 
@@ -90,6 +90,46 @@ def test_server_runs_for_the_length_of_a_with_block(script, capsys, tmp_path):
     assert len(lines) == 2 and "starting" in lines[0] and "ready after" in lines[1]
     with server:
         assert server.pid != pid and server.is_healthy()
+
+
+@pytest.fixture
+def program(script, monkeypatch):
+    """Lets `LocalServer` run a program instead of vLLM, on a port."""
+
+    def use(text: str) -> None:
+        path = str(script(text))
+        monkeypatch.setattr(
+            "trl_april.server.local.server_command", lambda model, host, port, *args: [sys.executable, path, str(port)]
+        )
+
+    return use
+
+
+def test_several_servers_run_for_the_length_of_a_with_block(program, tmp_path):
+    program(HEALTHY)
+    with LocalServer("model", count=3, quiet=True, log_file=tmp_path / "log") as servers:
+        assert servers.base_url == ",".join(servers.base_urls) and len(set(servers.base_urls)) == 3
+        assert all(is_healthy(url) for url in servers.base_urls)
+        second = servers._others[0]
+        os.killpg(second.pid, signal.SIGKILL)
+        wait_for(lambda: second._server.process.poll() is not None)
+        pid = servers.pid
+        servers.start()  # the dead one alone
+        assert all(is_healthy(url) for url in servers.base_urls) and servers.pid == pid
+        urls = servers.base_urls
+    assert not any(is_healthy(url) for url in urls)
+    assert sorted(path.name for path in tmp_path.glob("log*")) == ["log", "log.1", "log.2"]
+    with pytest.raises(ConfigError, match="count is 0.*at least 1"):
+        LocalServer("model", count=0)
+
+
+def test_all_servers_stop_if_one_does_not_start(program):
+    program(HEALTHY)
+    servers = LocalServer("model", count=2, quiet=True)
+    servers._others[0].command = lambda port: [sys.executable, "-c", "raise SystemExit(3)"]
+    with pytest.raises(ServerError, match="exit code 3"):
+        servers.start()
+    assert not servers.is_running and not servers._others[0].is_running
 
 
 def test_server_that_died_is_started_again(script):

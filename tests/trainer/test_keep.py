@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,21 +27,44 @@ from trl_april.server.command_line import GENERATED_TOKENS_PATH as PATH
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
 
 
-def mixed(models, group, sample):
+def mixed(models, group, sample, starts=()):
     """Log-probabilities of the completion, each segment under its own weights behind keys and values of the others.
 
-    When the weights change, the last token has been sampled and its keys and values have not been computed yet.
+    When the weights change, the last token has been sampled and its keys and values have not been computed yet. From
+    each of `starts`, positions of requests to a server without its blocks, all of them are computed anew.
     """
-    ids = torch.tensor([[*group.prompt_ids, *sample.token_ids]])
-    past, end, found = DynamicCache(), len(group.prompt_ids), []
+    ids, prompt = torch.tensor([[*group.prompt_ids, *sample.token_ids]]), len(group.prompt_ids)
+    past, end, found = DynamicCache(), prompt, []
     for segment in sample.segments:
         begin, end = end, end + segment.length
-        cached = past.get_seq_length()
-        assert cached == (begin - 1 if found else 0)
-        with torch.no_grad():
-            logits = models[segment.version](ids[:, cached : end - 1], past_key_values=past, use_cache=True).logits[0]
-        found.append(logits[begin - 1 - cached :].log_softmax(-1).gather(-1, ids[0, begin:end, None]).squeeze(-1))
+        inside = sorted(prompt + start for start in starts if begin <= prompt + start < end)
+        for left, right in pairwise([begin, *(place for place in inside if place > begin), end]):
+            if left in inside:
+                past = DynamicCache()
+            cached = past.get_seq_length()
+            assert cached == (left - 1 if found and left not in inside else 0)
+            with torch.no_grad():
+                logits = models[segment.version](ids[:, cached : right - 1], past_key_values=past, use_cache=True)
+            logprobs = logits.logits[0, left - 1 - cached :].log_softmax(-1)
+            found.append(logprobs.gather(-1, ids[0, left:right, None]).squeeze(-1))
     return torch.cat(found)
+
+
+def check_mixed(trainer, model_dir, starts=None) -> int:
+    """Compare each token's log-probability with [`mixed`], to 1e-4 in float32; returns the segments in mid-chunk."""
+    models = {}
+    for version, weights in trainer.weights.items():
+        models[version] = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        models[version].load_state_dict(weights, strict=False)
+    inside = 0
+    for group in trainer.trained_groups:
+        for sample in group.samples:
+            recorded = torch.tensor(sample.logprobs.tolist())
+            expected = mixed(models, group, sample, (starts or {}).get(sample.key, ()))
+            assert (expected - recorded).abs().max() < 1e-4, sample
+            first = sample.segments[0].length
+            inside += len(sample.segments) > 1 and first % 64 != 1
+    return inside
 
 
 def limit_lengths(monkeypatch, length) -> None:
@@ -101,18 +125,7 @@ class TestKept:
 
     def test_every_token_has_the_version_that_sampled_it(self, kept, tiny_model_dir):
         """To the token, also in the middle of what is streamed as one chunk."""
-        models = {}
-        for version, weights in kept.weights.items():
-            models[version] = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
-            models[version].load_state_dict(weights, strict=False)
-        inside = 0
-        for group in kept.trained_groups:
-            for sample in group.samples:
-                recorded = torch.tensor(sample.logprobs.tolist())
-                assert (mixed(models, group, sample) - recorded).abs().max() < 1e-4
-                first = sample.segments[0].length
-                inside += len(sample.segments) > 1 and first % 64 != 1
-        assert inside > 0
+        assert check_mixed(kept, tiny_model_dir) > 0
 
     def test_a_checkpoint_holds_every_arrived_token(self, server, tiny_model_dir, tmp_path, kept):
         """It was written after an evaluation, whose weight sync the requests survived."""
@@ -218,17 +231,17 @@ class TestServers:
     )
     def test_the_canary_waits_for_no_completion(self, keeping, places, waiting, can_pause, held):
         """A full server frees a slot. All four requests are aborted if preempted ones would come before the canary."""
-        trainer, generation = keeping, keeping.vllm_generation
-        generation.server_info = replace(generation.server_info, max_sequences=places)
-        generation.requests_waiting = lambda: waiting
-        pause, held_requests = generation.pause, []
+        trainer, servers = keeping, keeping.vllm_generation.servers
+        servers.first.info = replace(servers.info, max_sequences=places)
+        servers.requests_waiting = lambda: waiting
+        pause, held_requests = servers.pause, []
 
         def noted() -> bool:
             if can_pause:
                 held_requests.append(trainer._session.driver.in_flight)
             return can_pause and pause()
 
-        generation.pause = noted
+        servers.pause = noted
         trainer.train()
         assert held_requests == held
         assert sum(done.aborted_requests for done in trainer.rounds) == 4 - sum(held)

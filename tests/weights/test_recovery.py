@@ -44,7 +44,7 @@ class Generation:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.server = self
+        self.server = self.servers = self
         self.alive = self.holds = True
         self.failing_syncs = 0
         self.checks: list[float] = []

@@ -51,7 +51,7 @@ def test_after_a_sync_the_server_samples_from_the_trainers_weights(server, train
         assert before_load.pop() > 0.1, "the server has its old weights until it loads the files"
         assert trainer.distance(generation) < 1e-4
         reported = requests.get(f"{server.base_url}/weight_info", timeout=10).json()
-        assert reported == {"weight_version": str(version)} and generation.holds_weights()
+        assert reported == {"weight_version": str(version)} and generation.servers.holds_weights()
     assert list(tmp_path.iterdir()) == [] and generation.sync_seconds > 0
     log = server.log_path.read_text()
     assert "Reloading weights" in log and "Failed to load weights" not in log and "duplicate keys" not in log
@@ -71,12 +71,12 @@ def test_the_check_looks_at_weights_and_not_at_the_trainers_precision(server, tr
     for scale in (3.0, 1e-3, 3.0):
         trainer.change(scale)
         generation.sync_weights()
-        assert generation._canary.exact
-    token_ids = torch.tensor([generation._canary.token_ids])
+        assert generation.servers.first.canary.exact
+    token_ids = torch.tensor([generation.servers.first.canary.token_ids])
     with torch.no_grad():
         logprobs = trainer.model(input_ids=token_ids).logits[0, :-1].log_softmax(-1)
     rounded = logprobs.gather(-1, token_ids[0, 1:, None]).squeeze(-1).tolist()
-    exact = trainer_logprobs(trainer.model, generation._canary.token_ids, torch.device("cpu"))
+    exact = trainer_logprobs(trainer.model, generation.servers.first.canary.token_ids, torch.device("cpu"))
     assert distance(rounded, exact) > 1.0
     generation._transport = NoTransport()
     trainer.change(1e-4)
@@ -89,7 +89,7 @@ class NoTransport:
 
     @contextmanager
     def stage(self, parameters, *, sends):
-        yield lambda: None
+        yield lambda servers, each: None
 
 
 @pytest.mark.parametrize("scale", [0.3, 1e-4])

@@ -114,7 +114,7 @@ def fake(trainer: SyncedTrainer, tiny_model_dir: str) -> Iterator[MortalVLLM]:
 
 def connect(trainer: SyncedTrainer, fake: MortalVLLM, **options: Any) -> ServerGeneration:
     generation = trainer.connect(fake, **{"server_timeout": 10.0, **options})
-    fake.canary_ids = generation._canary.token_ids
+    fake.canary_ids = generation.servers.first.canary.token_ids
     fake.received.clear()
     return generation
 
@@ -123,10 +123,10 @@ def connect(trainer: SyncedTrainer, fake: MortalVLLM, **options: Any) -> ServerG
 def generation(trainer: SyncedTrainer, fake: MortalVLLM) -> ServerGeneration:
     """Connected, and synced once as version 1."""
     generation = connect(trainer, fake)
-    assert not generation.holds_weights()
+    assert not generation.servers.holds_weights()
     trainer.change(0.1)
     generation.sync_weights()
-    assert fake.weight_version == "1" and generation.holds_weights()
+    assert fake.weight_version == "1" and generation.servers.holds_weights()
     trainer.change(0.1)
     fake.received.clear()
     return generation
@@ -158,10 +158,10 @@ def test_a_kept_cache_is_reset_only_after_another_client_changed_the_weights(tra
         generation.sync_weights()
     assert "reset_prefix_cache" not in paths(fake)
     requests.post(f"{fake.base_url}/update_weight_version", json={"new_version": "77"}, timeout=10)
-    assert not generation.holds_weights()
+    assert not generation.servers.holds_weights()
     fake.received.clear()
     generation.sync_weights()
-    assert "another client changed its weights" in caplog.text and generation.holds_weights()
+    assert "another client changed its weights" in caplog.text and generation.servers.holds_weights()
     assert paths(fake).count("reset_prefix_cache") == 1
     assert paths(fake).index("reset_prefix_cache") < paths(fake).index("collective_rpc")
 
@@ -193,7 +193,7 @@ def test_the_tolerance_follows_the_models_data_type(trainer, fake, generation):
     for dtype, exact in ((torch.bfloat16, False), (torch.float32, True)):
         trainer.model.to(dtype)
         generation.sync_weights()
-        assert generation._canary.exact is exact
+        assert generation.servers.first.canary.exact is exact
 
 
 @pytest.mark.parametrize("cause", ["longrope", "quantized"])
@@ -202,7 +202,7 @@ def test_a_server_that_computes_otherwise_only_has_to_follow(trainer, fake, caus
         trainer.model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
     else:
         fake.quantization = "fp8"
-    assert connect(trainer, fake)._canary.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0
+    assert connect(trainer, fake).servers.first.canary.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0
 
 
 def test_another_client_that_syncs_too_is_an_error(fake, generation):
@@ -223,10 +223,10 @@ def test_a_server_that_is_down_before_the_sync_gets_nothing(fake, generation):
     with pytest.raises(ServerError, match="was lost during the weight sync.*Connection") as caught:
         generation.sync_weights()
     assert fake.base_url in str(caught.value) and isinstance(caught.value.__cause__, ServerError)
-    assert not generation.holds_weights() and quiesced == [True]
+    assert not generation.servers.holds_weights() and quiesced == [True]
     fake.alive = True
     generation.sync_weights()
-    assert generation.holds_weights()
+    assert generation.servers.holds_weights()
 
 
 WHERE = ["weight_info", "collective_rpc", "reset_prefix_cache", "update_weight_version", "v1/completions"]
@@ -242,16 +242,16 @@ def test_an_outage_at_any_point_of_a_sync_ends_in_an_error_and_then_in_the_right
     fake.dies_at, fake.back_at_once = f"/{where}", back_at_once
     with pytest.raises(ServerError, match="was lost during the weight sync"):
         generation.sync_weights()
-    assert (generation.server.problem() is None) is back_at_once and not generation.holds_weights()
+    assert (generation.server.problem() is None) is back_at_once and not generation.servers.holds_weights()
     if not back_at_once:
         with pytest.raises(ServerError, match="was lost"):
             generation.sync_weights()
         fake.restart()
-        assert generation.server.problem() is None and not generation.holds_weights()
+        assert generation.server.problem() is None and not generation.servers.holds_weights()
     fake.received.clear()
     generation.sync_weights()
     assert "collective_rpc" in paths(fake) and fake.weight_version == "2"
-    assert generation.holds_weights()
+    assert generation.servers.holds_weights()
 
 
 @pytest.mark.parametrize("in_first_sync", [False, True])
@@ -266,13 +266,13 @@ def test_a_restarted_server_is_checked_and_connected_to_again(trainer, fake, gen
     fake.restart()
     fake.max_model_len, fake.model = 1234, "renamed"
     connected = []
-    generation._transport.connect = lambda: connected.append(True)
+    generation._transport.connect = lambda server: connected.append(True)
     generation.sync_weights()
     assert "was restarted" in caplog.text and connected == [True]
     assert paths(fake)[:4] == ["health", "weight_info", "server_info", "v1/models"]
     assert (generation.server_info.max_model_len, generation.server_info.model) == (1234, "renamed")
     assert fake.received_at("/v1/completions")[-1].body["model"] == "renamed"
-    assert generation.holds_weights()
+    assert generation.servers.holds_weights()
 
 
 def test_another_model_at_the_address_is_refused_before_weights_are_sent(fake, generation, tmp_path):
@@ -284,7 +284,7 @@ def test_another_model_at_the_address_is_refused_before_weights_are_sent(fake, g
     for _ in range(2):
         with pytest.raises(ConfigError, match="hidden_size=32, but the trainer's model has hidden_size=64"):
             generation.sync_weights()
-    assert "collective_rpc" not in paths(fake) and not generation.holds_weights()
+    assert "collective_rpc" not in paths(fake) and not generation.servers.holds_weights()
 
 
 def test_a_server_that_refuses_the_weights_is_no_outage(fake, generation):
@@ -292,7 +292,7 @@ def test_a_server_that_refuses_the_weights_is_no_outage(fake, generation):
     fake.answers = {"/collective_rpc": (500, "out of memory")}
     with pytest.raises(WeightSyncError, match="500 to /collective_rpc.*out of memory.*its log.*set weight_sync_dir"):
         generation.sync_weights()
-    assert not generation.holds_weights() or fake.weight_version == "1"
+    assert not generation.servers.holds_weights() or fake.weight_version == "1"
 
 
 @pytest.mark.parametrize(("where", "status"), [("/collective_rpc", 429), ("/v1/completions", 503)])
@@ -317,7 +317,7 @@ def test_a_lost_answer_about_the_version_is_no_restart(fake, generation, caplog,
     fake.answers = {}
     generation.sync_weights()
     assert "restarted" not in caplog.text and "server_info" not in paths(fake)
-    assert generation.holds_weights()
+    assert generation.servers.holds_weights()
 
 
 @pytest.mark.parametrize("where", ["/server_info", "/v1/models"])
@@ -374,7 +374,7 @@ def test_an_evaluation_is_repeated_with_the_right_weights(fake, generation, monk
 
 
 def test_an_evaluation_that_only_the_main_process_requests_fails_in_all(generation):
-    generation._processes = TwoProcesses()
+    generation._processes = generation.servers._processes = TwoProcesses()
     generation._processes.outage = 1.0
     generation.vllm_client.generate = lambda **_: {"prompt_ids": [], "completion_ids": [], "logprobs": None}
     with pytest.raises(ServerError, match="was lost during an evaluation"):
@@ -385,26 +385,28 @@ def test_an_evaluation_that_only_the_main_process_requests_fails_in_all(generati
 
 
 def test_only_an_error_that_an_outage_explains_is_noted_as_one(generation, monkeypatch):
-    def fail() -> None:
+    (server,) = generation.servers
+
+    def fail(server: object) -> None:
         raise error
 
     for error in (WeightSyncError("a"), ConfigError("b"), requests.JSONDecodeError("c", "", 0), OSError("d")):
         with pytest.raises(type(error)):
-            generation._on_server(fail)
-        assert generation._outage is None
+            generation.servers.each(fail)
+        assert server.outage is None
     for error in (ServerError("e"), requests.ConnectionError("f"), requests.Timeout("g")):
-        generation._outage = None
-        generation._on_server(fail)
-        assert generation._outage is error
+        server.outage = None
+        generation.servers.each(fail)
+        assert server.outage is error
     monkeypatch.setattr(generation.server, "problem", lambda: "down")
     for error in (WeightSyncError("a"), requests.ConnectionError("b"), OSError("c")):
-        generation._outage = None
-        generation._on_server(fail)
-        assert generation._outage is error
-    generation._on_server(lambda: pytest.fail("no step follows an outage"))
-    generation._outage, error = None, ValueError("d")
+        server.outage = None
+        generation.servers.each(fail)
+        assert server.outage is error
+    generation.servers.each(lambda server: pytest.fail("no step follows an outage"))
+    server.outage, error = None, ValueError("d")
     with pytest.raises(ValueError):
-        generation._on_server(fail)
+        generation.servers.each(fail)
 
 
 # The server's weights
@@ -416,18 +418,19 @@ def test_only_an_error_that_an_outage_explains_is_noted_as_one(generation, monke
 )
 def test_a_server_that_does_not_confirm_its_weights_has_lost_them(fake, generation, answer):
     fake.answers = {"/weight_info": answer}
-    assert not generation.holds_weights()
+    assert not generation.servers.holds_weights()
 
 
 def test_an_outage_noticed_by_the_main_process_is_raised_in_all(fake, generation, monkeypatch):
     """Other processes do not talk to the server in a sync, and must not request tokens afterwards."""
-    generation._processes = TwoProcesses()
-    assert generation.holds_weights()
+    generation._processes = generation.servers._processes = TwoProcesses()
+    assert generation.servers.holds_weights()
     generation._processes.outage = 1.0
-    assert not generation.holds_weights()
+    assert not generation.servers.holds_weights()
     fake.received.clear()
 
     monkeypatch.setattr(Accelerator, "is_main_process", False)
+    monkeypatch.setattr(generation.servers, "_is_main", False)
     with pytest.raises(ServerError, match="was lost during the weight sync") as caught:
         generation.sync_weights()
     assert caught.value.__cause__ is None

@@ -16,6 +16,7 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
 from trl_april.weights import files, transport
+from trl_april.weights.synced_server import for_each
 from trl_april.weights.transport import FileTransport, NcclTransport, choose_transport
 
 
@@ -30,11 +31,12 @@ def info(*, device: str = "cuda", has_transfer: bool = True) -> ServerInfo:
 
 
 def choose(
-    asked: str = "auto", *, device: str = "cuda", base_url: str = "http://127.0.0.1:8000", folder=None, **options
-) -> str:
-    client = SimpleNamespace(base_url=base_url, control=None)
-    defaults = {"server_info": info(), "processes": OneProcess(), "client": client}
-    return choose_transport(asked, folder, device=torch.device(device), **{**defaults, **options}).name
+    asked: str = "auto", *, device: str = "cuda", base_url: str = "http://127.0.0.1:8000", folder=None,
+    server_info=None, processes=None, others=(),
+) -> str:  # fmt: skip
+    servers = [SimpleNamespace(base_url=base_url, info=server_info or info()), *others]
+    processes = processes or OneProcess()
+    return choose_transport(asked, folder, device=torch.device(device), servers=servers, processes=processes).name
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,12 @@ class Parameters:
 class Loads:
     """A server that loads files, or fails."""
 
+    takes_part = True
+
+    @property
+    def control(self):
+        return self
+
     error: Exception | None = None
 
     def __init__(self) -> None:
@@ -144,9 +152,9 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
     elif fails_at == "load":
         server.error = error
     with pytest.raises(WeightSyncError, match="No space left.*--shm-size|refused") if fails_at else nullcontext():
-        with FileTransport(server, str(tmp_path)).stage(parameters, sends=True) as load:
+        with FileTransport(str(tmp_path)).stage(parameters, sends=True) as load:
             assert parameters.read == [everything]
-            load()
+            load([server], for_each)
     assert parameters.read == [everything] and list(tmp_path.iterdir()) == []
     assert len(server.sizes) == (0 if fails_at == "write" else 6)
 
@@ -162,21 +170,21 @@ def test_nccl_gathers_all_parameters_even_if_the_server_is_lost(parameters, ever
             if sent is not None:
                 raise requests.ConnectionError("lost")
 
-    nccl = NcclTransport(Client(), torch.device("cpu"))
+    nccl, servers = NcclTransport(torch.device("cpu")), [SimpleNamespace(client=Client())]
     with nccl.stage(parameters, sends=True) as load:
         assert parameters.read == [everything]  # for the announcement, before the server is paused
         with pytest.raises(requests.ConnectionError) if sent is not None else nullcontext():
-            load()
+            load(servers, for_each)
     with nccl.stage(parameters, sends=True):
         pass
     assert parameters.read == [everything] * 2, "the announcement is made once"
 
 
-@pytest.mark.parametrize(("made", "iterations"), [(FileTransport(None, None), 1), (NcclTransport(None, None), 2)])
+@pytest.mark.parametrize(("made", "iterations"), [(FileTransport(None), 1), (NcclTransport(None), 2)])
 def test_other_processes_read_the_same_parameters_and_send_none(parameters, everything, made, iterations):
     """Gathering takes all processes. With a server of `None`, sending would fail."""
     with made.stage(parameters, sends=False) as load:
-        load()
+        load([None], for_each)
     assert parameters.read == [everything] * iterations
 
 
@@ -195,8 +203,8 @@ def test_a_sync_through_files_needs_memory_for_some_shards_and_not_for_the_model
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
-    with FileTransport(server, str(tmp_path)).stage(Parameters(model), sends=True) as load:
-        load()
+    with FileTransport(str(tmp_path)).stage(Parameters(model), sends=True) as load:
+        load([server], for_each)
     assert len(server.sizes) == 24 and sum(server.sizes) > 24 * shard
     assert memory("VmHWM") - before < 5 * shard
 
@@ -216,7 +224,7 @@ def test_a_failed_nccl_connection_names_its_remedies(error):
         close_communicator=lambda: calls.append("close"),
     )  # fmt: skip
     with pytest.raises(WeightSyncError) as caught:
-        NcclTransport(client, torch.device("cuda")).connect()
+        NcclTransport(torch.device("cuda")).connect(SimpleNamespace(client=client))
     for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
         assert words in str(caught.value)
     assert calls == ["close", "init"], "the previous connection still uses the port"

@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 
 from .. import __version__
 from ..errors import AprilError, ConfigError
+from ..server.addresses import server_addresses
 from ..server.command_line import vllm_platform
 from ..server.host import usable_cores
 
@@ -52,7 +53,9 @@ print(json.dumps([name_of(index) for index in range(torch.accelerator.device_cou
 class DoctorOptions:
     """Options of `trl-april doctor`."""
 
-    base_url: str | None = field(default=None, metadata={"help": "server to check, such as http://127.0.0.1:8000"})
+    base_url: str | None = field(
+        default=None, metadata={"help": "server to check, such as http://127.0.0.1:8000, or several, with commas"}
+    )
     model: str | None = field(default=None, metadata={"help": "model to train (default: the one that is served)"})
     json_file: str | None = field(default=None, metadata={"help": "also write all findings to this file"})
     max_completion_length: int = field(
@@ -64,8 +67,13 @@ class DoctorOptions:
     max_sequences: int = field(default=64, metadata={"help": "sequences at once up to which decoding is measured"})
     timeout: float = field(default=30.0, metadata={"help": "silence after which a request to the server fails"})
 
+    @property
+    def base_urls(self) -> list[str]:
+        """The addresses in `base_url`."""
+        return [] if self.base_url is None else server_addresses(self.base_url, "--base-url")
+
     def __post_init__(self) -> None:
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+        if not all(address.startswith(("http://", "https://")) for address in self.base_urls):
             raise ConfigError(
                 f"--base-url is {self.base_url!r}, but it must begin with http:// or https://, such as "
                 "http://127.0.0.1:8000."
@@ -107,10 +115,15 @@ class Examination:
 
     def __init__(self) -> None:
         self.findings: dict[str, Finding] = {}
+        self._suffix = ""
+
+    def begin_server(self, suffix: str) -> None:
+        """Add `suffix` to the names of the checks that follow: its place among several servers."""
+        self._suffix = suffix
 
     def check(self, name: str, check: Callable[[], Finding], *, after: Sequence[str] = ()) -> None:
         """Run one check and print its line. It is skipped if one of `after` failed or was skipped."""
-        missing = [other for other in after if self.findings[other].mark in (Mark.FAIL, Mark.SKIP)]
+        missing = [other for other in after if self.findings[other + self._suffix].mark in (Mark.FAIL, Mark.SKIP)]
         if missing:
             self.add(name, Finding(Mark.SKIP, f"not checked, because of: {', '.join(missing)}"))
             return
@@ -124,8 +137,8 @@ class Examination:
         self.add(name, finding)
 
     def add(self, name: str, finding: Finding) -> None:
-        self.findings[name] = finding
-        print(finding.line(name, width=17), flush=True)
+        self.findings[name + self._suffix] = finding
+        print(finding.line(name + self._suffix, width=17), flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -169,13 +182,16 @@ def run(options: DoctorOptions) -> int:
     else:
         from .doctor_server import examine_server  # imports transformers
 
-        examine_server(examination, options)
+        addresses = options.base_urls
+        for number, base_url in enumerate(addresses):
+            examination.begin_server(f" {number}" if len(addresses) > 1 else "")
+            examine_server(examination, options, base_url)
     if options.json_file is not None:
         report: dict[str, Any] = {"trl_april": __version__, "base_url": options.base_url, "findings": []}
         for name, finding in examination.findings.items():
             line = {"name": name, "mark": finding.mark, "found": finding.found, "remedy": finding.remedy}
             report["findings"].append(line)
-            report |= finding.data
+            report = finding.data | report  # of several servers, the first is the one that is simulated
         Path(options.json_file).write_text(json.dumps(report, indent=2) + "\n")
     return int(any(finding.mark is Mark.FAIL for finding in examination.findings.values()))
 

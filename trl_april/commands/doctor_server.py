@@ -45,12 +45,12 @@ class Server:
     dtype: str = ""
 
 
-def examine_server(examination: Examination, options: DoctorOptions) -> None:
+def examine_server(examination: Examination, options: DoctorOptions, base_url: str) -> None:
     """Check a server."""
     session = TimedRequests(options.timeout)
     if "VLLM_API_KEY" in os.environ:
         session.headers["Authorization"] = f"Bearer {os.environ['VLLM_API_KEY']}"
-    server = Server(str(options.base_url).rstrip("/"), session, options.model)
+    server = Server(base_url, session, options.model)
 
     def check(name: str, what: Callable[..., Any], *arguments: Any, after: Sequence[str]) -> None:
         examination.check(name, partial(_check, what, server, *arguments), after=after)
@@ -173,8 +173,8 @@ def check_weight_sync(server: Server, folder: str | None) -> Finding:
     from trl.trainer.utils import create_model_from_path
 
     from ..weights import canary
-    from ..weights.client import ServerControl
     from ..weights.names import in_checkpoint_format, tied_names
+    from ..weights.synced_server import SyncedServer, for_each
     from ..weights.transport import FileTransport
 
     version = str(get_json(server.session, f"{server.base_url}/weight_info")["weight_version"])
@@ -194,7 +194,8 @@ def check_weight_sync(server: Server, folder: str | None) -> Finding:
         return Finding(Mark.WARN, found, "name a folder with the served model: --model DIR")
     check = canary.Canary(model.config.get_text_config().vocab_size, exact=model.dtype == torch.float32)
     expected = canary.trainer_logprobs(model, check.token_ids, torch.device("cpu"))
-    control = ServerControl(server.base_url, server.session.seconds, server.session.headers)
+    receiver = SyncedServer(server.base_url, server.session.seconds, server.session.headers)
+    control = receiver.control
     logprobs = partial(canary.server_logprobs, control, server.name, check.token_ids)
     try:
         check.compare(expected, logprobs(), 0)
@@ -204,8 +205,8 @@ def check_weight_sync(server: Server, folder: str | None) -> Finding:
     # vLLM's CPU build updates a tied output layer only under its own name.
     parameters = model.named_parameters(remove_duplicate=server.device != "cpu" or not tied_names(model))
     started = time.perf_counter()
-    with FileTransport(control, folder).stage(lambda: in_checkpoint_format(parameters, model), sends=True) as load:
-        load()
+    with FileTransport(folder).stage(lambda: in_checkpoint_format(parameters, model), sends=True) as load:
+        load([receiver], for_each)
     control.request("POST", "reset_prefix_cache")
     seconds = time.perf_counter() - started
     difference = check.compare(expected, logprobs(), 0)

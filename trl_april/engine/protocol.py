@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..errors import ServerError
 from ..pool.samples import Group, Sample
 
 
@@ -24,6 +25,7 @@ class GenerationRequest:
     max_tokens: int  # that may still be generated, at least 1
     cache_salt: str  # requests share KV blocks only with requests of the same salt
     seed: int | None = None  # of this request's sampling
+    sample: tuple[int, int] | None = None  # key of the sample: requests of one sample share KV blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class Chunk:
     token_ids: list[int]  # new tokens, possibly none
     logprobs: list[float]  # of each token, under the distribution it was sampled from
     finish_reason: str | None = None  # "stop", "length" or "abort" in the last chunk, `None` before
+
+
+class ServerLost(ServerError):
+    """The server of a request went away, and others remain: its sample can be resumed on them at once."""
 
 
 class RequestMaker:
@@ -62,6 +68,7 @@ class RequestMaker:
             max_tokens=group.remaining(sample),
             cache_salt=f"{self._run_id}-{salt}",
             seed=None if self._seed is None else derive_seed(self._seed, sample),
+            sample=sample.key,
         )
 
 
@@ -77,8 +84,9 @@ class RolloutEngine(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream the tokens of `request`; the last chunk carries a finish reason.
 
-        Raises [`ServerError`] if the engine went away, and a retry from the prefix that arrived may work;
-        [`EngineError`] if it refuses the request or its answer is invalid.
+        Raises [`ServerLost`] if another server can continue at once; [`ServerError`] if the engine went away, and a
+        retry from the prefix that arrived may work; [`EngineError`] if it refuses the request or its answer is
+        invalid.
         """
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -94,4 +102,4 @@ class RolloutEngine(Protocol):
         """Whether the engine answers and samples from the weights of this policy version. Never raises."""
 
     async def close(self) -> None:
-        """Release connections."""
+        """Release connections. Running requests fail with [`ServerError`]."""

@@ -60,6 +60,7 @@ class VLLMEngine:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
+        self._streams: set[aiohttp.StreamReader] = set()  # being read
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         body = {
@@ -74,6 +75,7 @@ class VLLMEngine:
         data, headers = orjson.dumps(body, option=JSON), {"X-Request-Id": request.request_id}
         async with self._request("POST", "/v1/completions", data=data, headers=headers) as response:
             events = EventStream(request, self._vocab_size)
+            self._streams.add(response.content)
             try:
                 async for received in response.content.iter_any():
                     for chunk in events.feed(received):
@@ -86,6 +88,8 @@ class VLLMEngine:
                     yield chunk
                 if not events.ended:
                     raise
+            finally:
+                self._streams.discard(response.content)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:
@@ -112,9 +116,11 @@ class VLLMEngine:
             return False
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for stream in self._streams:  # aiohttp would let their readers wait for ever
+            stream.set_exception(aiohttp.ClientConnectionError("The connection was closed here."))
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> bytes:
         """POST `body`, or GET without one, and return the whole answer."""

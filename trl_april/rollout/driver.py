@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from ..distributed.quota import SharedQuota
 from ..engine.protocol import RequestMaker, RolloutEngine
@@ -45,6 +46,7 @@ class RolloutDriver:
         quota: SharedQuota | None = None,
         overlap: bool = False,  # whether requests continue after a round closes, until `cut`
         resume_kv: str = "recompute",
+        server_of: Callable[[str], str | None] = lambda request_id: None,  # address by request id, for several servers
     ) -> None:
         self.pool = pool
         self.round: Round | None = None
@@ -63,6 +65,7 @@ class RolloutDriver:
             idle_timeout=idle_timeout,
             retries=retries,
             sweep_interval=sweep_interval,
+            server_of=server_of,
         )
         self._recorder = RoundRecorder(pool, self._flight, overlap=overlap)
 
@@ -184,7 +187,7 @@ class RolloutDriver:
         return [self.in_flight, self.without_tokens]
 
     async def free_slot(self) -> None:
-        """Free a slot of a full engine: abort queued requests, and the one that is cheapest to resume."""
+        """Free a slot of each full server: abort queued requests, and the one that is cheapest to resume."""
         await self._flight.free_slot()
 
     async def hold(self, version: int) -> None:

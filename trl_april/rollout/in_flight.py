@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any
 
-from ..engine.protocol import RequestMaker, RolloutEngine
+from ..engine.protocol import RequestMaker, RolloutEngine, ServerLost
 from ..errors import EngineError, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import FinishReason, Group, Sample
@@ -34,6 +34,7 @@ class InFlight:
 
     Errors that repeating a request does not help are passed to `on_error`. `on_sample_ended` is called when a sample
     of the group is finished or no longer requested, and `on_task_ended` after each decrease of `len(in_flight)`.
+    `server_of` names the server of a running request, if there are several.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class InFlight:
         idle_timeout: float,
         retries: int,
         sweep_interval: float,
+        server_of: Callable[[str], str | None] = lambda request_id: None,
     ) -> None:
         self.running: dict[str, RunningRequest] = {}  # by request id
         self.counts: list[tuple[float, float]] = []  # time and running requests at each change; the owner clears it
@@ -58,6 +60,7 @@ class InFlight:
         self._pool, self._engine, self._requests = pool, engine, requests
         self._on_sample_ended, self._on_task_ended, self._on_error = on_sample_ended, on_task_ended, on_error
         self._idle_timeout, self._retries, self._sweep_interval = idle_timeout, retries, sweep_interval
+        self._server_of = server_of
         self._watchdog: set[asyncio.Task[None]] = set()  # its task, if it runs
         self._tasks: set[asyncio.Task[None]] = set()  # one per sample
         self._task_of: dict[tuple[int, int], asyncio.Task[None]] = {}  # tasks that may send requests, by sample
@@ -130,10 +133,11 @@ class InFlight:
         await self._drain(self._tasks, self.running)
 
     async def free_slot(self) -> None:
-        """Abort the requests without tokens, and the one with the fewest tokens. Sends none meanwhile."""
-        begun = [request for request in self.running.values() if request.received]
-        shortest = min(begun, key=lambda request: len(request.sample), default=None)
-        cut = {name: one.sample.key for name, one in self.running.items() if not one.received or one is shortest}
+        """Abort requests without tokens, and on each server the one with the fewest tokens. Sends none meanwhile."""
+        cut, shortest = {}, {}
+        for name, one in sorted(self.running.items(), key=lambda item: len(item[1].sample)):
+            if not one.received or shortest.setdefault(self._server_of(name), one) is one:
+                cut[name] = one.sample.key
         await self._drain([self._task_of[key] for key in cut.values() if key in self._task_of], cut)
 
     async def hold(self, version: int) -> None:
@@ -196,9 +200,13 @@ class InFlight:
                     error = broken
                 if sample.finish_reason is not None:
                     break  # the stream broke after the last token of the budget
-                self._stream_broke(error, may_ask=self._may_ask(sample))
+                was_told = isinstance(error, ServerLost)
+                self._stream_broke(error, warns=self._may_ask(sample) and not was_told)
                 if not self._may_ask(sample):
                     break
+                asked = asyncio.get_running_loop().time()
+                if was_told:
+                    continue  # at once, on another server
                 failures = 1 if len(sample) > length_before else failures + 1
                 if failures > self._retries:
                     raise error
@@ -219,8 +227,8 @@ class InFlight:
                 del self._task_of[sample.key]
         self._on_sample_ended(group)
 
-    def _stream_broke(self, error: ServerError, *, may_ask: bool) -> None:
-        """Count a broken stream, and warn once of all that break together, unless requests are being cut."""
+    def _stream_broke(self, error: ServerError, *, warns: bool) -> None:
+        """Count a broken stream, and warn once of all that break together."""
         first = str(error)  # as text: handlers may keep the record
 
         def report() -> None:
@@ -230,9 +238,9 @@ class InFlight:
             self._unreported = 0
 
         self.broken_streams += 1
-        if may_ask and not self._unreported:
+        if warns and not self._unreported:
             asyncio.get_running_loop().call_later(REPORT_SECONDS, report)
-        if may_ask or self._unreported:
+        if warns or self._unreported:
             self._unreported += 1
 
     def _may_ask(self, sample: Sample) -> bool:

@@ -21,7 +21,7 @@ from ..distributed.signals import StopRequest
 from ..errors import RoundSuspended, ServerError
 from ..pool.pool import Pool
 from ..weights.recovery import Recovery
-from ..weights.sync import ServerGeneration
+from ..weights.servers import SyncedServers
 from .driver import RolloutDriver
 from .dynamic_sampling import DynamicSampling
 from .event_loop import BackgroundLoop
@@ -81,12 +81,12 @@ class Rounds:
             self._dispatch_ahead()
         return done
 
-    def quiesce(self, version: int, server: ServerGeneration) -> None:
+    def quiesce(self, version: int, servers: SyncedServers) -> None:
         """Stop the requests beside training, or hold them on a paused server, so that the weights can change.
 
         Held requests continue with the weights of `version` when the server resumes. A collective call.
         """
-        if self.keeps_requests and self._pause(server):
+        if self.keeps_requests and self._pause(servers):
             self.loop.run(self.driver.hold(version), poll=self.processes.check)
             self.processes.barrier()
         else:
@@ -191,19 +191,19 @@ class Rounds:
         self.driver.round.outages += 1
         self.driver.round.outage_seconds += time.monotonic() - began
 
-    def _pause(self, server: ServerGeneration) -> bool:
+    def _pause(self, servers: SyncedServers) -> bool:
         """Pause the server if anything runs on it; returns whether it is paused.
 
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
         running, without_tokens = self.processes.reduce_sum(self.loop.run(self.driver.stop_asking()))
-        waiting = server.requests_waiting() if running else 0
+        waiting = servers.requests_waiting() if running else 0
         if waiting is not None and waiting > without_tokens:
             return False  # preempted requests have tokens, and come first whatever is cut
         if waiting or running >= (self.max_sequences or 0):
             self.loop.run(self.driver.free_slot(), poll=self.processes.check)
         (running,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
-        return running > 0 and server.pause()
+        return running > 0 and servers.pause()
 
     def _account_for_rejected(self) -> None:
         """Hand out one more row for every rejected group, so that training ends as planned."""

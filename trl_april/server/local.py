@@ -20,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from ..errors import ConfigError, ServerError
-from .command_line import check_model, server_command, server_environment
+from .command_line import check_model, gpu_shares, server_command, server_environment
 from .host import ClosedPort, bind, bind_when_free, check_address, lasting_port, warn_if_exposed
 from .process import ServerProcess, describe_exit
 
@@ -94,6 +94,9 @@ class LocalServer:
         restart (`bool`, *optional*, defaults to `False`):
             Whether a server that dies is started again on the same port. Training then continues by itself. After
             three failed starts in a row it is given up.
+        count (`int`, *optional*, defaults to `1`):
+            Number of servers, on the next ports after `port` and each on GPUs of its own, in the order of
+            CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD). Further log files end in `.1`, `.2` and so on.
 
     Raises:
         ConfigError: If the address or a flag cannot be used, or vLLM is not installed.
@@ -120,6 +123,7 @@ class LocalServer:
         env: Mapping[str, str] | None = None,
         quiet: bool = False,
         restart: bool = False,
+        count: int = 1,
     ) -> None:
         if not startup_timeout > 0:
             raise ConfigError(f"startup_timeout is {startup_timeout!r}, but it must be a positive number of seconds.")
@@ -140,6 +144,18 @@ class LocalServer:
         self._lock = threading.RLock()  # held while processes start or end; reentrant for a garbage collection inside
         self._ready, self._stopped = threading.Event(), threading.Event()  # new ones for every start
         self.command(port or DEFAULT_PORT)  # raises its errors at construction
+        if count < 1:
+            raise ConfigError(f"count is {count!r}, but it must be at least 1: the number of servers.")
+        first, *more = gpu_shares(count, env, vllm_args)
+        self.env = {**env, **first} if env else first or None
+        self._others = [
+            LocalServer(
+                model, host=host, port=None if port is None else port + number, vllm_args=vllm_args,
+                log_file=None if log_file is None else f"{os.fspath(log_file)}.{number}",
+                startup_timeout=startup_timeout, env={**(env or {}), **share}, quiet=quiet, restart=restart,
+            )
+            for number, share in enumerate(more, 1)
+        ]  # fmt: skip
 
     def command(self, port: int) -> list[str]:
         """Returns the command line that starts the server on `port`."""
@@ -151,14 +167,23 @@ class LocalServer:
 
     @property
     def base_url(self) -> str:
-        """URL of the server, for `vllm_server_base_url`. Without a `port`, it is known after the start."""
+        """URL of the server, for `vllm_server_base_url`, or those of all with commas. Known after the start."""
+        return ",".join(self.base_urls)
+
+    @property
+    def base_urls(self) -> list[str]:
+        """URLs of all servers."""
+        return [self._url, *(other._url for other in self._others)]
+
+    @property
+    def _url(self) -> str:
         if self.port is None:
             raise ServerError(NOT_STARTED)
         return url_of(self.host, self.port)
 
     @property
     def pid(self) -> int:
-        """Process id of the API server, which is also the id of the session with all its children."""
+        """Process id of the (first) API server, which is also the id of the session with all its children."""
         if self._server is None:
             raise ServerError(NOT_STARTED)
         return self._server.process.pid
@@ -191,9 +216,15 @@ class LocalServer:
         if self._server is not None and self._owner != os.getpid():
             return self
         if self._server is not None and not self.restart and self._server.process.poll() is not None:
-            self.stop()  # it exited by itself, and left its children and its watchdog
-        if self._server is None:
-            self._launch()
+            self._stop()  # it exited by itself, and left its children and its watchdog
+        try:
+            for other in self._others:
+                other.start(wait=False)
+            if self._server is None:
+                self._launch()
+        except BaseException:
+            self.stop()
+            raise
         return self.wait() if wait else self
 
     def wait(self) -> LocalServer:
@@ -204,6 +235,8 @@ class LocalServer:
                     raise self.failure
                 if self._server is None:
                     raise ServerError(NOT_STARTED)  # stopped meanwhile
+            for other in self._others:
+                other.wait()
         except BaseException:
             self._show("not started")
             self.stop()
@@ -235,7 +268,7 @@ class LocalServer:
         try:
             self._start_process()
             if not any(name.endswith("_VISIBLE_DEVICES") for name in self.env or ()):
-                _addresses.add(self.base_url)
+                _addresses.add(self._url)
             self._show(self._announcement())
             supervision = (self._ready, self._stopped)
             threading.Thread(target=self._supervise, args=supervision, name="trl-april-server", daemon=True).start()
@@ -252,7 +285,7 @@ class LocalServer:
 
     def is_healthy(self) -> bool:
         """Returns whether the server is ready to generate."""
-        return is_healthy(self.base_url)
+        return is_healthy(self._url)
 
     def _supervise(self, ready: threading.Event, stopped: threading.Event) -> None:
         """Note when the server is ready or has failed and, with `restart`, start it again whenever it exits."""
@@ -278,14 +311,14 @@ class LocalServer:
                         raise
                     end = "did not start"
                 logger.warning(
-                    "The vLLM server at %s %s. It is started again. Its log: %s", self.base_url, end, self.log_path
+                    "The vLLM server at %s %s. It is started again. Its log: %s", self._url, end, self.log_path
                 )
                 self._start_again(stopped)
         except Exception as error:  # `wait` raises it
             with self._lock:
                 if not stopped.is_set():
                     self.failure = error
-                    self.stop()
+                    self._stop()
 
     def _is_ready(self, process: subprocess.Popen[bytes], stopped: threading.Event) -> bool:
         """Wait until the server is healthy, and return whether it is: not if it was stopped meanwhile."""
@@ -323,7 +356,7 @@ class LocalServer:
 
     def _show(self, state: str) -> None:
         if not self.quiet:
-            sys.stderr.write(f"vLLM server for {self.model} on {self.base_url}: {state}\n")
+            sys.stderr.write(f"vLLM server for {self.model} on {self._url}: {state}\n")
 
     def _failure(self, what: str) -> ServerError:
         # The engine logs the cause; dozens of lines of the API server's traceback follow it.
@@ -338,6 +371,13 @@ class LocalServer:
 
     def stop(self) -> None:
         """Stops the server and all its children. Does nothing if it is not running."""
+        try:
+            for other in self._others:
+                other.stop()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
         # A fork of this process inherits the atexit handler, but not the server.
         if self._owner != os.getpid():
             return
@@ -349,7 +389,7 @@ class LocalServer:
                     server.end()
             finally:
                 if self.port is not None:
-                    _addresses.discard(self.base_url)
+                    _addresses.discard(self._url)
                 atexit.unregister(self.stop)
 
     def __enter__(self) -> LocalServer:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ..engine.servers import Traffic
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
 from ..rollout.round import Round
@@ -142,6 +143,31 @@ def round_metrics(
         # `trl-april simulate --log` reads these.
         **{f"length_{name}": length_quantile(bins, share) for name, share in QUANTILES.items()},
     }
+
+
+def server_metrics(
+    traffic: Sequence[Traffic],
+    busy_seconds: float,
+    *,
+    lost: int,
+    reduce_sum: Reduction = list,
+    reduce_max: Reduction = list,
+) -> dict[str, float]:
+    """The metrics of each of several servers since the last round closed, by its place in the list of addresses.
+
+    `busy_seconds` is the time with requests on any of them, over which `running_mean` is the mean. A collective call.
+    """
+    if len(traffic) < 2:
+        return {}
+    sums = reduce_sum([float(value) for one in traffic for value in (one.requests, one.tokens, one.running_seconds)])
+    busy, lost_anywhere = reduce_max([busy_seconds, float(lost)])
+    metrics = {"servers_lost": lost_anywhere}
+    for number in range(len(traffic)):
+        requests, tokens, running = sums[3 * number : 3 * number + 3]
+        metrics[f"server/{number}/requests"] = requests
+        metrics[f"server/{number}/tokens"] = tokens
+        metrics[f"server/{number}/running_mean"] = running / busy if busy else 0.0
+    return metrics
 
 
 def length_bins(lengths: Iterable[int], per_doubling: int = BINS_PER_DOUBLING) -> list[float]:

@@ -72,6 +72,8 @@ def without_effect(args: GRPOConfig) -> str:
             " Stock GRPO needs a vLLM server with its own GPUs and without an API key. If you have none, set "
             "use_vllm=False or vllm_mode='colocate'."
         )
+        if "," in str(args.vllm_server_base_url):
+            said += " Of several servers it uses the first."
     return said
 
 

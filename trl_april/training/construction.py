@@ -32,6 +32,7 @@ from ..data.order import TrainingRows
 from ..distributed.processes import Processes
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError, ServerError
+from ..server.addresses import server_addresses
 from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.sync import ServerGeneration
@@ -84,6 +85,8 @@ def arguments_for_trl(
     changes = gspo_options(args) if args.loss_type == "gspo" else {}
     if april_enabled:
         changes |= {"use_vllm": False, "generation_kwargs": None}
+    elif args.vllm_server_base_url is not None:
+        changes["vllm_server_base_url"] = server_addresses(args.vllm_server_base_url)[0]  # all that TRL knows
     before = {name: getattr(args, name) for name in changes}
     # Without vLLM, TRL reads this token of a model with an image processor, even if the model takes text only.
     adds_token = april_enabled and isinstance(model, PreTrainedModel) and not hasattr(model.config, "image_token_id")
@@ -237,7 +240,8 @@ def connect_server(
             needs_logprobs=args.vllm_importance_sampling_correction,
             api_key=api_key(),
             resume_kv=options.resume_kv,
-            server_base_url=f"http://{DEFAULT_HOST}:{int(port)}" if port else args.vllm_server_base_url,
+            server_base_url=f"http://{DEFAULT_HOST}:{int(port)}" if port else None,
+            addresses=None if port or args.vllm_server_base_url is None else partial(addresses_in, args),
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,
             server_timeout=args.vllm_server_timeout,
@@ -258,6 +262,11 @@ def connect_server(
         if isinstance(error, ServerError):
             raise error.with_traceback(None) from None  # the message says all of it
         raise
+
+
+def addresses_in(args: GRPOConfig) -> list[str]:
+    """The servers' addresses, which may change during training."""
+    return server_addresses(args.vllm_server_base_url or [])
 
 
 def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Recovery:
 
     def restore_weights(self) -> bool:
         """Sync the weights if a restart of the server lost them, and return whether it did."""
-        if self._generation.holds_weights():
+        if self._generation.servers.holds_weights():
             return False
         self.sync_weights()
         return True
@@ -96,7 +96,7 @@ class Recovery:
                 time.sleep(0.05)
             self._interval = min(2 * self._interval, LONGEST_INTERVAL)
             waited = time.monotonic() - self._outage_began
-            is_down = self._generation.server.problem() is not None
+            is_down = self._generation.servers.problem() is not None
             local = self._generation.local_server
             failure = None if local is None else local.failure
             down, waited, stop, failed = self._processes.reduce_max(

@@ -1,4 +1,4 @@
-"""Weight transports: how parameters travel to the server.
+"""Weight transports: how parameters travel to the servers.
 
 To add one, derive a class from [`WeightTransport`] and choose it in [`choose_transport`].
 """
@@ -6,8 +6,8 @@ To add one, derive a class from [`WeightTransport`] and choose it in [`choose_tr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -16,99 +16,107 @@ import torch
 
 from ..distributed.processes import Processes
 from ..errors import ConfigError, ServerError, WeightSyncError
-from ..server.check import ServerInfo
 from ..server.host import gpus_of_host, is_of_this_host
 from ..server.local import sees_our_devices
-from .client import ServerClient, ServerControl
 from .files import weight_folder, write_weights
+from .synced_server import SyncedServer
 
 
 Parameters = Iterator[tuple[str, torch.Tensor]]
-Step = Callable[[], object]
+Step = Callable[[SyncedServer], object]
+Each = Callable[[Step, Sequence[SyncedServer]], None]  # runs a step for each of these servers
+Load = Callable[[Sequence[SyncedServer], Each], None]
 
 
 class WeightTransport(Protocol):
-    """A way for parameters to reach the server."""
+    """A way for parameters to reach servers."""
 
     name: str
 
-    def connect(self) -> None:
-        """Connect the main process to the server, at the start and after a restart of the server."""
-        return  # enough if every request makes its own connection
+    def connect(self, server: SyncedServer) -> None:
+        """Connect the main process to a server, at the start and after a restart of the server."""
 
-    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> AbstractContextManager[Step]:
-        """Do the work that needs no server, and return the step that loads the weights.
+    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> AbstractContextManager[Load]:
+        """Do the work that needs no server, and return the function that loads the weights into servers.
 
-        Requests run meanwhile; they are paused or aborted before the returned step. `parameters` starts an iteration
-        over the parameters, by their names in a checkpoint. All processes call both steps and read the parameters
-        equally often, to the end: gathering a sharded parameter is a collective operation.
+        Requests run meanwhile; they are paused or aborted before the function is called. `parameters` starts an
+        iteration over the parameters, by their names in a checkpoint. All processes call both, with as many servers,
+        and read the parameters equally often, to the end: gathering a sharded parameter is a collective operation.
         """
 
 
 class FileTransport(WeightTransport):
-    """Safetensors files that the server reads: for any device, and for trainer and server on one GPU."""
+    """Safetensors files that all servers read: for any device, and for trainer and server on one GPU."""
 
     name = "filesystem"
 
-    def __init__(self, server: ServerControl, parent: str | None, *, has_weights: bool = True) -> None:
-        self._server = server
+    def __init__(self, parent: str | None) -> None:
         self._parent = parent
-        self._has_weights = has_weights
 
-    def connect(self) -> None:
-        if not self._has_weights:  # the loader of `--load-format dummy` cannot read files
+    def connect(self, server: SyncedServer) -> None:
+        if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
             overrides = {"load_config": {"load_format": "auto"}}
             body = {"method": "update_config", "kwargs": {"overrides": overrides}}
-            self._server.request("POST", "collective_rpc", body)
+            server.control.request("POST", "collective_rpc", body)
 
     @contextmanager
-    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> Iterator[Step]:
+    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> Iterator[Load]:
         with weight_folder(self._parent) if sends else nullcontext() as folder:
             with _read_to_end(parameters()) as params:
                 if folder is not None:
                     write_weights(params, folder)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            # The files stay until the server has answered, since it may still read them.
-            yield lambda: sends and self._server.load("collective_rpc", body)
+
+            def load(servers: Sequence[SyncedServer], each: Each) -> None:
+                if sends:
+                    each(lambda server: server.control.load("collective_rpc", body), servers)
+
+            # The files stay until all servers have answered, since they may still read them.
+            yield load
 
 
 class NcclTransport(WeightTransport):
-    """TRL's weight-transfer group between GPUs (RCCL on AMD)."""
+    """TRL's weight-transfer group between GPUs (RCCL on AMD): one for each server, used one after the other."""
 
     name = "nccl"
 
-    def __init__(self, client: ServerClient, device: torch.device) -> None:
-        self._client = client
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._metadata: list[tuple[str, str, list[int]]] | None = None
 
-    def connect(self) -> None:
-        self._client.close_communicator()  # its port would still be in use
+    def connect(self, server: SyncedServer) -> None:
+        client = server.client
+        client.close_communicator()  # its port would still be in use
         try:
-            self._client.init_communicator(device=self._device)
+            client.init_communicator(device=self._device)
         except (ServerError, requests.RequestException):
             raise  # an OSError too, but the server may be down
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(
-                f"The trainer on {self._device} and the vLLM server at {self._client.base_url} cannot be connected by "
+                f"The trainer on {self._device} and the vLLM server at {client.base_url} cannot be connected by "
                 f"NCCL (RCCL): {error}. They need different GPUs (CUDA_VISIBLE_DEVICES for each) and open ports "
-                f"between them; vllm_group_port={self._client.group_port} must be free on the trainer's host. "
+                f"between them; vllm_group_port={client.group_port} must be free on the trainer's host. "
                 "weight_sync='filesystem' needs neither."
             ) from error
 
     @contextmanager
-    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> Iterator[Step]:
+    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> Iterator[Load]:
         if self._metadata is None:  # TRL announces all tensors to the server before it sends the first one
             self._metadata = [
                 (name, str(param.dtype).removeprefix("torch."), list(param.shape)) for name, param in parameters()
             ]
 
-        def load() -> None:
-            with _read_to_end(parameters()) as params:
-                if sends:
-                    self._client.update_named_params(self._metadata, params)
+        def load(servers: Sequence[SyncedServer], each: Each) -> None:
+            with ExitStack() as rest:  # all servers' turns, even if one fails
+                for server in servers:
+                    rest.callback(self._send, server, parameters, each, sends=sends)
 
         yield load
+
+    def _send(self, server: SyncedServer, parameters: Callable[[], Parameters], each: Each, *, sends: bool) -> None:
+        with _read_to_end(parameters()) as params:
+            if sends:
+                each(lambda server: server.client.update_named_params(self._metadata, params), [server])
 
 
 @contextmanager
@@ -126,8 +134,7 @@ def choose_transport(
     folder: str | None,
     *,
     device: torch.device,
-    server_info: ServerInfo,
-    client: ServerClient,
+    servers: Sequence[SyncedServer],
     processes: Processes,
 ) -> WeightTransport:
     """Choose the transport for the options `weight_sync` and `weight_sync_dir`, the same one in all processes.
@@ -139,23 +146,25 @@ def choose_transport(
             f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the same "
             "path, or leave weight_sync_dir out to use shared memory."
         )
-    both_on_gpus = device.type == "cuda" and server_info.device == "cuda"  # ROCm devices have this name too
-    nccl_is_possible = both_on_gpus and server_info.has_weight_transfer
+    infos = [server.info for server in servers]
+    both_on_gpus = device.type == "cuda" and {info.device for info in infos} == {"cuda"}  # ROCm's name, too
+    nccl_is_possible = both_on_gpus and all(info.has_weight_transfer for info in infos)
     if asked == "nccl" and not nccl_is_possible:
         raise ConfigError(
             f"weight_sync='nccl' needs a trainer on a CUDA or ROCm device (it is on {device}) and a server on another "
-            f"one (it is on {server_info.device}) started with "
+            f"one (it is on {', '.join(sorted({info.device for info in infos}))}) started with "
             """--weight-transfer-config '{"backend": "nccl"}'. Use weight_sync='filesystem' instead."""
         )
     if asked == "auto":
         # NCCL cannot connect a GPU to itself. The main process decides, since others may run on other hosts.
-        shares_gpu = (
-            both_on_gpus
-            and processes.rank == 0
-            and is_of_this_host(urlsplit(client.base_url).hostname or "")
-            and (gpus_of_host() == 1 or (torch.accelerator.device_count() == 1 and sees_our_devices(client.base_url)))
-        )
+        shares_gpu = both_on_gpus and processes.rank == 0 and any(_shares_gpu(server.base_url) for server in servers)
         (shares_gpu,) = processes.reduce_max([float(shares_gpu)])
         asked = "nccl" if nccl_is_possible and not shares_gpu else "filesystem"
-    files = FileTransport(client.control, folder, has_weights=server_info.has_weights)
-    return NcclTransport(client, device) if asked == "nccl" else files
+    return NcclTransport(device) if asked == "nccl" else FileTransport(folder)
+
+
+def _shares_gpu(base_url: str) -> bool:
+    """Whether the server at `base_url` may run on the only GPU that this process has."""
+    if not is_of_this_host(urlsplit(base_url).hostname or ""):
+        return False
+    return gpus_of_host() == 1 or (torch.accelerator.device_count() == 1 and sees_our_devices(base_url))

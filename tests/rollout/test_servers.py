@@ -1,0 +1,444 @@
+"""Rounds on several servers: the driver, scripted engines that die and come back, and a simulated clock.
+
+The scripted engines check the prefix of every request, so a lost or doubled token shows in the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import pytest
+
+from tests.rollout.arena import admit, assert_tokens, ids, make_pool, segments
+from tests.support.mortal_engine import MortalEngine
+from tests.support.scripted_engine import Attempt, End, Silence, Tokens, key_of, natural, simulate
+from trl_april.engine.protocol import GenerationRequest
+from trl_april.engine.servers import ServersEngine
+from trl_april.errors import EngineError, ServerError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Group, SampleState
+from trl_april.rollout.driver import RolloutDriver
+from trl_april.rollout.round import Round
+
+
+class Servers:
+    """Servers `a`, `b`, ... with one driver, and the weight syncs between its rounds."""
+
+    def __init__(self, pool: Pool, count: int = 2, *, length: Any = 4, resume_kv: str = "reuse", **options: Any):
+        def attempt(request: GenerationRequest) -> Attempt:
+            return natural(length(key_of(request.request_id)) if callable(length) else length)(request)
+
+        self.pool = pool
+        self.engines = {name: MortalEngine(default=attempt) for name in "abcd"[:count]}
+        self.lost: list[str] = []
+        self.engine = ServersEngine(
+            list(self.engines),
+            self.engines.__getitem__,
+            is_sticky=resume_kv != "recompute",
+            on_lost=self.lost.append,
+            **options,
+        )
+        self.driver = RolloutDriver(
+            pool, self.engine, run_id="run", resume_kv=resume_kv, server_of=self.engine.server_of
+        )
+
+    async def sync(self, version: int) -> None:
+        """Give the living servers weights of this version."""
+        living = {name: engine for name, engine in self.engines.items() if engine.alive}
+        for engine in living.values():
+            engine.version = version
+        await self.engine.route_to(list(self.engines), living, version)
+
+    async def round(self, version: int, beside: Callable[[], Awaitable[None]] | None = None) -> Round:
+        """Sync, and run a round while `beside` happens."""
+        await self.sync(version)
+        if version > 0:
+            self.pool.begin_round(version)
+        task = asyncio.create_task(beside()) if beside is not None else None
+        done = await self.driver.run_round()
+        if task is not None:
+            await task
+        return done
+
+    def requests_by_server(self) -> dict[str, int]:
+        return {name: len(engine.requests) for name, engine in self.engines.items()}
+
+    def servers_of(self, group: int) -> list[str]:
+        """Servers that got the requests of a group's first sample."""
+        return [name for name, engine in self.engines.items() for _ in engine.requests_of(group)]
+
+
+def run(servers: Servers, work: Awaitable[Any]) -> Any:
+    async def main() -> Any:
+        try:
+            return await work
+        finally:
+            await servers.driver.close()
+            assert all(engine.live == set() for engine in servers.engines.values())
+            await servers.engine.close()
+
+    return simulate(main())
+
+
+def lognormal(key: tuple[int, int]) -> int:
+    return round(min(400, max(2, random.Random(str(key)).lognormvariate(3.0, 1.0))))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_requests_are_divided_evenly(count):
+    pool = make_pool(30, outstanding=60)
+    servers = Servers(pool, count, length=lognormal, resume_kv="recompute")
+
+    async def rounds() -> tuple[list[Any], float]:
+        next_id = 0
+        for version in range(6):
+            room = 60 - len(pool)
+            admit(pool, *range(next_id, next_id + room), samples=4, budget=400)
+            next_id += room
+            await servers.round(version)
+        return await servers.engine.take_traffic()
+
+    traffic, busy = run(servers, rounds())
+    requests = servers.requests_by_server()
+    assert min(requests.values()) > 0.9 * max(requests.values()) > 100
+    assert [one.requests for one in traffic] == list(requests.values())
+    assert min(one.tokens for one in traffic) > 0.9 * max(one.tokens for one in traffic)
+    assert sum(one.tokens for one in traffic) == pool.counters.tokens_generated
+    running = [one.running_seconds / busy for one in traffic]
+    assert min(running) > 0.9 * max(running) > 0
+
+
+def test_processes_do_not_all_begin_with_the_first_server():
+    firsts = []
+    for rank in range(3):
+        pool = make_pool(1, outstanding=1)
+        admit(pool, 0)
+        servers = Servers(pool, 2, rank=rank)
+        run(servers, servers.round(0))
+        firsts += servers.servers_of(0)
+    assert firsts == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(("resume_kv", "stays"), [("reuse", True), ("keep", True), ("recompute", False)])
+def test_a_resumed_sample_stays_where_its_blocks_are(resume_kv, stays):
+    """Group 1 was on `b`. In the next round `a` is free, since its group finished, and comes first in the order."""
+    pool = make_pool(1, outstanding=2)
+    servers = Servers(pool, length=lambda key: 40 if key[0] else 2, resume_kv=resume_kv)
+    admit(pool, 0, 1)
+
+    async def rounds() -> None:
+        await servers.round(0)
+        await servers.round(1)
+
+    run(servers, rounds())
+    assert servers.servers_of(1) == (["b", "b"] if stays else ["a", "b"])
+
+
+def test_a_sample_without_tokens_has_no_blocks_to_stay_with():
+    pool = make_pool(1, outstanding=2)
+    servers = Servers(pool)
+    silent = Attempt([Silence()])
+    servers.engines["b"]._script = {(1, 0): silent}
+    admit(pool, 0, 1)
+
+    async def rounds() -> None:
+        await servers.round(0)
+        await servers.round(1)
+
+    run(servers, rounds())
+    assert servers.servers_of(1) == ["a", "b"]
+
+
+def test_a_fresh_sample_does_not_follow_its_group():
+    pool = make_pool(1, outstanding=1)
+    servers = Servers(pool)
+    admit(pool, 0, samples=4)
+    run(servers, servers.round(0))
+    assert servers.requests_by_server() == {"a": 2, "b": 2}
+
+
+# A server dies
+
+
+@pytest.mark.parametrize("resume_kv", ["recompute", "reuse"])
+def test_the_samples_of_a_dead_server_continue_on_the_other(resume_kv, caplog):
+    pool = make_pool(4, outstanding=4)
+    servers = Servers(pool, length=10, resume_kv=resume_kv)
+    admit(pool, 0, 1, 2, 3)
+
+    async def die() -> None:
+        await asyncio.sleep(5.5)
+        servers.engines["b"].die()
+
+    done = run(servers, servers.round(0, die))
+    assert ids(done.groups) == [0, 1, 2, 3] and done.outages == 0
+    for group in done.groups:
+        assert_tokens(group)
+    assert done.seconds == pytest.approx(10.5, abs=0.1), "they go on at once, and lose what was not streamed"
+    assert servers.lost == ["b"] and servers.engine.num_lost == 1 and done.broken_streams == 2
+    assert [request.generated for request in servers.engines["a"].requests] == [0, 0, 5, 5]
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 1 and "at b is lost with 2 requests, which 1 other continue" in warnings[0]
+
+
+def test_a_server_that_returns_takes_part_from_the_next_sync(caplog):
+    pool = make_pool(4, outstanding=4)
+    servers = Servers(pool, length=10)
+
+    async def die_and_return() -> None:
+        servers.engines["b"].die()
+        await asyncio.sleep(1)
+        servers.engines["b"].come_back()
+
+    async def rounds() -> list[Round]:
+        done = []
+        for version in range(3):
+            admit(pool, *range(4 * version, 4 * version + 4))
+            done.append(await servers.round(version, die_and_return if version == 1 else None))
+        return done
+
+    done = run(servers, rounds())
+    assert [ids(one.groups) for one in done] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    of_b = Counter(key_of(request.request_id)[0] // 4 for request in servers.engines["b"].requests)
+    assert of_b == {0: 2, 2: 2}, "none in the round in which it had other weights"
+    assert caplog.text.count("is lost") == caplog.text.count("is back, and has the weights") == 1
+    assert all(segments(group) == [(2, 10)] for group in done[2].groups)
+
+
+def test_a_server_that_was_restarted_while_idle_gets_no_request():
+    """No stream of it broke. Its version is asked before the first request."""
+    pool = make_pool(4, outstanding=4)
+    servers = Servers(pool, length=3)
+    admit(pool, 0, 1, 2, 3)
+
+    async def rounds() -> None:
+        await servers.sync(0)
+        servers.engines["b"].die()
+        servers.engines["b"].come_back()
+        await servers.driver.run_round()
+
+    run(servers, rounds())
+    assert servers.requests_by_server() == {"a": 4, "b": 0} and servers.lost == ["b"]
+
+
+def test_an_outage_of_all_servers_is_an_outage_of_the_round():
+    pool = make_pool(4, outstanding=4)
+    servers = Servers(pool, length=10)
+    admit(pool, 0, 1, 2, 3)
+
+    async def all_die() -> None:
+        await asyncio.sleep(2.5)
+        servers.engines["a"].die()
+        await asyncio.sleep(2)
+        servers.engines["b"].die()
+
+    async def rounds() -> Round:
+        await servers.sync(0)
+        dying = asyncio.create_task(all_die())
+        with pytest.raises(ServerError, match="is dead.*no longer has the weights of policy version 0"):
+            await servers.driver.generate()
+        await dying
+        servers.engines["a"].come_back()  # the first to be lost
+        await servers.sync(0)
+        await servers.driver.generate()
+        return servers.driver.take()
+
+    done = run(servers, rounds())
+    assert ids(done.groups) == [0, 1, 2, 3] and servers.lost == ["a", "b"]
+    for group in done.groups:
+        assert_tokens(group)
+
+
+def test_a_stream_that_breaks_on_a_healthy_server_is_repeated_there():
+    pool = make_pool(1, outstanding=1)
+    servers = Servers(pool)
+    broken = Attempt([Tokens(1), Silence(0.0)])  # ends without a finish reason
+    servers.engines["a"]._script = {(0, 0): [broken, natural(4)]}
+    admit(pool, 0)
+    run(servers, servers.round(0))
+    assert servers.servers_of(0) == ["a", "a"] and servers.lost == []
+
+
+def test_a_server_that_answers_no_abort_is_lost(caplog):
+    """It hangs: its streams neither end nor break by themselves."""
+    pool = make_pool(1, outstanding=3)
+    servers = Servers(pool, length=lambda key: 30 if key[0] else 2)
+    admit(pool, 0, 1, 2)
+    hanging = servers.engines["b"]
+    hanging.abort_hangs = True
+
+    async def hang() -> None:
+        await asyncio.sleep(1.5)
+        hanging.version = -1  # as it answers nothing
+
+    done = run(servers, servers.round(0, hang))
+    assert ids(done.groups) == [0] and servers.lost == ["b"]
+    assert done.seconds < 20 and pool.count(SampleState.PARKED) == 2
+
+
+# Requests that are held through a sync
+
+
+def test_requests_are_held_on_all_servers_and_lost_ones_continue_elsewhere():
+    pool = make_pool(1, outstanding=5)
+    servers = Servers(pool, length=lambda key: 20 if key[0] else 3, resume_kv="keep")
+    servers.driver._overlap = True
+    admit(pool, 0, 1, 2, 3, 4)
+
+    async def rounds() -> Round:
+        await servers.round(0)
+        assert servers.driver.in_flight == 4
+        servers.engines["b"].die()
+        await servers.driver.hold(1)
+        await servers.sync(1)
+        pool.begin_round(1)
+        return await servers.driver.run_round()
+
+    done = run(servers, rounds())
+    (group,) = done.groups
+    assert servers.lost == ["b"] and segments(group) == [(0, 3), (1, 17)]
+    generated = {key_of(one.request_id)[0]: one.generated for one in servers.engines["a"].requests}
+    assert sum(generated.values()) == 6, "two samples continue from their three tokens"
+
+
+@pytest.mark.parametrize("how", ["without weights", "removed"])
+def test_held_requests_of_a_server_that_leaves_in_the_sync_continue_elsewhere(how):
+    """It answers, so their streams would continue, with weights that nobody knows."""
+    pool = make_pool(1, outstanding=5)
+    servers = Servers(pool, length=lambda key: 20 if key[0] else 3, resume_kv="keep")
+    servers.driver._overlap = True
+    admit(pool, 0, 1, 2, 3, 4)
+
+    async def rounds() -> Round:
+        await servers.round(0)
+        await servers.driver.hold(1)
+        servers.engines["a"].version = 1
+        await servers.engine.route_to(["a"] if how == "removed" else ["a", "b"], ["a"], 1)
+        pool.begin_round(1)
+        return await servers.driver.run_round()
+
+    done = run(servers, rounds())
+    assert servers.engines["b"].live == set() and servers.engine.num_lost == (how != "removed")
+    assert_tokens(done.groups[0])
+    assert done.broken_streams == 2 and len(servers.engines["a"].requests) == 5
+
+
+def test_a_slot_is_freed_on_each_server():
+    pool = make_pool(1, outstanding=7)
+    servers = Servers(pool, length=lambda key: 20 if key[0] else 1)
+    servers.driver._overlap = True
+    admit(pool, *range(7))
+
+    async def rounds() -> list[int]:
+        await servers.round(0)
+        await asyncio.sleep(3)
+        await servers.driver.stop_asking()
+        await servers.driver.free_slot()
+        return [len(engine.live) for engine in servers.engines.values()]
+
+    assert run(servers, rounds()) == [2, 2]
+
+
+# Servers that come and go
+
+
+def test_servers_are_added_and_removed_between_rounds():
+    pool = make_pool(4, outstanding=4)
+    servers = Servers(pool, 3)
+    servers.engine._servers = {"a": servers.engine._servers["a"]}
+
+    async def rounds() -> None:
+        for version, names in enumerate(["a", "ab", "bc"]):
+            admit(pool, *range(4 * version, 4 * version + 4))
+            await servers.engine.route_to(list(names), names, version)
+            for name in names:
+                servers.engines[name].version = version
+            if version:
+                pool.begin_round(version)
+            await servers.driver.run_round()
+
+    run(servers, rounds())
+    assert servers.requests_by_server() == {"a": 6, "b": 4, "c": 2} and servers.lost == []
+
+
+def test_unknown_requests_are_passed_over_and_an_empty_abort_is_refused():
+    servers = Servers(make_pool(1))
+
+    async def ask() -> None:
+        await servers.engine.abort(["unknown"])
+        assert await servers.engine.generated(["unknown"]) == {}
+        with pytest.raises(EngineError, match="no request ids"):
+            await servers.engine.abort([])
+
+    run(servers, ask())
+    assert [engine.aborts for engine in servers.engines.values()] == [[], []]
+
+
+# Random events
+
+
+class Chaos:
+    """Rounds with random lengths, delays, deaths and returns."""
+
+    def __init__(self, seed: int, resume_kv: str) -> None:
+        self.rng = random.Random(seed)
+        self.pool = make_pool(6, outstanding=12, max_staleness=5)
+        self.servers = Servers(self.pool, 3, resume_kv=resume_kv, length=self.length)
+        for engine in self.servers.engines.values():
+            engine._default = self.attempt
+        self.taken: list[int] = []
+        self.deaths = 0
+
+    def length(self, key: tuple[int, int]) -> int:
+        return 1 + random.Random(str(key)).randrange(60)
+
+    def attempt(self, request: GenerationRequest) -> Attempt:
+        left = self.length(key_of(request.request_id)) - request.generated
+        steps = [Tokens(1, self.rng.expovariate(1.0)) for _ in range(left)]
+        return Attempt([*steps, End()], tail=0, abort_seconds=self.rng.random(), deaf_to=self.rng.randrange(2))
+
+    async def disturb(self) -> None:
+        for _ in range(self.rng.randrange(4)):
+            await asyncio.sleep(self.rng.expovariate(0.1))
+            engine = self.rng.choice(list(self.servers.engines.values()))
+            living = sum(one.alive and one.version >= 0 for one in self.servers.engines.values())
+            if not engine.alive:
+                engine.come_back()
+            elif living > 1 or engine.version < 0:
+                self.deaths += engine.version >= 0
+                engine.die()
+                if self.rng.random() < 0.5:
+                    engine.come_back()  # at once, with other weights
+
+    async def rounds(self, count: int) -> Iterable[Group]:
+        next_id = 0
+        for version in range(count):
+            if version:
+                self.pool.begin_round(version)
+            room = self.pool.schedule.room
+            admit(self.pool, *range(next_id, next_id + room), samples=2, budget=100)
+            next_id += room
+            await self.servers.sync(version)
+            disturbance = asyncio.create_task(self.disturb())
+            done = await self.servers.driver.run_round()
+            disturbance.cancel()
+            await asyncio.gather(disturbance, return_exceptions=True)
+            self.pool.check()
+            assert len(done.groups) == 6 and done.outages == 0
+            for group in done.groups:
+                assert_tokens(group)
+                assert all(len(sample) == self.length(sample.key) for sample in group.samples)
+                assert all(segment.version <= version for sample in group.samples for segment in sample.segments)
+            self.taken += ids(done.groups)
+        assert sorted([*self.taken, *ids(self.pool)]) == list(range(next_id))
+
+
+@pytest.mark.parametrize("resume_kv", ["recompute", "reuse"])
+def test_a_hundred_rounds_with_deaths_lose_and_double_nothing(resume_kv):
+    chaos = Chaos(7, resume_kv)
+    run(chaos.servers, chaos.rounds(100))
+    assert chaos.deaths > 30 and len(set(chaos.taken)) == 600

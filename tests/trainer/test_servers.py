@@ -1,0 +1,203 @@
+"""Two real servers: division of requests, exact versions on both, and the death of one in mid-round."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import pytest
+import requests
+
+from tests.support.preloaded import launch_preloaded
+from tests.trainer.test_keep import check_mixed
+from tests.trainer.test_trainer import DATASET, RecordingTrainer, check_logprobs, distinct_characters, make_config
+from trl_april.engine.protocol import RequestMaker
+from trl_april.server.local import LocalServer
+
+
+pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]
+
+FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+INTERVAL = 16
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model_dir) -> Iterator[LocalServer]:
+    with LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True, count=2) as servers:
+        yield servers
+
+
+def version_of(url: str) -> str:
+    return requests.get(f"{url}/weight_info", timeout=10).json()["weight_version"]
+
+
+def gauge(url: str, name: str) -> float:
+    text = requests.get(f"{url}/metrics", timeout=10).text
+    lines = [line for line in text.splitlines() if line.startswith(f"vllm:{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def logged(trainer: RecordingTrainer, name: str) -> list[float]:
+    return [entry[f"april/{name}"] for entry in trainer.state.log_history if f"april/{name}" in entry]
+
+
+def check_rows(trainer: RecordingTrainer) -> None:
+    assert len(trainer.pool) == 0
+    rows = Counter(group.row["number"] for group in trainer.trained_groups)
+    assert set(rows.values()) == {1} and len(rows) == 4 * trainer.state.global_step
+
+
+def check_exact(trainer: RecordingTrainer, model_dir: str, starts=None) -> None:
+    """Each token has the log-probability of its version, under "keep" behind keys and values of earlier ones."""
+    if trainer.args.resume_kv == "keep":
+        check_mixed(trainer, model_dir, starts)
+    else:
+        assert check_logprobs(trainer) == trainer.pool.counters.tokens_taken
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"resume_kv": "recompute"}, {"overlap_generation": True, "resume_kv": "keep"}],
+    ids=["recompute", "keep"],
+)
+def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, tmp_path, schedule):
+    args = make_config(pair, tmp_path, max_steps=8, over_provisioning=3.0, **schedule)
+    trainer = RecordingTrainer(tiny_model_dir, distinct_characters, args, DATASET)
+    trainer.train()
+    check_rows(trainer)
+    counts = [sum(logged(trainer, f"server/{number}/requests")) for number in (0, 1)]
+    assert min(counts) > 0.9 * max(counts) > 50
+    tokens = [sum(logged(trainer, f"server/{number}/tokens")) for number in (0, 1)]
+    assert sum(tokens) == trainer.pool.counters.tokens_generated
+    assert all(mean > 0 for mean in logged(trainer, "server/1/running_mean")[:3])
+    assert set(logged(trainer, "servers_lost")) == {0.0}
+    assert [version_of(url) for url in pair.base_urls] == ["7", "7"]
+    check_exact(trainer, tiny_model_dir)
+
+
+class HalfKilledTrainer(RecordingTrainer):
+    """Its second server is killed in the second round, and back before the fifth."""
+
+    def __init__(self, *args, servers: LocalServer, **kwargs) -> None:
+        self.mortal, self.url = servers._others[0], servers.base_urls[1]
+        self.threads: list[threading.Thread] = []
+        self.lost = 0.0  # tokens that it had generated and not delivered
+        self.cut = 0  # requests on it
+        self.received = 0  # tokens of it, in earlier rounds
+        super().__init__(*args, **kwargs)
+
+    def _run_round(self):
+        if self.state.global_step == 1:
+            self.threads.append(threading.Thread(target=self.kill))
+            self.threads[0].start()
+        elif self.state.global_step == 4:
+            self.threads[0].join()
+            self.mortal.start()
+            watched = list(self.vllm_generation.servers)[1]
+            assert watched.is_lost
+            while not watched._answers.is_set():
+                time.sleep(0.1)
+        return super()._run_round()
+
+    def _open_session(self):
+        session = super()._open_session()
+        take = session._engine.take_traffic
+
+        async def taken():
+            traffic, busy = await take()
+            self.received += traffic[1].tokens
+            return traffic, busy
+
+        session._engine.take_traffic = taken
+        return session
+
+    def kill(self) -> None:
+        before = self.pool.counters.tokens_generated
+        while self.pool.counters.tokens_generated < before + 500:
+            time.sleep(0.01)
+        session = self._session
+        server = session._engine._servers[self.url]
+
+        async def received() -> int:
+            return self.received + server.traffic.tokens
+
+        generated = gauge(self.url, "generation_tokens_total")
+        os.killpg(self.mortal.pid, signal.SIGKILL)
+        self.cut = server.running
+        while server.running:
+            time.sleep(0.01)
+        self.lost = generated - session._loop.run(received())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"resume_kv": "recompute"}, {"overlap_generation": True, "resume_kv": "keep"}],
+    ids=["recompute", "keep"],
+)
+def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
+    tiny_model_dir, tmp_path, schedule, caplog, monkeypatch
+):
+    starts, make = defaultdict(list), RequestMaker.make  # where the requests of each sample begin
+
+    def noted(maker, group, sample, version):
+        starts[sample.key].append(len(sample))
+        return make(maker, group, sample, version)
+
+    monkeypatch.setattr(RequestMaker, "make", noted)
+    with LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True, count=2) as servers:
+        args = make_config(
+            servers,
+            tmp_path,
+            max_steps=7,
+            max_completion_length=400,
+            over_provisioning=1.5,
+            stream_interval=INTERVAL,
+            generation_kwargs={"ignore_eos": True},
+            **schedule,
+        )
+        trainer = HalfKilledTrainer(tiny_model_dir, distinct_characters, args, DATASET, servers=servers)
+        trainer.train()
+        check_rows(trainer)
+        assert [done.outages for done in trainer.rounds] == [0] * 7, "no round waits for the dead server"
+        assert 0 < trainer.cut and trainer.lost <= trainer.cut * INTERVAL
+        assert all(len(sample) == 400 for group in trainer.trained_groups for sample in group.samples)
+        assert logged(trainer, "servers_lost") == [0, 1, 1, 1, 0, 0, 0]
+        requested = logged(trainer, "server/1/requests")
+        assert requested[2:4] == [0, 0] and min(requested[0], requested[4]) > 0
+        assert [version_of(url) for url in servers.base_urls] == ["6", "6"]
+        messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        ours = [text for text in messages if servers.base_urls[1] in text]
+        assert len(ours) == 2 and "is lost" in ours[0] and "is back" in ours[1], ours
+        check_exact(trainer, tiny_model_dir, starts)
+
+
+def test_two_processes_on_two_servers_of_which_one_dies(forker, tiny_model_dir, tmp_path):
+    """Each process continues its own samples on the other server."""
+    with LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True, count=2) as servers:
+        mortal = servers.base_urls[1]
+
+        def kill() -> None:
+            while version_of(mortal) != "2" or gauge(mortal, "num_requests_running") < 4:
+                time.sleep(0.02)
+            os.killpg(servers._others[0].pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        options = {"max_steps": 6, "max_completion_length": 200, "generation_kwargs": {"ignore_eos": True}}
+        runs = [{"name": "pair", "kind": "train", "options": options}]
+        launched = launch_preloaded(forker, 2, runs, tmp_path, model=tiny_model_dir, url=servers.base_url)
+        results = launched.results("pair", 2)
+    killer.join(timeout=1)
+    trained = {(group["number"], index) for one in results for done in one["rounds"] for group in done
+               for index in group["samples"]}  # fmt: skip
+    parts = [index for one in results for done in one["rounds"] for group in done for index in group["samples"]]
+    assert len(trained) == len(parts) == 6 * 16, "no sample is lost or trained twice"
+    log = [entry for entry in results[0]["log"] if "april/servers_lost" in entry]
+    assert [entry["april/servers_lost"] for entry in log] == [0, 0, 1, 1, 1, 1]
+    counts = [sum(entry[f"april/server/{number}/requests"] for entry in log[:2]) for number in (0, 1)]
+    assert min(counts) > 0.9 * max(counts) > 10

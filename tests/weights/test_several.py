@@ -1,0 +1,217 @@
+"""Weight syncs to two servers over HTTP, of which one fails, returns, is added or removed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.synced_trainer import SyncedTrainer
+from tests.weights.test_sync_outages import MortalVLLM, paths
+from trl_april.errors import ConfigError, ServerError, WeightSyncError
+from trl_april.weights import synced_server
+from trl_april.weights.sync import ServerGeneration
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Connected(SyncedTrainer):
+    """Ends the watches of its connections."""
+
+    def connect(self, server, **options) -> ServerGeneration:
+        self.generations.append(super().connect(server, **options))
+        return self.generations[-1]
+
+
+@pytest.fixture
+def trainer(tiny_model_dir: str) -> Iterator[SyncedTrainer]:
+    trainer = Connected(tiny_model_dir)
+    trainer.generations = []
+    yield trainer
+    for generation in trainer.generations:
+        generation.servers.give_up()
+    wait_until(lambda: not any(thread.name == "trl-april-watch" for thread in threading.enumerate()))
+
+
+@pytest.fixture
+def fakes(trainer: SyncedTrainer, tiny_model_dir: str, monkeypatch) -> Iterator[list[MortalVLLM]]:
+    monkeypatch.setattr(synced_server, "WATCH_SECONDS", 0.01)
+    with (
+        MortalVLLM(trainer.model, model_path=tiny_model_dir) as first,
+        MortalVLLM(trainer.model, model_path=tiny_model_dir) as second,
+    ):
+        yield [first, second]
+
+
+def connect(trainer: SyncedTrainer, fakes: list[MortalVLLM], **options) -> ServerGeneration:
+    address = SimpleNamespace(base_url=",".join(fake.base_url for fake in fakes))
+    generation = trainer.connect(address, **{"server_timeout": 10.0, **options})
+    for fake in fakes:
+        fake.canary_ids = generation._canary_ids
+        fake.received.clear()
+    return generation
+
+
+@pytest.fixture
+def generation(trainer, fakes) -> ServerGeneration:
+    """Connected, and synced once as version 1."""
+    generation = connect(trainer, fakes)
+    trainer.change(0.1)
+    generation.sync_weights()
+    trainer.change(0.1)
+    for fake in fakes:
+        fake.received.clear()
+    return generation
+
+
+def versions(fakes: list[MortalVLLM]) -> list[str]:
+    return [fake.weight_version for fake in fakes]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_watch(generation: ServerGeneration, number: int) -> None:
+    wait_until(list(generation.servers)[number]._answers.is_set)
+
+
+def test_both_servers_load_the_same_files(trainer, fakes, generation):
+    assert versions(fakes) == ["1", "1"] and generation.servers.holds_weights()
+    generation.sync_weights()
+    folders = [fake.received_at("/collective_rpc")[0].body["kwargs"]["weights_path"] for fake in fakes]
+    assert folders[0] == folders[1] and not Path(folders[0]).exists()
+    assert versions(fakes) == ["2", "2"] and generation.servers.holding == {fake.base_url for fake in fakes}
+    assert all(fake.received_at("/v1/completions") for fake in fakes), "the canary asks each"
+
+
+def test_both_servers_are_asked_at_once(trainer, fakes, generation):
+    """Each answers only when the other one has been asked."""
+    for fake, other in zip(fakes, fakes[::-1], strict=True):
+
+        async def load(request, fake=fake, other=other):
+            async with asyncio.timeout(20):
+                while not other.received_at("/collective_rpc"):
+                    await asyncio.sleep(0.01)
+            return await MortalVLLM._load(fake, request)
+
+        fake._load = load
+    generation.sync_weights()
+    assert versions(fakes) == ["2", "2"]
+
+
+@pytest.mark.parametrize("where", ["before", "/collective_rpc", "/update_weight_version", "/v1/completions"])
+def test_a_server_that_dies_in_the_sync_is_left_out(trainer, fakes, generation, where):
+    told = []
+    servers = generation.servers
+    servers.on_holding = lambda: told.append((set(servers.holding), dict(servers.causes)))
+    fakes[1].alive, fakes[1].dies_at = where != "before", where
+    generation.sync_weights()
+    assert fakes[0].weight_version == "2"
+    ((holding, causes),) = told
+    assert holding == {fakes[0].base_url} and list(causes) == [fakes[1].base_url]
+    assert generation.servers.holds_weights()
+    fakes[1].received.clear()
+    generation.sync_weights()  # while it is down: it is not asked
+    assert [path for path in paths(fakes[1]) if path != "health"] == []
+    fakes[1].restart()
+    wait_for_watch(generation, 1)
+    trainer.change(0.1)
+    generation.sync_weights()
+    assert versions(fakes) == ["3", "3"] and generation.servers.holding == {fake.base_url for fake in fakes}
+    assert "server_info" in paths(fakes[1]), "it may be another server"
+
+
+def test_only_an_outage_of_all_is_an_error(trainer, fakes, generation):
+    for fake in fakes:
+        fake.alive = False
+    with pytest.raises(ServerError, match="was lost during the weight sync"):
+        generation.sync_weights()
+    assert generation.servers.problem() is not None
+    fakes[0].restart()
+    assert generation.servers.problem() is None and not generation.servers.holds_weights()
+    generation.sync_weights()
+    assert fakes[0].weight_version == "2" and generation.servers.holding == {fakes[0].base_url}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_server_that_refuses_the_weights_is_an_error(fakes, generation, number):
+    fakes[number].answers = {"/collective_rpc": (500, "out of memory")}
+    with pytest.raises(WeightSyncError, match="out of memory"):
+        generation.sync_weights()
+
+
+def test_a_server_that_keeps_its_old_weights_is_an_error(fakes, generation):
+    kept = fakes[1]._logprobs
+    fakes[1].prompt_logprobs = lambda ids: kept
+    with pytest.raises(WeightSyncError, match="has kept its old weights|does not hold"):
+        generation.sync_weights()
+
+
+def test_a_restarted_server_is_left_out_until_the_next_sync(trainer, fakes, generation):
+    generation.sync_weights()
+    fakes[1].restart()
+    assert generation.servers.holds_weights() and generation.servers.holding == {fakes[0].base_url}
+    wait_for_watch(generation, 1)
+    generation.sync_weights()
+    assert versions(fakes) == ["2", "2"]
+
+
+def test_servers_come_and_go_with_the_option(trainer, fakes, tiny_model_dir, generation):
+    addresses = [fakes[0].base_url]
+    generation._addresses = lambda: addresses
+    generation.sync_weights()
+    assert versions(fakes) == ["2", "1"] and len(generation.servers) == 1
+    addresses = [fake.base_url for fake in fakes[::-1]]
+    trainer.change(0.1)
+    generation.sync_weights()
+    assert versions(fakes) == ["3", "3"] and generation.base_url == ",".join(addresses)
+    with MortalVLLM(trainer.model, model_path=tiny_model_dir) as third:
+        third.model = "other"
+        addresses = [*addresses, third.base_url]
+        with pytest.raises(ConfigError, match="serves 'other', and the one at .* 'tiny'.*--served-model-name"):
+            generation.sync_weights()
+
+
+def test_an_added_server_that_is_not_there_yet_is_watched(trainer, fakes):
+    generation = connect(trainer, fakes[:1])
+    fakes[1].alive, fakes[1].canary_ids = False, generation._canary_ids
+    generation._addresses = lambda: [fake.base_url for fake in fakes]
+    generation.sync_weights()
+    assert generation.servers.holding == {fakes[0].base_url}
+    fakes[1].restart()
+    wait_for_watch(generation, 1)
+    generation.sync_weights()
+    assert versions(fakes) == ["0", "0"]
+
+
+def test_processes_with_other_addresses_are_an_error(generation):
+    generation.servers._processes = SimpleNamespace(reduce_max=lambda values: [value + 1 for value in values])
+    with pytest.raises(ConfigError, match="in one process, and another value in another"):
+        generation.sync_weights()
+
+
+def test_requests_are_kept_only_if_all_servers_can(trainer, fakes, caplog):
+    """The fakes have no /april/generated_tokens; here the first one has."""
+    fakes[0].answers = {"/april/generated_tokens": (200, "{}")}
+    generation = connect(trainer, fakes, resume_kv="keep")
+    assert not generation.servers.pause()
+    assert "needs all servers" in caplog.text and fakes[1].base_url in caplog.text
+
+
+def test_what_servers_can_together(trainer, fakes):
+    fakes[0].max_model_len, fakes[1].max_model_len = 500, 400
+    for fake, number in zip(fakes, (8, 3), strict=True):
+        fake.more_config = {"scheduler_config": {"max_num_seqs": number}}
+    generation = connect(trainer, fakes)
+    assert generation.server_info.max_model_len == 400
+    assert (generation.server_info.max_sequences, generation.servers.least_sequences) == (11, 3)

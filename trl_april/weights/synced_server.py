@@ -1,0 +1,155 @@
+"""One vLLM server in the weight sync: connections to it, its account of itself, and the weights that it has.
+
+Invariant: a server that was lost takes no part in syncs until its watch has seen it answer.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import requests
+
+from ..errors import ServerError, WeightSyncError
+from ..server.check import ServerInfo
+from ..server.traffic import ServerPause, server_load
+from .canary import Canary, server_logprobs
+from .client import ANSWER_SECONDS, ServerClient, ServerControl
+
+
+WATCH_SECONDS = 1.0  # between two health checks of a lost server
+
+
+class SyncedServer:
+    """A server as the main process sees it. `client`, `info` and `canary` are set when it is connected."""
+
+    client: ServerClient
+    info: ServerInfo
+    canary: Canary
+
+    def __init__(self, base_url: str, seconds: float, headers: Mapping[str, str], group_port: int = 0) -> None:
+        self.base_url = base_url
+        self.group_port = group_port  # where its NCCL group meets
+        self.control = ServerControl(base_url, seconds, headers)
+        self.pause = ServerPause(partial(self.control.request, seconds=ANSWER_SECONDS), base_url)
+        self.is_connected = False
+        self.synced_version: str | None = None  # of the last complete sync
+        self.announced_version: str | None = None  # last one sent to the server, even if its answer was lost
+        self.outage: Exception | None = None  # error of the present sync that showed that the server is down
+        self.is_lost = False  # while others continue
+        self._answers = threading.Event()  # set when a lost server answers
+        self._given_up = threading.Event()
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the present sync includes this server."""
+        return not self.is_lost and self.outage is None
+
+    def begin_sync(self) -> None:
+        """Forget the outage of an earlier sync; a lost server that answers takes part again."""
+        self.outage = None
+        if self.is_lost and self._answers.is_set():
+            self.is_lost = False
+
+    def problem(self) -> str | None:
+        """Why the server is not ready to generate. A lost one that is takes part in the next sync."""
+        problem = self.control.problem()
+        if problem is None:
+            self._answers.set()
+        return problem
+
+    def lose(self) -> None:
+        """Leave the server out of syncs, and watch in the background for its return."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        self._answers.clear()
+        self._given_up = threading.Event()
+        watched = ServerControl(self.base_url, self.control.session.seconds, self.control.headers)
+        threading.Thread(
+            target=_watch, args=(watched.problem, self._answers, self._given_up), name="trl-april-watch", daemon=True
+        ).start()
+
+    def give_up(self) -> None:
+        """End the watch, and resume a server that was paused for a sync that will not be repeated."""
+        self._given_up.set()
+        if self.is_lost:
+            self._answers.set()  # the next sync asks it
+        else:
+            self.pause.give_up()
+
+    def holds_weights(self) -> bool:
+        """Whether the server answers, and has the weights of its last sync."""
+        try:
+            return self.synced_version is not None and self.control.weight_version() == self.synced_version
+        except ServerError:
+            return False
+
+    def requests_waiting(self) -> float:
+        """Number of requests queued on the server, minus infinity if it does not say."""
+        try:
+            load = server_load(self.control.session, self.base_url, timeout=ANSWER_SECONDS)
+        except requests.RequestException:
+            return -math.inf
+        return -math.inf if load is None else load.waiting
+
+    def stamp_and_verify(self, version: int, expected: Sequence[float], *, keeps_cache: bool) -> None:
+        """Give the loaded weights their version, resume the server, and compare it with the trainer."""
+        if not keeps_cache:
+            self.control.request("POST", "reset_prefix_cache")  # for other clients: our requests have salts
+        self.announced_version = str(version)
+        self.control.request("POST", "update_weight_version", {"new_version": self.announced_version})
+        reported = self.control.weight_version()
+        if reported != self.announced_version:
+            raise WeightSyncError(
+                f"The server at {self.base_url} reports weight version {reported!r} after the sync of {version}, so "
+                "another client may be sending it weights. Use a separate server for every training run."
+            )
+        self.pause.end()
+        found = server_logprobs(self.control, self.info.model, self.canary.token_ids)
+        self.canary.compare(expected, found, version)
+
+
+def _watch(problem: Callable[[], str | None], answers: threading.Event, given_up: threading.Event) -> None:
+    while not given_up.wait(WATCH_SECONDS):
+        try:
+            if problem() is None:
+                answers.set()
+                return
+        except ServerError:
+            pass  # another program has its address
+
+
+def combined(infos: Sequence[ServerInfo]) -> ServerInfo:
+    """The account of several servers together: what all of them can, and the sequences that they decode at once."""
+    sequences = [info.max_sequences for info in infos if info.max_sequences is not None]
+    return replace(
+        infos[0],
+        max_model_len=min(info.max_model_len for info in infos),
+        max_sequences=sum(sequences) if len(sequences) == len(infos) else None,
+    )
+
+
+def for_each(step: Callable[[SyncedServer], object], servers: Sequence[SyncedServer]) -> None:
+    """Run a step for all servers at once, the first in this thread, and raise the first error after all have ended."""
+    errors: list[Exception] = []
+
+    def run(server: SyncedServer) -> None:
+        try:
+            step(server)
+        except Exception as error:
+            errors.append(error)
+
+    # Daemons, since Ctrl-C in this thread must not wait for a server.
+    threads = [threading.Thread(target=run, args=[server], daemon=True) for server in servers[1:]]
+    for thread in threads:
+        thread.start()
+    for server in servers[:1]:
+        run(server)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
