@@ -60,6 +60,7 @@ def test_accepted_server_describes_itself(tmp_path: Path):
     )
     assert (info.dtype, info.quantized, info.device, info.has_weight_transfer) == ("bfloat16", True, "cuda", True)
     assert info.max_sequences == 512  # of all engines
+    assert not check(weight_transfer={"backend": "ipc"}).has_weight_transfer
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,25 @@ def test_command_on_a_gpu(monkeypatch, release, scale_out):
         assert '{"backend": "nccl"}' not in server_command("m", "127.0.0.1", 1, own, platform="gpu")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "host", "given", "expected"),
+    [
+        (1, "127.0.0.1", [], "0.4"),
+        (1, "127.0.0.1", ["--gpu_memory_utilization=0.7"], "0.7"),
+        (1, "127.0.0.1", ["--kv-cache-memory-bytes", "1000000000"], None),
+        (1, "0.0.0.0", [], None),  # the trainer may be on another machine
+        (2, "127.0.0.1", [], None),
+        (None, "127.0.0.1", [], None),
+    ],
+)
+def test_a_server_on_the_only_gpu_leaves_memory_to_the_trainer(monkeypatch, gpus, host, given, expected):
+    monkeypatch.setattr(command_line, "gpus_of_host", lambda: gpus)
+    monkeypatch.setattr(command_line, "version", lambda name: "0.31.0")
+    command = server_command("m", host, 1, given, platform="gpu")
+    assert flag_value(command, "--gpu-memory-utilization") == expected
+    assert "--gpu-memory-utilization" not in server_command("m", host, 1, given, platform="cpu") or given
+
+
 def test_user_flags_override_defaults_but_not_what_training_needs():
     """Order decides, because vLLM's parser accepts abbreviations."""
     given = ["--generation-config", "auto", "--max_logprobs=5", "--logprobs-mod", "raw_logprobs"]

@@ -7,17 +7,22 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-import requests
 import torch
 
 from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
 from trl_april.weights import files, transport
+from trl_april.weights.files import FileTransport
+from trl_april.weights.nccl import NcclTransport
 from trl_april.weights.synced_server import for_each
-from trl_april.weights.transport import FileTransport, NcclTransport, choose_transport
+from trl_april.weights.transport import choose_transport
+
+
+DTYPES = frozenset([torch.float32])
 
 
 # Choice
@@ -83,6 +88,23 @@ def test_a_server_started_by_a_process_that_sees_one_gpu_shares_it(monkeypatch, 
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
     monkeypatch.setattr(transport, "sees_our_devices", lambda base_url: ours)
     assert choose() == chosen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_are_used_where_a_connection_by_nccl_fails(monkeypatch, caplog, rank):
+    """Unless it was asked for. `auto` cannot know all GPUs that a server shares with the trainer."""
+    monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
+    monkeypatch.setattr(NcclTransport, "connect", fail := Mock(side_effect=WeightSyncError("Duplicate GPU.")))
+    servers = [SimpleNamespace(base_url="http://127.0.0.1:8000", info=info())]
+    others = SimpleNamespace(rank=rank, reduce_max=lambda values: values if values == [0.0] and not rank else [1.0])
+    common = {"device": torch.device("cuda"), "servers": servers}
+    monkeypatch.setattr(transport, "choose_transport", lambda *args, **options: NcclTransport(torch.device("cuda")))
+    assert transport.connected_transport("auto", None, processes=others, **common).name == "filesystem"
+    assert ("Duplicate GPU. So files are used" in caplog.text) is (rank == 0)
+    assert fail.call_count == (rank == 0)
+    if rank == 0:
+        with pytest.raises(WeightSyncError, match="Duplicate GPU"):
+            transport.connected_transport("nccl", None, processes=others, **common)
 
 
 def test_an_impossible_choice_is_refused(tmp_path):
@@ -152,38 +174,17 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
     elif fails_at == "load":
         server.error = error
     with pytest.raises(WeightSyncError, match="No space left.*--shm-size|refused") if fails_at else nullcontext():
-        with FileTransport(str(tmp_path)).stage(parameters, sends=True) as load:
+        with FileTransport(str(tmp_path)).stage(parameters, sends=True, dtypes=DTYPES) as load:
             assert parameters.read == [everything]
             load([server], for_each)
     assert parameters.read == [everything] and list(tmp_path.iterdir()) == []
     assert len(server.sizes) == (0 if fails_at == "write" else 6)
 
 
-@pytest.mark.parametrize("sent", [0, 2, None])
-def test_nccl_gathers_all_parameters_even_if_the_server_is_lost(parameters, everything, sent):
-    class Client:
-        def update_named_params(self, metadata, params):
-            assert [name for name, _, _ in metadata] == everything
-            assert metadata[0][1:] == ("float32", [2, 2])
-            for _ in range(len(metadata) if sent is None else sent):
-                next(params)
-            if sent is not None:
-                raise requests.ConnectionError("lost")
-
-    nccl, servers = NcclTransport(torch.device("cpu")), [SimpleNamespace(client=Client())]
-    with nccl.stage(parameters, sends=True) as load:
-        assert parameters.read == [everything]  # for the announcement, before the server is paused
-        with pytest.raises(requests.ConnectionError) if sent is not None else nullcontext():
-            load(servers, for_each)
-    with nccl.stage(parameters, sends=True):
-        pass
-    assert parameters.read == [everything] * 2, "the announcement is made once"
-
-
 @pytest.mark.parametrize(("made", "iterations"), [(FileTransport(None), 1), (NcclTransport(None), 2)])
 def test_other_processes_read_the_same_parameters_and_send_none(parameters, everything, made, iterations):
     """Gathering takes all processes. With a server of `None`, sending would fail."""
-    with made.stage(parameters, sends=False) as load:
+    with made.stage(parameters, sends=False, dtypes=DTYPES) as load:
         load([None], for_each)
     assert parameters.read == [everything] * iterations
 
@@ -203,7 +204,7 @@ def test_a_sync_through_files_needs_memory_for_some_shards_and_not_for_the_model
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
-    with FileTransport(str(tmp_path)).stage(Parameters(model), sends=True) as load:
+    with FileTransport(str(tmp_path)).stage(Parameters(model), sends=True, dtypes=DTYPES) as load:
         load([server], for_each)
     assert len(server.sizes) == 24 and sum(server.sizes) > 24 * shard
     assert memory("VmHWM") - before < 5 * shard

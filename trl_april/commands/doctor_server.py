@@ -173,9 +173,9 @@ def check_weight_sync(server: Server, folder: str | None) -> Finding:
     from trl.trainer.utils import create_model_from_path
 
     from ..weights import canary
+    from ..weights.files import FileTransport
     from ..weights.names import in_checkpoint_format, tied_names
     from ..weights.synced_server import SyncedServer, for_each
-    from ..weights.transport import FileTransport
 
     version = str(get_json(server.session, f"{server.base_url}/weight_info")["weight_version"])
     path = server.model or server.path
@@ -205,7 +205,8 @@ def check_weight_sync(server: Server, folder: str | None) -> Finding:
     # vLLM's CPU build updates a tied output layer only under its own name.
     parameters = model.named_parameters(remove_duplicate=server.device != "cpu" or not tied_names(model))
     started = time.perf_counter()
-    with FileTransport(folder).stage(lambda: in_checkpoint_format(parameters, model), sends=True) as load:
+    read = partial(in_checkpoint_format, parameters, model)
+    with FileTransport(folder).stage(read, sends=True, dtypes=frozenset()) as load:
         load([receiver], for_each)
     control.request("POST", "reset_prefix_cache")
     seconds = time.perf_counter() - started

@@ -58,7 +58,7 @@ def check_server(
             dtype=str(model["dtype"]).removeprefix("torch."),
             quantized=model["quantization"] is not None,
             device=str(described["device_config"]["device"]).split(":")[0],
-            has_weight_transfer=described["weight_transfer_config"] is not None,
+            has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl",
             has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
             max_sequences=max_sequences(described),
         )

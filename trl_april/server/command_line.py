@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import ConfigError
-from .host import NVIDIA_GPUS, gpus_of_host, usable_cores
+from .host import NVIDIA_GPUS, gpus_of_host, is_loopback, usable_cores
 
 
 # Set by torchrun and `accelerate launch` for their workers. vLLM's engine would take itself for one of them: with
@@ -32,6 +32,9 @@ BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
 WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
 
 # Flags that are arguments of their own, and flags that make training impossible.
+MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
+SHARED_GPU = "0.4"  # of the memory of a GPU that the trainer uses, too. vLLM's own default leaves it too little
+
 REFUSED_FLAGS = {
     "--model": "the model is the first argument of LocalServer and of `trl-april serve`; give it there",
     "--host": "use the argument `host` (`trl-april serve MODEL --host HOST`)",
@@ -117,6 +120,7 @@ def server_command(
     - `--max-logprobs -1`: no limit on the log-probabilities that a request may ask for.
     - `--enable-scale-out`, on a GPU: endpoints by which stock TRL sends images. vLLM before 0.30 always has them.
     - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
+    - `--gpu-memory-utilization`, on a machine with a single GPU that only trainers of this machine can reach.
     - `--middleware`, beside users' own: see `middleware.py`.
     - `--worker-extension-cls`: see `worker.py`.
     - `--logprobs-mode processed_logprobs`, enforced: log-probabilities after temperature, top-k and top-p, which
@@ -146,6 +150,8 @@ def server_command(
     on_gpu = (platform or vllm_platform()) == "gpu"
     if on_gpu:
         with_values["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
+        if gpus_of_host() == 1 and is_loopback(host) and not MEMORY_FLAGS & given:
+            with_values["--gpu-memory-utilization"] = SHARED_GPU
     # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
     # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
@@ -173,8 +179,7 @@ def server_environment(
     merged = {**inherited, **(env or {}), "VLLM_SERVER_DEV_MODE": "1"}
     if (platform or vllm_platform()) != "cpu":
         return merged
-    memory_flags = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
-    if not memory_flags & {flag_name(argument) for argument in vllm_args}:
+    if not MEMORY_FLAGS & {flag_name(argument) for argument in vllm_args}:
         # In GiB. By default vLLM takes nearly all of the memory, and the trainer runs on the same machine.
         merged.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     cores = usable_cores()

@@ -119,16 +119,20 @@ class ClosedPort:
 
 def warn_if_exposed(host: str) -> None:
     """Log a warning if other machines can reach a server that binds to `host`."""
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
+    if not is_loopback(host):
         logger.warning(
             "The server binds to %s. Its development endpoints run commands for everybody who reaches them, whatever "
             "API key is set: keep it behind a firewall.",
             host,
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that binds to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_of_this_host(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""Weight files: safetensors in a temporary folder.
+"""Weight sync by files: safetensors in a temporary folder.
 
 Invariants: at most one shard is in memory beside the model, and no folder stays behind in shared memory. The folder of
 a killed process is removed by the next sync. In a folder chosen by the user it stays, because locks of other hosts are
@@ -12,8 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -21,12 +21,46 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import WeightSyncError
+from .names import Parameters, read_to_end
+from .synced_server import Each, Load, SyncedServer
 
 
 # Size of a shard file, and so the memory that a sync needs beside the model.
 SHARD_BYTES = 512 * 1024**2
 PREFIX = "trl_april_weights_"
 UNLOCKED_SECONDS = 60.0  # a new folder may not be locked yet
+
+
+class FileTransport:
+    """Safetensors files that all servers read: for any device, and for trainer and server on one GPU."""
+
+    name = "filesystem"
+
+    def __init__(self, parent: str | None) -> None:
+        self._parent = parent
+
+    def connect(self, server: SyncedServer) -> None:
+        if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
+            overrides = {"load_config": {"load_format": "auto"}}
+            body = {"method": "update_config", "kwargs": {"overrides": overrides}}
+            server.control.request("POST", "collective_rpc", body)
+
+    @contextmanager
+    def stage(
+        self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
+    ) -> Iterator[Load]:
+        with weight_folder(self._parent) if sends else nullcontext() as folder:
+            with read_to_end(parameters()) as params:
+                if folder is not None:
+                    write_weights(params, folder)
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+
+            def load(servers: Sequence[SyncedServer], each: Each) -> None:
+                if sends:
+                    each(lambda server: server.control.load("collective_rpc", body), servers)
+
+            # The files stay until all servers have answered, since they may still read them.
+            yield load
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Parameter names of checkpoints, which vLLM's loaders expect.
+"""Parameters of the trained model under their names in checkpoints, which vLLM's loaders expect.
 
 A model in memory may use other names: transformers 5 joins the experts of a layer and renames some modules. The server
 can load whatever `save_pretrained` would write. Invariant: only one parameter is held at a time.
@@ -7,6 +7,7 @@ can load whatever `save_pretrained` would write. Invariant: only one parameter i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate.utils import extract_model_from_parallel, is_peft_model
@@ -20,9 +21,10 @@ _REVERTIBLE = ("MergeModulelist", "Concatenate")
 _WITHOUT_OUTPUT_LAYER = ("gemma2", "gemma3n", "gemma3n_text")
 
 
-def in_checkpoint_format(
-    params: Iterator[tuple[str, torch.Tensor]], model: torch.nn.Module
-) -> Iterator[tuple[str, torch.Tensor]]:
+Parameters = Iterator[tuple[str, torch.Tensor]]
+
+
+def in_checkpoint_format(params: Parameters, model: torch.nn.Module) -> Parameters:
     """Parameters as `save_pretrained` would write them, in views.
 
     The checkpoint that the model was loaded from decides on the names; without one, the usual names of its type.
@@ -65,3 +67,13 @@ def base_model(model: torch.nn.Module) -> torch.nn.Module:
     """The model without its wrappers for distribution and adapters."""
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
     return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+
+
+@contextmanager
+def read_to_end(params: Parameters) -> Iterator[Parameters]:
+    """Read parameters to the end, even after an error or without sending, since other processes gather them too."""
+    try:
+        yield params
+    finally:
+        for _ in params:
+            pass

@@ -27,7 +27,7 @@ from .client import ServerClient, ServerControl
 from .names import in_checkpoint_format, tied_names
 from .servers import SyncedServers
 from .synced_server import SyncedServer
-from .transport import choose_transport
+from .transport import connected_transport
 
 
 logger = logging.getLogger(__name__)
@@ -84,17 +84,14 @@ class ServerGeneration(VLLMGeneration):
         self.servers.follow(self._addresses(), self._new_server)
         for server in self.servers:
             self._connect(server, patience=self.server_timeout)
-        self._transport = choose_transport(
+        self._transport = connected_transport(
             self.weight_sync,
             self._weight_sync_dir,
             device=self.accelerator.device,
-            servers=self.servers,
+            servers=list(self.servers),
             processes=self._processes,
         )
         self.weight_sync = self._transport.name
-        if self.accelerator.is_main_process:
-            for server in self.servers:
-                self._transport.connect(server)
         self._canary_ids = self.servers.first.canary.token_ids  # the same for all
         # vLLM's CPU build keeps a packed copy of a tied output layer, and updates it only under its own name.
         has_cpu = any(server.info.device == "cpu" for server in self.servers)
@@ -187,7 +184,8 @@ class ServerGeneration(VLLMGeneration):
         # Evaluation may change the model's data type. FSDP computes in its own.
         sharded = self.accelerator.distributed_type == DistributedType.FSDP
         as_weights = self.accelerator.mixed_precision in (None, "no") or not sharded
-        trainer_is_float32 = dtypes_of(self.model) == {torch.float32} and as_weights
+        dtypes = frozenset(dtypes_of(self.model))
+        trainer_is_float32 = dtypes == {torch.float32} and as_weights
         for server in self.servers:
             if server.is_connected:
                 server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
@@ -195,7 +193,8 @@ class ServerGeneration(VLLMGeneration):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass
-        with self._transport.stage(self._parameters, sends=any(self.servers.taking_part())) as load:
+        sends = any(self.servers.taking_part())
+        with self._transport.stage(self._parameters, sends=sends, dtypes=dtypes) as load:
             if self.before_sync is not None:
                 self.before_sync()
             self.servers.settle_outages()

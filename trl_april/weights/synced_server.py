@@ -20,6 +20,10 @@ from .canary import Canary, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 
 
+Step = Callable[["SyncedServer"], object]
+Each = Callable[[Step, Sequence["SyncedServer"]], None]  # as [`for_each`]
+Load = Callable[[Sequence["SyncedServer"], Each], None]  # loads weights into servers
+
 WATCH_SECONDS = 1.0  # between two health checks of a lost server
 
 
@@ -133,7 +137,7 @@ def combined(infos: Sequence[ServerInfo]) -> ServerInfo:
     )
 
 
-def for_each(step: Callable[[SyncedServer], object], servers: Sequence[SyncedServer]) -> None:
+def for_each(step: Step, servers: Sequence[SyncedServer]) -> None:
     """Run a step for all servers at once, the first in this thread, and raise the first error after all have ended."""
     errors: list[Exception] = []
 

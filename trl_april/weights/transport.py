@@ -1,31 +1,30 @@
-"""Weight transports: how parameters travel to the servers.
+"""Weight transports: how parameters travel to the servers, and which way is taken.
 
-To add one, derive a class from [`WeightTransport`] and choose it in [`choose_transport`].
+To add one, write a class with the methods of [`WeightTransport`], and choose it in [`connected_transport`].
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 from urllib.parse import urlsplit
 
-import requests
 import torch
 
 from ..distributed.processes import Processes
-from ..errors import ConfigError, ServerError, WeightSyncError
+from ..errors import ConfigError, WeightSyncError
 from ..server.host import gpus_of_host, is_of_this_host
 from ..server.local import sees_our_devices
-from .files import weight_folder, write_weights
-from .synced_server import SyncedServer
+from .files import FileTransport
+from .names import Parameters
+from .nccl import NcclTransport
+from .synced_server import Load, SyncedServer
 
 
-Parameters = Iterator[tuple[str, torch.Tensor]]
-Step = Callable[[SyncedServer], object]
-Each = Callable[[Step, Sequence[SyncedServer]], None]  # runs a step for each of these servers
-Load = Callable[[Sequence[SyncedServer], Each], None]
+logger = logging.getLogger(__name__)
 
 
 class WeightTransport(Protocol):
@@ -36,97 +35,51 @@ class WeightTransport(Protocol):
     def connect(self, server: SyncedServer) -> None:
         """Connect the main process to a server, at the start and after a restart of the server."""
 
-    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> AbstractContextManager[Load]:
+    def stage(
+        self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
+    ) -> AbstractContextManager[Load]:
         """Do the work that needs no server, and return the function that loads the weights into servers.
 
         Requests run meanwhile; they are paused or aborted before the function is called. `parameters` starts an
-        iteration over the parameters, by their names in a checkpoint. All processes call both, with as many servers,
-        and read the parameters equally often, to the end: gathering a sharded parameter is a collective operation.
+        iteration over the parameters, by their names in a checkpoint, and `dtypes` are their data types. All processes
+        call both, with as many servers, and read the parameters equally often, to the end: gathering a sharded
+        parameter is a collective operation.
         """
 
 
-class FileTransport(WeightTransport):
-    """Safetensors files that all servers read: for any device, and for trainer and server on one GPU."""
+def connected_transport(
+    asked: str,
+    folder: str | None,
+    *,
+    device: torch.device,
+    servers: Sequence[SyncedServer],
+    processes: Processes,
+) -> WeightTransport:
+    """The transport for the options `weight_sync` and `weight_sync_dir`, connected to all servers in the main process.
 
-    name = "filesystem"
-
-    def __init__(self, parent: str | None) -> None:
-        self._parent = parent
-
-    def connect(self, server: SyncedServer) -> None:
-        if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
-            overrides = {"load_config": {"load_format": "auto"}}
-            body = {"method": "update_config", "kwargs": {"overrides": overrides}}
-            server.control.request("POST", "collective_rpc", body)
-
-    @contextmanager
-    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> Iterator[Load]:
-        with weight_folder(self._parent) if sends else nullcontext() as folder:
-            with _read_to_end(parameters()) as params:
-                if folder is not None:
-                    write_weights(params, folder)
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-
-            def load(servers: Sequence[SyncedServer], each: Each) -> None:
-                if sends:
-                    each(lambda server: server.control.load("collective_rpc", body), servers)
-
-            # The files stay until all servers have answered, since they may still read them.
-            yield load
-
-
-class NcclTransport(WeightTransport):
-    """TRL's weight-transfer group between GPUs (RCCL on AMD): one for each server, used one after the other."""
-
-    name = "nccl"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._metadata: list[tuple[str, str, list[int]]] | None = None
-
-    def connect(self, server: SyncedServer) -> None:
-        client = server.client
-        client.close_communicator()  # its port would still be in use
-        try:
-            client.init_communicator(device=self._device)
-        except (ServerError, requests.RequestException):
-            raise  # an OSError too, but the server may be down
-        except (RuntimeError, OSError) as error:
-            raise WeightSyncError(
-                f"The trainer on {self._device} and the vLLM server at {client.base_url} cannot be connected by "
-                f"NCCL (RCCL): {error}. They need different GPUs (CUDA_VISIBLE_DEVICES for each) and open ports "
-                f"between them; vllm_group_port={client.group_port} must be free on the trainer's host. "
-                "weight_sync='filesystem' needs neither."
-            ) from error
-
-    @contextmanager
-    def stage(self, parameters: Callable[[], Parameters], *, sends: bool) -> Iterator[Load]:
-        if self._metadata is None:  # TRL announces all tensors to the server before it sends the first one
-            self._metadata = [
-                (name, str(param.dtype).removeprefix("torch."), list(param.shape)) for name, param in parameters()
-            ]
-
-        def load(servers: Sequence[SyncedServer], each: Each) -> None:
-            with ExitStack() as rest:  # all servers' turns, even if one fails
-                for server in servers:
-                    rest.callback(self._send, server, parameters, each, sends=sends)
-
-        yield load
-
-    def _send(self, server: SyncedServer, parameters: Callable[[], Parameters], each: Each, *, sends: bool) -> None:
-        with _read_to_end(parameters()) as params:
-            if sends:
-                each(lambda server: server.client.update_named_params(self._metadata, params), [server])
-
-
-@contextmanager
-def _read_to_end(params: Parameters) -> Iterator[Parameters]:
-    """Read parameters to the end, even after an error or without sending, since other processes gather them too."""
+    With `"auto"`, files are used where NCCL is not possible, or its connection fails. A collective call. Raises
+    [`ConfigError`] if the folder does not exist or NCCL was asked for and is not possible, and [`WeightSyncError`] if
+    its connection was asked for and fails.
+    """
+    chosen = choose_transport(asked, folder, device=device, servers=servers, processes=processes)
+    failure = None
     try:
-        yield params
-    finally:
-        for _ in params:
-            pass
+        _connect(chosen, servers, processes)
+    except WeightSyncError as error:
+        if asked != "auto":
+            raise
+        failure = str(error)
+    if isinstance(chosen, NcclTransport) and processes.reduce_max([float(failure is not None)])[0]:
+        if failure is not None:
+            logger.warning("%s So files are used instead.", failure)
+        chosen = FileTransport(folder)
+        _connect(chosen, servers, processes)
+    return chosen
+
+
+def _connect(transport: WeightTransport, servers: Sequence[SyncedServer], processes: Processes) -> None:
+    for server in servers if processes.rank == 0 else ():
+        transport.connect(server)
 
 
 def choose_transport(

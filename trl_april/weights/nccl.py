@@ -1,0 +1,181 @@
+"""Weight transfer over NCCL (RCCL on AMD), in the format of vLLM's packed broadcasts.
+
+Invariants: a server receives the values that the iteration over the parameters yielded, whatever its end does to them,
+and a failure of either side ends the sync with an error within the time limit of loading weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import cached_property
+from typing import Any
+
+import requests
+import torch
+from trl.generation import vllm_client
+
+from ..errors import ServerError, WeightSyncError
+from .names import Parameters, read_to_end
+from .synced_server import Each, Load, SyncedServer
+
+
+CHUNK_BYTES = 1024**3  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES, which its workers expect
+
+
+class NcclTransport:
+    """TRL's weight-transfer group between GPUs: one for each server, used one after the other."""
+
+    name = "nccl"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._metadata: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._dtypes: frozenset[torch.dtype] | None = None  # of the model when the metadata was read
+
+    def connect(self, server: SyncedServer) -> None:
+        client = server.client
+        client.close_communicator()  # its port would still be in use
+        try:
+            client.init_communicator(device=self._device)
+        except (ServerError, requests.RequestException):
+            raise  # an OSError too, but the server may be down
+        except (RuntimeError, OSError) as error:
+            raise WeightSyncError(
+                f"The trainer on {self._device} and the vLLM server at {client.base_url} cannot be connected by "
+                f"NCCL (RCCL): {error}. They need different GPUs (CUDA_VISIBLE_DEVICES for each) and open ports "
+                f"between them; vllm_group_port={client.group_port} must be free on the trainer's host. "
+                "weight_sync='filesystem' needs neither."
+            ) from error
+
+    @contextmanager
+    def stage(
+        self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
+    ) -> Iterator[Load]:
+        # The server is told of all tensors before the first one is sent. Evaluation may change their data types.
+        if self._dtypes != dtypes:
+            self._metadata, self._dtypes = [(name, param.dtype, param.shape) for name, param in parameters()], dtypes
+
+        def load(servers: Sequence[SyncedServer], each: Each) -> None:
+            with ExitStack() as rest:  # all servers' turns, even if one fails
+                for server in servers:
+                    rest.callback(self._take_turn, server, parameters, each, sends=sends)
+
+        yield load
+
+    def _take_turn(
+        self, server: SyncedServer, parameters: Callable[[], Parameters], each: Each, *, sends: bool
+    ) -> None:
+        with read_to_end(parameters()) as params:
+            if sends:
+                each(lambda server: self._send(server, params), [server])
+
+    def _send(self, server: SyncedServer, params: Parameters) -> None:
+        if server.client.communicator is None:  # after a failure
+            self.connect(server)
+        control = server.control
+        try:
+            control.load("start_weight_update", {})
+        except WeightSyncError:  # it may have been left in the middle of an update
+            with suppress(WeightSyncError):
+                control.load("finish_weight_update", {})
+            control.load("start_weight_update", {})
+        info: dict[str, Any] = {
+            "names": [name for name, _, _ in self._metadata],
+            "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in self._metadata],
+            "shapes": [list(shape) for _, _, shape in self._metadata],
+        }
+        if not vllm_client._HAS_STATEFUL_TRAINER_ENGINE:  # vLLM before 0.28
+            info["packed"] = True
+        # The workers wait for the broadcasts while they handle the request.
+        received = in_thread(lambda: control.load("update_weights", {"update_info": info}))
+        try:
+            self._broadcast(server.client.communicator, self._as_announced(params), received)
+            received.result()
+        except BaseException:
+            group, server.client.communicator = server.client.communicator, None
+            group.destroy()  # ends a broadcast that waits for its peer
+            raise
+        control.load("finish_weight_update", {})
+
+    def _broadcast(self, group: Any, params: Parameters, received: Future[Any]) -> None:
+        """Broadcast chunk by chunk: while one is on its way, the next one is packed. Raises the error of `received`.
+
+        All packing runs on the current stream, on which parameters are gathered, merged and unmerged.
+        """
+        stream = self._stream
+
+        def send(chunk: torch.Tensor) -> None:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):  # a thread's own device is the first
+                group.broadcast(chunk, src=0, stream=stream)
+                if stream is not None:
+                    stream.synchronize()
+
+        sent: Future[None] | None = None
+        for chunk in packed(params, CHUNK_BYTES):
+            if stream is not None:
+                torch.accelerator.current_stream(stream.device).synchronize()
+            _wait_for(sent, received)
+            sent = in_thread(lambda chunk=chunk: send(chunk))  # type: ignore[misc]
+        _wait_for(sent, received)
+
+    @cached_property
+    def _stream(self) -> Any:
+        """Stream of the broadcasts; `None` without a GPU, as in tests."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # ROCm's name, too
+
+    def _as_announced(self, params: Parameters) -> Parameters:
+        """Check that parameters are those that were announced: the workers would wait for ever, or read garbage."""
+        expected = iter(self._metadata)
+        for name, param in params:
+            announced = next(expected, None)
+            if announced != (name, param.dtype, param.shape):
+                raise WeightSyncError(
+                    f"The parameter {name} ({param.dtype}, {tuple(param.shape)}) was announced to the server as "
+                    f"{announced}. The model must not change its parameters during training; "
+                    "weight_sync='filesystem' allows it."
+                )
+            yield name, param
+
+
+def packed(params: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Iterator[torch.Tensor]:
+    """Concatenate the bytes of parameters, up to and including the one that exceeds `chunk_bytes`.
+
+    Each is copied when it is yielded: merged or gathered values change when the iteration continues.
+    """
+    parts: list[torch.Tensor] = []
+    size = 0
+    for _, param in params:
+        parts.append(param.detach().reshape(-1).clone().view(torch.uint8))
+        size += parts[-1].numel()
+        if size > chunk_bytes:
+            yield torch.cat(parts)
+            parts, size = [], 0
+    if parts:
+        yield torch.cat(parts)
+
+
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Run `work` in a daemon thread: one that waits for a lost peer must not keep the interpreter from exiting."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="trl-april-nccl", daemon=True).start()
+    return future
+
+
+def _wait_for(sent: Future[None] | None, received: Future[Any]) -> None:
+    """Wait for a broadcast, unless the server fails before it arrives."""
+    if sent is None:
+        return
+    wait([sent, received], return_when=FIRST_COMPLETED)
+    if received.done() and received.exception() is not None:
+        received.result()
+    sent.result()
