@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Server and trainer on one machine: vLLM on some of its GPUs (CUDA or ROCm), accelerate on the others.
+# Servers and trainer on one machine: vLLM on some of its GPUs (CUDA or ROCm), accelerate on the others.
 #
 #     scripts/launch_single_node.sh MODEL -- --dataset_name prompts.jsonl --reward_funcs contains_answer \
 #         --output_dir out
 #     scripts/launch_single_node.sh MODEL --server-gpus 2 --config scripts/accelerate/fsdp2.yaml -- ...
 #     scripts/launch_single_node.sh MODEL -- ... -- --max-model-len 8192      # flags of vLLM
 #
-# Without GPUs both run on the CPU. The server stops with the trainer, whose exit code is the script's.
+# Without GPUs both run on the CPU. The servers stop with the trainer, whose exit code is the script's.
 
 set -euo pipefail
 if ((BASH_VERSINFO[0] < 5)); then
@@ -19,15 +19,16 @@ usage() {
     cat <<'TEXT'
 Usage: launch_single_node.sh MODEL [options] -- [arguments of scripts/grpo.py] [-- flags of vLLM]
 
-  --server-gpus N   the first N GPUs for the server, the others for the trainer (default: half of them)
+  --server-gpus N   the first N GPUs for servers, the others for the trainer (default: half of them)
+  --servers N       servers, each on an equal part of these GPUs (default: one for each GPU, if the weights fit on it)
   --processes N     processes of the trainer (default: one for each of its GPUs; 1 on a CPU)
   --config FILE     configuration of accelerate (default: ddp.yaml or cpu_ddp.yaml of scripts/accelerate)
-  --port PORT       port of the server, on 127.0.0.1 (default: 8000)
+  --port PORT       port of the first server, on 127.0.0.1; others have the next ones (default: 8000)
   --timeout SECONDS wait for the server to become ready (default: 1800)
-  --log FILE        output of the server (default: a new temporary file)
+  --log FILE        output of the first server, FILE.1 of the next (default: a new temporary file)
 
-The server splits the model over all of its GPUs. If their number does not divide the attention heads, append for
-example: -- --tensor-parallel-size 4 --data-parallel-size 2
+The trainer divides its requests among the servers. A server with several GPUs splits the model over them. With flags
+such as -- --tensor-parallel-size 4 --data-parallel-size 2 of your own there is one server for all GPUs.
 
 After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write a checkpoint.
 
@@ -46,12 +47,12 @@ whole_number() { # NAME VALUE
 
 # Arguments
 
-model='' server_gpus='' processes='' config='' port=8000 timeout=1800 log=''
+model='' server_gpus='' servers='' processes='' config='' port=8000 timeout=1800 log=''
 while (($#)); do
     case $1 in
         -h | --help) usage && exit 0 ;;
         --) break ;;
-        --server-gpus | --processes | --config | --port | --timeout | --log)
+        --server-gpus | --servers | --processes | --config | --port | --timeout | --log)
             (($# > 1)) || die "$1 needs a value. See --help."
             name=${1#--}
             printf -v "${name//-/_}" %s "$2"
@@ -108,7 +109,21 @@ join() {
     echo "$*"
 }
 
-server_env=() trainer_env=() parallel=()
+# The largest number of servers whose GPUs hold the weights in 0.6 of their memory. Weights or memory of unknown size
+# count as fitting.
+servers_that_fit() {
+    local weights memory count
+    weights=$(du -cmL --apparent-size "$model"/*.safetensors 2>/dev/null | tail -n 1 | cut -f 1) || true
+    memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1) || true
+    for ((count = server_gpus; count > 1; count--)); do
+        ((server_gpus % count == 0)) || continue
+        [[ $memory =~ ^[0-9]+$ ]] || break
+        ((${weights:-0} * 10 * count > memory * 6 * server_gpus)) || break
+    done
+    echo "$count"
+}
+
+trainer_env=() parallel=()
 if ((${#gpus[@]} == 0)); then
     echo "No GPU was found: server and trainer run on the CPU."
     [[ -z $server_gpus ]] || die "--server-gpus is $server_gpus, but no GPU was found. Leave it out for a CPU."
@@ -124,20 +139,30 @@ else
     whole_number --server-gpus "$server_gpus"
     ((server_gpus < ${#gpus[@]})) ||
         die "--server-gpus is $server_gpus of ${#gpus[@]}, but at least one must be left for the trainer. Lower it."
-    server_env=("$variable=$(join "${gpus[@]:0:server_gpus}")")
+    if [[ -z $servers ]]; then
+        servers=1
+        [[ ${vllm_args[*]} == *-parallel-size* ]] || servers=$(servers_that_fit)
+    fi
+    whole_number --servers "$servers"
+    ((server_gpus % servers == 0)) ||
+        die "--servers is $servers, which does not divide the $server_gpus GPUs of --server-gpus. Change one of them."
     trainer_env=("$variable=$(join "${gpus[@]:server_gpus}")")
-    parallel=(--tensor-parallel-size "$server_gpus")
+    gpus_each=$((server_gpus / servers))
+    ((gpus_each == 1)) || parallel=(--tensor-parallel-size "$gpus_each")
     processes=${processes:-$((${#gpus[@]} - server_gpus))}
     config=${config:-$here/accelerate/ddp.yaml}
-    echo "Server: ${server_env[0]}. Trainer: ${trainer_env[0]}."
+    echo "Servers: $servers on $variable=$(join "${gpus[@]:0:server_gpus}"). Trainer: ${trainer_env[0]}."
 fi
+servers=${servers:-1}
+whole_number --servers "$servers"
+((${#gpus[@]} > 0 || servers == 1)) || die "--servers is $servers, but no GPU was found. Leave it out for a CPU."
 whole_number --processes "$processes"
 [[ -f $config ]] || die "--config is '$config', but there is no such file. See scripts/accelerate."
 
-# Clean-up: stop the trainer first, then the server
+# Clean-up: stop the trainer first, then the servers
 
 set -m # separate process groups: Ctrl-C reaches only this script, which stops them in order
-server_pid='' trainer_pid=''
+server_pids=() trainer_pid=''
 
 # torchrun's default of 30 s is too short for a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
@@ -164,17 +189,20 @@ clean_up() {
     trap '' HUP INT TERM # a signal must not interrupt the clean-up
     # Workers have their own sessions, so torchrun must stop them.
     [[ -z $trainer_pid ]] || end "-$trainer_pid" $((TORCH_ELASTIC_SHUTDOWN_TIMEOUT + 20))
-    [[ -z $server_pid ]] || end "$server_pid" 20 # it takes up to 10 to stop its children
+    for pid in "${server_pids[@]}"; do
+        end "$pid" 20 & # it takes up to 10 to stop its children
+    done
+    wait
 }
 trap clean_up EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# The server
+# The servers
 
-healthy() {
-    python3 - "$port" 2>/dev/null <<'PYTHON'
+healthy() { # PORT
+    python3 - "$1" 2>/dev/null <<'PYTHON'
 import http.client, sys
 
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=5)
@@ -183,26 +211,39 @@ sys.exit(connection.getresponse().status != 200)
 PYTHON
 }
 
-! healthy || die "a server answers on port $port already. Stop it, or choose another --port."
+for ((i = 0; i < servers; i++)); do
+    ! healthy $((port + i)) || die "a server answers on port $((port + i)) already. Stop it, or choose another --port."
+done
 log=${log:-$(mktemp "${TMPDIR:-/tmp}/trl-april-server-XXXXXX.log")}
-echo "Starting the server for $model on port $port. Its output: $log"
-env "${server_env[@]}" trl-april serve "$model" --port "$port" "${parallel[@]}" "${vllm_args[@]}" \
-    >"$log" 2>&1 </dev/null &
-server_pid=$!
+logs=() addresses=()
+for ((i = 0; i < servers; i++)); do
+    logs+=("$log")
+    ((i == 0)) || logs[i]=$log.$i
+    addresses+=("http://127.0.0.1:$((port + i))")
+    server_env=()
+    ((${#gpus[@]} == 0)) || server_env=("$variable=$(join "${gpus[@]:i*gpus_each:gpus_each}")")
+    echo "Starting a server for $model on port $((port + i)). Its output: ${logs[i]}"
+    env "${server_env[@]}" trl-april serve "$model" --port $((port + i)) "${parallel[@]}" "${vllm_args[@]}" \
+        >"${logs[i]}" 2>&1 </dev/null &
+    server_pids+=($!)
+done
 deadline=$((SECONDS + timeout))
-until healthy; do
-    if ! kill -0 "$server_pid" 2>/dev/null; then
-        tail -n 30 "$log" >&2
-        die "the server ended while it was starting. Its whole output: $log"
-    fi
-    ((SECONDS < deadline)) || die "the server was not ready after $timeout s (--timeout). Its output: $log"
-    sleep 0.5
+for ((i = 0; i < servers; i++)); do
+    until healthy $((port + i)); do
+        if ! kill -0 "${server_pids[i]}" 2>/dev/null; then
+            tail -n 30 "${logs[i]}" >&2
+            die "the server ended while it was starting. Its whole output: ${logs[i]}. If it lacked memory, use more" \
+                "GPUs for it: --servers 1."
+        fi
+        ((SECONDS < deadline)) || die "the server was not ready after $timeout s (--timeout). Its output: ${logs[i]}"
+        sleep 0.5
+    done
 done
 
 # The trainer
 
 env "${trainer_env[@]}" accelerate launch --config_file "$config" --num_processes "$processes" "$here/grpo.py" \
-    --model_name_or_path "$model" --vllm_server_base_url "http://127.0.0.1:$port" "${trainer_args[@]}" </dev/null &
+    --model_name_or_path "$model" --vllm_server_base_url "$(join "${addresses[@]}")" "${trainer_args[@]}" </dev/null &
 trainer_pid=$!
 code=0
 wait "$trainer_pid" || code=$?

@@ -131,7 +131,7 @@ print(os.environ["ADDRESS"], "DGRAM")
 """
 
 GPUS = {
-    "nvidia-smi": 'print("\\n".join(str(n) for n in range({count})))\n',
+    "nvidia-smi": 'print("\\n".join("1000" if "memory" in arguments[0] else str(n) for n in range({count})))\n',
     "rocm-smi": 'print("device,Device Name\\n" + "\\n".join(f"card{{n}},Instinct" for n in range({count})))\n',
     "amd-smi": 'print("gpu,gpu_bdf,gpu_uuid\\n" + "\\n".join(f"{{n}},0000:0{{n}}:00.0,u" for n in range({count})))\n',
 }
@@ -260,16 +260,44 @@ def test_gpus_are_divided(machine, tool, count, options, environment, server_gpu
     machine.put(tool, GPUS[tool].format(count=count))
     done = single_node(machine, *options, "--", "--output_dir", "out", **environment)
     assert done.returncode == 0, done.errors
-    (server,), (trainer,) = machine.calls("trl-april"), machine.calls("accelerate")
+    servers, (trainer,) = machine.calls("trl-april"), machine.calls("accelerate")
     # vLLM on ROCm refuses two lists that differ.
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     visible, other = names if tool == "nvidia-smi" else reversed(names)
-    assert (server.environment[visible], trainer.environment[visible]) == (server_gpus, trainer_gpus)
-    assert other not in {**server.environment, **trainer.environment}
-    assert option(server.arguments, "--tensor-parallel-size") == str(len(server_gpus.split(",")))
+    by_port = sorted(servers, key=lambda server: int(option(server.arguments, "--port")))
+    assert ",".join(server.environment[visible] for server in by_port) == server_gpus
+    assert trainer.environment[visible] == trainer_gpus
+    assert not any(other in call.environment for call in (*servers, trainer))
+    assert not any("--tensor-parallel-size" in server.arguments for server in servers)
+    addresses = [f"http://127.0.0.1:{option(server.arguments, '--port')}" for server in by_port]
+    assert option(trainer.arguments, "--vllm_server_base_url") == ",".join(addresses)
     assert option(trainer.arguments, "--num_processes") == str(len(trainer_gpus.split(",")))
     assert option(trainer.arguments, "--config_file") == str(SCRIPTS / "accelerate" / "ddp.yaml")
     assert "ACCELERATE_USE_CPU" not in trainer.environment
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "arguments", "servers", "parallel"),
+    [
+        (500, [], 4, None),
+        (700, [], 2, "2"),  # GPUs of 1000 MiB
+        (2000, [], 1, "4"),
+        (500, ["--servers", "2"], 2, "2"),
+        (500, ["--", "--output_dir", "out", "--", "--data-parallel-size=2"], 1, "4"),
+    ],
+)
+def test_a_server_gets_as_many_gpus_as_its_weights_need(machine, tmp_path, mebibytes, arguments, servers, parallel):
+    machine.put("nvidia-smi", GPUS["nvidia-smi"].format(count=8))
+    (tmp_path / "dir/model").mkdir(parents=True)
+    with open(tmp_path / "dir/model/model.safetensors", "wb") as file:
+        file.truncate(mebibytes * 2**20)
+    done = single_node(machine, *arguments)
+    assert done.returncode == 0, done.errors
+    calls = machine.calls("trl-april")
+    assert len(calls) == servers
+    for call in calls:
+        assert (option(call.arguments, "--tensor-parallel-size") if parallel else None) == parallel
+        assert len(call.environment["CUDA_VISIBLE_DEVICES"].split(",")) == int(parallel or 1)
 
 
 def test_configuration_and_processes_are_passed_through(machine):
@@ -340,6 +368,8 @@ def test_port_of_another_server_is_refused(machine, tmp_path):
         (0, ["m", "--config", "no.yaml"], "--config is 'no.yaml', but there is no such file"),
         (1, ["m"], "one GPU was found (0), but server and trainer need one each"),
         (4, ["m", "--server-gpus", "4"], "--server-gpus is 4 of 4"),
+        (4, ["m", "--servers", "3"], "--servers is 3, which does not divide the 2 GPUs of --server-gpus"),
+        (0, ["m", "--servers", "2"], "--servers is 2, but no GPU was found"),
         (4, ["m", "--server-gpus", "0"], "--server-gpus is '0', but it must be a whole number of at least 1"),
     ],
 )
