@@ -42,6 +42,8 @@ REFUSED_FLAGS = {
     "--uds": "the trainer reaches the server through a host and a port; leave it out",
     "--ssl-keyfile": "the trainer and the health check speak plain HTTP; leave it out, and put a proxy in front of "
     "the server if it must be reached from outside",
+    "--api-server-count": "vLLM's module ignores it, and an abort would reach only one API server; start several "
+    "servers instead (`LocalServer(..., count=N)`), and give all addresses",
     "--headless": "a headless server has no HTTP endpoints, and the trainer needs them; leave it out",
     "--tokens-only": "it removes the endpoints by which the trainer generates and aborts; leave it out",
     "--skip-tokenizer-init": "/v1/completions, by which the trainer generates, needs the tokenizer; leave it out",
