@@ -134,14 +134,7 @@ class HalfKilledTrainer(RecordingTrainer):
         self.lost = generated - session._loop.run(received())
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [{"resume_kv": "recompute"}, {"overlap_generation": True, "resume_kv": "keep"}],
-    ids=["recompute", "keep"],
-)
-def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
-    tiny_model_dir, tmp_path, schedule, caplog, monkeypatch
-):
+def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(tiny_model_dir, tmp_path, caplog, monkeypatch):
     starts, make = defaultdict(list), RequestMaker.make  # where the requests of each sample begin
 
     def noted(maker, group, sample, version):
@@ -158,7 +151,8 @@ def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
             over_provisioning=1.5,
             stream_interval=INTERVAL,
             generation_kwargs={"ignore_eos": True},
-            **schedule,
+            overlap_generation=True,
+            resume_kv="keep",
         )
         trainer = HalfKilledTrainer(tiny_model_dir, distinct_characters, args, DATASET, servers=servers)
         trainer.train()
