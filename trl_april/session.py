@@ -40,6 +40,7 @@ from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.event_loop import BackgroundLoop
 from .rollout.round import Round
 from .rollout.rounds import Rounds
+from .rollout.turns import Act
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
 from .training.construction import api_key
@@ -76,6 +77,7 @@ class RolloutSession:
         server: ServerGeneration,
         num_reward_funcs: int,
         scorer: RewardScorer | None,
+        act: Act | None,
         state: TrainerState,
         processes: Processes,
         stop: StopRequest,

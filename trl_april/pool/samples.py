@@ -33,6 +33,7 @@ class SampleState(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    ACTING = "acting"
     PARKED = "parked"
     FINISHED = "finished"
 
@@ -44,8 +45,20 @@ class Segment:
     A policy version is the `trainer.state.global_step` of a weight sync.
     """
 
-    version: int
+    version: int | None  # None: tokens of a tool or an environment. Log-probability 0.0; no staleness, loss or correction
     length: int
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns of a sample that alternates between the model and tools."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)  # after the prompt, of complete turns: JSON-like
+    turn_start: int = 0  # index of the first completion token of the current turn
+    iterations: int = 0  # turns whose tools were called
+    calls: int = 0  # tool calls so far
+    failures: int = 0  # of them, those that failed
+    turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +79,7 @@ class Sample:
     state: SampleState = SampleState.WAITING
     finish_reason: FinishReason | None = None
     segment_open: bool = False
+    conversation: Conversation | None = None
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Append tokens that the current request generated under `version`: all of them, or none and an error.

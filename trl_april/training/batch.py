@@ -35,8 +35,9 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) -> dict[str, list[list[Any]]]:
     """The batch in the form of TRL's `rollout_func`: a list per key, with one entry per sample, group-major.
 
-    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens of
-    versions before `mask_below`, which leave the loss; it is there only if there are any.
+    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens
+    outside of the loss: those of tools, and of versions before `mask_below`. It is there only if tools may be called
+    or there are such tokens.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     output = {
@@ -44,20 +45,24 @@ def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) ->
         "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
         "logprobs": [sample.logprobs.tolist() for _, sample in samples],
     }
-    if mask_below is not None and any(s.version < mask_below for _, sample in samples for s in sample.segments):
-        # Per token, so that each sample keeps its young ones.
-        output["env_mask"] = [[int(version >= mask_below) for version in sample.versions] for _, sample in samples]
+    # Per token, so that each sample keeps its young ones.
+    lowest = -math.inf if mask_below is None else mask_below
+    mask = [[int(v is not None and v >= lowest) for v in sample.versions] for _, sample in samples]
+    if samples[0][1].conversation is not None or not all(map(all, mask)):
+        output["env_mask"] = mask
     return output
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Additional columns of TRL's table of completions (`log_completions`), in the order of [`rollout_output`].
 
-    `versions` has the policy version of each segment, such as `"3,4,6"`. It is one column with a short name, to be
-    readable in a terminal, and always text, so that the files of all steps form one table.
+    `versions` has the policy version of each segment, such as `"3,4,6"`, and `tool` for results of tools. It is one
+    column with a short name, to be readable in a terminal, and always text, so that the files of all steps form one
+    table.
     """
     samples = [sample for group in groups for sample in group.samples]
-    return {"versions": [",".join(str(segment.version) for segment in sample.segments) for sample in samples]}
+    versions = [["tool" if s.version is None else str(s.version) for s in sample.segments] for sample in samples]
+    return {"versions": [",".join(one) for one in versions]}
 
 
 def evaluation_columns(count: int) -> dict[str, list[str]]:

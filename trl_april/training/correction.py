@@ -137,7 +137,8 @@ def correction_metrics(
     samples = [sample for group in groups for sample in group.samples]
     ages = torch.zeros(mask.shape, dtype=torch.long)
     for row, sample in enumerate(samples):
-        ages[row, : len(sample)] = version - torch.tensor(sample.versions)
+        # Tokens of tools have no age; the mask leaves them out.
+        ages[row, : len(sample)] = torch.tensor([0 if v is None else version - v for v in sample.versions])
     ages = ages.to(mask.device)
 
     buckets = {name: ages.clamp(max=len(AGES) - 1) == age for age, name in enumerate(AGES)}

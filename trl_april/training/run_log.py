@@ -113,7 +113,8 @@ class RunLog:
         ages = [0.0] * AGES
         for sample in samples:
             for segment in sample.segments:
-                ages[min(done.version - segment.version, AGES - 1)] += segment.length
+                if segment.version is not None:  # else of a tool
+                    ages[min(done.version - segment.version, AGES - 1)] += segment.length
         counts = self._reduce_sum([*trained, *launched, *ages])
         started = done.started - self._zero
         in_flight = thinned([*done.overlap_in_flight, *done.in_flight], done.seconds)
