@@ -45,7 +45,9 @@ class Segment:
     A policy version is the `trainer.state.global_step` of a weight sync.
     """
 
-    version: int | None  # None: tokens of a tool or an environment. Log-probability 0.0; no staleness, loss or correction
+    version: (
+        int | None
+    )  # None: tokens of a tool or an environment. Log-probability 0.0; no staleness, loss or correction
     length: int
 
 
