@@ -176,7 +176,8 @@ class Pool:
         group = self._expect(sample, SampleState.RUNNING)
         assert self.schedule.version is not None  # samples run only within a round
         version = self.schedule.version if version is None else version
-        oldest = sample.segments[-1].version if sample.segments else group.start_version
+        last = sample.last_version
+        oldest = group.start_version if last is None else last
         if not oldest <= version <= self._newest_version:
             raise PoolError(
                 f"Tokens of version {version} arrived for {sample}, whose next token can have version {oldest} to "
