@@ -1,7 +1,7 @@
 """Groups, samples and segments: what a dataset row becomes on its way to a training batch.
 
 Invariant: tokens only append, and `len(token_ids) == len(logprobs) == sum(segment.length)` after every
-[`Sample.append`]. Transitions between states belong to [`~trl_april.pool.pool.Pool`].
+[`Sample.append`]. Transitions between states belong to [`~trl_april.pool.transitions.Transitions`].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 
 
 class SampleState(StrEnum):
-    """State of a sample, and of a group as derived from its samples. Transitions: [`~trl_april.pool.pool`]."""
+    """State of a sample, and of a group as derived from its samples. Transitions: [`~trl_april.pool.transitions`]."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -60,6 +60,14 @@ class Conversation:
     calls: int = 0  # tool calls so far
     failures: int = 0  # of them, those that failed
     turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
+
+    def next_turn(self, messages: list[dict[str, Any]], *, calls: int, failures: int, start: int) -> None:
+        """Add a complete turn: the assistant's message, then the results of its calls. The next turn is at `start`."""
+        self.messages.extend(messages)
+        self.iterations += bool(calls or len(messages) > 1)
+        self.calls += calls
+        self.failures += failures
+        self.turn_start, self.turn_ended = start, None
 
 
 @dataclass(slots=True, eq=False)
