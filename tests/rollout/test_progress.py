@@ -15,7 +15,7 @@ from trl_april.pool.samples import FinishReason, Score
 from trl_april.rollout.progress import RoundProgress, notebook_bar
 
 
-DRIVER = SimpleNamespace(in_flight=3)
+DRIVER = SimpleNamespace(in_flight=3, acting=0)
 
 
 def make_pool(**options) -> Pool:

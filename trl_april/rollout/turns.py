@@ -1,4 +1,4 @@
-"""What follows a turn of the model."""
+"""What follows a turn of the model: the calls in it, and their results."""
 
 from __future__ import annotations
 

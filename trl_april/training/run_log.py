@@ -108,7 +108,7 @@ class RunLog:
         `rewards` are mean rewards as TRL logs them.
         """
         samples = [sample for group in done.groups for sample in group.samples]
-        trained = length_bins((len(sample) for sample in samples), BINS_PER_DOUBLING)
+        trained = length_bins((sample.num_generated for sample in samples), BINS_PER_DOUBLING)
         launched = length_bins(done.launched_lengths, BINS_PER_DOUBLING)
         ages = [0.0] * AGES
         for sample in samples:
