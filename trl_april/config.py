@@ -170,7 +170,8 @@ class AprilOptions:
             )
         if self.tool_timeout is not None and self.tool_timeout <= 0:
             raise ConfigError(
-                f"tool_timeout is {self.tool_timeout}; it is a time in seconds and must be positive. Omit it for no limit."
+                f"tool_timeout is {self.tool_timeout}; it is a time in seconds and must be positive. Omit it for no "
+                "limit."
             )
         if self.stream_interval < 1:
             raise ConfigError(f"stream_interval is {self.stream_interval}; it counts tokens and must be at least 1.")

@@ -102,6 +102,7 @@ class RolloutSession:
             staleness_policy=options.staleness_policy,
             versions_per_round=plan.versions_per_round,
             dynamic_sampling=options.scores_groups,
+            has_tools=act is not None,
             max_parked_tokens=options.max_parked_tokens,
         )
         self._settings = {
@@ -165,6 +166,7 @@ class RolloutSession:
             overlap=options.overlap_generation,
             resume_kv=options.resume_kv,
             server_of=self._engine.server_of,
+            act=act,
         )
         self._loop = BackgroundLoop("trl-april-rollouts")
         self._rounds = Rounds(

@@ -69,10 +69,10 @@ class APRILGRPOTrainer(GRPOTrainer):
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory. A server that
     dies is started again. To run it elsewhere, set `vllm_server_base_url`.
 
-    APRIL is on when `args.use_vllm` is true, without `environment_factory`, `rollout_func` or image columns, and unless
-    a subclass overrides `_generate`, `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise
-    the trainer runs stock GRPO, and says so at the start and at the end of training. `tools` are called in threads,
-    while other samples are generated.
+    APRIL is on when `args.use_vllm` is true, without `environment_factory`, `rollout_func` or image columns, and
+    unless a subclass overrides `_generate`, `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`.
+    Otherwise the trainer runs stock GRPO, and says so at the start and at the end of training. `tools` are called in
+    threads, while other samples are generated.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):

@@ -123,7 +123,7 @@ class ToolScript:
         self.turns = [[encode(text) for text in sample] for sample in turns]
 
     def rest(self, token_ids: list[int], index: int) -> tuple[list[int], list[float]]:
-        """The rest of the current turn after these tokens, prompt included; `index` is that of a first turn's sample."""
+        """The rest of the current turn after these tokens, prompt included; `index` names the sample in its first."""
         starts = [n for n in range(len(HEADER), len(token_ids) + 1) if token_ids[n - len(HEADER) : n] == HEADER]
         if len(starts) > 1:
             index = next(

@@ -142,7 +142,7 @@ def correction_metrics(
     ages = ages.to(mask.device)
 
     buckets = {name: ages.clamp(max=len(AGES) - 1) == age for age, name in enumerate(AGES)}
-    quarters = _quarters([len(sample) for sample in samples], processes).to(mask.device)[:, None]
+    quarters = _quarters([sample.num_generated for sample in samples], processes).to(mask.device)[:, None]
     buckets |= {f"length_q{quarter + 1}": quarters == quarter for quarter in range(4)}
     sums = []
     for bucket in buckets.values():
