@@ -6,6 +6,7 @@ tokens so far, so that both get the same. The log-probability of a token depends
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections import Counter
@@ -119,7 +120,8 @@ NUM_GENERATIONS = len(SCRIPT)
 class ToolScript:
     """The turns of the samples of each group."""
 
-    def __init__(self, turns: list[list[str]] = SCRIPT) -> None:
+    def __init__(self, turns: list[list[str]] = SCRIPT, *, seconds_per_chunk: float = 0.0) -> None:
+        self.seconds_per_chunk = seconds_per_chunk
         self.turns = [[encode(text) for text in sample] for sample in turns]
 
     def rest(self, token_ids: list[int], index: int) -> tuple[list[int], list[float]]:
@@ -138,15 +140,18 @@ class ToolScript:
         return list(rest), [-((len(token_ids) + n) % 16 + 1) / 16 for n in range(len(rest))]
 
     async def stream(self, stream: Stream) -> None:
-        """Answer a request to the fake server, token by token until it is aborted."""
-        index = int(stream.request_id.split("-")[-3])
-        token_ids, logprobs = self.rest(stream.body["prompt"], index)
-        budget = stream.body["max_tokens"]
-        for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
-            reason = "stop" if place == len(token_ids) else "length" if place == budget else None
-            await stream.tokens([token_id], [logprob], reason)
-            if reason:
+        """Answer a request to the fake server, chunk by chunk until it is aborted."""
+        token_ids, logprobs = self.rest(stream.body["prompt"], int(stream.request_id.split("-")[-3]))
+        stop = min(len(token_ids), stream.body["max_tokens"])
+        interval = stream.body["stream_interval"]
+        for start in range(0, stop, interval):
+            await asyncio.sleep(self.seconds_per_chunk)
+            end = min(start + interval, stop)
+            reason = None if end < stop else "stop" if stop == len(token_ids) else "length"
+            if reason is None and stream.aborted.is_set():
+                await stream.tokens([], [], "abort")
                 break
+            await stream.tokens(token_ids[start:end], logprobs[start:end], reason)
         await stream.done()
 
 
