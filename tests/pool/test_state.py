@@ -17,7 +17,7 @@ from tests.support.pools import admit, complete, pool_in_round, refused
 from trl_april.distributed.scatter import owner_of
 from trl_april.errors import PoolError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import Group
+from trl_april.pool.samples import Group, SampleState
 from trl_april.pool.state import COUNTERS, restore, state_dict
 
 
@@ -48,9 +48,12 @@ def content(group: Group) -> tuple:
         group.start_version,
         repr(group.score),
         [
-            (s.group_id, s.index, s.token_ids.tolist(), s.logprobs.tobytes(), s.versions, s.state, s.finish_reason)
+            (s.group_id, s.index, s.token_ids.tolist(), s.logprobs.tobytes(), s.versions, s.finish_reason)
             for s in group.samples
         ],
+        # The calls of an acting sample run again.
+        [SampleState.PARKED if s.state is SampleState.ACTING else s.state for s in group.samples],
+        [s.conversation for s in group.samples],
         [[(x.version, x.length) for x in sample.segments] for sample in group.samples],
     )
 
@@ -96,7 +99,8 @@ def check_restored(
     # Counters add up over all processes to what they were, less the tokens of what is started over.
     before = {name: sum(state[name] for state in states) for name in COUNTERS}
     after = {name: sum(getattr(pool.counters, name) for pool in pools) for name in COUNTERS}
-    before["tokens_generated"] -= sum(saved[group_id].num_tokens for group_id in over)
+    before["tokens_generated"] -= sum(saved[group_id].num_generated for group_id in over)
+    before["tool_tokens_held"] -= sum(saved[group_id].num_tool_tokens for group_id in over)
     assert after == before
 
     options = run.options
@@ -118,7 +122,8 @@ def go_on(run: DrivenRun, pools: list[Pool]) -> None:
         assert len({repr(view(pool)) for pool in pools}) == 1
         assert len(batch) == run.options["quota"]
         if (bound := run.options["max_staleness"]) is not None:
-            assert all(version - v <= bound for group in batch for sample in group.samples for v in sample.versions)
+            versions = [v for group in batch for sample in group.samples for v in sample.versions]
+            assert all(version - v <= bound for v in versions if v is not None)
         for pool in pools:
             pool.check()
 

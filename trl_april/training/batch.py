@@ -82,20 +82,23 @@ def round_metrics(
 ) -> dict[str, float]:
     """The metrics of a round, without the prefix `april/`, after the batch was taken from the pool.
 
-    The reductions are over all processes. Tokens older than `max_staleness` count as over the bound.
+    The reductions are over all processes. Tokens older than `max_staleness` count as over the bound. Tokens of tools
+    count only as parked.
     """
     samples = [sample for group in done.groups for sample in group.samples]
     # By segment rather than by token, for speed.
-    ages = [(done.version - s.version, s.length) for sample in samples for s in sample.segments]
-    parked = [sample for group in pool for sample in group.samples if sample.state is SampleState.PARKED]
+    by_sample = [[(done.version - s.version, s.length) for s in x.segments if s.version is not None] for x in samples]
+    ages = [age for one in by_sample for age in one]
+    kept = (SampleState.PARKED, SampleState.ACTING)
+    parked = [sample for group in pool for sample in group.samples if sample.state in kept]
     over = math.inf if max_staleness is None else max_staleness
     counted = {
         "generated_tokens": done.generated_tokens,
         "overlap_tokens": done.overlap_tokens,
-        "trained_tokens": sum(len(sample) for sample in samples),
+        "trained_tokens": sum(sample.num_generated for sample in samples),
         "groups_resumed": done.resumed_groups,
         "aborted_requests": done.aborted_requests,
-        "fully_stale_samples": sum(all(done.version - s.version > over for s in x.segments) for x in samples),
+        "fully_stale_samples": sum(all(age > over for age, _ in one) for one in by_sample),
         "rejected_groups": done.rejected_groups,
         "rejected_tokens": done.rejected_tokens,
         "filled_groups": done.filled_groups,
@@ -105,6 +108,9 @@ def round_metrics(
         "parked_tokens": sum(len(sample) for sample in parked),
         "parked_bytes": sum(sample.nbytes for sample in parked),
     }
+    has_tools = samples[0].conversation is not None
+    if has_tools:
+        counted |= {"acting_samples": done.acting_samples, "repeated_tool_steps": done.repeated_tool_steps}
     sums = counted | {
         "samples": len(samples),
         "requests": done.requests,
@@ -121,10 +127,11 @@ def round_metrics(
         "sync_seconds": sync_seconds,
         "outage_seconds": done.outage_seconds,
         "staleness_max": max(age for age, _ in ages),
-        "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
+        "versions_per_sample_max": max(len({age for age, _ in one}) for one in by_sample),
+        **({"tool_seconds_max": done.tool_seconds_max} if has_tools else {}),
     }
     # In one call, since each is a message between processes.
-    bins = length_bins(len(sample) for sample in samples)
+    bins = length_bins(sample.num_generated for sample in samples)
     added = reduce_sum([*(float(value) for value in sums.values()), *bins])
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, reduce_max([float(value) for value in maxima.values()]), strict=True))
