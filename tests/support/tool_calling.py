@@ -1,7 +1,7 @@
 """Tools, and scripted turns of samples that call them, for stock GRPO and for partial rollouts.
 
 A script has the turns of each sample of a group, as text. Which turn of which sample comes next is read from the
-tokens so far, so that both get the same. The log-probability of a token depends on its position alone.
+tokens so far, so that both get the same. The log-probability of a token depends on its position in the completion alone.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class ToolScript:
         done = len(token_ids) - starts[-1]
         assert token_ids[starts[-1] :] == turn[:done], "resumed with other tokens"
         rest = turn[done:]
-        return list(rest), [-((len(token_ids) + n) % 16 + 1) / 16 for n in range(len(rest))]
+        position = len(token_ids) - starts[0]
+        return list(rest), [-((position + n) % 16 + 1) / 16 for n in range(len(rest))]
 
     async def stream(self, stream: Stream) -> None:
         """Answer a request to the fake server, chunk by chunk until it is aborted."""
