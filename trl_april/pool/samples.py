@@ -218,12 +218,12 @@ class Group:
 
     @property
     def num_tool_tokens(self) -> int:
-        """Those of them that tools returned."""
+        """Completion tokens that tools returned."""
         return sum(sample.num_tool_tokens for sample in self.samples)
 
     @property
     def num_generated(self) -> int:
-        """Those of them that the model generated."""
+        """Completion tokens that the model generated."""
         return self.num_tokens - self.num_tool_tokens
 
     @property
