@@ -141,12 +141,13 @@ class ToolScript:
         return list(rest), [-((position + n) % 16 + 1) / 16 for n in range(len(rest))]
 
     async def stream(self, stream: Stream) -> None:
-        """Answer a request to the fake server, chunk by chunk until it is aborted."""
-        token_ids, logprobs = self.rest(stream.body["prompt"], int(stream.request_id.split("-")[-3]))
+        """Answer a request to the fake server, chunk by chunk until it is aborted; groups differ in speed."""
+        group, index = map(int, stream.request_id.split("-")[-4:-2])
+        token_ids, logprobs = self.rest(stream.body["prompt"], index)
         stop = min(len(token_ids), stream.body["max_tokens"])
         interval = stream.body["stream_interval"]
         for start in range(0, stop, interval):
-            await asyncio.sleep(self.seconds_per_chunk)
+            await asyncio.sleep(self.seconds_per_chunk * (group % 3))
             end = min(start + interval, stop)
             reason = None if end < stop else "stop" if stop == len(token_ids) else "length"
             if reason is None and stream.aborted.is_set():
