@@ -1,4 +1,4 @@
-"""Training with tools against stock GRPO with the same completions, on a fake server whose completions are scripted."""
+"""Training with tools against stock GRPO with the same completions, which a fake server has as a script."""
 
 from __future__ import annotations
 

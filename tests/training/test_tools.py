@@ -28,9 +28,9 @@ from tests.support.tool_calling import (
 )
 from trl_april.errors import ConfigError
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
-from trl_april.training.batch import rollout_output
+from trl_april.training.batch import completion_columns, rollout_output
 from trl_april.training.construction import tool_turns
-from trl_april.training.tools import loop_results
+from trl_april.training.tools import first_turns, loop_results
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,6 +146,24 @@ def test_budgets_around_every_edge_equal_stock(stock):
         assert handed_over(group) == wanted, budget
         reasons.add((len(group.samples[0].segments), group.samples[0].finish_reason))
     assert reasons == {(1, "length"), (1, "stop"), (2, "length"), (3, "length"), (3, "stop")}
+
+
+def test_old_tokens_and_results_leave_the_loss(stock):
+    """Under `staleness_policy="mask"`; TRL multiplies no other mask in when there are tools."""
+    group = play(tool_turns(stock, None), SCRIPT[:1], BUDGET, 17)
+    versions = [segment.version for segment in group.samples[0].segments for _ in range(segment.length)]
+    output = rollout_output([group], mask_below=2)
+    (mask,) = loop_results(output, [group])[0]
+    assert mask == [int(version in (2, 3, 5)) for version in versions]
+    assert 2 in versions and 5 in versions and None in versions and 0 in versions
+    # What TRL itself parses is the first turn.
+    first = first_turns(output, [group])
+    assert first["completion_ids"] == [encode(SCRIPT[0][0])] and first.keys() == {
+        "prompt_ids",
+        "completion_ids",
+        "logprobs",
+    }
+    assert completion_columns([group]) == {"versions": ["0,1,2,3,tool,5"]}
 
 
 def turn_with(stock, tools, text, timeout=None):
