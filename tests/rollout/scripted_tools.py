@@ -55,32 +55,35 @@ class Waits(SlowThread):
 
 
 def setup(
-    script: dict | None = None, *, groups: int = 1, budget: int = 100, threads: Executor | None = None,
-    tools: Tools | None = None, turn: int = 3, overlap: bool = False, idle_timeout: float = 240.0, **options: Any,
+    script: dict | None = None, *, groups: int = 1, samples: int = 1, budget: int = 100,
+    threads: Executor | None = None, tools: Tools | None = None, overlap: bool = False,
+    idle_timeout: float = 240.0, **options: Any,
 ) -> tuple[Pool, ScriptedEngine, RolloutDriver, Tools]:  # fmt: skip
-    """A round of quota 1 with so many groups of one sample, whose turns have `turn` tokens, one a second."""
+    """A round of quota 1 with so many groups, whose turns have 3 tokens, one a second."""
     pool = make_pool(1, outstanding=groups, has_tools=True, **options)
-    admit(pool, *range(groups), budget=budget)
-    engine, tools = ScriptedEngine(script, default=natural(turn)), tools or Tools()
+    admit(pool, *range(groups), samples=samples, budget=budget)
+    engine, tools = ScriptedEngine(script, default=natural(3)), tools or Tools()
     threads = threads or Waits()
     driver = make_driver(pool, engine, act=tools, threads=threads, overlap=overlap, idle_timeout=idle_timeout)
     return pool, engine, driver, tools
 
 
-def assert_complete(group: Group, *, turns: int = 3, turn: int = 3, size: int = 2) -> None:
+def assert_complete(group: Group, *, turns: int = 3) -> None:
     """A sample without a loss: every turn and result at its place, once in the messages."""
     assert_tokens(group)
     (sample,) = group.samples
-    kinds = [version is None for version in sample.versions]
-    assert kinds == [*([False] * turn + [True] * size) * (turns - 1), *[False] * turn]
-    expected, start = [], 0
-    for number in range(turns):
-        tokens = token_ids(sample.key, start, start + turn)
-        expected.append({"role": "assistant", "content": f"{tokens}"})
-        if number < turns - 1:
-            expected.append({"role": "tool", "content": f"{start + turn}"})
-        start += turn + size
-    turns_of = sample.conversation
-    assert turns_of.messages == expected
-    assert (turns_of.iterations, turns_of.calls, turns_of.failures) == (turns - 1, 2 * (turns - 1), turns - 1)
-    assert (turns_of.turn_start, turns_of.turn_ended) == (len(sample), None)
+    assert [version is None for version in sample.versions] == [
+        *[False, False, False, True, True] * (turns - 1), False, False, False,
+    ]  # fmt: skip
+    expected = []
+    for start in range(0, 5 * turns, 5):
+        expected.append({"role": "assistant", "content": f"{token_ids(sample.key, start, start + 3)}"})
+        expected.append({"role": "tool", "content": f"{start + 3}"})
+    conversation = sample.conversation
+    assert conversation.messages == expected[:-1]
+    assert (conversation.iterations, conversation.calls, conversation.failures) == (
+        turns - 1,
+        2 * turns - 2,
+        turns - 1,
+    )
+    assert (conversation.turn_start, conversation.turn_ended) == (len(sample), None)

@@ -11,7 +11,7 @@ import pytest
 from tests.rollout.arena import admit, assert_at_rest, assert_tokens, ids, make_driver, segments, simulate_and_close
 from tests.rollout.scripted_tools import Tools, Waits, assert_complete, setup
 from tests.support.effort import cases
-from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, key_of, natural
+from tests.support.scripted_engine import Attempt, Break, End, ScriptedEngine, Silence, Tokens, key_of, natural
 from trl_april.errors import PoolError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
@@ -140,11 +140,12 @@ def test_result_that_lands_between_rounds(overlap):
         (sample,) = next(iter(pool)).samples
         assert sample.state is (SampleState.RUNNING if overlap else SampleState.PARKED)
         assert segments(next(iter(pool)))[:2] == [(0, 3), (None, 2)]
+        assert len(engine.asked_for) == overlap
         await driver.cut()
         pool.begin_round(1)
         done = await driver.run_round()
         assert_complete(done.groups[0])
-        assert done.overlap_tokens == (1 if overlap else 0)
+        assert (done.overlap_tokens, done.carried_tokens) == ((1, 4) if overlap else (0, 3))
 
     simulate_and_close(driver, main())
 
@@ -166,17 +167,17 @@ def test_group_that_tools_finish_between_rounds_is_the_next_batch():
 
 
 def test_held_requests_do_not_include_acting_samples():
-    """Of three groups, one acts when the weights change. The server is asked about the other, which is kept."""
-    pool, engine, driver, tools = setup(
-        {(0, 0): natural(4), (1, 0): natural(40)}, groups=3, threads=Waits({0: 0.0, 1: 0.0, 2: 9.0}),
-        tools=Tools(turns=2, answering=(0, 1)), overlap=True,
+    """Group 2 acts when the weights change. The server is asked about group 1 only, whose second turn is kept."""
+    pool, engine, driver, _ = setup(
+        {(0, 0): natural(4), (1, 0): [natural(1), natural(40)]}, groups=3, overlap=True,
+        threads=Waits({0: 0.0, 1: 0.0, 2: 9.0}), tools=Tools(turns=2, answering=(0,)),
     )  # fmt: skip
-    asked: list[list[int]] = []
+    asked: list[dict[str, int]] = []
     generated = engine.generated
 
     async def record(request_ids: Any) -> dict[str, int]:
-        asked.append([key_of(request_id)[0] for request_id in request_ids])
-        return await generated(request_ids)
+        asked.append(await generated(request_ids))
+        return asked[-1]
 
     engine.generated = record
 
@@ -187,10 +188,30 @@ def test_held_requests_do_not_include_acting_samples():
         pool.begin_round(1)
         assert ids((await driver.run_round()).groups) == [2]
         pool.begin_round(1)
-        assert segments((await driver.run_round()).groups[0]) == [(0, 5), (1, 35)]
+        done = await driver.run_round()
+        assert segments(done.groups[0]) == [(0, 1), (None, 2), (0, 4), (1, 36)]
+        assert done.carried_tokens == 1 + 4 + 19
 
     simulate_and_close(driver, main())
-    assert asked == [[1]] and engine.aborts == []
+    assert [(key_of(name), tokens) for one in asked for name, tokens in one.items()] == [((1, 0), 4)]
+    assert engine.aborts == []
+
+
+def test_group_with_an_acting_and_a_parked_sample_is_resumed():
+    pool, engine, driver, _ = setup(
+        {(0, 0): natural(4), (1, 1): natural(9)},
+        groups=2,
+        samples=2,
+        threads=Waits({0: 0.0}),
+        tools=Tools(answering=(0,)),
+    )
+
+    async def main() -> None:
+        await driver.run_round()
+        pool.begin_round(1)
+        assert (await driver.run_round()).resumed_groups == 1
+
+    simulate_and_close(driver, main())
 
 
 # Waiting for tools
@@ -229,7 +250,7 @@ def test_restarted_server_is_not_asked_for_the_next_turn():
 def test_full_pool_requests_only_turns_that_the_round_needs():
     """Group 1 acts as the pool fills up. Its next turn waits for the next round."""
     pool, engine, driver, _ = setup(
-        {(0, 0): natural(9)}, groups=2, max_parked_tokens=8, threads=Waits({0: 0.0, 1: 3.0}),
+        {(0, 0): natural(9)}, groups=2, max_parked_tokens=8, threads=Waits({0: 0.0, 1: 3.5}),
         tools=Tools(turns=2, answering=(0,)),
     )  # fmt: skip
 
@@ -263,7 +284,15 @@ def test_error_of_act_ends_the_round_and_the_sample_acts_again(error):
     simulate_and_close(driver, main())
 
 
-def test_result_for_a_group_that_was_withdrawn_is_dropped():
+def test_stream_that_breaks_after_the_budget_is_the_end_of_a_turn():
+    pool, engine, driver, tools = setup({(0, 0): Attempt([Tokens(3), Break(ServerError("gone"))])}, budget=3)
+    tools.turns = 1
+    done = simulate_and_close(driver, driver.run_round())
+    assert done.groups[0].samples[0].finish_reason is FinishReason.LENGTH
+    assert (len(engine.requests), done.broken_streams) == (1, 0)
+
+
+def test_result_for_a_group_that_was_withdrawn_is_dropped(caplog):
     pool, engine, driver, _ = setup(
         {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0, 1: 9.0}), tools=Tools(answering=(0,))
     )
@@ -276,6 +305,7 @@ def test_result_for_a_group_that_was_withdrawn_is_dropped():
 
     simulate_and_close(driver, main())
     pool.check()
+    assert caplog.records == []
 
 
 # Checkpoints

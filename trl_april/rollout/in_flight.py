@@ -200,8 +200,6 @@ class InFlight:
 
     def _act_ended(self, group: Group, sample: Sample) -> None:
         """Request the next turn of `sample`, unless requests may not be sent or it is complete."""
-        if self._pool.is_full:
-            self._hold_back()
         is_needed = not self._pool.is_full or group.group_id in self._pool.schedule.needed()
         if sample.state is SampleState.PARKED and is_needed and not self._stopped.is_set():
             self._request(group, sample, asyncio.get_running_loop().time(), asks_server=True)
