@@ -1,7 +1,7 @@
 """Tools, and scripted turns of samples that call them, for stock GRPO and for partial rollouts.
 
 A script has the turns of each sample of a group, as text. Which turn of which sample comes next is read from the
-tokens so far, so that both get the same. The log-probability of a token depends on its position in the completion alone.
+tokens so far, so that both get the same. The log-probability of a token depends on its position in the completion.
 """
 
 from __future__ import annotations

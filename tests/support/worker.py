@@ -7,6 +7,7 @@ run has a `name`, a `kind` (a function of this file) and its options. Each proce
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -439,6 +440,38 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
 
 
+def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """If `hangs`, the calls of the second round never return, which a file says; otherwise training resumes."""
+    from tests.support import tool_calling
+
+    @functools.wraps(tool_calling.multiply)
+    def multiply(**arguments: int) -> int:
+        if run["hangs"] and trainer.state.global_step == 1:
+            (Path(spec["folder"]) / "hangs").touch()
+            threading.Event().wait()
+        return tool_calling.multiply(**arguments)
+
+    options = OPTIONS | {"num_generations": 2, "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 0.0}
+    options |= {
+        "over_provisioning": 1.0,
+        "save_strategy": "steps",
+        "save_steps": 100,
+        "max_completion_length": 500,
+        "log_level": "warning",
+    }
+    args = APRILGRPOConfig(spec["folder"], vllm_server_base_url=spec["url"], **options)
+    arguments = tool_calling.trainer_arguments() | {"tools": [multiply], "args": args}
+    trainer = RecordingTrainer(
+        reward_funcs=lambda completion_ids, **_: [float(len(x)) for x in completion_ids], **arguments
+    )
+    trainer.train(resume_from_checkpoint=not run["hangs"])
+    return {
+        "groups": [group.group_id for done in trainer.rounds for group in done.groups],
+        "repeated": [done.repeated_tool_steps for done in trainer.rounds],
+        "token_ids": [[x.token_ids.tolist() for x in done.groups[0].samples] for done in trainer.rounds],
+    }
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
@@ -451,6 +484,7 @@ KINDS = {
         train_dynamically,
         train_with_delays,
         train_and_fail,
+        train_with_a_tool_that_hangs,
     )
 }
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import time
 from collections import Counter
 
 import pytest
 import torch
 from trl import GRPOConfig
 
+from tests.checkpoint.test_resume import saved_groups
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.tool_calling import (
     CALLS,
+    DATASET,
     NUM_GENERATIONS,
+    SCRIPT,
     TOKENIZER,
     ScriptedStock,
     ToolScript,
+    encode,
     trainer_arguments,
 )
 from trl_april.config import APRILGRPOConfig
@@ -130,3 +137,36 @@ def test_samples_that_are_cut_and_resumed_equal_stock(fake, tmp_path, options):
         assert not left_out.any() or "staleness_policy" in options
         assert not (batch["tool_mask"] > wanted["tool_mask"]).any()
     assert sum(done.carried_tokens for done in trainer.round_history) > 0
+
+
+def test_a_tool_that_hangs_blocks_neither_a_checkpoint_nor_the_exit(fake, forker, tmp_path):
+    """SIGTERM in the middle of its call. After training is resumed, the call runs again, and its turn does not."""
+    fake.script = ToolScript([SCRIPT[0], SCRIPT[2]]).stream
+    model = trainer_arguments()["model"]
+    fake.prompt_logprobs = lambda ids: trainer_logprobs(model, ids, torch.device("cpu"))
+    spec = tmp_path / "spec.json"
+
+    def start(**run):
+        runs = [{"name": "tools", "kind": "train_with_a_tool_that_hangs", **run}]
+        spec.write_text(json.dumps({"url": fake.base_url, "folder": str(tmp_path), "runs": runs}))
+        return forker.start("worker", spec, {"ACCELERATE_USE_CPU": "true"})
+
+    process = start(hangs=True)
+    while not (tmp_path / "hangs").exists():
+        assert process.poll() is None, process.output()[-4000:]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(60)
+    assert process.returncode == 143, output[-4000:]
+    (group,) = saved_groups(tmp_path / "checkpoint-1", DATASET.to_list(), has_tools=True).values()
+    assert group.samples[0].conversation.turn_ended == "stop" and len(group.samples[0]) == len(encode(SCRIPT[0][0]))
+
+    sent = len(fake.received_at("/v1/completions"))
+    process = start(hangs=False)
+    output = process.communicate(60)
+    assert process.returncode == 0, output[-4000:]
+    found = json.loads((tmp_path / "tools-0.json").read_text())
+    assert found["groups"] == [1, 2] and found["repeated"] == [1, 0]
+    assert found["token_ids"][0] == found["token_ids"][1]
+    requests = [one for one in fake.received_at("/v1/completions")[sent:] if one.body.get("stream")]
+    assert len(requests) == 4, "the second turn of group 1, and the three turns of group 2"
