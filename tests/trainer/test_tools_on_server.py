@@ -54,8 +54,8 @@ def distinct(completions, **kwargs):
     return [float(len(set(messages[0]["content"])) + len(messages)) for messages in completions]
 
 
-@pytest.mark.parametrize("options", [{"overlap_generation": True, "resume_kv": "keep"}, {"over_provisioning": 3.0}])
-def test_every_token_has_the_log_probability_of_its_version(server, tiny_model_dir, tmp_path, options):
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_every_token_has_the_log_probability_of_its_version(server, tiny_model_dir, tmp_path, kv):
     tokenizer = CallingTokenizer(
         tokenizer_object=build_tokenizer().backend_tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
         unk_token="<unk>", padding_side="left", chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
@@ -63,8 +63,9 @@ def test_every_token_has_the_log_probability_of_its_version(server, tiny_model_d
     tokenizer.response_template = {}  # TRL then asks the tokenizer to parse
     CALLS.clear()
     args = make_config(
-        server, tmp_path, max_steps=5, max_completion_length=400, max_tool_calling_iterations=4, num_generations=4,
-        eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=4, **options,
+        server, tmp_path, max_steps=4, max_completion_length=300, max_tool_calling_iterations=4, num_generations=4,
+        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
+        overlap_generation=True, resume_kv=kv,
     )  # fmt: skip
     trainer = RecordingTrainer(
         model=tiny_model_dir, reward_funcs=distinct, args=args, train_dataset=CHATS,
@@ -76,7 +77,9 @@ def test_every_token_has_the_log_probability_of_its_version(server, tiny_model_d
 
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
     generated = sum(sample.num_generated for sample in samples)
-    assert check_logprobs(trainer) == generated == trainer.pool.counters.tokens_taken
+    assert generated == trainer.pool.counters.tokens_taken
+    if kv == "recompute":  # else tokens are sampled on KV blocks of older weights as well
+        assert check_logprobs(trainer) == generated
     assert len(trainer.pool) == 0 and sum(done.carried_tokens for done in trainer.rounds) > 0
     assert any(sample.conversation.iterations > 1 for sample in samples)
     # Results are in the text as the template renders them.
@@ -84,10 +87,11 @@ def test_every_token_has_the_log_probability_of_its_version(server, tiny_model_d
         results = [message["content"] for message in sample.conversation.messages if message["role"] == "tool"]
         text = tokenizer.decode(sample.token_ids)
         assert all(f"{result}\n" in text for result in results if "error" not in result)
-    (entry,) = [entry for entry in trainer.state.log_history if "eval_tools/call_frequency" in entry]
-    trained = [entry["tools/call_frequency"] for entry in trainer.state.log_history if "tools/call_frequency" in entry]
-    assert entry["eval_tools/call_frequency"] > 0 and min(trained) > 0
-    # All calls: of the samples that were trained, and of the evaluation. None ran twice.
-    evaluated = entry["eval_tools/call_frequency"] * 2 * 4
-    assert len(CALLS) == sum(sample.conversation.calls for sample in samples) + evaluated
+    logged = trainer.state.log_history
+    frequencies = [entry["tools/call_frequency"] for entry in logged if "tools/call_frequency" in entry]
+    evaluated = [entry["eval_tools/call_frequency"] for entry in logged if "eval_tools/call_frequency" in entry]
+    assert min(*frequencies, *evaluated) > 0
+    # All calls: of the samples that were trained, and of the evaluations. None ran twice.
+    calls = sum(sample.conversation.calls for sample in samples)
+    assert calls == round(16 * sum(frequencies)) and len(CALLS) == calls + round(8 * sum(evaluated))
     assert wait_until_idle(server) == 0
