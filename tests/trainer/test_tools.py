@@ -13,6 +13,7 @@ from trl import GRPOConfig
 
 from tests.checkpoint.test_resume import saved_groups
 from tests.support.fake_vllm import FakeVLLM
+from tests.support.preloaded import launch_preloaded
 from tests.support.tool_calling import (
     CALLS,
     DATASET,
@@ -25,6 +26,7 @@ from tests.support.tool_calling import (
     trainer_arguments,
 )
 from trl_april.config import APRILGRPOConfig
+from trl_april.errors import ConfigError
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.weights.canary import trainer_logprobs
 
@@ -137,6 +139,41 @@ def test_samples_that_are_cut_and_resumed_equal_stock(fake, tmp_path, options):
         assert not left_out.any() or "staleness_policy" in options
         assert not (batch["tool_mask"] > wanted["tool_mask"]).any()
     assert sum(done.carried_tokens for done in trainer.round_history) > 0
+
+
+def test_processes_share_groups_with_tools(fake, forker, tmp_path):
+    """Conversations travel with the tokens, and TRL counts the calls of all processes."""
+    model = trainer_arguments()["model"]
+    fake.prompt_logprobs = lambda ids: trainer_logprobs(model, ids, torch.device("cpu"))
+    fake.script = ToolScript(seconds_per_chunk=0.01).stream
+    runs = [{"name": "shared", "kind": "train_with_tools"}]
+    launched = launch_preloaded(forker, 2, runs, tmp_path, model="", url=fake.base_url)
+    assert launched.code == 0, launched.output[-4000:]
+    results = launched.results("shared", 2)
+    samples = [
+        sample for step in range(3) for result in results for sample in result["samples"][4 * step : 4 * step + 4]
+    ]
+    assert [index for _, index, _, _ in samples] == [*range(8)] * 3
+    assert len({group_id for group_id, *_ in samples}) == 3
+    for place, (_, index, *content) in enumerate(samples):
+        assert content == samples[index][2:], place
+    assert {entry["tools/call_frequency"] for entry in results[0]["log"]} == {11 / 8}
+    assert {round(entry["tools/failure_frequency"], 6) for entry in results[0]["log"]} == {round(5 / 11, 6)}
+
+
+def test_an_image_of_a_tool_ends_training(fake, tmp_path):
+    def multiply(a: int, b: int) -> list:
+        """Draws.
+
+        Args:
+            a: The width.
+            b: The height.
+        """
+        return [{"type": "image", "image": "pixels"}]
+
+    trainer = april(fake, tmp_path, arguments={"tools": [multiply]})
+    with pytest.raises(ConfigError, match="'multiply' returned an image.*GRPOTrainer"):
+        trainer.train()
 
 
 def test_a_tool_that_hangs_blocks_neither_a_checkpoint_nor_the_exit(fake, forker, tmp_path):
