@@ -109,6 +109,20 @@ def test_sample_of_another_pool_is_refused(transition):
     refused(pool, TRANSITIONS[transition], pool, stranger, words="does not hold")
 
 
+def test_versions_do_not_decrease_across_results_of_tools():
+    pool = pool_in_round(groups=1, has_tools=True, max_staleness=None)
+    (sample,) = next(iter(pool)).samples
+    pool.begin_round(5)
+    generate(pool, sample, 3)
+    pool.finish(sample, FinishReason.STOP)
+    pool.begin_round(6)  # while the sample acts
+    pool.act_ended(sample, [], [4], is_complete=False)
+    pool.start(sample)
+    refused(pool, pool.record, sample, [5], [-1.0], 4, words="can have version 5 to 6")
+    pool.record(sample, [5], [-1.0])
+    assert sample.versions == [5, None, 6]
+
+
 def test_completion_needs_a_token_and_a_known_reason():
     pool = pool_in_round(groups=1)
     (sample,) = next(iter(pool)).samples

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.closing import in_time
 from tests.support.driven import DrivenRun, canonical
-from tests.support.pools import admit, complete, pool_in_round, refused
+from tests.support.pools import admit, complete, generate, pool_in_round, refused
 from trl_april.distributed.scatter import owner_of
 from trl_april.errors import PoolError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import Group, SampleState
+from trl_april.pool.samples import FinishReason, Group, SampleState
 from trl_april.pool.state import COUNTERS, restore, state_dict
 
 
@@ -94,6 +94,7 @@ def check_restored(
         old, group = saved[old_id], found[group_id]
         assert (group.row, group.prompt_ids, len(group.samples)) == (old.row, old.prompt_ids, len(old.samples))
         assert (group.start_version, group.num_tokens, group.score) == (version, 0, None)
+        assert {s.conversation is not None for s in group.samples} == {run.options["has_tools"]}
     assert pools[0].schedule.last_id == max([states[0]["last_id"], *new])
 
     # Counters add up over all processes to what they were, less the tokens of what is started over.
@@ -150,9 +151,9 @@ def test_pools_of_any_number_are_restored_into_any_number(seed, before, after, r
         version = run.version if later else states[0]["version"]
     pools, elsewhere = pools_from(states, after, run.options, version=version)
     check_restored(run, states, pools, elsewhere, version)
-    assert list(map(canonical, states)) == texts  # a state can be restored again
     if rounds:
         go_on(run, pools)
+    assert list(map(canonical, states)) == texts  # a state can be restored again
 
 
 # By hand
@@ -202,6 +203,21 @@ def test_a_bound_that_cannot_be_kept_is_refused_whole():
     loose = Pool(1, over_provisioning=1.0, max_staleness=0, staleness_policy="ignore")
     restore(loose, [state_dict(pool)])
     assert len(loose) == 2
+
+
+def test_conversation_in_a_state_is_a_copy():
+    pool = pool_in_round(groups=1, has_tools=True)
+    (sample,) = next(iter(pool)).samples
+    generate(pool, sample, 1)
+    for last in (False, True):
+        pool.finish(sample, FinishReason.STOP)
+        state = state_dict(pool)
+        text = canonical(state)
+        pool.act_ended(sample, [{"role": "assistant"}, {"role": "tool"}], [2], is_complete=last)
+        assert canonical(state) == text
+        if not last:
+            generate(pool, sample, 3)
+    assert sample.conversation.iterations == 2  # there are results, though no call is counted
 
 
 def test_scores_of_other_reward_functions_are_forgotten():

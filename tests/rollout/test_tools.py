@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
@@ -11,8 +12,18 @@ import pytest
 from tests.rollout.arena import admit, assert_at_rest, assert_tokens, ids, make_driver, segments, simulate_and_close
 from tests.rollout.scripted_tools import Tools, Waits, assert_complete, setup
 from tests.support.effort import cases
-from tests.support.scripted_engine import Attempt, Break, End, ScriptedEngine, Silence, Tokens, key_of, natural
-from trl_april.errors import PoolError, ServerError
+from tests.support.scripted_engine import (
+    Attempt,
+    Break,
+    End,
+    ScriptedEngine,
+    Silence,
+    Tokens,
+    key_of,
+    natural,
+    simulate,
+)
+from trl_april.errors import PoolError, RoundSuspended, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
 from trl_april.pool.state import restore, state_dict
@@ -164,6 +175,53 @@ def test_group_that_tools_finish_between_rounds_is_the_next_batch():
         assert segments(done.groups[0]) == [(0, 3)]
 
     simulate_and_close(driver, main())
+
+
+def test_satisfied_round_requests_nothing():
+    """Tools finish group 1 between two rounds, so nothing is requested, nor as those of group 2 return after it."""
+    pool, engine, driver, _ = setup(
+        {(0, 0): natural(4)}, groups=3, threads=Waits({0: 0.0, 2: 9.0}), tools=Tools(answering=(0, 1))
+    )
+
+    async def main() -> None:
+        await driver.run_round()
+        await asyncio.sleep(4.0)
+        pool.begin_round(0)
+        assert ids((await driver.run_round()).groups) == [1]
+        await asyncio.sleep(9.0)
+        assert driver.acting == driver.in_flight == 0 and len(engine.requests) == 3
+        pool.begin_round(1)
+        assert segments((await driver.run_round()).groups[0])[:3] == [(0, 3), (None, 2), (1, 3)]
+
+    simulate_and_close(driver, main())
+
+
+class Pending(Executor):
+    """A thread whose call returns when the test says so."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        self.end = lambda: future.set_result(function(*args, **kwargs))
+        return future
+
+
+def test_result_that_arrives_after_its_event_loop_lands_in_the_next_round():
+    thread = Pending()
+    pool, engine, driver, tools = setup(threads=thread)
+    tools.turns = 1
+
+    async def suspended() -> None:
+        generating = asyncio.create_task(driver.generate())
+        await asyncio.sleep(3.5)
+        driver.suspend("Stop.")
+        with pytest.raises(RoundSuspended):
+            await generating
+
+    simulate(suspended())
+    thread.end()
+    (group,) = simulate_and_close(driver, driver.run_round()).groups
+    assert_complete(group, turns=1)
+    assert len(engine.requests) == 1
 
 
 def test_held_requests_do_not_include_acting_samples():

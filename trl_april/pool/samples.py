@@ -201,10 +201,9 @@ class Group:
     def state(self) -> SampleState:
         """State of the group, derived from its samples."""
         states = {sample.state for sample in self.samples}
-        for state in (SampleState.RUNNING, SampleState.ACTING):
-            if state in states:
-                return state
-        # A finished sample beside unfinished ones is progress too: the group is resumed rather than started.
+        if SampleState.RUNNING in states:
+            return SampleState.RUNNING
+        # A finished or acting sample beside others is progress too: the group is resumed rather than started.
         return states.pop() if len(states) == 1 else SampleState.PARKED
 
     def remaining(self, sample: Sample) -> int:

@@ -93,7 +93,7 @@ class Transitions:
             self._complete(group, sample, FinishReason(reason))
         else:
             sample.conversation.turn_ended = FinishReason(reason)
-            sample.state, sample.segment_open = SampleState.ACTING, False
+            sample.state = SampleState.ACTING
 
     def act_ended(
         self,
@@ -115,7 +115,6 @@ class Transitions:
         assert conversation is not None and conversation.turn_ended is not None
         _check_budget(group, sample, len(token_ids), "The tools returned")
         sample.append(token_ids, [0.0] * len(token_ids), None)
-        sample.segment_open = False
         self.counters.tool_tokens_held += len(token_ids)
         reason = conversation.turn_ended
         conversation.next_turn(messages, calls=calls, failures=failures, start=len(sample))

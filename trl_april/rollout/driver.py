@@ -115,7 +115,8 @@ class RolloutDriver:
             self.round = self._recorder.begin(schedule.version)
             if self._dynamic is not None:
                 self._dynamic.replaced = 0
-        if self._lifecycle.error is None:
+        # A satisfied round is not cut, so samples that end acting after it must not be requested without `overlap`.
+        if self._lifecycle.error is None and (self._overlap or not is_satisfied):
             self._flight.open()
         if self._quota is not None and not is_satisfied:
             self._quota.begin_round()

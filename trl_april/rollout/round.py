@@ -122,8 +122,7 @@ class RoundRecorder:
         self._flight.counts = []
         self._opened = replace(self._pool.counters)
         self._held = {group.group_id: group.num_generated for group in self._pool}
-        resuming = (SampleState.PARKED, SampleState.ACTING)
-        resumed = {group.group_id for group, _ in self._pool.ready() if group.state in resuming}
+        resumed = {group.group_id for group, _ in self._pool.ready() if group.state is SampleState.PARKED}
         return Round(
             version,
             started=now,
