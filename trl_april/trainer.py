@@ -41,7 +41,7 @@ from .training.requested_batch import RequestedBatch
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.run_log import outline
 from .training.step_callback import StepCallback
-from .training.tools import first_turns, loop_results
+from .training.tools import handed_over
 from .weights.canary import depends_on_width
 from .weights.recovery import Recovery
 
@@ -200,6 +200,8 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
+        if self.april_enabled and self.tools:
+            compatibility.check_evaluation(self.args)
         with self._processes.watched() if self.april_enabled else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -230,14 +232,12 @@ class APRILGRPOTrainer(GRPOTrainer):
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
             "rollout_func": lambda prompts, trainer: output,
+            **(handed_over(output, done.groups) if self.tools else {}),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             changes["reward_funcs"] = trained_rewards(done.groups)
             self._pending_extra_logs.update(extra_columns(done.groups))
             self._pending_metrics.update(self._session.scorer.take_metrics())
-        if self.tools:  # called already; TRL would call them again, and generate after them
-            changes["rollout_func"] = lambda prompts, trainer: first_turns(output, done.groups)
-            changes["_tool_call_loop"] = lambda *args: loop_results(output, done.groups)
         with construction.replaced(self, **changes), self._session.run_log.timing("scoring"):
             batch = super()._generate_and_score_completions(inputs)
         if in_training:

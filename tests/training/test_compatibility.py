@@ -189,7 +189,7 @@ CHATS = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
         (
             {"eval_strategy": "steps"},
             CHATS,
-            "eval_strategy is 'steps' with 2 processes.*would hang.*eval_strategy='no'",
+            "2 processes would evaluate.*would hang.*eval_strategy='no'",
         ),
         ({}, CHATS, None),
     ],

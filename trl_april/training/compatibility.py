@@ -172,7 +172,7 @@ def check_arguments(
 
 
 def check_tools(args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
-    """Raise [`ConfigError`] if the prompts are no conversations, or an evaluation with tools would hang."""
+    """Raise [`ConfigError`] if the prompts are no conversations, or an evaluation would hang."""
     prompt = _first_row(train_dataset)["prompt"] if isinstance(train_dataset, (Dataset, IterableDataset)) else []
     if isinstance(prompt, str):
         raise ConfigError(
@@ -180,11 +180,17 @@ def check_tools(args: GRPOConfig, train_dataset: Dataset | IterableDataset | Non
             "tells the model about its tools: make each prompt a list of messages, such as "
             "[{'role': 'user', 'content': ...}]."
         )
-    if args.world_size > 1 and args.eval_strategy != IntervalStrategy.NO:
+    if args.eval_strategy != IntervalStrategy.NO:
+        check_evaluation(args)
+
+
+def check_evaluation(args: GRPOConfig) -> None:
+    """Raise [`ConfigError`] if an evaluation with tools would hang."""
+    if args.world_size > 1:
         raise ConfigError(
-            f"tools are given, and eval_strategy is {args.eval_strategy.value!r} with {args.world_size} processes. "
-            "TRL's evaluation waits in each turn for all processes, also for those whose samples are complete, and "
-            "would hang. Set eval_strategy='no', and evaluate checkpoints in one process."
+            f"tools are given, and {args.world_size} processes would evaluate. TRL's evaluation waits for all of them "
+            "in each turn, also for those whose samples are complete, and would hang. Set eval_strategy='no', and "
+            "evaluate checkpoints in one process."
         )
 
 

@@ -134,6 +134,14 @@ def check_results(messages: Sequence[Message]) -> None:
 # Finished samples in TRL's form
 
 
+def handed_over(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> dict[str, Any]:
+    """The trainer's attributes while TRL takes a batch. It would call the tools again, and generate after them."""
+    return {
+        "rollout_func": lambda prompts, trainer: first_turns(output, groups),
+        "_tool_call_loop": lambda *args: loop_results(output, groups),
+    }
+
+
 def messages_of(groups: Sequence[Group]) -> list[list[Message]]:
     """The messages of each sample after its prompt. Copies, since reward functions may change them."""
     conversations = [sample.conversation for group in groups for sample in group.samples]
