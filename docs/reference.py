@@ -133,7 +133,10 @@ def entry(thing: Class | Function, path: str) -> str:
     elif not any("Enum" in base for base in bases):
         lines.append(f"`{signature(thing)}`\n")
     lines += described(thing)
-    for name, member in thing.members.items() if isinstance(thing, Class) else []:
+    members = {**thing.members} if isinstance(thing, Class) else {}
+    if path == "pool.pool.Pool":  # its transitions; elsewhere inherited methods are internal
+        members |= thing.inherited_members
+    for name, member in members.items():
         if not name.startswith("_") and member.docstring:
             is_property = "property" in member.labels
             lines += [f"#### `{thing.name}.{name if is_property else signature(member)}`\n", *described(member)]

@@ -115,6 +115,13 @@ class AprilOptions:
             "the batch does not need wait; nothing is dropped."
         },
     )
+    tool_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds after which a call of a tool becomes an error result and counts as a failure. By default "
+            "a call may take any time."
+        },
+    )
 
     @classmethod
     def of(cls, args: GRPOConfig) -> AprilOptions:
@@ -160,6 +167,11 @@ class AprilOptions:
             raise ConfigError(
                 f"max_parked_tokens is {self.max_parked_tokens}; it counts tokens and cannot be negative. Omit it "
                 "for no bound."
+            )
+        if self.tool_timeout is not None and self.tool_timeout <= 0:
+            raise ConfigError(
+                f"tool_timeout is {self.tool_timeout}; it is a time in seconds and must be positive. Omit it for no "
+                "limit."
             )
         if self.stream_interval < 1:
             raise ConfigError(f"stream_interval is {self.stream_interval}; it counts tokens and must be at least 1.")
@@ -275,6 +287,9 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         max_parked_tokens (`int`, *optional*):
             Bound on the completion tokens that each process keeps between rounds, at 8 bytes each. At the bound
             nothing is dropped: groups that the batch does not need wait. By default there is none.
+        tool_timeout (`float`, *optional*):
+            Seconds after which a call of a tool becomes an error result, as an exception does, and counts as a
+            failure. The call's thread is abandoned, a coroutine is cancelled. By default a call may take any time.
 
     Raises:
         ConfigError: If a value is out of its range. It is a `ValueError`.

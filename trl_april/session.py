@@ -40,6 +40,7 @@ from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.event_loop import BackgroundLoop
 from .rollout.round import Round
 from .rollout.rounds import Rounds
+from .rollout.turns import Act
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
 from .training.construction import api_key
@@ -76,6 +77,7 @@ class RolloutSession:
         server: ServerGeneration,
         num_reward_funcs: int,
         scorer: RewardScorer | None,
+        act: Act | None,
         state: TrainerState,
         processes: Processes,
         stop: StopRequest,
@@ -100,6 +102,7 @@ class RolloutSession:
             staleness_policy=options.staleness_policy,
             versions_per_round=plan.versions_per_round,
             dynamic_sampling=options.scores_groups,
+            has_tools=act is not None,
             max_parked_tokens=options.max_parked_tokens,
         )
         self._settings = {
@@ -163,6 +166,7 @@ class RolloutSession:
             overlap=options.overlap_generation,
             resume_kv=options.resume_kv,
             server_of=self._engine.server_of,
+            act=act,
         )
         self._loop = BackgroundLoop("trl-april-rollouts")
         self._rounds = Rounds(

@@ -41,6 +41,7 @@ from .training.requested_batch import RequestedBatch
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.run_log import outline
 from .training.step_callback import StepCallback
+from .training.tools import handed_over
 from .weights.canary import depends_on_width
 from .weights.recovery import Recovery
 
@@ -68,9 +69,10 @@ class APRILGRPOTrainer(GRPOTrainer):
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory. A server that
     dies is started again. To run it elsewhere, set `vllm_server_base_url`.
 
-    APRIL is on when `args.use_vllm` is true, without `tools`, `environment_factory`, `rollout_func` or image columns,
-    and unless a subclass overrides `_generate`, `_generate_single_turn` or `get_train_dataloader`. Otherwise the
-    trainer runs stock GRPO, and says so at the start and at the end of training.
+    APRIL is on when `args.use_vllm` is true, without `environment_factory`, `rollout_func` or image columns, and
+    unless a subclass overrides `_generate`, `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`.
+    Otherwise the trainer runs stock GRPO, and says so at the start and at the end of training. `tools` are called in
+    threads, while other samples are generated.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -123,7 +125,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     ) -> None:
         args = args or construction.default_arguments(model)
         stock_because = compatibility.why_stock(
-            args, train_dataset, tools=tools, environment_factory=environment_factory, rollout_func=rollout_func,
+            args, train_dataset, environment_factory=environment_factory, rollout_func=rollout_func,
             overridden=compatibility.ignored_overrides(type(self)),
         )  # fmt: skip
         self.april_enabled = stock_because is None
@@ -133,7 +135,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._requested = RequestedBatch(type(self).__name__)
         if self.april_enabled:
             self._options = AprilOptions.of(args).with_schedule()
-            compatibility.check_arguments(args, self._options, train_dataset)
+            compatibility.check_arguments(args, self._options, train_dataset, has_tools=bool(tools))
         else:
             # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
@@ -198,6 +200,8 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
+        if self.april_enabled and self.tools:
+            compatibility.check_evaluation(self.args)
         with self._processes.watched() if self.april_enabled else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -221,22 +225,21 @@ class APRILGRPOTrainer(GRPOTrainer):
         inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
-        reward_funcs, self.reward_funcs = self.reward_funcs, checked(self.reward_funcs, self.reward_func_names)
-        if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
-            self.reward_funcs = trained_rewards(done.groups)
-            self._pending_extra_logs.update(extra_columns(done.groups))
-            self._pending_metrics.update(self._session.scorer.take_metrics())
         corrects = self.vllm_importance_sampling_correction
         in_training = corrects and can_correct_in_training(type(self), APRILGRPOTrainer, self.args)
-        self.vllm_importance_sampling_correction = corrects and not in_training  # it would take a second forward pass
-        mask_below = self._options.oldest_trained(done.version)
-        self.rollout_func = lambda prompts, trainer: rollout_output(done.groups, mask_below=mask_below)
-        try:
-            with self._session.run_log.timing("scoring"):
-                batch = super()._generate_and_score_completions(inputs)
-        finally:
-            self.rollout_func, self.reward_funcs = None, reward_funcs
-            self.vllm_importance_sampling_correction = corrects
+        output = rollout_output(done.groups, mask_below=self._options.oldest_trained(done.version))
+        changes = {
+            "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
+            "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
+            "rollout_func": lambda prompts, trainer: output,
+            **(handed_over(output, done.groups) if self.tools else {}),
+        }
+        if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
+            changes["reward_funcs"] = trained_rewards(done.groups)
+            self._pending_extra_logs.update(extra_columns(done.groups))
+            self._pending_metrics.update(self._session.scorer.take_metrics())
+        with construction.replaced(self, **changes), self._session.run_log.timing("scoring"):
+            batch = super()._generate_and_score_completions(inputs)
         if in_training:
             self._session.correct_in_training(self.args, batch, done)
         else:
@@ -321,7 +324,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 session.close()
 
     def _attach_server(self) -> None:
-        self.use_vllm, self._last_loaded_step = True, -1
+        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1  # also with a server of our own
         self.vllm_generation = construction.connect_server(
             self.args,
             self._options,
@@ -346,6 +349,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
             scorer=construction.reward_scorer(self) if self._options.scores_groups else None,
+            act=construction.tool_turns(self, self._options.tool_timeout),
             state=self.state,
             processes=self._processes,
             stop=self._stop,

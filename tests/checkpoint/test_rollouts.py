@@ -44,7 +44,7 @@ SOURCE = {
     "gradient_accumulation_steps": 1,
 }
 FIRST, SECOND = "00000000000a", "ffffffffff0b"
-OPTIONS = {"quota": 2, "over_provisioning": 4.0, "max_staleness": None, "versions_per_round": 1}
+OPTIONS = {"quota": 2, "over_provisioning": 4.0, "max_staleness": None, "versions_per_round": 1, "has_tools": True}
 
 
 def a_run(seed: int, processes: int, *, rounds: int = 3) -> DrivenRun:

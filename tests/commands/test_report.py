@@ -75,7 +75,12 @@ def test_summary_by_hand():
             ages={0: 6, 5: 4},
             trained_lengths={0: 1, 8: 3},
             rewards={"reward": 0.1 + number},
-            metrics={"generated_tokens": 12.0, "overlap_tokens": 3.0, "trained_tokens": 10.0 + number},
+            metrics={
+                "generated_tokens": 12.0,
+                "overlap_tokens": 3.0,
+                "trained_tokens": 10.0 + number,
+                "tool_seconds_max": 9.0 - number,
+            },
         )
         for number in range(2)
     ]
@@ -101,6 +106,7 @@ def test_summary_by_hand():
     assert summary.at_bound == pytest.approx(0.4) and summary.staleness_mean == pytest.approx(2.0)
     assert summary.lengths == {0.5: 3.0, 0.9: 3.0, 0.99: 3.0}  # the bin of 4, limited by the longest completion
     assert (summary.reward_first, summary.reward_last) == (0.1, 1.1)
+    assert ("tools between two turns, longest", ["9 s"], "") in rows([summary])
 
 
 def test_summary_of_a_trainers_log_leaves_the_rest_unknown(folders):

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from tests.rollout.arena import assert_tokens
+from tests.rollout.scripted_tools import Tools
 from tests.support.effort import cases
 from tests.support.scripted_engine import (
     Attempt,
@@ -24,9 +26,7 @@ from tests.support.scripted_engine import (
     Tokens,
     Until,
     key_of,
-    logprobs,
     prompt_ids,
-    token_ids,
 )
 from trl_april.data.admission import NewGroup
 from trl_april.distributed.quota import SharedQuota
@@ -34,9 +34,10 @@ from trl_april.distributed.scatter import owner_of
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.errors import EngineError, PoolError, RoundSuspended, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import Group, SampleState, Score
+from trl_april.pool.samples import Group, Sample, SampleState, Score
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
+from trl_april.rollout.turns import Act, TurnResult
 
 
 class Run:
@@ -49,17 +50,17 @@ class Run:
 
     def __init__(
         self, engines: list[Any], quota: int, *, rng: random.Random | None = None, store: Any = None,
-        idle_timeout: float = 5.0, samples: int = 1, overlap: bool = False, **options: Any,
+        idle_timeout: float = 5.0, samples: int = 1, overlap: bool = False, act: Act | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.store = HashStore() if store is None else store
         self.rng, self.engines, self.samples = rng, engines, samples
-        self.pools = [Pool(quota, **options) for _ in engines]
+        self.pools = [Pool(quota, has_tools=act is not None, **options) for _ in engines]
         self.dynamics = [self.dynamic_sampling(rank) for rank in range(len(engines))]
         self.quotas = [SharedQuota(self.store, pool.schedule, self.max_rejected) for pool in self.pools]
         self.drivers = [
             RolloutDriver(
                 pool, engine, run_id="run", sweep_interval=0.005, idle_timeout=idle_timeout, retries=0,
-                overlap=overlap, dynamic_sampling=dynamic, quota=shared,
+                overlap=overlap, dynamic_sampling=dynamic, quota=shared, act=act,
             )
             for pool, engine, dynamic, shared in zip(self.pools, engines, self.dynamics, self.quotas, strict=True)
         ]  # fmt: skip
@@ -124,7 +125,11 @@ class Run:
             if not errors:
                 return
             self.num_suspended += 1
+            self.reopen()
         raise AssertionError("the round never closed")
+
+    def reopen(self) -> None:
+        """Prepare the next attempt."""
 
     def agree(self) -> None:
         """Agree on rejected and finished groups, as `Rounds._agree` does."""
@@ -132,22 +137,24 @@ class Run:
             quota.tell_rest()
         for quota in self.quotas:
             quota.learn_rest()
-        finished = sorted(group_id for pool in self.pools for group_id in pool.finished_here)
-        for pool in self.pools:
-            pool.learn(finished)
+        self.learn()
         self.quotas[0].end_round()
         assert self.store.num_keys() == 0
         assert len({tuple(pool.schedule.ids) for pool in self.pools}) == 1
+
+    def learn(self) -> None:
+        finished = sorted(group_id for pool in self.pools for group_id in pool.finished_here)
+        for pool in self.pools:
+            pool.learn(finished)
 
     def take(self) -> list[int]:
         """Take the batch: the oldest finished groups, with the tokens that were sampled, within the bound."""
         expected = self.pools[0].schedule.finished[: self.pools[0].schedule.quota]
         batch = [group for driver in self.drivers for group in driver.take().groups]
         for group in batch:
+            assert_tokens(group)
             for sample in group.samples:
                 assert sample.state is SampleState.FINISHED
-                assert list(sample.token_ids) == token_ids((group.group_id, sample.index), 0, len(sample))
-                assert list(sample.logprobs) == logprobs(0, len(sample))
                 if (bound := self.pools[0].schedule.bound) is not None:
                     assert self.pools[0].schedule.version - sample.segments[0].version <= bound
         found = sorted(group.group_id for group in batch)
@@ -346,6 +353,50 @@ def test_every_row_is_trained_once_through_random_suspensions(bound: int | None,
     assert most_parked is not None or run.trained != sorted(run.trained)
 
 
+class ActingRun(Run):
+    """Tools finish groups also between the rounds, and after a round was suspended."""
+
+    def begin(self, version: int, **options: Any) -> None:
+        self.learn()
+        super().begin(version, **options)
+        self.open()
+
+    def reopen(self) -> None:
+        self.learn()
+        self.open()
+
+    def open(self) -> None:
+        for driver in self.drivers:
+            driver.open_round()
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+def test_every_row_is_trained_once_while_tools_run_through_suspensions(bound: int | None):
+    rng = random.Random(f"acting {bound}")
+    tools = Tools(turns=2)
+
+    def act(group: Group, sample: Sample) -> TurnResult:
+        threading.Event().wait(rng.choice([0, 0, 0.002, 0.02]))
+        return tools(group, sample)
+
+    run = ActingRun(unreliable_engines(rng), 4, rng=rng, samples=2, max_staleness=bound, act=act)
+    acting = 0
+
+    async def rounds() -> None:
+        nonlocal acting
+        for version in range(ROUNDS):
+            run.begin(version, rows=ROUNDS * 4 - run.next_ids[0])
+            await run.round()
+            run.take()
+            acting += sum(driver.acting for driver in run.drivers)
+            await asyncio.sleep(rng.choice([0, 0.003, 0.03]))
+
+    asyncio.run(rounds())
+    assert sorted(run.trained) == list(range(ROUNDS * 4))
+    assert acting > ROUNDS / 10 and run.num_suspended > ROUNDS / 10
+    assert len(tools.log) == 2 * 2 * 4 * ROUNDS  # turns, samples, groups
+
+
 class FilteredRun(Run):
     """The same under dynamic sampling."""
 
@@ -417,9 +468,7 @@ class OverlappingRun(FilteredRun):
     def begin(self, version: int, **options: Any) -> None:
         for pool in self.pools:
             pool.begin_round(version)
-        finished = sorted(group_id for pool in self.pools for group_id in pool.finished_here)
-        for pool in self.pools:
-            pool.learn(finished)
+        self.learn()
         (room,) = {pool.schedule.room for pool in self.pools}
         for rank, pool in enumerate(self.pools):
             for group in self.rows(rank, room):

@@ -62,6 +62,7 @@ def test_group_leaves_the_pool_once():
 LEGAL = {
     SampleState.WAITING: {"start"},
     SampleState.RUNNING: {"record", "finish", "park"},
+    SampleState.ACTING: {"act_ended", "park"},
     SampleState.PARKED: {"start"},
     SampleState.FINISHED: set(),
 }
@@ -70,6 +71,7 @@ TRANSITIONS = {
     "record": lambda pool, sample: pool.record(sample, [1], [-1.0]),
     "finish": lambda pool, sample: pool.finish(sample, FinishReason.STOP),
     "park": lambda pool, sample: pool.park(sample),
+    "act_ended": lambda pool, sample: pool.act_ended(sample, [], [1], is_complete=False),
 }
 
 
@@ -79,7 +81,7 @@ def sample_in(pool: Pool, state: SampleState) -> Sample:
         generate(pool, sample, 3)
     if state is SampleState.PARKED:
         pool.park(sample)
-    if state is SampleState.FINISHED:
+    if state in (SampleState.ACTING, SampleState.FINISHED):
         pool.finish(sample, FinishReason.STOP)
     assert sample.state is state
     return sample
@@ -88,7 +90,7 @@ def sample_in(pool: Pool, state: SampleState) -> Sample:
 @pytest.mark.parametrize("transition", TRANSITIONS)
 @pytest.mark.parametrize("state", SampleState)
 def test_illegal_transitions_raise_and_change_nothing(state, transition):
-    pool = pool_in_round(groups=1)
+    pool = pool_in_round(groups=1, has_tools=state is SampleState.ACTING)
     sample = sample_in(pool, state)
     if transition in LEGAL[state]:
         before = snapshot(pool)
@@ -105,6 +107,20 @@ def test_sample_of_another_pool_is_refused(transition):
     stranger = sample_in(pool_in_round(groups=1), SampleState.RUNNING)
     pool = pool_in_round(groups=1)
     refused(pool, TRANSITIONS[transition], pool, stranger, words="does not hold")
+
+
+def test_versions_do_not_decrease_across_results_of_tools():
+    pool = pool_in_round(groups=1, has_tools=True, max_staleness=None)
+    (sample,) = next(iter(pool)).samples
+    pool.begin_round(5)
+    generate(pool, sample, 3)
+    pool.finish(sample, FinishReason.STOP)
+    pool.begin_round(6)  # while the sample acts
+    pool.act_ended(sample, [], [4], is_complete=False)
+    pool.start(sample)
+    refused(pool, pool.record, sample, [5], [-1.0], 4, words="can have version 5 to 6")
+    pool.record(sample, [5], [-1.0])
+    assert sample.versions == [5, None, 6]
 
 
 def test_completion_needs_a_token_and_a_known_reason():

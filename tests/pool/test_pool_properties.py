@@ -27,11 +27,22 @@ from trl_april.pool.state import restore, state_dict
 
 @dataclass
 class ModelSample:
-    """The expected content of a sample: `(token, log-probability, version)` each, and the tokens of every request."""
+    """The expected content of a sample: `(token, log-probability, version)` each, and the tokens of every request.
 
-    tokens: list[tuple[int, float, int]] = field(default_factory=list)
+    Results of tools are as a request without a version.
+    """
+
+    tokens: list[tuple[int, float, int | None]] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
     state: SampleState = SampleState.WAITING
+    pending: FinishReason | None = None  # why its turn ended whose calls have not run
+    reason: FinishReason | None = None
+    turn_start: int = 0
+    calls: int = 0
+
+    @property
+    def generated(self) -> int:
+        return sum(version is not None for _, _, version in self.tokens)
 
 
 @dataclass
@@ -61,15 +72,18 @@ class PoolMachine(RuleBasedStateMachine):
         versions_per_round=st.integers(1, 2),
         version=st.integers(0, 3),
         max_parked_tokens=st.sampled_from([None, 0, 3, 10]),
+        has_tools=st.booleans(),
     )
-    def open(self, quota, factor, slack, versions_per_round, version, max_parked_tokens):
+    def open(self, quota, factor, slack, versions_per_round, version, max_parked_tokens, has_tools):
         bound = None if slack is None else math.ceil(factor - 1) * versions_per_round + slack
         self.options = {
             "over_provisioning": factor,
             "max_staleness": bound,
             "versions_per_round": versions_per_round,
             "max_parked_tokens": max_parked_tokens,
+            "has_tools": has_tools,
         }
+        self.has_tools = has_tools
         self.quota, self.bound, self.versions_per_round, self.version = quota, bound, versions_per_round, version
         self.target = math.ceil(quota * factor)
         self.pool = Pool(quota, **self.options)
@@ -90,6 +104,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def running(self) -> list[Key]:
         return self.keys(SampleState.RUNNING)
+
+    def acting(self) -> list[Key]:
+        return self.keys(SampleState.ACTING)
 
     def startable(self) -> list[Key]:
         return self.keys(SampleState.WAITING, SampleState.PARKED)
@@ -136,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
         for key in self.draw(data, self.startable()):
             sample, model = self.sample(key)
             self.pool.start(sample)
-            model.state = SampleState.RUNNING
+            model.state = SampleState.ACTING if model.pending else SampleState.RUNNING
             model.requests.append(0)
 
     @precondition(running)
@@ -164,8 +181,43 @@ class PoolMachine(RuleBasedStateMachine):
                     self.pool.finish(sample, reason)
                 continue
             self.pool.finish(sample, reason)
-            model.state = SampleState.FINISHED
-            assert sample.finish_reason is reason
+            self.expect_finished(model, reason)
+
+    def expect_finished(self, model: ModelSample, reason: FinishReason) -> None:
+        if self.has_tools:
+            model.state, model.pending = SampleState.ACTING, reason
+        else:
+            model.state, model.reason = SampleState.FINISHED, reason
+
+    @precondition(acting)
+    @rule(data=st.data(), token_ids=TOKEN_IDS, calls=st.integers(0, 2), is_complete=st.booleans())
+    def act_ended(self, data, token_ids, calls, is_complete):
+        for key in self.draw(data, self.acting()):
+            sample, model = self.sample(key)
+            budget = self.groups[key[0]].budget
+            results = {"calls": calls, "is_complete": is_complete}
+            if len(model.tokens) + len(token_ids) > budget:
+                with pytest.raises(PoolError, match="The tools returned"):
+                    self.pool.act_ended(sample, [{}], token_ids, **results)
+                continue
+            self.pool.act_ended(sample, [{}], token_ids, **results)
+            model.tokens += [(token_id, 0.0, None) for token_id in token_ids]
+            model.requests.append(len(token_ids))
+            model.calls += calls
+            model.turn_start = len(model.tokens)
+            reason, model.pending = model.pending, None
+            if is_complete or len(model.tokens) == budget:
+                model.state, model.reason = SampleState.FINISHED, reason if is_complete else FinishReason.LENGTH
+            else:
+                model.state = SampleState.PARKED
+
+    @precondition(acting)
+    @rule(data=st.data())
+    def act_failed(self, data):
+        for key in self.draw(data, self.acting()):
+            sample, model = self.sample(key)
+            self.pool.park(sample)
+            model.state = SampleState.PARKED
 
     @precondition(running)
     @rule(data=st.data())
@@ -182,7 +234,7 @@ class PoolMachine(RuleBasedStateMachine):
             model = self.groups[i].samples[j]
             model.state = SampleState.PARKED if model.tokens else SampleState.WAITING
             if len(model.tokens) == self.groups[i].budget:
-                model.state = SampleState.FINISHED
+                self.expect_finished(model, FinishReason.LENGTH)
 
     @rule(jump=st.integers(0, 3), through_a_checkpoint=st.booleans())
     def close_round(self, jump, through_a_checkpoint):
@@ -202,9 +254,10 @@ class PoolMachine(RuleBasedStateMachine):
         for group in batch:
             self.compare(group, self.groups.pop(group.group_id))
             self.taken.append(group.group_id)
-            self.trained += group.num_tokens
+            self.trained += group.num_generated
             if self.bound is not None:
-                assert all(self.version - v <= self.bound for s in group.samples for v in s.versions)
+                versions = [v for sample in group.samples for v in sample.versions if v is not None]
+                assert all(self.version - v <= self.bound for v in versions)
         if through_a_checkpoint:
             self.through_a_checkpoint()
         self.version += min(jump, self.versions_per_round)
@@ -220,10 +273,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def through_a_checkpoint(self):
-        """Running samples are parked; everything else is unchanged."""
+        """Running samples are parked, and acting ones with their calls pending; everything else is unchanged."""
         restored = Pool(self.quota, **self.options)
         restore(restored, [state_dict(self.pool)])
         self.expect_parked(self.running())
+        for i, j in self.acting():
+            self.groups[i].samples[j].state = SampleState.PARKED
         self.pool = restored
 
     def compare(self, group: Group, model: ModelGroup) -> None:
@@ -233,7 +288,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert list(zip(sample.token_ids, sample.logprobs, sample.versions, strict=True)) == expected.tokens
             assert [segment.length for segment in sample.segments] == [n for n in expected.requests if n]
             assert group.remaining(sample) == model.budget - len(expected.tokens) >= 0
-            assert sample.state is expected.state
+            assert (sample.state, sample.finish_reason) == (expected.state, expected.reason)
+            if (turns := sample.conversation) is not None:
+                assert (turns.turn_ended, turns.turn_start) == (expected.pending, expected.turn_start)
+                assert turns.calls == expected.calls
 
     @invariant()
     def pool_holds_what_the_model_holds(self):
@@ -246,10 +304,10 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_counted_twice(self):
         counters = self.pool.counters
-        held = sum(len(sample.tokens) for group in self.groups.values() for sample in group.samples)
-        assert self.generated == self.trained + held
+        samples = [sample for group in self.groups.values() for sample in group.samples]
+        assert self.generated == self.trained + sum(sample.generated for sample in samples)
         assert (counters.tokens_generated, counters.tokens_taken) == (self.generated, self.trained)
-        assert counters.tokens_held == held
+        assert counters.tokens_held == sum(len(sample.tokens) for sample in samples)
         assert counters.groups_taken == len(self.taken) == len(set(self.taken))
         assert counters.groups_admitted == len(self.taken) + len(self.groups)
 
@@ -259,7 +317,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.is_full == (most is not None and counters.tokens_held >= most)
         needed = self.needed()
         assert self.pool.schedule.needed() == needed
-        unfinished = self.keys(SampleState.WAITING, SampleState.PARKED, SampleState.RUNNING)
+        unfinished = self.keys(*(set(SampleState) - {SampleState.FINISHED}))
         assert [sample.key for sample in self.pool.not_needed()] == [key for key in unfinished if key[0] not in needed]
         keys = [key for key in self.startable() if not self.pool.is_full or key[0] in needed]
         keys.sort(key=lambda key: not self.groups[key[0]].samples[key[1]].tokens)

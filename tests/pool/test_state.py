@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.closing import in_time
 from tests.support.driven import DrivenRun, canonical
-from tests.support.pools import admit, complete, pool_in_round, refused
+from tests.support.pools import admit, complete, generate, pool_in_round, refused
 from trl_april.distributed.scatter import owner_of
 from trl_april.errors import PoolError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import Group
+from trl_april.pool.samples import FinishReason, Group, SampleState
 from trl_april.pool.state import COUNTERS, restore, state_dict
 
 
@@ -48,9 +48,12 @@ def content(group: Group) -> tuple:
         group.start_version,
         repr(group.score),
         [
-            (s.group_id, s.index, s.token_ids.tolist(), s.logprobs.tobytes(), s.versions, s.state, s.finish_reason)
+            (s.group_id, s.index, s.token_ids.tolist(), s.logprobs.tobytes(), s.versions, s.finish_reason)
             for s in group.samples
         ],
+        # The calls of an acting sample run again.
+        [SampleState.PARKED if s.state is SampleState.ACTING else s.state for s in group.samples],
+        [s.conversation for s in group.samples],
         [[(x.version, x.length) for x in sample.segments] for sample in group.samples],
     )
 
@@ -91,12 +94,14 @@ def check_restored(
         old, group = saved[old_id], found[group_id]
         assert (group.row, group.prompt_ids, len(group.samples)) == (old.row, old.prompt_ids, len(old.samples))
         assert (group.start_version, group.num_tokens, group.score) == (version, 0, None)
+        assert {s.conversation is not None for s in group.samples} == {run.options["has_tools"]}
     assert pools[0].schedule.last_id == max([states[0]["last_id"], *new])
 
     # Counters add up over all processes to what they were, less the tokens of what is started over.
     before = {name: sum(state[name] for state in states) for name in COUNTERS}
     after = {name: sum(getattr(pool.counters, name) for pool in pools) for name in COUNTERS}
-    before["tokens_generated"] -= sum(saved[group_id].num_tokens for group_id in over)
+    before["tokens_generated"] -= sum(saved[group_id].num_generated for group_id in over)
+    before["tool_tokens_held"] -= sum(saved[group_id].num_tool_tokens for group_id in over)
     assert after == before
 
     options = run.options
@@ -118,7 +123,8 @@ def go_on(run: DrivenRun, pools: list[Pool]) -> None:
         assert len({repr(view(pool)) for pool in pools}) == 1
         assert len(batch) == run.options["quota"]
         if (bound := run.options["max_staleness"]) is not None:
-            assert all(version - v <= bound for group in batch for sample in group.samples for v in sample.versions)
+            versions = [v for group in batch for sample in group.samples for v in sample.versions]
+            assert all(version - v <= bound for v in versions if v is not None)
         for pool in pools:
             pool.check()
 
@@ -145,9 +151,9 @@ def test_pools_of_any_number_are_restored_into_any_number(seed, before, after, r
         version = run.version if later else states[0]["version"]
     pools, elsewhere = pools_from(states, after, run.options, version=version)
     check_restored(run, states, pools, elsewhere, version)
-    assert list(map(canonical, states)) == texts  # a state can be restored again
     if rounds:
         go_on(run, pools)
+    assert list(map(canonical, states)) == texts  # a state can be restored again
 
 
 # By hand
@@ -197,6 +203,21 @@ def test_a_bound_that_cannot_be_kept_is_refused_whole():
     loose = Pool(1, over_provisioning=1.0, max_staleness=0, staleness_policy="ignore")
     restore(loose, [state_dict(pool)])
     assert len(loose) == 2
+
+
+def test_conversation_in_a_state_is_a_copy():
+    pool = pool_in_round(groups=1, has_tools=True)
+    (sample,) = next(iter(pool)).samples
+    generate(pool, sample, 1)
+    for last in (False, True):
+        pool.finish(sample, FinishReason.STOP)
+        state = state_dict(pool)
+        text = canonical(state)
+        pool.act_ended(sample, [{"role": "assistant"}, {"role": "tool"}], [2], is_complete=last)
+        assert canonical(state) == text
+        if not last:
+            generate(pool, sample, 3)
+    assert sample.conversation.iterations == 2  # there are results, though no call is counted
 
 
 def test_scores_of_other_reward_functions_are_forgotten():

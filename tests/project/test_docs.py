@@ -22,7 +22,7 @@ from tests.support import docs_commands
 from tests.support.docs_pages import ROOT, Block, page_names, read_page
 from tests.support.docs_snippets import check_names
 from tests.support.serverless import ServerlessTrainer
-from tests.training.test_batch import round_of_a_small_pool
+from tests.training.test_batch import round_with_tools
 from tests.training.test_correction import batch, group, sample
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.cli import COMMANDS
@@ -193,7 +193,7 @@ def test_every_option_is_listed_with_its_default():
 
 def metric_names() -> set[str]:
     """Metrics that a round can log, with `*` for a server, and for the ages and lengths of the correction."""
-    done, pool = round_of_a_small_pool()
+    done, pool = round_with_tools()
     names = set(round_metrics(replace(done, seconds=2.0), pool, sync_seconds=0.0, max_staleness=5))
     samples = [sample(index, (index, 1)) for index in range(4)]
     correction = correction_metrics(batch([[1.0]] * 4), [group(*samples)], version=3)

@@ -77,10 +77,11 @@ def assert_at_rest(pool: Pool, engine: ScriptedEngine) -> None:
 
 
 def assert_tokens(group: Group) -> None:
-    """Every sample holds a prefix of its own completion, each token with its own log-probability."""
+    """Every sample holds a prefix of its own completion, each token with its own log-probability, 0 if of a tool."""
     for sample in group.samples:
         assert list(sample.token_ids) == token_ids(sample.key, 0, len(sample))
-        assert list(sample.logprobs) == logprobs(0, len(sample))
+        expected = zip(sample.versions, logprobs(0, len(sample)), strict=True)
+        assert list(sample.logprobs) == [0.0 if version is None else logprob for version, logprob in expected]
 
 
 def ids(groups: Any) -> list[int]:
@@ -96,7 +97,7 @@ def tokens(pool: Pool) -> dict[int, int]:
     return {group.group_id: group.num_tokens for group in pool}
 
 
-def segments(group: Group, index: int = 0) -> list[tuple[int, int]]:
+def segments(group: Group, index: int = 0) -> list[tuple[int | None, int]]:
     """Version and length of each segment of a sample."""
     return [(segment.version, segment.length) for segment in group.samples[index].segments]
 
@@ -111,7 +112,7 @@ def aborted(engine: ScriptedEngine) -> set[int]:
     return {key_of(request_id)[0] for request_ids in engine.aborts for request_id in request_ids}
 
 
-class SlowScorer(Executor):
+class SlowThread(Executor):
     """Runs a call after `seconds` of the simulated clock. Until then it can be cancelled, unless it begins at once."""
 
     def __init__(self, seconds: float, at_once: bool) -> None:
@@ -127,7 +128,7 @@ class SlowScorer(Executor):
                 return
             try:
                 future.set_result(function(*args, **kwargs))
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
 
         asyncio.get_running_loop().call_later(self.seconds, finish)
@@ -173,7 +174,7 @@ class Arena:
             lambda score: len({rewards[0] for rewards in score.rewards}) > 1,
             self._replace,
             max_rejected=max_rejected,
-            executor=SlowScorer(seconds, at_once),
+            executor=SlowThread(seconds, at_once),
         )
         self.driver = make_driver(self.pool, self.engine, dynamic_sampling=self.dynamic)
         self.taken: list[Group] = []

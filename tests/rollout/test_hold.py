@@ -37,7 +37,7 @@ def test_each_token_has_the_version_that_sampled_it(sizes: list[int], changes: l
 
     async def main():
         sample = Sample(0, 0)
-        request = RunningRequest(GenerationRequest("r", [1], 0, 99, "s"), sample, 0, 0.0, asyncio.timeout(None))
+        request = RunningRequest(GenerationRequest("r", [1], 0, 99, "s"), sample, 0, 0, 0.0, asyncio.timeout(None))
         found, received, announced = [], 0, 0
         for size in sizes:
             while announced < len(changes) and changes[announced] <= received + size:

@@ -15,7 +15,7 @@ from trl_april.pool.samples import FinishReason, Score
 from trl_april.rollout.progress import RoundProgress, notebook_bar
 
 
-DRIVER = SimpleNamespace(in_flight=3)
+DRIVER = SimpleNamespace(in_flight=3, acting=0)
 
 
 def make_pool(**options) -> Pool:
@@ -42,6 +42,13 @@ def test_bar_shows_groups_requests_and_tokens_per_second():
         finish(pool)
         progress.update()
     assert re.search(r"rollout:.* 1/2 groups \[\S+, 3 in flight, [\d,]+ tok/s\]", terminal.getvalue())
+
+
+def test_bar_shows_acting_samples():
+    driver = SimpleNamespace(in_flight=3, acting=2)
+    with redirect_stderr(Terminal()) as terminal, RoundProgress(make_pool(), driver, disable=False):
+        pass
+    assert "3 in flight, 2 with tools, 0 tok/s" in terminal.getvalue()
 
 
 def test_bar_shows_rejected_groups():

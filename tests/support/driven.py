@@ -51,6 +51,7 @@ class DrivenRun:
             "max_staleness": bound,
             "versions_per_round": versions_per_round,
             "dynamic_sampling": rng.random() < 0.5,
+            "has_tools": rng.random() < 0.5,
             **options,
         }
         self.samples = rng.randint(1, 3)
@@ -72,7 +73,12 @@ class DrivenRun:
             for _, sample in pool.ready():
                 if rng.random() < 0.8:
                     pool.start(sample)
-                    self._generate(pool, sample, rng.randint(0, 4))
+                    if sample.state is SampleState.RUNNING:
+                        self._generate(pool, sample, rng.randint(0, 4))
+                        if self.options["has_tools"] and len(sample) and rng.random() < 0.5:
+                            pool.finish(sample, FinishReason.STOP)
+                    if sample.state is SampleState.ACTING and rng.random() < 0.7:
+                        self._act(pool, sample, is_complete=False)
         while not self.pools[0].schedule.quota_met:
             unfinished = [(pool, group) for pool in self.pools for group in pool if not group.is_finished]
             if unfinished:
@@ -131,10 +137,19 @@ class DrivenRun:
         for sample in group.samples:
             if sample.state is SampleState.FINISHED:
                 continue
-            if sample.state is not SampleState.RUNNING:
+            if sample.state in (SampleState.WAITING, SampleState.PARKED):
                 pool.start(sample)
-            self._generate(pool, sample, 1)
-            pool.finish(sample, self.rng.choice(list(FinishReason)))
+            if sample.state is SampleState.RUNNING:
+                self._generate(pool, sample, 1)
+                pool.finish(sample, self.rng.choice(list(FinishReason)))
+            if sample.state is SampleState.ACTING:
+                self._act(pool, sample, is_complete=True)
+
+    def _act(self, pool: Pool, sample: Any, *, is_complete: bool) -> None:
+        count = min(self.rng.randint(0, 2), BUDGET - len(sample))
+        messages = [{"role": "tool", "content": f"é {len(sample)}"}]
+        token_ids = [self.rng.randrange(2**31) for _ in range(count)]
+        pool.act_ended(sample, messages, token_ids, calls=2, failures=1, is_complete=is_complete)
 
     def _score(self, share: float) -> None:
         """Accept or reject a share of the finished groups."""

@@ -100,7 +100,7 @@ class Attempt:
 
 
 def natural(length: int, *, pace: float = 1.0) -> Callable[[GenerationRequest], Attempt]:
-    """A completion of `length` tokens in all, one per chunk every `pace` seconds."""
+    """A turn of `length` tokens in all, one per chunk every `pace` seconds. Without tools it is the completion."""
 
     def attempt(request: GenerationRequest) -> Attempt:
         left = length - request.generated
@@ -161,13 +161,14 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         key = key_of(request.request_id)
-        assert request.token_ids == [*prompt_ids(key[0]), *token_ids(key, 0, request.generated)], request
+        prompt = prompt_ids(key[0])
+        position = len(request.token_ids) - len(prompt)  # results of tools follow the same script
+        assert request.token_ids == [*prompt, *token_ids(key, 0, position)] and request.generated <= position, request
         assert request.max_tokens >= 1, request
         assert request.request_id not in {known.request_id for known in self.requests}, request
         self.requests.append(request)
         attempt = self._next_attempt(key, request)
         live = self._live[request.request_id] = _Live(attempt.deaf_to)
-        position = request.generated
         self._position[request.request_id] = 0
         try:
             for step in attempt.steps:

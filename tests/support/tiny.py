@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+import trl
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
@@ -34,11 +35,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def build_model(*, tie_word_embeddings: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
+def build_model(
+    *, tie_word_embeddings: bool = True, seed: int = 0, vocab_size: int = 4 + len(CHARACTERS)
+) -> Qwen3ForCausalLM:
     """A float32 model of 0.1 million parameters. The global random state stays."""
     # vLLM's CPU attention needs heads of at least 32.
     config = Qwen3Config(
-        vocab_size=4 + len(CHARACTERS), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=tie_word_embeddings, pad_token_id=0, bos_token_id=1, eos_token_id=2, dtype="float32",
     )  # fmt: skip
@@ -52,3 +55,21 @@ def save_tiny_model(path: str | Path, *, tie_word_embeddings: bool = True, seed:
     build_model(tie_word_embeddings=tie_word_embeddings, seed=seed).save_pretrained(path)
     build_tokenizer().save_pretrained(path)
     return str(path)
+
+
+def build_chat_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per printable ASCII character, and the special tokens and chat template of Qwen3."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    markers = [f"<{end}{name}>" for name in ("tool_call", "tool_response", "think") for end in ("", "/")]
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocab = {token: index for index, token in enumerate([*special, *markers, UNK, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in markers])
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], unk_token=UNK, padding_side="left",
+        chat_template=template.read_text(), model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ run has a `name`, a `kind` (a function of this file) and its options. Each proce
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -439,6 +440,59 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
 
 
+def trainer_with_tools(spec: dict[str, Any], options: dict[str, Any], **arguments: Any) -> RecordingTrainer:
+    """On a fake server, whose weights are those of the first step."""
+    from tests.support import tool_calling
+
+    fixed = {"max_steps": 3, "learning_rate": 0.0, "max_completion_length": 500}
+    args = APRILGRPOConfig(spec["folder"], vllm_server_base_url=spec["url"], **{**OPTIONS, **fixed, **options})
+    return RecordingTrainer(
+        reward_funcs=lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids],
+        **{"args": args, **tool_calling.trainer_arguments(), **arguments},
+    )
+
+
+def train_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Each process trains a part of each group."""
+    trainer = trainer_with_tools(
+        spec, {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 2}
+    )
+    trainer.train()
+    return {
+        "samples": [
+            [group.group_id, sample.index, sample.token_ids.tolist(), len(sample.conversation.messages)]
+            for done in trainer.rounds
+            for group in done.groups
+            for sample in group.samples
+        ],
+        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
+def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """If `hangs`, the calls of the second round never return, which a file says; otherwise training resumes."""
+    from tests.support import tool_calling
+
+    @functools.wraps(tool_calling.multiply)
+    def multiply(**arguments: int) -> int:
+        if run["hangs"] and trainer.state.global_step == 1:
+            (Path(spec["folder"]) / "hangs").touch()
+            threading.Event().wait()
+        return tool_calling.multiply(**arguments)
+
+    options = {
+        "per_device_train_batch_size": 2, "num_generations": 2, "over_provisioning": 1.0, "save_strategy": "steps",
+        "save_steps": 100, "log_level": "warning",
+    }  # fmt: skip
+    trainer = trainer_with_tools(spec, options, tools=[multiply])
+    trainer.train(resume_from_checkpoint=not run["hangs"])
+    return {
+        "groups": [group.group_id for done in trainer.rounds for group in done.groups],
+        "repeated": [done.repeated_tool_steps for done in trainer.rounds],
+        "token_ids": [[x.token_ids.tolist() for x in done.groups[0].samples] for done in trainer.rounds],
+    }
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
@@ -451,6 +505,8 @@ KINDS = {
         train_dynamically,
         train_with_delays,
         train_and_fail,
+        train_with_a_tool_that_hangs,
+        train_with_tools,
     )
 }
 

@@ -28,6 +28,7 @@ OWN = {
     "stream_interval": 32,
     "save_on_signal": True,
     "max_parked_tokens": 1_000_000,
+    "tool_timeout": 30.0,
 }
 
 
@@ -50,6 +51,7 @@ def test_the_fields_and_their_defaults():
         "stream_interval": 64,
         "save_on_signal": None,
         "max_parked_tokens": None,
+        "tool_timeout": None,
     }
     ours = {field.name: field for field in dataclasses.fields(APRILGRPOConfig)}
     trls = {field.name: field for field in dataclasses.fields(GRPOConfig)}
@@ -163,6 +165,7 @@ def test_a_saved_config_makes_the_same_config_again():
         ({"resume_kv": "keep", "overlap_generation": False}, ["Set overlap_generation=True"]),
         ({"overlap_generation": "maybe"}, ["overlap_generation is 'maybe'", "True, False or 'auto'"]),
         ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
+        ({"tool_timeout": 0.0}, ["tool_timeout is 0.0", "must be positive", "Omit it"]),
         ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Omit it"]),
     ],
 )

@@ -118,7 +118,7 @@ def check_logprobs(trainer: RecordingTrainer) -> int:
         trainer.model.load_state_dict(weights, strict=False)
         for group in trainer.trained_groups:
             for sample in group.samples:
-                here = torch.tensor(sample.versions) == version
+                here = torch.tensor([one == version for one in sample.versions])  # `None`: of a tool
                 if not here.any():
                     continue
                 ids, start = torch.tensor([[*group.prompt_ids, *sample.token_ids]]), len(group.prompt_ids)

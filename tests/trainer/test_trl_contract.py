@@ -53,6 +53,28 @@ def test_the_slot_for_foreign_rollouts():
     assert 'mode = "train" if self.model.training else "eval"' in SCORE
 
 
+def test_the_tool_loop_can_run_one_iteration():
+    """`tool_turns` calls it for each turn with a view of the trainer, and shadows it when a batch is handed over."""
+    loop = inspect.getsource(GRPOTrainer._tool_call_loop)
+    of_batch = ["prompts", "prompt_ids", "completion_ids", "completions", "logprobs", "images", "multimodal_fields"]
+    assert parameters(GRPOTrainer._tool_call_loop) == of_batch
+    returned = ["completions", "completion_ids", "logprobs", "tool_call_count", "tool_failure_count", "tool_images"]
+    assert f"return tool_mask, {', '.join(returned)}" in loop
+    assert "while idxs_with_tool and iteration_num < self.max_tool_calling_iterations:" in loop
+    # All that it reads of the trainer, in a batch without images. It writes nothing.
+    read = {
+        "max_tool_calling_iterations", "_sync_tool_dicts", "_async_tool_dicts", "async_loop", "_get_tool_suffix_ids",
+        "use_vllm", "vllm_mode", "vllm_generation", "_is_vlm", "model", "max_completion_length", "processing_class",
+        "tools", "_generate_single_turn", "environment_factories", "_env_tools", "_batch_environments", "_tokenizer",
+    }  # fmt: skip
+    assert set(re.findall(r"self\.(\w+)", loop)) == read and not re.search(r"self\.\w+ = ", loop)
+    assert parameters(GRPOTrainer._get_tool_suffix_ids) == ["tool_messages"]
+    assert GENERATE.count("self._tool_call_loop(") == 1
+    # The tools are split like this, and this is how many turns they may take.
+    assert "if inspect.iscoroutinefunction(tool):" in SCORE and "[tool.__name__] = tool" in SCORE
+    assert "args.max_tool_calling_iterations if args.max_tool_calling_iterations is not None else" in CONSTRUCTOR
+
+
 def test_a_checkpoint_is_written_by_one_method_and_ends_with_the_trainers_state():
     """The pool is written before it, into the same folder; a checkpoint with the trainer's state is complete."""
     save = inspect.getsource(Trainer._save_checkpoint)

@@ -157,6 +157,47 @@ def test_the_metrics_of_a_round():
     )
 
 
+def round_with_tools() -> tuple[Round, Pool]:
+    """A round of version 5. Group 0 has 3 tokens of version 3, 4 of a tool and 2 of version 5; group 1 acts."""
+    pool = Pool(1, max_staleness=None, has_tools=True)
+    for version in (3, 5):
+        pool.begin_round(version)
+        if version == 3:
+            for group_id in range(2):
+                pool.admit(group_id, {}, [100], num_generations=1, max_completion_length=20)
+        zero, one = (group.samples[0] for group in pool)
+        pool.start(zero)
+        pool.record(zero, [1, 2, 3] if version == 3 else [8, 9], [-1.0] * (3 if version == 3 else 2))
+        pool.finish(zero, FinishReason.STOP)
+        results = {"token_ids": [4, 5, 6, 7], "calls": 1} if version == 3 else {"token_ids": []}
+        pool.act_ended(zero, [{"role": "assistant"}], is_complete=version == 5, **results)
+    pool.start(one)
+    pool.record(one, [1, 2], [-1.0, -1.0])
+    pool.finish(one, FinishReason.STOP)
+    counts = {"acting_samples": 1, "tool_seconds_max": 7.5, "repeated_tool_steps": 2}
+    return Round(5, groups=pool.take(), seconds=1.0, carried_tokens=3, **counts), pool
+
+
+def test_tokens_of_tools_count_only_where_they_take_memory():
+    metrics = round_metrics(*round_with_tools(), sync_seconds=0.0, max_staleness=1)
+    expected = {
+        "trained_tokens": 5,
+        "staleness_mean": 3 * 2 / 5,
+        "staleness_max": 2,
+        "over_staleness_fraction": 3 / 5,
+        "fully_stale_samples": 0,
+        "versions_per_sample_max": 2,
+        "carried_fraction": 3 / 5,
+        "completions/trained_mean_length": 5,
+        "length_p99": 5,
+        "parked_tokens": 2,
+        "acting_samples": 1,
+        "tool_seconds_max": 7.5,
+        "repeated_tool_steps": 2,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 100, 1000, 32_768, 1_000_000])
 def test_a_quantile_of_lengths_is_accurate_to_two_percent(length):
     bins = length_bins([length] * 3)

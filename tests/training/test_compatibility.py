@@ -16,6 +16,7 @@ from trl_april.training.compatibility import (
     check_model,
     check_processes,
     check_scoring,
+    check_tools,
     ignored_overrides,
     why_stock,
     without_effect,
@@ -54,7 +55,7 @@ class TwoProcesses(APRILGRPOConfig):
     ],
 )  # fmt: skip
 def test_april_applies_and_leaves_odd_datasets_to_trl(dataset):
-    assert why_stock(config(), dataset, tools=[], overridden=[]) is None
+    assert why_stock(config(), dataset, overridden=[]) is None
     for mode in ("server", "colocate"):
         assert why_stock(GRPOConfig("out", use_vllm=True, vllm_mode=mode, **CPU), dataset) is None
 
@@ -63,7 +64,6 @@ def test_april_applies_and_leaves_odd_datasets_to_trl(dataset):
     ("changes", "arguments", "words"),
     [
         ({"use_vllm": False}, {}, "use_vllm is False"),
-        ({}, {"tools": [print]}, "tools are given"),
         ({}, {"environment_factory": dict}, "environment_factory is given"),
         ({}, {"rollout_func": print}, "rollout_func is given"),
     ],
@@ -177,6 +177,30 @@ def test_impossible_options_are_refused(options, words):
 def test_harmful_options_are_warned_of(options, words, caplog):
     check(**options)
     assert (words in caplog.text) if words else not caplog.records
+
+
+CHATS = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dataset", "words"),
+    [
+        ({"eval_strategy": "steps"}, TEXT, "the prompts of the training dataset are text: 'a'.*a list of messages"),
+        (
+            {"eval_strategy": "steps"},
+            CHATS,
+            "2 processes would evaluate.*would hang.*eval_strategy='no'",
+        ),
+        ({}, CHATS, None),
+    ],
+)
+def test_tools_need_conversations_and_evaluation_in_one_process(changes, dataset, words):
+    args = TwoProcesses("out", **CPU, **changes)
+    if words is None:
+        check_tools(args, dataset)
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_tools(args, dataset)
 
 
 def test_processes_that_would_train_separately_are_refused(monkeypatch):

@@ -136,6 +136,7 @@ def rows(summaries: Sequence[Summary]) -> list[tuple[str, list[str], str]]:
         ("length, median", lambda s: s.lengths.get(0.5), "{:,.0f} tokens".format, "ratio"),
         ("length, 99th percentile", lambda s: s.lengths.get(0.99), "{:,.0f} tokens".format, "ratio"),
         ("weight sync", lambda s: s.sync_seconds, duration, "ratio"),
+        ("tools between two turns, longest", lambda s: s.tool_seconds, duration, "ratio"),
         ("server unavailable", lambda s: s.outage_seconds or None, duration, ""),
         ("generated tokens rejected", lambda s: s.rejected or None, "{:.0%}".format, "points"),
     ]

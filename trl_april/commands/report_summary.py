@@ -53,6 +53,7 @@ class Summary:
     over_provisioning: float | None = None  # of the last round
     outage_seconds: float = 0.0
     broken_streams: float = 0.0
+    tool_seconds: float | None = None  # of the longest step of tools
     rejected: float = 0.0  # part of the generated tokens rejected by dynamic sampling
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -95,6 +96,7 @@ def summarize(run: Run) -> Summary:
         over_provisioning=rounds[-1].metrics.get("over_provisioning"),
         outage_seconds=_sum(rounds, "outage_seconds") or 0.0,
         broken_streams=_sum(rounds, "broken_streams") or 0.0,
+        tool_seconds=max((one.metrics.get("tool_seconds_max", 0.0) for one in rounds), default=0.0) or None,
         rejected=rejected / generated if rejected and generated else 0.0,
         options=run.options,
     )

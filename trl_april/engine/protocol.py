@@ -21,7 +21,7 @@ class GenerationRequest:
 
     request_id: str  # unique, chosen by the caller
     token_ids: list[int]  # the prompt, then the tokens that the sample already has
-    generated: int  # how many of `token_ids` belong to the sample, 0 for a fresh one
+    generated: int  # how many of `token_ids` the present turn has, 0 for a fresh one
     max_tokens: int  # that may still be generated, at least 1
     cache_salt: str  # requests share KV blocks only with requests of the same salt
     seed: int | None = None  # of this request's sampling
@@ -64,7 +64,7 @@ class RequestMaker:
             # The counter makes the id unique: each segment is a request, and so is each retry of a broken stream.
             request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._made}",
             token_ids=[*group.prompt_ids, *sample.token_ids],
-            generated=len(sample),
+            generated=len(sample) - (sample.conversation.turn_start if sample.conversation else 0),
             max_tokens=group.remaining(sample),
             cache_salt=f"{self._run_id}-{salt}",
             seed=None if self._seed is None else derive_seed(self._seed, sample),

@@ -13,12 +13,16 @@ from .samples import Group
 
 
 def count_tokens(groups: Sequence[Group]) -> int:
-    return sum(group.num_tokens for group in groups)
+    return sum(group.num_generated for group in groups)
+
+
+def count_tool_tokens(groups: Sequence[Group]) -> int:
+    return sum(group.num_tool_tokens for group in groups)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of one pool over the whole training run."""
+    """Counts of one pool over the whole training run. Tokens are those of the model, unless they say otherwise."""
 
     groups_admitted: int = 0
     groups_taken: int = 0
@@ -26,10 +30,15 @@ class Counters:
     tokens_generated: int = 0
     tokens_taken: int = 0
     tokens_rejected: int = 0
+    tool_tokens_held: int = 0  # of the groups in the pool, from tools
 
     @property
     def tokens_held(self) -> int:
-        """Completion tokens of all groups in the pool."""
+        """Completion tokens of all groups in the pool, those of tools included."""
+        return self._generated_held + self.tool_tokens_held
+
+    @property
+    def _generated_held(self) -> int:
         return self.tokens_generated - self.tokens_taken - self.tokens_rejected
 
     def take(self, groups: Sequence[Group], *, undo: bool = False) -> None:
@@ -37,12 +46,14 @@ class Counters:
         sign = -1 if undo else 1
         self.groups_taken += sign * len(groups)
         self.tokens_taken += sign * count_tokens(groups)
+        self.tool_tokens_held -= sign * count_tool_tokens(groups)
 
     def reject(self, groups: Sequence[Group], *, undo: bool = False) -> None:
         """Count groups that leave the pool without being trained, or return."""
         sign = -1 if undo else 1
         self.groups_rejected += sign * len(groups)
         self.tokens_rejected += sign * count_tokens(groups)
+        self.tool_tokens_held -= sign * count_tool_tokens(groups)
 
     def continued_with(self, groups: Sequence[Group]) -> Counters:
         """The counters of a pool that holds `groups` and took and rejected as much as this one."""
@@ -50,6 +61,7 @@ class Counters:
             self,
             groups_admitted=self.groups_taken + self.groups_rejected + len(groups),
             tokens_generated=self.tokens_taken + self.tokens_rejected + count_tokens(groups),
+            tool_tokens_held=count_tool_tokens(groups),
         )
 
     def check(self, groups: Sequence[Group]) -> None:
@@ -59,8 +71,9 @@ class Counters:
                 f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken, {self.groups_rejected} "
                 f"rejected and {len(groups)} are in the pool: a group was lost or taken twice."
             )
-        if self.tokens_held != count_tokens(groups):
+        if (self._generated_held, self.tool_tokens_held) != (count_tokens(groups), count_tool_tokens(groups)):
             raise PoolError(
                 f"{self.tokens_generated} tokens were generated, {self.tokens_taken} taken, {self.tokens_rejected} "
-                f"rejected and {count_tokens(groups)} are in the pool: tokens were lost or counted twice."
+                f"rejected and {count_tokens(groups)} are in the pool, with {count_tool_tokens(groups)} of tools for "
+                f"{self.tool_tokens_held}: tokens were lost or counted twice."
             )

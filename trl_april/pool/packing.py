@@ -10,12 +10,12 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import BytesIO
 from typing import Any
 
 from ..errors import PoolError
-from .samples import FinishReason, Group, Sample, SampleState, Score, Segment
+from .samples import Conversation, FinishReason, Group, Sample, SampleState, Score, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,10 @@ class PackedGroups:
 
 
 def pack(groups: Sequence[Group]) -> PackedGroups:
-    """Groups as plain data. Of a running sample, the tokens received so far are packed. The arrays are copies."""
+    """Groups as plain data, all of it copied.
+
+    Of a running sample, the tokens received so far are packed; of an acting one, the turn whose calls are pending.
+    """
     token_ids, logprobs = array("i"), array("f")
     heads = []
     for group in groups:
@@ -54,6 +57,7 @@ def pack(groups: Sequence[Group]) -> PackedGroups:
                         len(sample),
                         [[segment.version, segment.length] for segment in sample.segments],
                         sample.finish_reason and sample.finish_reason.value,
+                        *([] if sample.conversation is None else [asdict(sample.conversation)]),
                     ]
                     for sample in group.samples
                 ],
@@ -104,24 +108,38 @@ def _group(head: dict[str, Any], row: dict[str, Any], token_ids: BytesIO, logpro
         samples=[],
         score=head["score"] and Score(*head["score"]),
     )
-    for index, length, segments, reason in head["samples"]:
+    for index, length, segments, reason, *conversations in head["samples"]:
         sample = Sample(
             group.group_id,
             index,
             _take(array("i"), token_ids, length),
             _take(array("f"), logprobs, length),
             [Segment(version, run) for version, run in segments],
+            conversation=_conversation(*conversations),
         )
         if reason is not None:
             sample.finish_reason = FinishReason(reason)
-        elif not group.remaining(sample):
-            sample.finish_reason = FinishReason.LENGTH  # packed just before it was finished
+        elif not group.remaining(sample):  # packed just before it was finished
+            if sample.conversation is None:
+                sample.finish_reason = FinishReason.LENGTH
+            elif sample.conversation.turn_ended is None:
+                sample.conversation.turn_ended = FinishReason.LENGTH
         if sample.finish_reason is not None:
             sample.state = SampleState.FINISHED
         elif length:
             sample.state = SampleState.PARKED
         group.samples.append(sample)
     return group
+
+
+def _conversation(saved: dict[str, Any] | None = None) -> Conversation | None:
+    if saved is None:
+        return None
+    conversation = Conversation(**saved)
+    if conversation.turn_ended is not None:
+        conversation.turn_ended = FinishReason(conversation.turn_ended)
+    conversation.messages = [*conversation.messages]  # not shared with the state, which may be restored again
+    return conversation
 
 
 def _take(values: array[Any], stream: BytesIO, count: int) -> array[Any]:

@@ -3,28 +3,22 @@
 The cache of partial samples is not a second store: it is the pool's parked samples. So "nothing lost, nothing twice"
 is an invariant of one object. The pool never waits and reads no clock.
 
-```
-admit -> WAITING -> start -> RUNNING -> finish -> FINISHED -> take
-                       ^        |                    |
-                       |       park                  +-- under dynamic sampling: accept -> take
-                       +----- PARKED                                             reject
-```
-
 An illegal transition raises [`PoolError`] and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..errors import PoolError
 from .counters import Counters
-from .samples import FinishReason, Group, Sample, SampleState, Score
+from .samples import Conversation, Group, Sample, SampleState, Score
 from .schedule import Schedule
+from .transitions import Transitions
 
 
-class Pool:
+class Pool(Transitions):
     """The groups of one process between admission and training.
 
     Args:
@@ -43,6 +37,8 @@ class Pool:
             The most that the policy version may advance from one round to the next.
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Whether a finished group counts only once it is scored and accepted.
+        has_tools (`bool`, *optional*, defaults to `False`):
+            Whether samples have a conversation, so that they act at the end of each turn.
         max_parked_tokens (`int`, *optional*):
             Completion tokens that this pool may hold before groups that the batch does not need have to wait. No bound
             by default.
@@ -67,14 +63,12 @@ class Pool:
         staleness_policy: str = "wait",
         versions_per_round: int = 1,
         dynamic_sampling: bool = False,
+        has_tools: bool = False,
         max_parked_tokens: int | None = None,
     ) -> None:
-        self.schedule = Schedule(quota, over_provisioning, max_staleness, staleness_policy, versions_per_round)
-        self.counters = Counters()
-        self.dynamic_sampling = dynamic_sampling
-        self.max_parked_tokens = max_parked_tokens
-        self.version_after_resume: int | None = None  # of requests that are held through a weight sync
-        self._groups: dict[int, Group] = {}  # by id, ascending
+        schedule = Schedule(quota, over_provisioning, max_staleness, staleness_policy, versions_per_round)
+        super().__init__(schedule, dynamic_sampling=dynamic_sampling)
+        self.has_tools, self.max_parked_tokens = has_tools, max_parked_tokens
         self._rejected: dict[int, Group] = {}  # in this round
 
     def __len__(self) -> int:
@@ -89,7 +83,7 @@ class Pool:
     def begin_round(self, version: int) -> None:
         """Enter the next round, whose tokens are sampled under `version`; see [`Schedule.begin_round`].
 
-        Running requests must have been held for this version: a segment has one version.
+        Running requests must have been held for this version: a segment has one version. Acting samples have none.
         """
         current = self.schedule.version
         running = self.count(SampleState.RUNNING)
@@ -123,14 +117,18 @@ class Pool:
                 f"{max_completion_length} tokens; each must be at least 1."
             )
         self.schedule.admit(group_id)
-        samples = [Sample(group_id, index) for index in range(num_generations)]
+        samples = self.new_samples(group_id, num_generations)
         start_version = self.schedule.start_version(group_id)
         group = Group(group_id, row, prompt_ids, max_completion_length, start_version, samples, row_index=row_index)
         self._groups[group_id] = group
         self.counters.groups_admitted += 1
         return group
 
-    # Transitions of samples
+    def new_samples(self, group_id: int, count: int) -> list[Sample]:
+        """Samples without tokens, for a new group."""
+        return [
+            Sample(group_id, index, conversation=Conversation() if self.has_tools else None) for index in range(count)
+        ]
 
     def ready(self) -> list[tuple[Group, Sample]]:
         """Samples to start: resumed ones first, each kind oldest first.
@@ -146,71 +144,6 @@ class Pool:
         ]
         pairs.sort(key=lambda pair: pair[1].state is SampleState.WAITING)  # stable: age within each kind
         return pairs
-
-    def start(self, sample: Sample) -> None:
-        """Mark `sample` as running, before its request is sent."""
-        self._expect(sample, SampleState.WAITING, SampleState.PARKED)
-        sample.segment_open = False
-        sample.state = SampleState.RUNNING
-
-    def hold(self, version: int) -> None:
-        """Let running requests live through a weight sync, to continue under `version`.
-
-        Tokens sampled before the sync may arrive later. Each is recorded with the version that sampled it.
-        """
-        if self.schedule.version is None or version < self._newest_version:
-            raise PoolError(
-                f"Requests of version {self.schedule.version} cannot be held for version {version}: versions only "
-                "increase."
-            )
-        self.version_after_resume = version
-
-    def record(
-        self, sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], version: int | None = None
-    ) -> None:
-        """Append new tokens of a running sample, each with its log-probability when it was sampled.
-
-        `version` is the policy version that sampled them, by default that of the round; only a held request has
-        another. Malformed tokens raise [`EngineError`], and none of them is recorded.
-        """
-        group = self._expect(sample, SampleState.RUNNING)
-        assert self.schedule.version is not None  # samples run only within a round
-        version = self.schedule.version if version is None else version
-        oldest = sample.segments[-1].version if sample.segments else group.start_version
-        if not oldest <= version <= self._newest_version:
-            raise PoolError(
-                f"Tokens of version {version} arrived for {sample}, whose next token can have version {oldest} to "
-                f"{self._newest_version}."
-            )
-        if len(token_ids) > group.remaining(sample):
-            raise PoolError(
-                f"The engine sent {len(token_ids)} tokens with {group.remaining(sample)} of the budget of "
-                f"{group.max_completion_length} left for {sample}."
-            )
-        sample.append(token_ids, logprobs, version)
-        self.counters.tokens_generated += len(token_ids)
-
-    def finish(self, sample: Sample, reason: FinishReason) -> None:
-        """Mark `sample` as complete: its request ended by itself."""
-        group = self._expect(sample, SampleState.RUNNING)
-        if not len(sample):
-            raise PoolError(f"The request of {sample} finished without a token, so there is nothing to train on.")
-        sample.finish_reason = FinishReason(reason)
-        sample.state = SampleState.FINISHED
-        sample.segment_open = False
-        if self._can_be_taken(group):
-            self.schedule.finish(group.group_id)
-
-    def park(self, sample: Sample) -> None:
-        """Keep the tokens of `sample` after its request was aborted, to be resumed.
-
-        A sample without remaining budget is finished instead.
-        """
-        group = self._expect(sample, SampleState.RUNNING)
-        if not group.remaining(sample):
-            self.finish(sample, FinishReason.LENGTH)
-        else:
-            sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
 
     # Dynamic sampling
 
@@ -344,20 +277,6 @@ class Pool:
             last_id=last_id,
         )
 
-    @property
-    def _newest_version(self) -> int:
-        """Newest policy version that a token can have."""
-        return max(self.schedule.version or 0, self.version_after_resume or 0)
-
-    def _expect(self, sample: Sample, *states: SampleState) -> Group:
-        """Return the group of `sample`, which must be in this pool and in one of `states`."""
-        group = self._groups.get(sample.group_id)
-        if group is None or group.samples[sample.index] is not sample:
-            raise PoolError(f"The pool does not hold {sample}.")
-        if sample.state not in states:
-            raise PoolError(f"The state of {sample} is {sample.state.value}; it must be {' or '.join(states)}.")
-        return group
-
     def _set_score(self, group: Group, score: Score) -> None:
         if not self.dynamic_sampling or self._groups.get(group.group_id) is not group:
             raise PoolError(f"Group {group.group_id} is not in a pool with dynamic sampling.")
@@ -367,6 +286,3 @@ class Pool:
                 "only a finished group can be accepted or rejected, and only once."
             )
         group.score = score
-
-    def _can_be_taken(self, group: Group) -> bool:
-        return group.is_finished and (group.score is not None or not self.dynamic_sampling)

@@ -1,7 +1,7 @@
 """Groups, samples and segments: what a dataset row becomes on its way to a training batch.
 
 Invariant: tokens only append, and `len(token_ids) == len(logprobs) == sum(segment.length)` after every
-[`Sample.append`]. Transitions between states belong to [`~trl_april.pool.pool.Pool`].
+[`Sample.append`]. Transitions between states belong to [`~trl_april.pool.transitions.Transitions`].
 """
 
 from __future__ import annotations
@@ -29,23 +29,45 @@ class FinishReason(StrEnum):
 
 
 class SampleState(StrEnum):
-    """State of a sample, and of a group as derived from its samples. Transitions: [`~trl_april.pool.pool`]."""
+    """State of a sample, and of a group as derived from its samples. Transitions: [`~trl_april.pool.transitions`]."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    ACTING = "acting"
     PARKED = "parked"
     FINISHED = "finished"
 
 
 @dataclass(slots=True)
 class Segment:
-    """A run of `length` tokens that one request generated under one policy version.
+    """A run of `length` tokens that one request generated under one policy version, or that a tool returned.
 
-    A policy version is the `trainer.state.global_step` of a weight sync.
+    A policy version is the `trainer.state.global_step` of a weight sync. Tokens of a tool or an environment have none:
+    they have log-probability 0.0, and count for no staleness, loss or correction.
     """
 
-    version: int
+    version: int | None
     length: int
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns of a sample that alternates between the model and tools."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)  # after the prompt, of complete turns: JSON-like
+    turn_start: int = 0  # index of the first completion token of the current turn
+    iterations: int = 0  # turns whose tools were called
+    calls: int = 0  # tool calls so far
+    failures: int = 0  # of them, those that failed
+    turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
+
+    def next_turn(self, messages: list[dict[str, Any]], *, calls: int, failures: int, start: int) -> None:
+        """Add a complete turn: the assistant's message, then the results of its calls. The next turn is at `start`."""
+        self.messages.extend(messages)
+        self.iterations += bool(calls or len(messages) > 1)
+        self.calls += calls
+        self.failures += failures
+        self.turn_start, self.turn_ended = start, None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +77,7 @@ class Sample:
     `token_ids` (`int32`) are the completion tokens so far, as the engine returned them, and `logprobs` (`float32`,
     nats) the log-probability of each under the policy that sampled it. `segments` are the runs of tokens by policy
     version, in order; with `segment_open` the last one belongs to the current request, and so still grows.
-    `finish_reason` is set exactly when `state` is `FINISHED`.
+    `finish_reason` is set exactly when `state` is `FINISHED`. `conversation` has its turns, if tools may be called.
     """
 
     group_id: int
@@ -66,11 +88,12 @@ class Sample:
     state: SampleState = SampleState.WAITING
     finish_reason: FinishReason | None = None
     segment_open: bool = False
+    conversation: Conversation | None = None
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
         """Append tokens that the current request generated under `version`: all of them, or none and an error.
 
-        A new request or a new version opens a new segment.
+        A new request or a new version opens a new segment. Without a version they are tokens of a tool.
         """
         if len(token_ids) != len(logprobs):
             raise EngineError(
@@ -122,9 +145,29 @@ class Sample:
         return len(self.token_ids) * (self.token_ids.itemsize + self.logprobs.itemsize)
 
     @property
-    def versions(self) -> list[int]:
-        """Policy version of every token, shape `(length,)`."""
+    def versions(self) -> list[int | None]:
+        """Policy version of every token, shape `(length,)`; `None` for tokens of tools."""
         return [segment.version for segment in self.segments for _ in range(segment.length)]
+
+    @property
+    def last_version(self) -> int | None:
+        """Policy version of the youngest token that the model generated."""
+        return next((one.version for one in reversed(self.segments) if one.version is not None), None)
+
+    @property
+    def num_tool_tokens(self) -> int:
+        """Tokens that tools returned."""
+        return sum(segment.length for segment in self.segments if segment.version is None)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the model generated."""
+        return len(self) - self.num_tool_tokens
+
+    @property
+    def pending_calls(self) -> bool:
+        """Whether its turn has ended, and the calls in it have not run."""
+        return self.conversation is not None and self.conversation.turn_ended is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +203,7 @@ class Group:
         states = {sample.state for sample in self.samples}
         if SampleState.RUNNING in states:
             return SampleState.RUNNING
-        # A finished sample beside unfinished ones is progress too: the group is resumed rather than started.
+        # A finished or acting sample beside others is progress too: the group is resumed rather than started.
         return states.pop() if len(states) == 1 else SampleState.PARKED
 
     def remaining(self, sample: Sample) -> int:
@@ -171,6 +214,16 @@ class Group:
     def num_tokens(self) -> int:
         """Completion tokens of all samples."""
         return sum(len(sample) for sample in self.samples)
+
+    @property
+    def num_tool_tokens(self) -> int:
+        """Completion tokens that tools returned."""
+        return sum(sample.num_tool_tokens for sample in self.samples)
+
+    @property
+    def num_generated(self) -> int:
+        """Completion tokens that the model generated."""
+        return self.num_tokens - self.num_tool_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -187,7 +240,7 @@ class Group:
                 raise PoolError(f"Tokens, log-probabilities and segments of {sample} differ in length.")
             if length > self.max_completion_length:
                 raise PoolError(f"{sample} has {length} tokens with a budget of {self.max_completion_length}.")
-            versions = [segment.version for segment in sample.segments]
+            versions = [segment.version for segment in sample.segments if segment.version is not None]
             if versions != sorted(versions) or (versions and versions[0] < self.start_version):
                 raise PoolError(
                     f"Policy versions {versions} of {sample} decrease, or precede {self.start_version}, the version "
@@ -197,3 +250,11 @@ class Group:
                 raise PoolError(f"{sample} is {sample.state.value} with finish reason {sample.finish_reason}.")
             if sample.state is SampleState.FINISHED and not length:
                 raise PoolError(f"{sample} is finished without a token.")
+            if sample.segments and sample.segments[0].version is None:
+                raise PoolError(f"{sample} begins with tokens of a tool.")
+            if sample.conversation is not None and not 0 <= sample.conversation.turn_start <= length:
+                raise PoolError(f"The turn of {sample} starts at {sample.conversation.turn_start} of {length} tokens.")
+            acts = sample.state is SampleState.ACTING
+            # After an error or a checkpoint, a parked sample has calls to run again.
+            if sample.pending_calls != acts and not (sample.pending_calls and sample.state is SampleState.PARKED):
+                raise PoolError(f"{sample} is {sample.state.value} in {sample.conversation}.")

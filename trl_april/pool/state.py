@@ -15,7 +15,7 @@ from ..errors import PoolError
 from .counters import Counters
 from .packing import PackedGroups, pack, prompt_digest, unpack
 from .pool import Pool
-from .samples import Group, Sample
+from .samples import Group
 
 
 STATE_FORMAT = 4  # format 3, with other names and whole rows only, is still read
@@ -24,7 +24,7 @@ _SAME_DATASET = "Completions are kept for rows that are read again: resume with 
 
 
 def state_dict(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
-    """Everything in the pool as plain data. Running requests are not disturbed, and their samples stored as parked.
+    """Everything in the pool as plain data. Requests and tools are not disturbed, and their samples stored as parked.
 
     Groups `in_training` were taken but not yet fully trained. They are stored as if they had not been taken.
     """
@@ -80,6 +80,8 @@ def restore(
             "belongs to another checkpoint."
         )
     found = [group for state in states for group in _groups_of(state, read_row)]
+    if any((sample.conversation is not None) != pool.has_tools for group in found for sample in group.samples):
+        raise PoolError(f"The pool state was saved with{'out' if pool.has_tools else ''} tools: resume with the same.")
     groups = {group.group_id: group for group in sorted(found, key=lambda group: group.group_id)}
     for group in found:
         if group.score is not None and num_reward_funcs not in (None, len(group.score.rewards[0])):
@@ -92,7 +94,7 @@ def restore(
         # The batch in training is generated anew where one more round would make it, or what it delays, too old.
         for group_id in in_training:
             old, last_id = groups.pop(group_id), last_id + 1
-            samples = [Sample(last_id, index) for index in range(len(old.samples))]
+            samples = pool.new_samples(last_id, len(old.samples))
             groups[last_id] = replace(old, group_id=last_id, start_version=version, samples=samples, score=None)
         if not _fits(pool, groups, version, again):
             raise PoolError(
@@ -101,7 +103,7 @@ def restore(
                 "max_staleness, staleness_policy, batch and optimiser steps per batch that they were saved under, or "
                 "with max_staleness=None."
             )
-    counters = Counters(*(sum(state[name] for state in states) for name in COUNTERS)) if has_totals else Counters()
+    counters = Counters(*(sum(state.get(name, 0) for state in states) for name in COUNTERS if has_totals))
     pool.fill(groups, owns, counters, version=version, last_id=last_id)
     return [group for group_id, group in groups.items() if not owns(group_id)]
 
@@ -121,7 +123,7 @@ def _groups_of(state: dict[str, Any], read_row: Callable[[int], dict[str, Any]] 
                 f"was generated: {str(group.row.get('prompt'))[:200]!r}. {_SAME_DATASET}"
             )
         group.check()
-    Counters(*(state[name] for name in COUNTERS)).check(groups)
+    Counters(*(state.get(name, 0) for name in COUNTERS)).check(groups)
     return groups
 
 

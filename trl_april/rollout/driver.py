@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 from ..distributed.quota import SharedQuota
 from ..engine.protocol import RequestMaker, RolloutEngine
@@ -19,6 +20,7 @@ from .dynamic_sampling import DynamicSampling
 from .in_flight import InFlight
 from .lifecycle import RoundLifecycle, RoundState
 from .round import Round, RoundRecorder, drain_grace
+from .turns import Act
 
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class RolloutDriver:
         overlap: bool = False,  # whether requests continue after a round closes, until `cut`
         resume_kv: str = "recompute",
         server_of: Callable[[str], str | None] = lambda request_id: None,  # address by request id, for several servers
+        act: Act | None = None,  # what follows a turn of the model; the pool has tools exactly if it is given
+        threads: Executor | None = None,  # that it is called in; daemon threads by default
     ) -> None:
         self.pool = pool
         self.round: Round | None = None
@@ -66,6 +70,8 @@ class RolloutDriver:
             retries=retries,
             sweep_interval=sweep_interval,
             server_of=server_of,
+            act=act,
+            threads=threads,
         )
         self._recorder = RoundRecorder(pool, self._flight, overlap=overlap)
 
@@ -73,6 +79,11 @@ class RolloutDriver:
     def in_flight(self) -> int:
         """Number of running requests."""
         return len(self._flight.running)
+
+    @property
+    def acting(self) -> int:
+        """Number of samples whose tools run."""
+        return len(self._flight.acting)
 
     @property
     def without_tokens(self) -> int:
@@ -104,7 +115,8 @@ class RolloutDriver:
             self.round = self._recorder.begin(schedule.version)
             if self._dynamic is not None:
                 self._dynamic.replaced = 0
-        if self._lifecycle.error is None:
+        # A satisfied round is not cut, so samples that end acting after it must not be requested without `overlap`.
+        if self._lifecycle.error is None and (self._overlap or not is_satisfied):
             self._flight.open()
         if self._quota is not None and not is_satisfied:
             self._quota.begin_round()
@@ -204,6 +216,7 @@ class RolloutDriver:
         """End all requests within seconds, whatever the server does. Tokens that have arrived stay in the pool."""
         if not self._flight.is_cutting_off:  # it may be, after a second Ctrl-C
             await self._flight.cut_off()
+        self._flight.acting.close()
 
     def _sample_ended(self, group: Group) -> None:
         if not group.is_finished:
@@ -267,13 +280,13 @@ class RolloutDriver:
         """Wait until the round closes, or fail it if the engine is silent for too long."""
         # Not by asyncio.wait on all tasks, which takes n steps at each of n ends.
         while not self._lifecycle.closing.is_set():
-            here, everywhere = self._num_tokens()
+            here, everywhere = self._progress()
             try:
                 async with asyncio.timeout(self._idle_timeout):
                     await self._lifecycle.closing.wait()
             except TimeoutError:
-                running, (here_now, everywhere_now) = self.in_flight, self._num_tokens()
-                # Without requests, the round waits for a reward function.
+                running, (here_now, everywhere_now) = self.in_flight, self._progress()
+                # Without requests, the round waits for a reward function or for tools.
                 if not running or here_now != here:
                     continue
                 # Requests without tokens may be queued after requests of other processes.
@@ -285,9 +298,13 @@ class RolloutDriver:
                         )
                     )
 
-    def _num_tokens(self) -> tuple[int, int]:
-        """Tokens that this process received, and tokens of this round in all processes, as far as known here."""
-        return self.pool.counters.tokens_generated, 0 if self._quota is None else self._quota.num_tokens
+    def _progress(self) -> tuple[tuple[int, int], int]:
+        """Tokens that this process received and calls of `act` that ended; and tokens of this round in all processes.
+
+        After a long call, the next request may have had no time yet for a token.
+        """
+        here = self.pool.counters.tokens_generated, self._flight.acting.num_landed
+        return here, 0 if self._quota is None else self._quota.num_tokens
 
     def _agree_on_end(self, quota: SharedQuota) -> None:
         """Learn whether the round was closed or suspended: the first event counts in all processes."""

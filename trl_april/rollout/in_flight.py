@@ -11,21 +11,24 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Executor
 from contextlib import aclosing, suppress
 from typing import Any
 
 from ..engine.protocol import RequestMaker, RolloutEngine, ServerLost
 from ..errors import EngineError, ServerError
 from ..pool.pool import Pool
-from ..pool.samples import FinishReason, Group, Sample
+from ..pool.samples import FinishReason, Group, Sample, SampleState
+from .acting import Acting
+from .broken_streams import BrokenStreams
 from .round import RequestTrace
 from .running_request import RunningRequest, watch
+from .turns import Act
 
 
 logger = logging.getLogger(__name__)
 
 CUT_OFF_SECONDS = 5.0  # for streams to deliver their last tokens after a failure
-REPORT_SECONDS = 0.5  # streams that break within them are reported in one warning
 POLL_SECONDS = 0.01  # between two questions about requests that the engine does not know
 
 
@@ -33,7 +36,8 @@ class InFlight:
     """Generates samples of a pool on an engine until they are finished or cut.
 
     Errors that repeating a request does not help are passed to `on_error`. `on_sample_ended` is called when a sample
-    of the group is finished or no longer requested, and `on_task_ended` after each decrease of `len(in_flight)`.
+    of the group is finished or no longer requested, and `on_task_ended` after each decrease of `len(in_flight)`. With
+    `act`, a sample is in turn generated and `acting`, which no cut ends.
     `server_of` names the server of a running request, if there are several.
     """
 
@@ -50,17 +54,19 @@ class InFlight:
         retries: int,
         sweep_interval: float,
         server_of: Callable[[str], str | None] = lambda request_id: None,
+        act: Act | None = None,
+        threads: Executor | None = None,
     ) -> None:
         self.running: dict[str, RunningRequest] = {}  # by request id
         self.counts: list[tuple[float, float]] = []  # time and running requests at each change; the owner clears it
         self.dispatched: dict[tuple[int, int], Sample] = {}  # samples requested in this round, by key
-        self.broken_streams = 0  # requests that ended without their last tokens; the owner resets it
+        self.broken_streams = BrokenStreams()
         self.aborted_requests = 0  # the owner resets it
-        self._unreported = 0  # broken streams, of which a warning is due
         self._pool, self._engine, self._requests = pool, engine, requests
         self._on_sample_ended, self._on_task_ended, self._on_error = on_sample_ended, on_task_ended, on_error
         self._idle_timeout, self._retries, self._sweep_interval = idle_timeout, retries, sweep_interval
         self._server_of = server_of
+        self.acting = Acting(pool, act, on_ended=self._act_ended, on_error=on_error, threads=threads)
         self._watchdog: set[asyncio.Task[None]] = set()  # its task, if it runs
         self._tasks: set[asyncio.Task[None]] = set()  # one per sample
         self._task_of: dict[tuple[int, int], asyncio.Task[None]] = {}  # tasks that may send requests, by sample
@@ -72,8 +78,8 @@ class InFlight:
         self._traces: list[RequestTrace] = []  # requests that ended in this round
 
     def __len__(self) -> int:
-        """Tasks that have not ended: samples that run or are about to be repeated, and trims."""
-        return len(self._tasks) + len(self._trims)
+        """Tasks that have not ended: samples that run, act or are about to be repeated, and trims."""
+        return len(self._tasks) + len(self._trims) + len(self.acting)
 
     def begin_round(self, now: float) -> None:
         """Count requests and traces anew. Running requests continue."""
@@ -93,18 +99,18 @@ class InFlight:
         self._stopped.set()
 
     def dispatch(self) -> None:
-        """Request every sample that waits and has no task."""
+        """Request every sample that waits and has no task, or run the calls that it has pending."""
+        self.acting.land()
         if self._stopped.is_set():
             return
         if not self._watchdog:
             self.track(watch(self._engine, self.running, self._idle_timeout), self._watchdog)
         now = asyncio.get_running_loop().time()
         for group, sample in self._pool.ready():
-            key = sample.key
-            if key not in self._task_of:
-                self._is_trimmed = False
-                self.dispatched[key] = sample
-                self._task_of[key] = self.track(self._complete(group, sample, now), self._tasks)
+            if sample.pending_calls:
+                self.acting.repeat(group, sample)
+            elif sample.key not in self._task_of:
+                self._request(group, sample, now)
 
     async def dispatch_more(self) -> None:
         """Dispatch in the middle of a round, or between two.
@@ -178,7 +184,7 @@ class InFlight:
                 CUT_OFF_SECONDS,
             )
         finally:
-            self.broken_streams += len(self.running)
+            self.broken_streams.count += len(self.running)
             tasks = [*self._tasks, *self._trims, *self._watchdog]
             for task in tasks:
                 task.cancel()  # closes the connection, and the server then aborts the request
@@ -187,10 +193,27 @@ class InFlight:
 
     # One sample
 
-    async def _complete(self, group: Group, sample: Sample, asked: float) -> None:
-        """Generate `sample` until it is finished, held back, or cut, across broken streams."""
+    def _request(self, group: Group, sample: Sample, now: float, *, asks_server: bool = False) -> None:
+        self._is_trimmed = False
+        self.dispatched[sample.key] = sample
+        self._task_of[sample.key] = self.track(self._complete(group, sample, now, asks_server), self._tasks)
+
+    def _act_ended(self, group: Group, sample: Sample) -> None:
+        """Request the next turn of `sample`, unless requests may not be sent or it is complete."""
+        is_needed = not self._pool.is_full or group.group_id in self._pool.schedule.needed()
+        if sample.state is SampleState.PARKED and is_needed and not self._stopped.is_set():
+            self._request(group, sample, asyncio.get_running_loop().time(), asks_server=True)
+        self._on_sample_ended(group)
+        self._on_task_ended()
+
+    async def _complete(self, group: Group, sample: Sample, asked: float, asks_server: bool) -> None:
+        """Generate `sample` until its turn ends, or it is held back or cut, across broken streams."""
         failures = 0
         try:
+            # As in `dispatch_more`: while all samples acted, no stream would have broken at a restart.
+            if asks_server and not self.running and not await self._engine.holds(self._version):
+                if self._may_ask(sample):
+                    raise ServerError(self._weights_lost())
             while self._may_ask(sample):
                 length_before = len(sample)
                 try:
@@ -198,10 +221,10 @@ class InFlight:
                     break
                 except ServerError as broken:
                     error = broken
-                if sample.finish_reason is not None:
+                if sample.state in (SampleState.ACTING, SampleState.FINISHED):
                     break  # the stream broke after the last token of the budget
                 was_told = isinstance(error, ServerLost)
-                self._stream_broke(error, warns=self._may_ask(sample) and not was_told)
+                self.broken_streams.add(error, warns=self._may_ask(sample) and not was_told)
                 if not self._may_ask(sample):
                     break
                 asked = asyncio.get_running_loop().time()
@@ -225,23 +248,9 @@ class InFlight:
         finally:
             if self._task_of.get(sample.key) is asyncio.current_task():
                 del self._task_of[sample.key]
+            if sample.state is SampleState.ACTING:
+                self.acting.start(group, sample)
         self._on_sample_ended(group)
-
-    def _stream_broke(self, error: ServerError, *, warns: bool) -> None:
-        """Count a broken stream, and warn once of all that break together."""
-        first = str(error)  # as text: handlers may keep the record
-
-        def report() -> None:
-            logger.warning(
-                "%s Broken streams: %d. Their samples resume from their last tokens.", first, self._unreported
-            )
-            self._unreported = 0
-
-        self.broken_streams += 1
-        if warns and not self._unreported:
-            asyncio.get_running_loop().call_later(REPORT_SECONDS, report)
-        if warns or self._unreported:
-            self._unreported += 1
 
     def _may_ask(self, sample: Sample) -> bool:
         """Whether the current task may send requests for `sample`."""
@@ -252,7 +261,7 @@ class InFlight:
         request = self._requests.make(group, sample, self._version)
         self._pool.start(sample)
         deadline = asyncio.timeout(None)
-        running = RunningRequest(request, sample, self._version, max(asked, self._round_began), deadline)
+        running = RunningRequest(request, sample, len(sample), self._version, max(asked, self._round_began), deadline)
         self.running[request.request_id] = running
         self.record_count()
         try:
@@ -283,7 +292,7 @@ class InFlight:
             del self.running[request.request_id]
             self._traces.append(running.trace(self._round_began))
             self.record_count()
-            if sample.finish_reason is None:
+            if sample.state is SampleState.RUNNING:
                 self._pool.park(sample)
 
     # All samples

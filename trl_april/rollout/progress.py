@@ -26,7 +26,7 @@ def notebook_bar() -> Any:
 
 
 class RoundProgress:
-    """Shows finished groups of the quota, requests in flight and tokens per second while a round runs.
+    """Shows finished groups of the quota, requests in flight, acting samples and tokens per second in a round.
 
     With a shared `quota`, groups are counted over all processes, requests and tokens in this one.
     """
@@ -61,7 +61,8 @@ class RoundProgress:
         finished = min(finished, schedule.quota)
         rejected = f", {len(schedule.rejected)} rejected" if len(schedule.rejected) else ""
         of = "" if self._quota is None else " of process 0"
-        text = f"{self._driver.in_flight} in flight{of}, {rate:,.0f} tok/s{rejected}"
+        acting = f", {self._driver.acting} with tools" if self._driver.acting else ""
+        text = f"{self._driver.in_flight} in flight{acting}{of}, {rate:,.0f} tok/s{rejected}"
         if self._notebook is None:
             self._bar.n = finished
             self._bar.set_postfix_str(text)

@@ -42,7 +42,7 @@ class RequestTrace:
     ended: float  # when it finished or was cut
     tokens: int  # arrived in this round
     held: int  # completion tokens that it was sent with, or had at the opening
-    finished: bool  # whether its sample is finished
+    finished: bool  # whether it ended by itself
 
     @property
     def ran_on(self) -> bool:
@@ -71,6 +71,9 @@ class Round:
     filled_groups: int = 0  # rejected groups in the batch, since the round hit its rejection limit
     # Requests that ended without their last tokens: each may have lost up to one chunk.
     broken_streams: int = 0
+    acting_samples: int = 0  # whose tools ran when the round closed
+    tool_seconds_max: float = 0.0  # of the longest step of tools since the last round closed, ended or not
+    repeated_tool_steps: int = 0  # steps that ran again, after a checkpoint or an error
     outages: int = 0  # suspensions because the server went away or lost its weights
     outage_seconds: float = 0.0  # part of `seconds`
     in_flight: list[tuple[float, float]] = field(default_factory=list)  # (seconds since `started`, running requests)
@@ -118,7 +121,7 @@ class RoundRecorder:
         beside = [(time - now, count) for time, count in self._flight.counts]
         self._flight.counts = []
         self._opened = replace(self._pool.counters)
-        self._held = {group.group_id: group.num_tokens for group in self._pool}
+        self._held = {group.group_id: group.num_generated for group in self._pool}
         resumed = {group.group_id for group, _ in self._pool.ready() if group.state is SampleState.PARKED}
         return Round(
             version,
@@ -133,13 +136,16 @@ class RoundRecorder:
     def end(self, record: Round) -> None:
         """Complete the record of a round that closed or was interrupted."""
         flight = self._flight
-        record.broken_streams += flight.broken_streams
+        record.broken_streams += flight.broken_streams.count
         record.aborted_requests += flight.aborted_requests
-        flight.broken_streams = flight.aborted_requests = 0
+        record.acting_samples = len(flight.acting)
+        record.tool_seconds_max = max(record.tool_seconds_max, flight.acting.take_longest())
+        record.repeated_tool_steps += flight.acting.num_repeated
+        flight.broken_streams.count = flight.aborted_requests = flight.acting.num_repeated = 0
         self._tokens_at_end = self._pool.counters.tokens_generated
         record.traces = flight.traces()
         record.requests = len(flight.dispatched)
-        record.launched_lengths = [len(sample) for sample in flight.dispatched.values()]
+        record.launched_lengths = [sample.num_generated for sample in flight.dispatched.values()]
         record.seconds = _now() - record.started
         record.generated_tokens = self._tokens_at_end - self._opened.tokens_generated
         record.in_flight += [(time - record.started, count) for time, count in flight.counts]

@@ -72,6 +72,10 @@ class Rounds:
                     if self._may_close():
                         done = self.driver.take()
                         on_taken(done)
+            if done is None and self.pool.has_tools:
+                with self.loop.paused():
+                    self.processes.agree(self.pool)  # on the groups that tools have finished meanwhile
+                    self.driver.open_round()
         self.recovery.progress_was_made()
         batch, rejected = self.pool.schedule.delivered, list(self.pool.schedule.rejected)
         done.groups = self.processes.scatter(done.groups, batch, self.admission.row_of, self.num_generations)
@@ -106,7 +110,7 @@ class Rounds:
     def _open(self, version: int) -> None:
         pool = self.pool
         pool.begin_round(version)
-        if self.overlap:
+        if self.overlap or pool.has_tools:
             self.processes.agree(pool)  # on the groups finished since the last round closed
         if pool.max_parked_tokens is not None:  # a bound per process, but they admit together
             (full,) = self.processes.reduce_max([float(pool.is_full)])

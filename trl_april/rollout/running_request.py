@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..engine.protocol import Chunk, GenerationRequest, RolloutEngine
 from ..errors import EngineError, ServerError
-from ..pool.samples import Sample
+from ..pool.samples import Sample, SampleState
 from .round import RequestTrace
 
 
@@ -28,6 +28,7 @@ class RunningRequest:
 
     request: GenerationRequest
     sample: Sample
+    held: int  # completion tokens that it was sent with
     version: int  # of the next token to arrive
     # When it was dispatched, or its round opened. Requests dispatched together are sent one by one.
     began: float
@@ -41,7 +42,7 @@ class RunningRequest:
     @property
     def received(self) -> int:
         """Tokens that have arrived."""
-        return len(self.sample) - self.request.generated
+        return len(self.sample) - self.held
 
     def change_version(self, after: int, version: int) -> None:
         """Assign all tokens after the first `after` of this request to `version`."""
@@ -77,13 +78,13 @@ class RunningRequest:
     def trace(self, opened: float) -> RequestTrace:
         """Its part in the round that opened then, as if it ended now."""
         ended = asyncio.get_running_loop().time() - opened
-        held = self.request.generated + self.before
+        held = self.held + self.before
         return RequestTrace(
             self.sample.group_id, self.sample.index, self.began - opened,
             ended if self.first is None else self.first - opened, self.head, ended,
             tokens=max(0, len(self.sample) - held),  # tokens of before may still be in transit
             held=held,
-            finished=self.sample.finish_reason is not None,
+            finished=self.sample.state in (SampleState.ACTING, SampleState.FINISHED),
         )  # fmt: skip
 
     @property

@@ -35,8 +35,9 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) -> dict[str, list[list[Any]]]:
     """The batch in the form of TRL's `rollout_func`: a list per key, with one entry per sample, group-major.
 
-    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens of
-    versions before `mask_below`, which leave the loss; it is there only if there are any.
+    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens
+    outside of the loss: those of tools, and of versions before `mask_below`. It is there only if tools may be called
+    or there are such tokens.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     output = {
@@ -44,20 +45,24 @@ def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) ->
         "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
         "logprobs": [sample.logprobs.tolist() for _, sample in samples],
     }
-    if mask_below is not None and any(s.version < mask_below for _, sample in samples for s in sample.segments):
-        # Per token, so that each sample keeps its young ones.
-        output["env_mask"] = [[int(version >= mask_below) for version in sample.versions] for _, sample in samples]
+    # Per token, so that each sample keeps its young ones.
+    lowest = -math.inf if mask_below is None else mask_below
+    mask = [[int(v is not None and v >= lowest) for v in sample.versions] for _, sample in samples]
+    if samples[0][1].conversation is not None or not all(map(all, mask)):
+        output["env_mask"] = mask
     return output
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Additional columns of TRL's table of completions (`log_completions`), in the order of [`rollout_output`].
 
-    `versions` has the policy version of each segment, such as `"3,4,6"`. It is one column with a short name, to be
-    readable in a terminal, and always text, so that the files of all steps form one table.
+    `versions` has the policy version of each segment, such as `"3,4,6"`, and `tool` for results of tools. It is one
+    column with a short name, to be readable in a terminal, and always text, so that the files of all steps form one
+    table.
     """
     samples = [sample for group in groups for sample in group.samples]
-    return {"versions": [",".join(str(segment.version) for segment in sample.segments) for sample in samples]}
+    versions = [["tool" if s.version is None else str(s.version) for s in sample.segments] for sample in samples]
+    return {"versions": [",".join(one) for one in versions]}
 
 
 def evaluation_columns(count: int) -> dict[str, list[str]]:
@@ -77,20 +82,23 @@ def round_metrics(
 ) -> dict[str, float]:
     """The metrics of a round, without the prefix `april/`, after the batch was taken from the pool.
 
-    The reductions are over all processes. Tokens older than `max_staleness` count as over the bound.
+    The reductions are over all processes. Tokens older than `max_staleness` count as over the bound. Tokens of tools
+    count only as parked.
     """
     samples = [sample for group in done.groups for sample in group.samples]
     # By segment rather than by token, for speed.
-    ages = [(done.version - s.version, s.length) for sample in samples for s in sample.segments]
-    parked = [sample for group in pool for sample in group.samples if sample.state is SampleState.PARKED]
+    by_sample = [[(done.version - s.version, s.length) for s in x.segments if s.version is not None] for x in samples]
+    ages = [age for one in by_sample for age in one]
+    kept = (SampleState.PARKED, SampleState.ACTING)
+    parked = [sample for group in pool for sample in group.samples if sample.state in kept]
     over = math.inf if max_staleness is None else max_staleness
     counted = {
         "generated_tokens": done.generated_tokens,
         "overlap_tokens": done.overlap_tokens,
-        "trained_tokens": sum(len(sample) for sample in samples),
+        "trained_tokens": sum(sample.num_generated for sample in samples),
         "groups_resumed": done.resumed_groups,
         "aborted_requests": done.aborted_requests,
-        "fully_stale_samples": sum(all(done.version - s.version > over for s in x.segments) for x in samples),
+        "fully_stale_samples": sum(all(age > over for age, _ in one) for one in by_sample),
         "rejected_groups": done.rejected_groups,
         "rejected_tokens": done.rejected_tokens,
         "filled_groups": done.filled_groups,
@@ -100,6 +108,9 @@ def round_metrics(
         "parked_tokens": sum(len(sample) for sample in parked),
         "parked_bytes": sum(sample.nbytes for sample in parked),
     }
+    has_tools = samples[0].conversation is not None
+    if has_tools:
+        counted |= {"acting_samples": done.acting_samples, "repeated_tool_steps": done.repeated_tool_steps}
     sums = counted | {
         "samples": len(samples),
         "requests": done.requests,
@@ -116,10 +127,11 @@ def round_metrics(
         "sync_seconds": sync_seconds,
         "outage_seconds": done.outage_seconds,
         "staleness_max": max(age for age, _ in ages),
-        "versions_per_sample_max": max(len({s.version for s in sample.segments}) for sample in samples),
+        "versions_per_sample_max": max(len({age for age, _ in one}) for one in by_sample),
+        **({"tool_seconds_max": done.tool_seconds_max} if has_tools else {}),
     }
     # In one call, since each is a message between processes.
-    bins = length_bins(len(sample) for sample in samples)
+    bins = length_bins(sample.num_generated for sample in samples)
     added = reduce_sum([*(float(value) for value in sums.values()), *bins])
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, reduce_max([float(value) for value in maxima.values()]), strict=True))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
+from transformers.trainer_utils import IntervalStrategy
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import AprilOptions
@@ -26,14 +27,13 @@ logger = get_logger(__name__)
 
 # TRL's methods that decide what is generated for which rows. APRIL does both itself.
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
-REPLACED_METHODS = ("_generate", "_generate_single_turn", "get_train_dataloader")
+REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
 
 
 def why_stock(
     args: GRPOConfig,
     train_dataset: Dataset | IterableDataset | None,
     *,
-    tools: Any = None,
     environment_factory: Any = None,
     rollout_func: Any = None,
     overridden: Sequence[str] = (),
@@ -41,8 +41,6 @@ def why_stock(
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
     if not args.use_vllm:
         return "use_vllm is False, and partial rollouts need a server (use_vllm=True, APRILGRPOConfig's default)"
-    if tools:
-        return "tools are given, and a cut inside a tool call cannot be resumed yet"
     if environment_factory is not None:
         return "environment_factory is given, and an environment cannot be parked yet"
     if rollout_func is not None:
@@ -128,7 +126,13 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
-def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Dataset | IterableDataset | None) -> None:
+def check_arguments(
+    args: GRPOConfig,
+    options: AprilOptions,
+    train_dataset: Dataset | IterableDataset | None,
+    *,
+    has_tools: bool = False,
+) -> None:
     """Raise [`ConfigError`] for processes, a dataset or options that training cannot use."""
     if args.loss_type not in LOSS_TYPES:
         raise ConfigError(f"loss_type is {args.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}.")
@@ -137,6 +141,8 @@ def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Data
         raise ConfigError(f"vllm_mode is {args.vllm_mode!r}; it must be 'server' or 'colocate'.")
     quota = args.generation_batch_size // args.num_generations
     check_dataset(train_dataset, quota)
+    if has_tools:
+        check_tools(args, train_dataset)
     limit = options.max_rejected_groups_per_round
     if limit is not None and limit < quota:
         raise ConfigError(
@@ -162,6 +168,29 @@ def check_arguments(args: GRPOConfig, options: AprilOptions, train_dataset: Data
             "vllm_importance_sampling_correction is False, so tokens of earlier policy versions are trained as if the "
             "present version had sampled them, which biases the gradient. Set it to True, or train synchronously with "
             "over_provisioning=1.0 and overlap_generation=False."
+        )
+
+
+def check_tools(args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
+    """Raise [`ConfigError`] if the prompts are no conversations, or an evaluation would hang."""
+    prompt = _first_row(train_dataset)["prompt"] if isinstance(train_dataset, (Dataset, IterableDataset)) else []
+    if isinstance(prompt, str):
+        raise ConfigError(
+            f"tools are given, but the prompts of the training dataset are text: {prompt!r:.100}. The chat template "
+            "tells the model about its tools: make each prompt a list of messages, such as "
+            "[{'role': 'user', 'content': ...}]."
+        )
+    if args.eval_strategy != IntervalStrategy.NO:
+        check_evaluation(args)
+
+
+def check_evaluation(args: GRPOConfig) -> None:
+    """Raise [`ConfigError`] if an evaluation with tools would hang."""
+    if args.world_size > 1:
+        raise ConfigError(
+            f"tools are given, and {args.world_size} processes would evaluate. TRL's evaluation waits for all of them "
+            "in each turn, also for those whose samples are complete, and would hang. Set eval_strategy='no', and "
+            "evaluate checkpoints in one process."
         )
 
 

@@ -10,6 +10,7 @@ import copy
 import os
 import tempfile
 import textwrap
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from datasets import IterableDataset
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
 from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
@@ -36,7 +38,8 @@ from ..server.addresses import server_addresses
 from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.sync import ServerGeneration
-from .rewards import RewardScorer, checked, decode_completions
+from .rewards import RewardScorer, checked, decode_completions, use_device
+from .tools import CallResults, Message, ToolTurns, check_results, tools_by_kind
 
 
 logger = get_logger(__name__)
@@ -112,6 +115,19 @@ def arguments_for_trl(
             setattr(args, name, value)
         if adds_token:
             del model.config.image_token_id
+
+
+@contextmanager
+def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of a trainer for the length of a block. A method of its class is found again afterwards."""
+    before = {name: vars(trainer)[name] for name in attributes if name in vars(trainer)}
+    vars(trainer).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(trainer)[name]
+        vars(trainer).update(before)
 
 
 def start_server(trainer: object, args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer | None:
@@ -324,3 +340,44 @@ def reward_scorer(trainer: GRPOTrainer) -> RewardScorer:
         chat_template_kwargs=trainer.chat_template_kwargs,
         device=trainer.accelerator.device,
     )
+
+
+def tool_turns(trainer: GRPOTrainer, timeout: float | None) -> ToolTurns | None:
+    """What follows a turn of the model, by the trainer's own tool loop in any thread; `None` without tools."""
+    if not trainer.tools:
+        return None
+    view = copy.copy(trainer)
+    # A tokenizer that another thread truncates meanwhile renders other tokens, without an error.
+    lock, view.processing_class = threading.Lock(), copy.deepcopy(trainer.processing_class)
+    view._tokenizer = tokenizer = getattr(view.processing_class, "tokenizer", view.processing_class)
+    view.vllm_mode, view.max_tool_calling_iterations = "server", 1
+    functions, coroutines = tools_by_kind(trainer.tools, timeout)
+    view._sync_tool_dicts, view._async_tool_dicts = [functions], [coroutines]
+    render = view._get_tool_suffix_ids
+
+    def render_results(messages: list[Message]) -> list[int]:
+        check_results(messages)
+        with lock:
+            return render(messages)
+
+    view._get_tool_suffix_ids = render_results
+
+    def parse(token_ids: list[int], prefix: list[int]) -> Message:
+        with lock:
+            return parse_response(tokenizer, token_ids, prefix=prefix, tools=trainer.tools)
+
+    def run_calls(prompt_ids: list[int], token_ids: list[int], message: Message, budget: int) -> CallResults:
+        use_device(trainer.accelerator.device)
+        step, prompts = copy.copy(view), []
+
+        def generate(prompts_with_results: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            prompts.extend(prompts_with_results)
+            return [[]], [[]]
+
+        step.max_completion_length, step._generate_single_turn = budget, generate
+        _, (messages,), (results,), _, calls, failures, _ = step._tool_call_loop(
+            [[]], [prompt_ids], [token_ids], [[message]], [[0.0] * len(token_ids)], None, {}
+        )
+        return CallResults(results[len(token_ids) :], messages[1:], calls, failures, fit=bool(prompts))
+
+    return ToolTurns(parse, run_calls, max_iterations=trainer.max_tool_calling_iterations)

@@ -137,11 +137,12 @@ def correction_metrics(
     samples = [sample for group in groups for sample in group.samples]
     ages = torch.zeros(mask.shape, dtype=torch.long)
     for row, sample in enumerate(samples):
-        ages[row, : len(sample)] = version - torch.tensor(sample.versions)
+        # Tokens of tools have no age; the mask leaves them out.
+        ages[row, : len(sample)] = torch.tensor([0 if v is None else version - v for v in sample.versions])
     ages = ages.to(mask.device)
 
     buckets = {name: ages.clamp(max=len(AGES) - 1) == age for age, name in enumerate(AGES)}
-    quarters = _quarters([len(sample) for sample in samples], processes).to(mask.device)[:, None]
+    quarters = _quarters([sample.num_generated for sample in samples], processes).to(mask.device)[:, None]
     buckets |= {f"length_q{quarter + 1}": quarters == quarter for quarter in range(4)}
     sums = []
     for bucket in buckets.values():

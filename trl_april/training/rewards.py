@@ -27,6 +27,7 @@ from trl.trainer.utils import is_async_callable, nanstd
 from ..errors import ConfigError
 from ..pool.samples import Group, Score
 from .batch import batch_rows
+from .tools import messages_of
 
 
 logger = get_logger(__name__)
@@ -62,7 +63,9 @@ class RewardScorer:
         prompts = [row["prompt"] for row in rows]
         prompt_ids = [group.prompt_ids for group in groups for _ in group.samples]
         completion_ids = [sample.token_ids.tolist() for group in groups for sample in group.samples]
-        completions = self.decode(copy.deepcopy(prompts), prompt_ids, completion_ids)
+        completions: list[Any] = messages_of(groups)  # if there are tools
+        if not completions:
+            completions = self.decode(copy.deepcopy(prompts), prompt_ids, completion_ids)
         extra: dict[str, list[Any]] = defaultdict(list)
         arguments = {
             "prompts": prompts,

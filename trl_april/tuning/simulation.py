@@ -237,7 +237,8 @@ class _Simulation:
             self._carried += done.carried_tokens
             for sample in (sample for group in done.groups for sample in group.samples):
                 for segment in sample.segments:
-                    self.result.ages[done.version - segment.version] += segment.length
+                    if segment.version is not None:
+                        self.result.ages[done.version - segment.version] += segment.length
         self._train(group.group_id for group in done.groups)
 
     async def _uninterrupted(self) -> None:

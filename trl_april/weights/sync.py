@@ -152,6 +152,7 @@ class ServerGeneration(VLLMGeneration):
                 f"The vLLM server at {server.base_url} is ready, but did not answer a question about its "
                 f"configuration: {error}. See its log, or raise vllm_server_timeout."
             ) from error
+        server.client.context_length = server.info.max_model_len
         other = next((one for one in self.servers if one is not server and one.is_connected), server)
         if server.info.model != other.info.model:
             raise ConfigError(

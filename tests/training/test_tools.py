@@ -1,0 +1,257 @@
+"""Turns with tools against TRL's own loop: tokens, masks, log-probabilities, messages and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+from trl import GRPOConfig
+
+from tests.support.tool_calling import (
+    DATASET,
+    END,
+    SCRIPT,
+    TOKENIZER,
+    TOOLS,
+    ScriptedStock,
+    ToolScript,
+    add,
+    call,
+    divide,
+    encode,
+    multiply,
+    trainer_arguments,
+)
+from trl_april.errors import ConfigError
+from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
+from trl_april.training.batch import completion_columns, rollout_output
+from trl_april.training.construction import tool_turns
+from trl_april.training.tools import first_turns, loop_results
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BUDGET = 500
+PROMPT_IDS = TOKENIZER.apply_chat_template(
+    DATASET[0]["prompt"], tools=TOOLS, add_generation_prompt=True, return_dict=False
+)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    args = GRPOConfig(
+        str(tmp_path_factory.mktemp("stock")), per_device_train_batch_size=len(SCRIPT), num_generations=len(SCRIPT),
+        max_completion_length=BUDGET, report_to=[], use_cpu=True, bf16=False,
+    )  # fmt: skip
+    return ScriptedStock(
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions), args=args, **trainer_arguments()
+    )
+
+
+def generate(stock, turns, budget, iterations):
+    """What TRL's own loop makes of the turns."""
+    stock.script, stock.max_completion_length, stock.max_tool_calling_iterations = (
+        ToolScript(turns),
+        budget,
+        iterations,
+    )
+    stock.num_generations = len(turns)
+    stock._metrics["train"].clear()
+    stock.model.train()
+    functions, coroutines = {tool.__name__: tool for tool in stock.tools[:3]}, {"add": stock.tools[3]}
+    stock._sync_tool_dicts, stock._async_tool_dicts = [functions] * len(turns), [coroutines] * len(turns)
+    return stock._generate([DATASET[0]["prompt"]] * len(turns))
+
+
+def play(act, turns, budget, piece):
+    """A group whose turns come in pieces of at most so many tokens, each in a request of its own."""
+    script, prompt_ids = ToolScript(turns), PROMPT_IDS
+    samples = [Sample(0, index, conversation=Conversation()) for index in range(len(turns))]
+    group = Group(0, {}, prompt_ids, budget, 0, samples)
+    for sample in samples:
+        while sample.finish_reason is None:
+            rest, logprobs = script.rest([*prompt_ids, *sample.token_ids], sample.index)
+            length = min(len(rest), group.remaining(sample), piece)
+            sample.append(rest[:length], logprobs[:length], version=len(sample.segments))
+            sample.segment_open = False
+            if length == len(rest):
+                end_turn(group, sample, act, FinishReason.STOP)
+            elif not group.remaining(sample):
+                end_turn(group, sample, act, FinishReason.LENGTH)
+    return group
+
+
+def end_turn(group, sample, act, reason):
+    result, conversation = act(group, sample), sample.conversation
+    conversation.messages += json.loads(json.dumps(result.messages))  # as a checkpoint keeps them
+    conversation.calls += result.calls
+    conversation.failures += result.failures
+    conversation.iterations += 1
+    if result.token_ids:
+        sample.token_ids.extend(result.token_ids)
+        sample.logprobs.extend([0.0] * len(result.token_ids))
+        sample.segments.append(Segment(None, len(result.token_ids)))
+    conversation.turn_start = len(sample)
+    if result.is_complete:
+        sample.finish_reason = reason
+    elif not group.remaining(sample):
+        sample.finish_reason = FinishReason.LENGTH
+
+
+def handed_over(group):
+    """A finished group as TRL gets it: prompts, then what its tool loop returns."""
+    output = rollout_output([group])
+    mask, messages, token_ids, logprobs, calls, failures, images = loop_results(output, [group])
+    assert not any(images)
+    return output["prompt_ids"], token_ids, mask, messages, logprobs, calls, failures
+
+
+def expected(stock, turns, budget, iterations):
+    prompt_ids, token_ids, mask, messages, logprobs, *_ = generate(stock, turns, budget, iterations)
+    metrics = {name: values[-1] for name, values in stock._metrics["train"].items() if name.startswith("tools/")}
+    calls = metrics["tools/call_frequency"] * len(turns)
+    return (
+        prompt_ids,
+        token_ids,
+        mask,
+        messages,
+        logprobs,
+        round(calls),
+        round(metrics["tools/failure_frequency"] * calls),
+    )
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 2, 9])
+@pytest.mark.parametrize("piece", [1, 17, 1000])
+def test_turns_in_pieces_equal_stock(stock, piece, iterations):
+    """Sync and async tools, unknown ones, wrong arguments, malformed calls, long results, length stops, limits."""
+    wanted = expected(stock, SCRIPT, BUDGET, iterations)
+    group = play(tool_turns(stock, None), SCRIPT, BUDGET, piece)
+    for got, want in zip(handed_over(group), wanted, strict=True):
+        assert got == want
+
+
+def test_budgets_around_every_edge_equal_stock(stock):
+    """Results that end just within the budget, at it, and beyond it, and calls that it cuts off."""
+    turns = SCRIPT[:1]
+    act = tool_turns(stock, None)
+    reasons = set()
+    for budget in range(45, 130):
+        wanted = expected(stock, turns, budget, 9)
+        stock.max_completion_length = BUDGET  # the budget is the group's
+        group = play(act, turns, budget, piece=1000)
+        assert handed_over(group) == wanted, budget
+        reasons.add((len(group.samples[0].segments), group.samples[0].finish_reason))
+    assert reasons == {(1, "length"), (1, "stop"), (2, "length"), (3, "length"), (3, "stop")}
+
+
+def test_old_tokens_and_results_leave_the_loss(stock):
+    """Under `staleness_policy="mask"`; TRL multiplies no other mask in when there are tools."""
+    group = play(tool_turns(stock, None), SCRIPT[:1], BUDGET, 17)
+    versions = [segment.version for segment in group.samples[0].segments for _ in range(segment.length)]
+    output = rollout_output([group], mask_below=2)
+    (mask,) = loop_results(output, [group])[0]
+    assert mask == [int(version in (2, 3, 5)) for version in versions]
+    assert 2 in versions and 5 in versions and None in versions and 0 in versions
+    # What TRL itself parses is the first turn.
+    first = first_turns(output, [group])
+    assert first["completion_ids"] == [encode(SCRIPT[0][0])] and first.keys() == {
+        "prompt_ids",
+        "completion_ids",
+        "logprobs",
+    }
+    assert completion_columns([group]) == {"versions": ["0,1,2,3,tool,5"]}
+
+
+def turn_with(stock, tools, text, timeout=None):
+    """What follows a first turn with this text."""
+    stock.tools = tools
+    try:
+        act = tool_turns(stock, timeout)
+    finally:
+        stock.tools = TOOLS
+    sample = Sample(0, 0, conversation=Conversation())
+    token_ids = encode(text + END)
+    sample.append(token_ids, [-1.0] * len(token_ids), version=0)
+    return act(Group(0, {}, PROMPT_IDS, 2000, 0, [sample]), sample)
+
+
+def test_a_late_tool_is_an_error_of_its_call(stock):
+    """The others of the turn keep their results, and wrong arguments stay what they are."""
+    never = threading.Event()
+
+    def wait_in_thread() -> None:
+        never.wait()
+
+    async def wait_in_loop() -> None:
+        await asyncio.Event().wait()
+
+    async def deaf() -> None:
+        while not never.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    tools = [wait_in_thread, wait_in_loop, deaf, multiply, divide, add]
+    calls = [call("wait_in_thread"), call("wait_in_loop"), call("deaf"), call("multiply", a=2, b=3)]
+    calls += [call("add", a=1, b=1), call("add", b=1), call("divide", a=1, b=0)]
+    result = turn_with(stock, tools, "".join(calls), timeout=0.2)
+    never.set()
+    contents = [(message["name"], message["content"]) for message in result.messages[1:]]
+    late = "{{'error': '{} did not return within 0.2 seconds.'}}".format
+    assert contents == [
+        ("wait_in_thread", late("wait_in_thread")),
+        ("multiply", "6"),
+        ("add", str({"error": "add() missing 1 required positional argument: 'a'"})),
+        ("divide", "{'error': 'division by zero'}"),
+        ("wait_in_loop", late("wait_in_loop")),
+        ("deaf", late("deaf")),
+        ("add", "2"),
+    ]
+    assert (result.calls, result.failures) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            [{"type": "image", "image": "pixels"}],
+            "'look' returned an image, which partial rollouts do not support yet",
+        ),
+        ([{1, 2}], "'look' returned a list that JSON cannot hold"),
+        ([(1, 2)], "'look' returned a list that JSON cannot hold"),
+    ],
+)
+def test_results_that_a_checkpoint_cannot_hold_are_refused(stock, content, message):
+    def look() -> list:
+        return content
+
+    with pytest.raises(ConfigError, match=message):
+        turn_with(stock, [look], call("look"))
+
+
+def test_lists_of_text_blocks_stay_lists(stock):
+    def look() -> list:
+        return [{"type": "text", "text": "seen"}]
+
+    assert turn_with(stock, [look], call("look")).messages[1]["content"] == [{"type": "text", "text": "seen"}]
+
+
+def test_other_threads_may_use_the_trainers_tokenizer(stock):
+    """TRL's loop truncates and pads with it meanwhile. Shared, it renders results that are cut off."""
+    act, tokenizer, done = tool_turns(stock, None), stock.processing_class, threading.Event()
+    wanted = handed_over(play(act, SCRIPT, BUDGET, 1000))
+
+    def truncate():
+        while not done.is_set():
+            tokenizer("x" * 50, truncation=True, max_length=5)
+
+    with ThreadPoolExecutor(9) as threads:
+        threads.submit(truncate)
+        try:
+            found = list(threads.map(lambda _: handed_over(play(act, SCRIPT, BUDGET, 1000)), range(24)))
+        finally:
+            done.set()
+    assert all(one == wanted for one in found)

@@ -1,0 +1,122 @@
+"""The acting samples: those whose turn has ended, and whose calls run in threads.
+
+The invariant owned here: whatever becomes of the round, each call of `act` lands once, on the event loop. A sample
+that has left the pool meanwhile is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+
+from ..pool.pool import Pool
+from ..pool.samples import Group, Sample
+from .daemon_threads import DaemonThreads
+from .turns import Act, TurnResult
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    group: Group
+    sample: Sample
+    began: float
+    result: Future[TurnResult]
+
+
+class Acting:
+    """Runs the steps between two turns of the model, one per acting sample.
+
+    `on_ended` is called for each that landed. Errors of `act` are passed to `on_error`, and the sample is parked with
+    its calls pending. The owner resets the counts.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        act: Act | None,
+        *,
+        on_ended: Callable[[Group, Sample], None],
+        on_error: Callable[[BaseException], None],
+        threads: Executor | None = None,
+    ) -> None:
+        self.num_landed = 0
+        self.num_repeated = 0  # steps that had begun before a checkpoint or an error
+        self._longest = 0.0  # seconds of the longest step that landed
+        self._pool, self._act = pool, act
+        self._on_ended, self._on_error = on_ended, on_error
+        self._threads = threads or DaemonThreads("trl-april-tools")
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._done: deque[_Step] = deque()  # filled by the threads
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def start(self, group: Group, sample: Sample) -> None:
+        """Run what follows the turn of an acting sample."""
+        assert self._act is not None, "the pool has tools, and the driver was given none"
+        self._loop = asyncio.get_running_loop()
+        # Threads inherit no context variables, and trackio keeps its run in one.
+        result = self._threads.submit(copy_context().run, self._act, group, sample)
+        step = self._steps[sample.key] = _Step(group, sample, self._loop.time(), result)
+        result.add_done_callback(lambda result: self._finished(step))
+
+    def repeat(self, group: Group, sample: Sample) -> None:
+        """Run the pending calls of a parked sample."""
+        self._pool.start(sample)
+        self.num_repeated += 1
+        self.start(group, sample)
+
+    def land(self) -> None:
+        """Bring the results that are there into the pool. On the event loop, which may be another one since."""
+        self._loop = asyncio.get_running_loop()
+        while self._done:
+            step = self._done.popleft()
+            del self._steps[step.sample.key]
+            self.num_landed += 1
+            self._longest = max(self._longest, self._loop.time() - step.began)
+            if self._pool.holds(step.sample):
+                self._land(step)
+            self._on_ended(step.group, step.sample)
+
+    def take_longest(self) -> float:
+        """Seconds of the longest step since the last call, whether it landed or not."""
+        assert self._loop is not None or not self._steps
+        running = [self._loop.time() - step.began for step in self._steps.values()] if self._loop else []
+        longest, self._longest = max([self._longest, *running]), 0.0
+        return longest
+
+    def close(self) -> None:
+        """Release the threads without waiting for those that work."""
+        self._threads.shutdown(wait=False)
+
+    def _finished(self, step: _Step) -> None:
+        """In the thread of the call."""
+        self._done.append(step)
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.land)
+
+    def _land(self, step: _Step) -> None:
+        try:
+            error = step.result.exception()
+            if error is not None:
+                # An exit that a tool asks for, as by sys.exit, would end the event loop.
+                raise error if isinstance(error, Exception) else RuntimeError(f"A tool has raised {error!r}.")
+            result = step.result.result()
+            self._pool.act_ended(
+                step.sample,
+                result.messages,
+                result.token_ids,
+                calls=result.calls,
+                failures=result.failures,
+                is_complete=result.is_complete,
+            )
+        except Exception as caught:  # any error must reach the round
+            self._pool.park(step.sample)
+            self._on_error(caught)
