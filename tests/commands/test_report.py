@@ -56,7 +56,9 @@ def test_phases_add_up_to_the_rounds(folders):
     for one, had in zip(phases(run)[:-1], run.rounds, strict=False):
         known = {"sync": 0.05, "log-probabilities": 0.005, "rewards": 0.015, "training": 0.3, "other": 0.03}
         assert {name: one[name] for name in known} == pytest.approx(known, abs=1e-4)
-        assert one["generation"] + one["abort"] == pytest.approx(had.generation[1] - had.generation[0], abs=1e-5)
+        assert one["generation"] + one["due groups"] + one["abort"] == pytest.approx(
+            had.generation[1] - had.generation[0], abs=1e-5
+        )
     assert sum(summarize(run).shares.values()) == pytest.approx(1.0)
     assert sum(sum(one.values()) for one in phases(run)) == pytest.approx(run.seconds)
 
@@ -70,6 +72,7 @@ def test_summary_by_hand():
             generation=(6.0 * number + 0.5, 6.0 * number + 4.5),
             scoring=(6.0 * number + 4.5, 6.0 * number + 5.0),
             reward_calls=(6.0 * number + 4.6, 6.0 * number + 5.0),
+            due_seconds=0.5,
             abort_seconds=1.0,
             in_flight=[(6.0 * number + 0.5, 4.0), (6.0 * number + 1.5, 1.0), (6.0 * number + 4.5, 0.0)],
             ages={0: 6, 5: 4},
@@ -90,7 +93,8 @@ def test_summary_by_hand():
     assert summary.shares == pytest.approx(
         {
             "sync": 1 / 12,
-            "generation": 6 / 12,
+            "generation": 5 / 12,
+            "due groups": 1 / 12,
             "abort": 2 / 12,
             "log-probabilities": 0.2 / 12,
             "rewards": 0.8 / 12,
@@ -142,6 +146,7 @@ def shares(**changed: float) -> dict[str, dict[str, float]]:
 
 # Changes, and the advice for them.
 BAD = [
+    ({**shares(**{"due groups": 0.2}), "due_seconds": 0.4}, "waited 0.4 s each for groups .*20% of the time"),
     ({"at_bound": 0.6}, "60% of the trained tokens are 5 versions old"),
     ({"engine_idle": 0.38}, "idle for 38% of the time.*set overlap_generation=True"),
     ({"engine_idle": 0.38, "options": {"overlap_generation": True}}, "although overlap_generation is on"),

@@ -86,6 +86,25 @@ def test_requests_about_to_finish_are_not_cut(seconds, late, cut):
     assert done.abort_seconds == pytest.approx(0.0)
 
 
+def test_waiting_for_groups_that_are_due_is_counted():
+    """The quota is met after a second of the second round, whose oldest group falls due, and has ten more to go."""
+    pool = make_pool(1, max_staleness=1)
+    admit(pool, 0, 1)
+    engine = ScriptedEngine({(0, 0): natural(12), (1, 0): natural(2)}, default=natural(1))
+    driver = make_driver(pool, engine)
+
+    async def main() -> list[Round]:
+        first = await driver.run_round()
+        pool.begin_round(1)
+        admit(pool, 2)
+        return [first, await driver.run_round()]
+
+    first, second = simulate(main())
+    assert ids(first.groups) == [1] and ids(second.groups) == [0]
+    assert first.due_seconds == 0.0
+    assert second.seconds == pytest.approx(10.0) and second.due_seconds == pytest.approx(9.0)
+
+
 @pytest.mark.parametrize("admitted", [0, 1])
 def test_round_with_too_few_groups_fails_and_loses_nothing(admitted: int):
     pool = make_pool(2)

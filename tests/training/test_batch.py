@@ -61,8 +61,9 @@ def round_of_a_small_pool() -> tuple[Round, Pool]:
     generate(five, 0, [1], finish=True)
     generate(five, 1, [1], finish=True)
     done = Round(
-        5, groups=pool.take(), seconds=4.0, abort_seconds=0.5, generated_tokens=2 + 4 + 2 + 3 + 2 + 1 + 1,
-        overlap_tokens=6, carried_tokens=3 + 1 + 1, requests=7, resumed_groups=2, aborted_requests=2,
+        5, groups=pool.take(), seconds=4.0, due_seconds=1.5, abort_seconds=0.5,
+        generated_tokens=2 + 4 + 2 + 3 + 2 + 1 + 1, overlap_tokens=6,
+        carried_tokens=3 + 1 + 1, requests=7, resumed_groups=2, aborted_requests=2,
         launched_lengths=[5, 5, 2, 3, 2, 1, 1], in_flight=[(0.0, 7), (1.0, 3), (3.0, 0)],
         overlap_in_flight=[(-6.0, 2), (-4.5, 0), (-2.0, 1), (-1.5, 0)], over_provisioning=1.5,
     )  # fmt: skip
@@ -118,6 +119,7 @@ def test_the_metrics_of_a_round():
         {
             "over_provisioning": 1.5,
             "round_seconds": 4.0,
+            "due_seconds": 1.5,
             "abort_seconds": 0.5,
             "overlap_seconds": 2.0,
             "sync_seconds": 0.25,

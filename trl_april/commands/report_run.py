@@ -20,7 +20,7 @@ from ..training.run_log import FILE, FORMAT
 
 STATE = "trainer_state.json"  # written by transformers
 # In their order within a round.
-PHASES = ("sync", "generation", "abort", "log-probabilities", "rewards", "training", "other")
+PHASES = ("sync", "generation", "due groups", "abort", "log-probabilities", "rewards", "training", "other")
 Interval = tuple[float, float]  # seconds
 
 
@@ -33,6 +33,7 @@ class RunRound:
     generation: Interval = (0.0, 0.0)
     scoring: Interval = (0.0, 0.0)  # from the end of generation to the loss
     reward_calls: Interval = (0.0, 0.0)  # part of `scoring`; the rest are mostly log-probabilities
+    due_seconds: float = 0.0  # part of `generation` with enough finished groups, but not all that are due
     abort_seconds: float = 0.0  # part of `generation` after the quota was met
     in_flight: list[tuple[float, float]] = field(default_factory=list)  # time and requests; a step function
     trained_lengths: dict[int, int] = field(default_factory=dict)  # completions of the batch by bin of their length
@@ -170,6 +171,7 @@ def _round(entry: Mapping[str, Any], offset: float) -> RunRound:
         generation=generation,
         scoring=scoring,
         reward_calls=calls,
+        due_seconds=entry.get("due_seconds", 0.0),
         abort_seconds=entry["abort_seconds"],
         in_flight=[(offset + time, count) for time, count in entry["in_flight"]],
         trained_lengths=_counts(entry["trained_lengths"]),

@@ -22,7 +22,7 @@ AT_BOUND = 0.25  # of the trained tokens; a few belong to the longest completion
 IDLE = 0.30  # of the wall-clock; overlap costs some staleness, so it must be worth it
 EVEN = 1.5  # 99th percentile of the lengths over their median
 SAMPLE_SIZE = 0.6  # of tokens of one age
-SYNC, SCORING, ABORT = 0.10, 0.15, 0.05  # of the wall-clock
+SYNC, SCORING, ABORT, DUE = 0.10, 0.15, 0.05, 0.10  # of the wall-clock
 REJECTED = 0.5  # of the generated tokens; DAPO's own runs reach it
 
 
@@ -50,6 +50,7 @@ class Summary:
     reward_last: float | None = None
     sync_seconds: float | None = None  # mean per round
     abort_seconds: float | None = None
+    due_seconds: float | None = None
     over_provisioning: float | None = None  # of the last round
     outage_seconds: float = 0.0
     broken_streams: float = 0.0
@@ -93,6 +94,7 @@ def summarize(run: Run) -> Summary:
         reward_last=sum(rewards[-fifth:]) / fifth if rewards else None,
         sync_seconds=_mean([one for one in rounds if one.metrics.get("sync_seconds")], "sync_seconds"),
         abort_seconds=_mean(rounds, "abort_seconds"),
+        due_seconds=_mean(rounds, "due_seconds"),
         over_provisioning=rounds[-1].metrics.get("over_provisioning"),
         outage_seconds=_sum(rounds, "outage_seconds") or 0.0,
         broken_streams=_sum(rounds, "broken_streams") or 0.0,
@@ -110,10 +112,12 @@ def phases(run: Run) -> list[dict[str, float]]:
         begin, end = one.sync[0], run.seconds if following is None else following.sync[0]
         rewards = one.reward_calls[1] - one.reward_calls[0]
         abort = min(one.abort_seconds, one.generation[1] - one.generation[0])
+        due = min(one.due_seconds, one.generation[1] - one.generation[0] - abort)
         training = [min(stop, end) - max(start, begin) for start, stop in steps if start < end and stop > begin]
         seconds = {
             "sync": one.sync[1] - one.sync[0],
-            "generation": one.generation[1] - one.generation[0] - abort,
+            "generation": one.generation[1] - one.generation[0] - due - abort,
+            "due groups": due,
             "abort": abort,
             "log-probabilities": one.scoring[1] - one.scoring[0] - rewards,
             "rewards": rewards,
@@ -199,6 +203,12 @@ def _sentences(s: Summary) -> Iterator[str]:
             f"{s.at_bound:.0%} of the trained tokens are {_versions(bound)} old, the limit of max_staleness={bound}: "
             f"lower over_provisioning (now {factor:g}), or raise the bound if rewards and effective sample size "
             "tolerate it."
+        )
+    if shares.get("due groups", 0.0) >= DUE and s.due_seconds is not None:
+        yield (
+            f"Rounds waited {s.due_seconds:.3g} s each for groups at the limit of max_staleness={bound}, after enough "
+            f"others were finished ({shares['due groups']:.0%} of the time): raise max_staleness if rewards and "
+            "effective sample size tolerate it, or lower over_provisioning."
         )
     if (s.engine_idle or 0.0) >= IDLE:
         idle = f"The engine was idle for {s.engine_idle:.0%} of the time"

@@ -57,6 +57,7 @@ class RolloutDriver:
         self._dynamic, self._quota, self._overlap = dynamic_sampling, quota, overlap
         self._idle_timeout = idle_timeout
         self._lifecycle = RoundLifecycle()
+        self._enough_since: float | None = None  # when enough groups for a batch were finished
         self._may_filter = asyncio.Event()  # a group finished, or no request is left that could finish one
         self._watching: set[asyncio.Task[None]] = set()  # tasks that may close the round, besides the requests
         self._flight = InFlight(
@@ -222,11 +223,19 @@ class RolloutDriver:
         if not group.is_finished:
             return
         self._may_filter.set()
+        self._note_enough()
         if self._quota is not None:
             if self._lifecycle.state in (RoundState.OPEN, RoundState.RUNNING, RoundState.CLOSING):
                 self._quota.notify()
         elif self._lifecycle.state is RoundState.RUNNING and self.pool.schedule.quota_met:
             self._lifecycle.close()
+
+    def _note_enough(self) -> None:
+        """Note when enough groups are finished. From then on the round waits for groups that are due."""
+        if self._enough_since is None:
+            finished = len(self.pool.schedule.finished) if self._quota is None else self._quota.num_finished
+            if finished >= self.pool.schedule.quota:
+                self._enough_since = asyncio.get_running_loop().time()
 
     def _task_ended(self) -> None:
         if not len(self._flight):
@@ -246,6 +255,8 @@ class RolloutDriver:
         if self._flight.running:
             self._flight.record_count()
         record.waited = True
+        self._enough_since = None
+        self._note_enough()
         self._flight.dispatch()
         if self._dynamic is not None:
             self._flight.track(self._filter_groups(self._dynamic), self._watching)
@@ -258,6 +269,8 @@ class RolloutDriver:
         runs_on = False
         try:
             await self._wait_for_quota()
+            if self._enough_since is not None:
+                record.due_seconds += clock() - self._enough_since
             if self._lifecycle.error is None and not self._overlap and self.pool.count(SampleState.RUNNING):
                 # To be resumed, requests that are about to finish would be prefilled again.
                 await asyncio.sleep(drain_grace(clock() - record.started))
@@ -325,6 +338,7 @@ class RolloutDriver:
             self._may_filter.clear()
             running = len(self._flight)
             if await dynamic.filter_finished(self.pool):
+                self._note_enough()
                 if self._quota is not None:
                     self._quota.notify()
                     continue
@@ -347,7 +361,9 @@ class RolloutDriver:
         """Count finished and rejected groups of all processes until they close the round."""
         replacing: asyncio.Task[None] | None = None
         while self._lifecycle.state is RoundState.RUNNING:
-            if await quota.update(lambda: self.pool.counters.tokens_generated):
+            has_ended = await quota.update(lambda: self.pool.counters.tokens_generated)
+            self._note_enough()
+            if has_ended:
                 self._lifecycle.close()
             if self._dynamic is not None and (replacing is None or replacing.done()):
                 # In a task of its own: rows wait for a reward function, and events of the others must not.

@@ -58,6 +58,7 @@ class Round:
     groups: list[Group] = field(default_factory=list)  # the batch: finished groups, oldest first
     started: float = 0.0  # on the event loop's clock
     seconds: float = 0.0  # from its opening to the end of the last drained request
+    due_seconds: float = 0.0  # part of `seconds` with enough finished groups, but not all that are due
     abort_seconds: float = 0.0  # part of `seconds` after the abort
     generated_tokens: int = 0  # arrived in this round
     overlap_tokens: int = 0  # arrived between the last round and this one, during training

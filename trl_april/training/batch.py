@@ -122,6 +122,7 @@ def round_metrics(
     }
     maxima = {
         "round_seconds": done.seconds,
+        "due_seconds": done.due_seconds,
         "abort_seconds": done.abort_seconds,
         "overlap_seconds": done.overlap_seconds,
         "sync_seconds": sync_seconds,

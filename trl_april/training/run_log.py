@@ -123,6 +123,7 @@ class RunLog:
                 "kind": "round",
                 "version": done.version,
                 "generation": (started, started + done.seconds),
+                "due_seconds": done.due_seconds,
                 "abort_seconds": done.abort_seconds,
                 **self._phases,
                 "in_flight": [(started + offset, count) for offset, count in in_flight],
