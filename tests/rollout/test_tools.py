@@ -205,7 +205,7 @@ class Pending(Executor):
         return future
 
 
-def test_result_that_arrives_after_its_event_loop_lands_in_the_next_round():
+def test_result_that_arrives_after_its_event_loop_lands_in_the_next_round(caplog):
     thread = Pending()
     pool, engine, driver, tools = setup(threads=thread)
     tools.turns = 1
@@ -219,6 +219,7 @@ def test_result_that_arrives_after_its_event_loop_lands_in_the_next_round():
 
     simulate(suspended())
     thread.end()
+    assert caplog.records == []
     (group,) = simulate_and_close(driver, driver.run_round()).groups
     assert_complete(group, turns=1)
     assert len(engine.requests) == 1

@@ -33,7 +33,7 @@ from trl_april.weights.canary import trainer_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {
-    "per_device_train_batch_size": 2 * NUM_GENERATIONS, "num_generations": NUM_GENERATIONS, "max_steps": 2,
+    "per_device_train_batch_size": NUM_GENERATIONS, "num_generations": NUM_GENERATIONS, "max_steps": 2,
     "max_completion_length": 500, "max_tool_calling_iterations": 2, "learning_rate": 1e-3, "logging_steps": 1,
     "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True,
     "vllm_importance_sampling_mode": "token_truncate",
@@ -127,7 +127,7 @@ def test_samples_that_are_cut_and_resumed_equal_stock(fake, tmp_path, options):
     trainer = april(fake, tmp_path, **options)
     trainer.train()
     calls = Counter(CALLS)
-    reference = stock(tmp_path, max_steps=1, per_device_train_batch_size=NUM_GENERATIONS)
+    reference = stock(tmp_path, max_steps=1)
     reference.train()
     (wanted,) = reference.batches
     assert len(trainer.batches) == 6 and len(trainer.pool) == 0
