@@ -35,12 +35,12 @@ from .errors import CheckpointError, PoolError
 from .pool.pool import Pool
 from .pool.samples import Group
 from .pool.state import restore, state_dict
+from .rollout.acting import Act
 from .rollout.driver import RolloutDriver
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.event_loop import BackgroundLoop
 from .rollout.round import Round
 from .rollout.rounds import Rounds
-from .rollout.turns import Act
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
 from .training.construction import api_key

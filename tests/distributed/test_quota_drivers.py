@@ -35,9 +35,9 @@ from trl_april.engine.protocol import GenerationRequest
 from trl_april.errors import EngineError, PoolError, RoundSuspended, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample, SampleState, Score
+from trl_april.rollout.acting import Act, TurnResult
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
-from trl_april.rollout.turns import Act, TurnResult
 
 
 class Run:

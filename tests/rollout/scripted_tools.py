@@ -10,8 +10,8 @@ from tests.rollout.arena import SlowThread, admit, assert_tokens, make_driver, m
 from tests.support.scripted_engine import ScriptedEngine, natural, token_ids
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample
+from trl_april.rollout.acting import TurnResult
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.turns import TurnResult
 
 
 class Tools:

@@ -27,7 +27,7 @@ from trl_april.errors import PoolError, RoundSuspended, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
 from trl_april.pool.state import restore, state_dict
-from trl_april.rollout.turns import TurnResult
+from trl_april.rollout.acting import TurnResult
 
 
 # One round

@@ -13,11 +13,25 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from typing import Any
 
 from ..pool.pool import Pool
 from ..pool.samples import Group, Sample
 from .daemon_threads import DaemonThreads
-from .turns import Act, TurnResult
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """What follows a turn of the model."""
+
+    messages: list[dict[str, Any]]  # the assistant's message, then the results of its calls
+    token_ids: list[int]  # the results as the chat template renders them, up to where the assistant answers
+    calls: int = 0
+    failures: int = 0
+    is_complete: bool = True  # the sample ends here: no call, no iteration left, or the results do not fit
+
+
+Act = Callable[[Group, Sample], TurnResult]  # called in a daemon thread; reads the sample, changes nothing
 
 
 @dataclass(slots=True, eq=False)

@@ -16,11 +16,11 @@ from ..engine.protocol import RequestMaker, RolloutEngine
 from ..errors import EngineError, PoolError, RoundSuspended, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
+from .acting import Act
 from .dynamic_sampling import DynamicSampling
 from .in_flight import InFlight
 from .lifecycle import RoundLifecycle, RoundState
 from .round import Round, RoundRecorder, drain_grace
-from .turns import Act
 
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,9 @@ from ..engine.protocol import RequestMaker, RolloutEngine, ServerLost
 from ..errors import EngineError, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import FinishReason, Group, Sample, SampleState
-from .acting import Acting
-from .broken_streams import BrokenStreams
+from .acting import Act, Acting
 from .round import RequestTrace
-from .running_request import RunningRequest, watch
-from .turns import Act
+from .running_request import BrokenStreams, RunningRequest, watch
 
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
-from ..rollout.turns import TurnResult
+from ..rollout.acting import TurnResult
 
 
 Message = dict[str, Any]
