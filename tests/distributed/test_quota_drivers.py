@@ -376,7 +376,7 @@ def test_every_row_is_trained_once_while_tools_run_through_suspensions(bound: in
     tools = Tools(turns=2)
 
     def act(group: Group, sample: Sample) -> TurnResult:
-        threading.Event().wait(rng.choice([0, 0, 0.002, 0.02]))
+        threading.Event().wait(rng.choice([0, 0, 0.002, 0.02]) if group.group_id % 5 else 0.1)
         return tools(group, sample)
 
     run = ActingRun(unreliable_engines(rng), 4, rng=rng, samples=2, max_staleness=bound, act=act)
@@ -393,7 +393,7 @@ def test_every_row_is_trained_once_while_tools_run_through_suspensions(bound: in
 
     asyncio.run(rounds())
     assert sorted(run.trained) == list(range(ROUNDS * 4))
-    assert acting > ROUNDS / 10 and run.num_suspended > ROUNDS / 10
+    assert acting and run.num_suspended  # else it shows nothing
     assert len(tools.log) == 2 * 2 * 4 * ROUNDS  # turns, samples, groups
 
 
