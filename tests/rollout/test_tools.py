@@ -225,6 +225,31 @@ def test_result_that_arrives_after_its_event_loop_lands_in_the_next_round(caplog
     assert len(engine.requests) == 1
 
 
+def test_task_that_is_cancelled_before_it_starts_does_not_block_its_sample():
+    """Pinned: a result, a suspension and the start of the round in one step of the loop. The next round hung."""
+    thread = Pending()
+    pool, engine, driver, tools = setup(threads=thread)
+    tools.turns = 2
+
+    async def main() -> None:
+        generating = asyncio.create_task(driver.generate())
+        await asyncio.sleep(3.5)
+        driver.suspend("Stop.")
+        await asyncio.gather(generating, return_exceptions=True)
+        driver.open_round()
+        thread.end()
+        asyncio.get_running_loop().call_soon(driver.suspend, "Stop.")
+        with pytest.raises(RoundSuspended):
+            await asyncio.create_task(driver.generate())
+        generating = asyncio.create_task(driver.generate())
+        await asyncio.sleep(3.5)
+        thread.end()
+        await generating
+        assert_complete(driver.take().groups[0], turns=2)
+
+    simulate_and_close(driver, main())
+
+
 def test_held_requests_do_not_include_acting_samples():
     """Group 2 acts when the weights change. The server is asked about group 1 only, whose second turn is kept."""
     pool, engine, driver, _ = setup(

@@ -107,7 +107,7 @@ class InFlight:
         for group, sample in self._pool.ready():
             if sample.pending_calls:
                 self.acting.repeat(group, sample)
-            elif sample.key not in self._task_of:
+            elif (task := self._task_of.get(sample.key)) is None or task.done():  # cancelled before its first step
                 self._request(group, sample, now)
 
     async def dispatch_more(self) -> None:
