@@ -152,12 +152,14 @@ class Arena:
         max_parked_tokens: int | None = None,
         rows: int = 10**6,
         script: dict | None = None,
+        act: Any = None,  # which takes 2 s
     ) -> None:
         self.pool = Pool(
             quota,
             over_provisioning=factor,
             max_staleness=max_staleness,
             dynamic_sampling=True,
+            has_tools=act is not None,
             max_parked_tokens=max_parked_tokens,
         )
         self.rewards = rewards
@@ -176,7 +178,9 @@ class Arena:
             max_rejected=max_rejected,
             executor=SlowThread(seconds, at_once),
         )
-        self.driver = make_driver(self.pool, self.engine, dynamic_sampling=self.dynamic)
+        self.driver = make_driver(
+            self.pool, self.engine, dynamic_sampling=self.dynamic, act=act, threads=SlowThread(2.0, at_once=True)
+        )
         self.taken: list[Group] = []
 
     def _score(self, groups: list[Group]) -> list[Score]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rollout.arena import USEFUL, USELESS, Arena, admit, ids, make_pool
+from tests.rollout.scripted_tools import Tools
 from tests.support.scripted_engine import Attempt, Break, Tokens, natural, simulate
 from trl_april.errors import PoolError, ServerError
 from trl_april.pool.samples import Score
@@ -32,6 +33,14 @@ class TestFilter:
         assert arena.calls == [[0], [1]] and arena.replaced == [1]
         assert (done.rejected_groups, done.rejected_tokens) == (1, 4)
         assert (done.requests, done.launched_tokens) == (4, 8)
+
+    def test_groups_with_tools_are_filtered_after_their_last_turn(self):
+        arena = Arena(useless(0), act=Tools(turns=2))
+        done = arena.run()
+        assert ids(done.groups) == [1] and arena.calls == [[0], [1]]
+        assert done.seconds == pytest.approx(2 * (2 + 2 + 2 + 2)), "two turns and two calls for each group"
+        assert (done.rejected_groups, done.rejected_tokens) == (1, 8), "without the tokens of tools"
+        assert all(len(sample.conversation.messages) == 3 for sample in done.groups[0].samples)
 
     def test_round_that_closes_with_a_rejection_requests_no_replacement(self):
         """Groups 0 to 2 are scored at 9 s and close the round. A row read then would delay the abort."""
