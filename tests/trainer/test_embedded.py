@@ -209,7 +209,7 @@ def test_server_that_no_longer_starts_ends_training(tiny_model_dir, tmp_path):
     trainer = Spoiled(tiny_model_dir, distinct_characters, args, rows_of(8))
     with pytest.raises(ServerError, match=r"starting\.\nIts first error: .*\n +Value error, .*max_model_len"):
         trainer.train()
-    assert (tmp_path / "checkpoint-2" / "april").is_dir()
+    assert list(tmp_path.glob("checkpoint-*/april"))  # of the second step, or the third if its batch was complete
     assert not trainer._server.is_running
 
 

@@ -71,7 +71,7 @@ def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, t
     trainer.train()
     check_rows(trainer)
     counts = [sum(logged(trainer, f"server/{number}/requests")) for number in (0, 1)]
-    assert min(counts) > 0.9 * max(counts) > 50
+    assert min(counts) > 0.4 * sum(counts) > 50, "the faster server gets more"
     tokens = [sum(logged(trainer, f"server/{number}/tokens")) for number in (0, 1)]
     assert sum(tokens) == trainer.pool.counters.tokens_generated
     assert all(mean > 0 for mean in logged(trainer, "server/1/running_mean")[:3])
@@ -194,4 +194,4 @@ def test_two_processes_on_two_servers_of_which_one_dies(forker, tiny_model_dir, 
     log = [entry for entry in results[0]["log"] if "april/servers_lost" in entry]
     assert [entry["april/servers_lost"] for entry in log] == [0, 0, 1, 1, 1, 1]
     counts = [sum(entry[f"april/server/{number}/requests"] for entry in log[:2]) for number in (0, 1)]
-    assert min(counts) > 0.9 * max(counts) > 10
+    assert min(counts) > 0.4 * sum(counts) > 10
