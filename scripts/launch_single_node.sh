@@ -28,7 +28,7 @@ Usage: launch_single_node.sh MODEL [options] -- [arguments of scripts/grpo.py] [
   --log FILE        output of the first server, FILE.1 of the next (default: a new temporary file)
 
 The trainer divides its requests among the servers. A server with several GPUs splits the model over them. With flags
-such as -- --tensor-parallel-size 4 --data-parallel-size 2 of your own there is one server for all GPUs.
+such as -- --tensor-parallel-size 4 --data-parallel-size 2 of your own, one server gets all GPUs.
 
 After a signal, the trainer has TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (default: 600) to write a checkpoint.
 

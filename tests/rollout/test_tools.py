@@ -118,7 +118,7 @@ def test_sample_is_complete_wherever_it_was_cut(cut, overlap):
 
 
 def test_slow_tool_does_not_delay_the_cut():
-    """It takes 5 s, and lands in the next round, in which its sample goes on at once."""
+    """It takes 5 s, and lands in the next round, in which its sample continues at once."""
     pool, engine, driver, tools = setup(
         {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0, 1: 5.0}), tools=Tools(answering=(0,))
     )

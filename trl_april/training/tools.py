@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from inspect import iscoroutinefunction
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import TurnResult
+from ..rollout.daemon_threads import DaemonThreads
 
 
 Message = dict[str, Any]
@@ -30,7 +30,7 @@ class CallResults(NamedTuple):
     messages: list[Message]
     calls: int
     failures: int
-    fit: bool  # into what is left of the budget; if not, there are neither tokens nor messages
+    fit: bool  # whether they fit into the remaining budget; without that, tokens and messages are empty
 
 
 # Of prompt ids, the completion so far, the message that ends it, and the token budget of the completion.
@@ -75,17 +75,10 @@ def tools_by_kind(tools: Sequence[Tool], timeout: float | None) -> tuple[dict[st
 
 
 def _function_in_time(tool: Tool, name: str, timeout: float) -> Tool:
+    threads = DaemonThreads(f"trl-april-tool-{name}")  # a late call keeps its thread to itself
+
     def call(**arguments: Any) -> Any:
-        result: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                result.set_result(tool(**arguments))
-            except BaseException as error:
-                result.set_exception(error)
-
-        # No thread of a pool, since it is abandoned if it is late.
-        threading.Thread(target=work, name=f"trl-april-tool-{name}", daemon=True).start()
+        result = threads.submit(tool, **arguments)
         if wait([result], timeout).not_done:
             raise _too_late(name, timeout)
         return result.result()

@@ -1,6 +1,6 @@
 """Weight transports: how parameters travel to the servers, and which way is taken.
 
-To add one, write a class with the methods of [`WeightTransport`], and choose it in [`connected_transport`].
+To add one, write a class with the methods of [`WeightTransport`], and choose it in [`choose_transport`].
 """
 
 from __future__ import annotations
