@@ -248,7 +248,7 @@ class RolloutSession:
             self.pool,
             sync_seconds=sync_seconds,
             max_staleness=self._options.max_staleness,
-            stream_interval=self._options.stream_interval,
+            stream_interval=max(self._options.stream_interval, self._server.server_info.stream_interval),
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )

@@ -32,6 +32,7 @@ class ServerInfo:
     device: str  # type, such as "cpu" or "cuda"
     has_weight_transfer: bool  # needed for `weight_sync="nccl"`
     has_weights: bool = True  # not if it was started with `--load-format dummy`
+    stream_interval: int = 1  # tokens per chunk, at least; requests can ask for more from vLLM 0.26 on
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
 
 
@@ -60,6 +61,7 @@ def check_server(
             device=str(described["device_config"]["device"]).split(":")[0],
             has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl",
             has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
+            stream_interval=int((described.get("scheduler_config") or {}).get("stream_interval", 1)),
             max_sequences=max_sequences(described),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -69,8 +71,8 @@ def check_server(
         ) from error
     if session.get(f"{base_url}/weight_info").status_code == 404:
         raise ServerError(
-            f"The vLLM server at {base_url} does not report its weight version; vLLM before 0.27 cannot. Install a "
-            "newer one: pip install 'trl-april[vllm]' says which."
+            f"The vLLM server at {base_url} does not report its weight version; vLLM before 0.27 cannot by itself. "
+            "Start it with `trl-april serve`, or install a newer one: pip install 'trl-april[vllm]' says which."
         )
     if needs_logprobs and logprobs_mode != "processed_logprobs":
         raise ConfigError(

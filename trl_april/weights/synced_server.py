@@ -133,6 +133,7 @@ def combined(infos: Sequence[ServerInfo]) -> ServerInfo:
     return replace(
         infos[0],
         max_model_len=min(info.max_model_len for info in infos),
+        stream_interval=max(info.stream_interval for info in infos),
         max_sequences=sum(sequences) if len(sequences) == len(infos) else None,
     )
 
