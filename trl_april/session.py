@@ -140,6 +140,7 @@ class RolloutSession:
                 stream_interval=options.stream_interval,
                 vocab_size=plan.vocab_size,
                 api_key=api_key(),
+                adapter=lambda: server.adapter,
             ),
             is_sticky=options.resume_kv != "recompute",
             rank=processes.rank,
@@ -258,6 +259,7 @@ class RolloutSession:
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )
+        metrics["sync_mismatch"] = self._server.sync_mismatch
         self.run_log.note(metrics)
         return done, metrics
 
@@ -333,7 +335,10 @@ class RolloutSession:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
         if self._chooser is not None:
             self._chooser.quiesced()
-        self._rounds.quiesce(self._state.global_step, self._server.servers)
+        step, oldest, bound = self._state.global_step, self._server.oldest_kept, self._options.max_staleness
+        if oldest is not None and bound is not None:
+            oldest = max(oldest, step - bound)
+        self._rounds.quiesce(step, self._server.servers, oldest)
 
     def _route(self) -> None:
         """Send requests to the servers that hold the weights."""

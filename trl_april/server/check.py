@@ -32,6 +32,7 @@ class ServerInfo:
     device: str  # type, such as "cpu" or "cuda"
     has_weight_transfer: bool  # needed for `weight_sync="nccl"`
     has_weights: bool = True  # not if it was started with `--load-format dummy`
+    max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
 
 
@@ -60,6 +61,7 @@ def check_server(
             device=str(described["device_config"]["device"]).split(":")[0],
             has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl",
             has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
+            max_loras=max_loras(session, base_url, described),
             max_sequences=max_sequences(described),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -96,6 +98,13 @@ def max_sequences(described: dict[str, Any]) -> int | None:
     number = (described.get("scheduler_config") or {}).get("max_num_seqs")
     engines = (described.get("parallel_config") or {}).get("data_parallel_size", 1)
     return None if number is None else int(number) * int(engines)
+
+
+def max_loras(session: requests.Session, base_url: str, described: dict[str, Any]) -> int:
+    """Adapters in one batch of a server with this configuration, 0 if none can be loaded while it runs."""
+    number = int((described.get("lora_config") or {}).get("max_loras", 0))
+    # The endpoint exists only with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
+    return number if number and session.get(f"{base_url}/v1/load_lora_adapter").status_code == 405 else 0
 
 
 def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ as closely as their data types allow, and the server's values move when the trai
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from transformers import PreTrainedConfig
 from ..errors import WeightSyncError
 from .client import ServerControl
 
+
+logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 33
 # Tolerated mean absolute difference, in nats, and as a share of the values, since rounding grows with the logits. In
@@ -43,6 +46,7 @@ class Canary:
         self.token_ids = [generator.randrange(vocab_size) for _ in range(NUM_TOKENS)]
         self.exact = exact
         self._comparable = comparable
+        self._has_warned = False
         # Values of both sides when the server's last changed, so that steps too small to see add up.
         self._last: tuple[list[float], list[float], bool] | None = None
 
@@ -62,6 +66,15 @@ class Canary:
                 f"After the sync of policy version {version}, the log-probabilities of server and trainer differ by "
                 f"{difference:.3g} nats on average, more than {limit:.3g}: the server does not hold the trainer's "
                 "weights. Check that it serves the trained model, and see its log for errors while loading weights."
+            )
+        if difference > limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The log-probabilities of server and trainer differ by %.3g nats on average, more than %.3g: one of "
+                "them is quantized, or computes otherwise. The importance-sampling correction covers it, but training "
+                "may be noisier. The metric april/sync_mismatch follows it.",
+                difference,
+                limit,
             )
         if self._last is None or list(server) != self._last[1]:
             self._last = (list(trainer), list(server), self.exact)
