@@ -158,6 +158,19 @@ def server_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> 
     return [entry[str(token_id)]["logprob"] for token_id, entry in zip(token_ids[1:], positions[1:], strict=True)]
 
 
+def adapter_logprobs(server: ServerControl, adapter: str, token_ids: list[int]) -> list[float]:
+    """As [`server_logprobs`] under an adapter, with one short prompt for each value.
+
+    vLLM applies adapters to prompt log-probabilities as if no other request ran, and on a CPU it crashes if one does.
+    """
+    prompts = [token_ids[:length] for length in range(1, len(token_ids))]
+    body = {"model": adapter, "prompt": prompts, "max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+    body |= {"logprob_token_ids": sorted(set(token_ids)), "return_tokens_as_token_ids": True}
+    choices = server.request("POST", "v1/completions", body)["choices"]
+    found = {choice["index"]: choice["logprobs"]["top_logprobs"][0] for choice in choices}
+    return [found[place][f"token_id:{token_id}"] for place, token_id in enumerate(token_ids[1:])]
+
+
 def distance(left: Sequence[float], right: Sequence[float]) -> float:
     """Mean absolute difference of log-probabilities, in nats."""
     return math.fsum(abs(a - b) for a, b in zip(left, right, strict=True)) / len(left)
