@@ -104,7 +104,7 @@ def max_loras(session: requests.Session, base_url: str, described: dict[str, Any
     """Adapters in one batch of a server with this configuration, 0 if none can be loaded while it runs."""
     number = int((described.get("lora_config") or {}).get("max_loras", 0))
     # The endpoint exists only with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
-    return number if number and session.get(f"{base_url}/v1/load_lora_adapter").status_code == 405 else 0
+    return number if number and session.get(f"{base_url}/v1/load_lora_adapter").status_code != 404 else 0
 
 
 def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:

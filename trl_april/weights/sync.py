@@ -109,8 +109,7 @@ class ServerGeneration(VLLMGeneration):
         """A transport of the adapter, or why there is none; `None` for a model without adapter."""
         if not is_peft_model(extract_model_from_parallel(self.model, keep_torch_compile=False)):
             return None
-        reason = why_merged(self.model, list(self.servers), self.accelerator, self._weight_sync_dir)
-        return reason or AdapterTransport(
+        return self._why_merged(list(self.servers)) or AdapterTransport(
             lambda: self.model,
             self._weight_sync_dir,
             version=self._policy_version,
@@ -118,6 +117,11 @@ class ServerGeneration(VLLMGeneration):
             processes=self._processes,
             draw=lambda: secrets.randbits(32),
         )
+
+    def _why_merged(self, servers: Sequence[SyncedServer]) -> str | None:
+        if self.weight_sync not in ("auto", "adapter"):
+            return f"weight_sync={self.weight_sync!r} sends merged weights"
+        return why_merged(self.model, servers, self.accelerator, self._weight_sync_dir)
 
     @property
     def adapter(self) -> str | None:
@@ -192,7 +196,7 @@ class ServerGeneration(VLLMGeneration):
                 f"{other.info.model!r}. All servers must serve the same name: start them with the same MODEL or the "
                 "same --served-model-name."
             )
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and self._why_merged([server]) is not None:
             self.servers.check_pause(server)
 
     # The sync
