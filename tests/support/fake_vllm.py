@@ -259,10 +259,9 @@ class FakeVLLM:
         if body["model"].startswith("trl-april-") and body["model"] not in self.adapters:
             return web.json_response({"error": {"message": f"{body['model']} does not exist"}}, status=404)
         if "logprob_token_ids" in body:  # the canary of an adapter
-            values = self.prompt_logprobs([*prompt[-1], 0])
-            tops = [{f"token_id:{token_id}": value for token_id in body["logprob_token_ids"]} for value in values]
-            choices = [{"index": place, "logprobs": {"top_logprobs": [top]}} for place, top in enumerate(tops)]
-            return web.json_response({"choices": choices[::-1]})
+            values = zip(prompt[1:], self.prompt_logprobs(prompt), strict=True)
+            top = {f"token_id:{token_id}": value for token_id, value in values}
+            return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
         # vLLM accepts the id that equals the size of the vocabulary.
         if any(not 0 <= token_id <= self.vocab_size for token_id in prompt):
             message = f"Token id {max(prompt)} is out of vocabulary"

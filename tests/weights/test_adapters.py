@@ -104,7 +104,8 @@ def test_adapters_stay_as_long_as_a_request_may_use_them(trainer, fake):
         assert list(fake.adapters) == names[-2:]
         assert [Path(folder).is_dir() for folder in folders(fake)[-3:]] == [False, True, True][-len(names) :]
     assert oldest == [1, 1, 2, 3] and len(set(names)) == 4
-    generation = generation.before_sync = None
+    generation.before_sync = None
+    generation = None
     gc.collect()
     assert weight_folders() - before == set()
 

@@ -72,7 +72,8 @@ class MortalVLLM(FakeVLLM):
         answer = await super()._gate(request, handler)
         if request.path in ("/collective_rpc", "/v1/load_lora_adapter"):
             token_ids = self.canary_ids or Canary(self.vocab_size).token_ids
-            self._logprobs = trainer_logprobs(self._trained, token_ids, torch.device("cpu"))
+            as_next = request.path != "/collective_rpc"
+            self._logprobs = trainer_logprobs(self._trained, token_ids, torch.device("cpu"), as_next=as_next)
         return answer
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:

@@ -110,8 +110,12 @@ def tolerance(values: Sequence[float], *, exact: bool) -> float:
     return max(least, share * math.fsum(map(abs, values)) / len(values))
 
 
-def trainer_logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> list[float]:
+def trainer_logprobs(
+    model: nn.Module, token_ids: list[int], device: torch.device, *, as_next: bool = False
+) -> list[float]:
     """Log-probabilities of `token_ids[1:]` under `model`, at temperature 1 and without dropout, shape `(n - 1,)`.
+
+    `as_next` as in [`next_logprobs`], otherwise each after the tokens before it.
 
     Computed in the data type of the weights. A collective call if the model is sharded.
     """
@@ -120,7 +124,8 @@ def trainer_logprobs(model: nn.Module, token_ids: list[int], device: torch.devic
     try:
         with torch.no_grad(), _without_autocast(model):
             ids = torch.tensor([token_ids], device=device)
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].float()
+            logits = logits[-1:].expand(len(token_ids) - 1, -1) if as_next else logits[:-1]
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None].to(logits.device)).squeeze(-1)
     finally:
         model.train(was_training)
@@ -158,17 +163,16 @@ def server_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> 
     return [entry[str(token_id)]["logprob"] for token_id, entry in zip(token_ids[1:], positions[1:], strict=True)]
 
 
-def adapter_logprobs(server: ServerControl, adapter: str, token_ids: list[int]) -> list[float]:
-    """As [`server_logprobs`] under an adapter, with one short prompt for each value.
+def next_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> list[float]:
+    """Log-probabilities of `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
 
-    vLLM applies adapters to prompt log-probabilities as if no other request ran, and on a CPU it crashes if one does.
+    For an adapter: vLLM applies it to prompt log-probabilities as if no other request ran, and on a CPU it crashes if
+    one does.
     """
-    prompts = [token_ids[:length] for length in range(1, len(token_ids))]
-    body = {"model": adapter, "prompt": prompts, "max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+    body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "logprobs": 0}
     body |= {"logprob_token_ids": sorted(set(token_ids)), "return_tokens_as_token_ids": True}
-    choices = server.request("POST", "v1/completions", body)["choices"]
-    found = {choice["index"]: choice["logprobs"]["top_logprobs"][0] for choice in choices}
-    return [found[place][f"token_id:{token_id}"] for place, token_id in enumerate(token_ids[1:])]
+    (found,) = server.request("POST", "v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"]
+    return [found[f"token_id:{token_id}"] for token_id in token_ids[1:]]
 
 
 def distance(left: Sequence[float], right: Sequence[float]) -> float:

@@ -226,7 +226,8 @@ class ServerGeneration(VLLMGeneration):
         for server in self.servers:
             if server.is_connected:
                 server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
-        expected = trainer_logprobs(self.model, self._canary_ids, self.accelerator.device)
+        as_next = isinstance(self._transport, AdapterTransport)
+        expected = trainer_logprobs(self.model, self._canary_ids, self.accelerator.device, as_next=as_next)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass

@@ -16,7 +16,7 @@ import requests
 from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
 from ..server.traffic import ServerPause, server_load
-from .canary import Canary, adapter_logprobs, server_logprobs
+from .canary import Canary, next_logprobs, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 
 
@@ -119,7 +119,7 @@ class SyncedServer:
                 "another client may be sending it weights. Use a separate server for every training run."
             )
         self.pause.end()
-        ask, model = (server_logprobs, self.info.model) if adapter is None else (adapter_logprobs, adapter)
+        ask, model = (server_logprobs, self.info.model) if adapter is None else (next_logprobs, adapter)
         found = ask(self.control, model, self.canary.token_ids)
         self.mismatch = self.canary.compare(expected, found, version)
 
