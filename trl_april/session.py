@@ -248,6 +248,7 @@ class RolloutSession:
             done,
             self.pool,
             sync_seconds=sync_seconds,
+            sync_mismatch=self._server.sync_mismatch,
             max_staleness=self._options.max_staleness,
             stream_interval=self._options.stream_interval,
             reduce_sum=self._processes.reduce_sum,
@@ -259,7 +260,6 @@ class RolloutSession:
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )
-        metrics["sync_mismatch"] = self._server.sync_mismatch
         self.run_log.note(metrics)
         return done, metrics
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 
 import pytest
+import requests
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
+from tests.support.tiny import build_model
 from tests.trainer.test_embedded import kill_engine
 from tests.trainer.test_outages import wait_for_tokens
+from tests.trainer.test_overlap import counter
 from tests.trainer.test_trainer import RecordingTrainer, check_logprobs, make_trainer, rows_of
 from trl_april import LocalServer
 from trl_april.commands import demo_training as task
+from trl_april.weights.adapters import write_adapter
 
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]
@@ -57,6 +61,20 @@ def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir
     assert 1 <= max(ages) <= 3 and len(trainer.pool) == 0
     assert any("eval_reward" in entry for entry in trainer.state.log_history)
     assert trainer.vllm_generation.sync_mismatch < 1e-4
+
+
+def test_adapters_share_no_kv_blocks(lora_server, tiny_model_dir, tmp_path):
+    """Even under one cache salt, as `resume_kv="reuse"` sends it."""
+    model = get_peft_model(build_model(), adapter(init_lora_weights=False))
+    write_adapter(model, tmp_path)
+    url, hits = lora_server.base_url, []
+    for name in ("first", "second", "second"):
+        requests.post(f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(tmp_path)}, timeout=60)
+        before = counter(lora_server, "vllm:prefix_cache_hits_total")
+        body = {"model": name, "prompt": [5 + n % 70 for n in range(600)], "max_tokens": 1, "cache_salt": "one"}
+        requests.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        hits.append(counter(lora_server, "vllm:prefix_cache_hits_total") - before)
+    assert hits[:2] == [0, 0] and hits[2] > 0
 
 
 class KilledTrainer(RecordingTrainer):
