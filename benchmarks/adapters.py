@@ -3,9 +3,9 @@
     python benchmarks/adapters.py --json adapters.json    # 250 million parameters, rank 16, 5 syncs each
 
 A real vLLM server and a Qwen3 with random weights run on this machine, in float32. Beside each sync a request streams
-its tokens one by one. The standstill is the longest time between two of them from the moment that the files are
-written to the end of the sync, minus the median before. Afterwards 16 requests at once show what the adapter costs in
-generation.
+its tokens one by one. The standstill is the longest time between two of them while the server loads the files,
+minus the median before; the canary is one more short request after it. Afterwards 16 requests at once show what the
+adapter costs in generation.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(way: str, model: Any, base_url: str, syncs: int) -> dict[str, Any]:
     """Bytes, seconds and standstill of each sync, and the tokens per second afterwards."""
     with tempfile.TemporaryDirectory(dir=shared_memory()) as parent:
         found: list[dict[str, float]] = []
-        size, stopped = [0], [0.0]
+        size, stopped, loaded = [0], [0.0], [0.0]
         generation = ServerGeneration(
             model=model, accelerator=Accelerator(cpu=True), processing_class=None, processes=OneProcess(),
             trained_model=lambda: model, policy_version=lambda: len(found), weight_sync=way, weight_sync_dir=parent,
@@ -90,6 +90,14 @@ def measure(way: str, model: Any, base_url: str, syncs: int) -> dict[str, Any]:
                 generation.servers.pause()
 
         generation.before_sync = before_sync
+        send = generation.server.load
+
+        def load(*args: Any) -> Any:
+            answer = send(*args)
+            loaded[0] = time.perf_counter()
+            return answer
+
+        generation.server.load = load
         for _ in range(syncs + 1):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -101,7 +109,7 @@ def measure(way: str, model: Any, base_url: str, syncs: int) -> dict[str, Any]:
             ended = time.perf_counter()
             time.sleep(0.5)
             stream.close()
-            seconds = {"seconds": ended - began, "standstill": stream.standstill(stopped[0], ended)}
+            seconds = {"seconds": ended - began, "standstill": stream.standstill(stopped[0], loaded[0])}
             found.append({"bytes": size[0], **seconds})
         served = generation.adapter or generation.server_info.model
         rates = [rate(base_url, served) for _ in range(2)]
