@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.support.tiny import build_model
 from tests.trainer.test_embedded import kill_engine
 from tests.trainer.test_outages import wait_for_tokens
 from tests.trainer.test_overlap import counter
-from tests.trainer.test_trainer import RecordingTrainer, check_logprobs, make_trainer, rows_of
+from tests.trainer.test_trainer import (
+    DATASET,
+    RecordingTrainer,
+    check_logprobs,
+    distinct_characters,
+    make_config,
+    make_trainer,
+    rows_of,
+)
 from trl_april import LocalServer
 from trl_april.commands import demo_training as task
 from trl_april.weights.adapters import write_adapter
@@ -75,6 +85,24 @@ def test_adapters_share_no_kv_blocks(lora_server, tiny_model_dir, tmp_path):
         requests.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         hits.append(counter(lora_server, "vllm:prefix_cache_hits_total") - before)
     assert hits[:2] == [0, 0] and hits[2] > 0
+
+
+@pytest.mark.parametrize(("bits", "least", "most"), [(4, 1e-4, 0.2), (8, 1e-6, 0.1)])
+def test_adapter_of_a_quantized_model(tiny_model_dir, tmp_path, bits, least, most):
+    """Its server has the weights before quantization, and the difference is in the log."""
+    pytest.importorskip("bitsandbytes")
+    quantization = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, quantization_config=quantization, dtype=torch.float32)
+    args = make_config(SimpleNamespace(base_url=None), tmp_path, max_steps=3, max_completion_length=60, use_cpu=True)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    trainer = RecordingTrainer(
+        model, distinct_characters, args, DATASET, processing_class=tokenizer, peft_config=adapter()
+    )
+    assert trainer.vllm_generation.weight_sync == "adapter" and trainer._server.model == tiny_model_dir
+    trainer.train()
+    mismatch = [entry["april/sync_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(mismatch) == 3 and all(least < one < most for one in mismatch)
+    assert sum(done.carried_tokens for done in trainer.rounds) > 0 == len(trainer.pool)
 
 
 class KilledTrainer(RecordingTrainer):
