@@ -18,7 +18,7 @@ from .tuning.factor_chooser import START
 
 logger = get_logger(__name__)
 
-WEIGHT_SYNCS = ("auto", "nccl", "filesystem")
+WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
 
 
@@ -86,7 +86,8 @@ class AprilOptions:
     weight_sync: str = field(
         default="auto",
         metadata={
-            "help": "How weights travel to the server: `'nccl'`, `'filesystem'`, or `'auto'`, which uses NCCL where "
+            "help": "How weights travel to the server: `'adapter'` (only a LoRA adapter, which needs no pause), "
+            "`'nccl'`, `'filesystem'`, or `'auto'`: the adapter alone where the server can serve it, else NCCL where "
             "trainer and server both have a GPU and the server was started for it."
         },
     )
@@ -136,6 +137,11 @@ class AprilOptions:
     def scores_groups(self) -> bool:
         """Whether groups are scored one by one during generation."""
         return self.dynamic_sampling or self.score_during_generation
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether only the adapter may be sent to the server."""
+        return self.weight_sync in ("auto", "adapter")
 
     def with_schedule(self) -> AprilOptions:
         """The same options, with a choice for `"auto"` where it needs no measurement."""
@@ -272,9 +278,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Rejected groups at which a round stops replacing them and is filled with rejected groups, oldest first. At
             least the groups of a batch; by default ten times as many.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
-            How weights travel to the server: `"nccl"` (TRL's own; RCCL on AMD), `"filesystem"` (any device; also
-            trainer and server on one GPU), or `"auto"`, which uses NCCL where each has a GPU of its own and the
-            server was started for it.
+            How weights travel to the server: `"adapter"` (only the LoRA adapter, in files, to a server started with
+            `--enable-lora`; running requests stay on theirs), `"nccl"` (TRL's own; RCCL on AMD), `"filesystem"` (any
+            device; also trainer and server on one GPU), or `"auto"`, which sends only the adapter where that is
+            possible, and otherwise uses NCCL where each has a GPU of its own and the server was started for it.
         weight_sync_dir (`str`, *optional*):
             Existing folder for the file-system sync, visible to the server under the same path. Defaults to shared
             memory of this host.

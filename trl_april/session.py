@@ -140,6 +140,7 @@ class RolloutSession:
                 stream_interval=options.stream_interval,
                 vocab_size=plan.vocab_size,
                 api_key=api_key(),
+                adapter=lambda: server.adapter,
             ),
             is_sticky=options.resume_kv != "recompute",
             rank=processes.rank,
@@ -247,6 +248,7 @@ class RolloutSession:
             done,
             self.pool,
             sync_seconds=sync_seconds,
+            sync_mismatch=self._server.sync_mismatch,
             max_staleness=self._options.max_staleness,
             stream_interval=max(self._options.stream_interval, self._server.server_info.stream_interval),
             reduce_sum=self._processes.reduce_sum,
@@ -333,7 +335,10 @@ class RolloutSession:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
         if self._chooser is not None:
             self._chooser.quiesced()
-        self._rounds.quiesce(self._state.global_step, self._server.servers)
+        step, oldest, bound = self._state.global_step, self._server.oldest_kept, self._options.max_staleness
+        if oldest is not None and bound is not None:
+            oldest = max(oldest, step - bound)
+        self._rounds.quiesce(step, self._server.servers, oldest)
 
     def _route(self) -> None:
         """Send requests to the servers that hold the weights."""

@@ -132,16 +132,16 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
         self._session: RolloutSession | None = None
-        self._requested = RequestedBatch(type(self).__name__)
+        self._requested, self._server = RequestedBatch(type(self).__name__), None
         if self.april_enabled:
             self._options = AprilOptions.of(args).with_schedule()
             compatibility.check_arguments(args, self._options, train_dataset, has_tools=bool(tools))
+            self._server = construction.start_server(self, args, model, processing_class, peft_config)
         else:
             # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
             vars(self).update(construction.stock_card(type(self), APRILGRPOTrainer))
-        self._server = construction.start_server(self, args, model, processing_class) if self.april_enabled else None
         with construction.arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._server):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset,

@@ -60,7 +60,7 @@ def generate(server: FakeVLLM, request: GenerationRequest | None = None, **optio
     return with_engine(server, lambda engine: collect(engine, request), **options)
 
 
-def generate_until_error(server: FakeVLLM) -> tuple[list[int], Exception]:
+def generate_until_error(server: FakeVLLM, **options: Any) -> tuple[list[int], Exception]:
     """The tokens that arrived before the stream broke, and its error."""
     tokens: list[int] = []
 
@@ -73,7 +73,7 @@ def generate_until_error(server: FakeVLLM) -> tuple[list[int], Exception]:
             return error
         raise AssertionError(f"the stream ended normally: {tokens}")
 
-    return tokens, with_engine(server, main)
+    return tokens, with_engine(server, main, **options)
 
 
 def tokens_of(chunks: list[Chunk]) -> list[int]:
@@ -341,6 +341,30 @@ def test_refusal_tells_whether_to_retry(status: int, error: type[Exception], wor
         tokens, raised = generate_until_error(server)
     assert type(raised) is error and tokens == []
     assert words in str(raised) and str(status) in str(raised) and len(str(raised)) < 1000
+
+
+@pytest.mark.parametrize(("adapter", "error"), [(None, EngineError), ("trl-april-1-2", ServerError)])
+def test_a_server_that_does_not_know_the_adapter_was_restarted(adapter: str | None, error: type[Exception]):
+    """It may get the adapter again. A model that it never had stays an error."""
+    with FakeVLLM() as server:
+        server.answers["/v1/completions"] = (404, "The model does not exist.")
+        assert type(generate_until_error(server, adapter=lambda: adapter)[1]) is error
+
+
+def test_requests_are_for_the_adapter_of_the_moment():
+    """The server holds the weights if it reports the adapter's name."""
+    names = ["trl-april-1-1", "trl-april-1-2"]
+    with FakeVLLM(max_loras=2, adapters=dict.fromkeys(names, "/folder"), weight_version=names[1]) as server:
+
+        async def both(engine: VLLMEngine) -> list[bool]:
+            found = []
+            for server.model in names:
+                await collect(engine)
+                found.append(await engine.holds(7))
+            return found
+
+        assert with_engine(server, both, adapter=lambda: server.model) == [False, True]
+        assert [request.body["model"] for request in server.received_at("/v1/completions")] == names
 
 
 async def send_and_drop(stream: Stream, *events: bytes) -> None:

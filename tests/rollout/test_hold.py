@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 
 import pytest
 from hypothesis import given
@@ -123,6 +124,58 @@ def test_request_is_held_across_several_syncs():
         return await driver.run_round()
 
     assert segments(simulate(main()).groups[0]) == [(0, 5), (1, 4), (2, 21)]
+
+
+def test_requests_stay_on_their_adapters():
+    """Of the versions that the engine keeps; older ones are cut and resumed. Nothing is asked about progress."""
+    pool, engine, driver = setup({(1, 0): natural(20)}, default=natural(60), outstanding=3)
+    engine.generated_error = AssertionError("The engine is not paused.")
+
+    async def main():
+        await driver.run_round()
+        await asyncio.sleep(3.5)
+        await driver.hold(1, 0)
+        pool.begin_round(1)
+        admit(pool, 3)
+        first = await driver.run_round()
+        await asyncio.sleep(3.5)
+        await driver.hold(2, 1)
+        pool.begin_round(2)
+        return [*first.groups, *(await driver.run_round()).groups, *(await driver.run_round()).groups]
+
+    one, two, three = simulate(main())
+    assert segments(one) == [(0, 20)] and segments(three) == [(1, 60)]
+    assert segments(two) == [(0, 23), (2, 37)]
+    assert [[key_of(request_id) for request_id in abort] for abort in engine.aborts] == [[(2, 0)]]
+    assert_at_rest(pool, engine)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_staleness_bound_holds_with_requests_on_old_adapters(bound: int, kept: int, seed: int):
+    """A request may sample from an old adapter until its group is due, and a due group holds the round open."""
+    rng = random.Random(seed)
+    pool = make_pool(2, outstanding=2 + 2 * bound, max_staleness=bound)
+    engine = ScriptedEngine({(group, 0): natural(rng.randrange(1, 60)) for group in range(100)})
+    driver = make_driver(pool, engine, overlap=True)
+
+    async def main():
+        ages, last = [], -1
+        for version in range(8):
+            if version:
+                await asyncio.sleep(rng.uniform(0.0, 9.0))
+                await driver.hold(version, version - kept + 1)
+                pool.begin_round(version)
+            ids_ = range(last + 1, last + 1 + pool.schedule.room)
+            admit(pool, *ids_)
+            last += len(ids_)
+            done = await driver.run_round()
+            live = {request.version for request in driver._flight.running.values()}
+            assert all(version - kept < one <= version for one in live)
+            ages += [version - v for group in done.groups for s in group.samples for v in s.versions]
+        await driver.cut()
+        return ages
+
+    assert max(simulate(main())) <= bound
 
 
 def test_freed_slot_aborts_waiting_requests_and_the_shortest():

@@ -156,6 +156,12 @@ def test_environment_is_that_of_the_process_without_its_launcher(monkeypatch):
     assert not set(launcher) & env.keys()
 
 
+def test_a_server_for_adapters_can_load_them_while_it_runs():
+    name = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    assert server_environment(None, ["--enable-lora"], platform="gpu")[name] == "1"
+    assert name not in server_environment(None, ["--dtype", "float32"], platform="gpu")
+
+
 def test_memory_on_a_cpu_is_limited_unless_the_user_limits_it(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     assert server_environment(platform="cpu")["VLLM_CPU_KVCACHE_SPACE"] == "1"

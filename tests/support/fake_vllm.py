@@ -113,6 +113,8 @@ class FakeVLLM:
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)  # (status, text) instead, by path
     prompt_logprobs: Callable[[list[int]], list[float]] = lambda token_ids: [-1.0] * (len(token_ids) - 1)
     weight_version: str = "default"
+    max_loras: int = 0  # as with `--enable-lora --max-loras N`, and loading while the server runs
+    adapters: dict[str, str] = field(default_factory=dict)  # loaded ones: name, path
     holds_new_weights: bool = True  # whether `/update_weight_version` has an effect
     # Observations.
     received: list[Received] = field(default_factory=list)
@@ -154,6 +156,9 @@ class FakeVLLM:
         for path in ("health", "version", "metrics", "v1/models"):
             app.router.add_get(f"/{path}", getattr(self, "_" + path.removeprefix("v1/")))
         app.router.add_post("/v1/completions", self._completions)
+        if self.max_loras:
+            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         if self.dev_endpoints:
             for path in ("server_info", "weight_info"):
                 app.router.add_get(f"/{path}", getattr(self, f"_{path}"))
@@ -205,6 +210,7 @@ class FakeVLLM:
             "model_config": {**model, "quantization": self.quantization, "logprobs_mode": self.logprobs_mode},
             "device_config": {"device": self.device},
             "weight_transfer_config": self.weight_transfer,
+            "lora_config": {"max_loras": self.max_loras} if self.max_loras else None,
             **self.more_config,
         }
         as_json = request.query.get("config_format") == "json"
@@ -225,6 +231,17 @@ class FakeVLLM:
     async def _load(self, request: web.Request) -> web.Response:
         return web.json_response({"results": [None]})
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["lora_name"] in self.adapters:
+            return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="Success: LoRA adapter added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        found = self.adapters.pop((await request.json())["lora_name"], None)
+        return web.Response(text="Success.") if found else web.json_response({"error": "cannot be found"}, status=404)
+
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         return web.json_response({"success": not self._streams})
 
@@ -239,6 +256,12 @@ class FakeVLLM:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompt = body["prompt"]
+        if body["model"].startswith("trl-april-") and body["model"] not in self.adapters:
+            return web.json_response({"error": {"message": f"{body['model']} does not exist"}}, status=404)
+        if "logprob_token_ids" in body:  # the canary of an adapter
+            values = zip(prompt[1:], self.prompt_logprobs(prompt), strict=True)
+            top = {f"token_id:{token_id}": value for token_id, value in values}
+            return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
         # vLLM accepts the id that equals the size of the vocabulary.
         if any(not 0 <= token_id <= self.vocab_size for token_id in prompt):
             message = f"Token id {max(prompt)} is out of vocabulary"

@@ -114,7 +114,7 @@ def test_rows_and_tokens_are_copies():
 def test_the_metrics_of_a_round():
     done, pool = round_of_a_small_pool()
     done.broken_streams, done.outage_seconds = 3, 0.75
-    metrics = round_metrics(done, pool, sync_seconds=0.25, max_staleness=1, stream_interval=16)
+    metrics = round_metrics(done, pool, sync_seconds=0.25, sync_mismatch=0.5, max_staleness=1, stream_interval=16)
     assert metrics == pytest.approx(
         {
             "over_provisioning": 1.5,
@@ -123,6 +123,7 @@ def test_the_metrics_of_a_round():
             "abort_seconds": 0.5,
             "overlap_seconds": 2.0,
             "sync_seconds": 0.25,
+            "sync_mismatch": 0.5,
             "generated_tokens": 15,
             "overlap_tokens": 6,
             "trained_tokens": 5 + 1 + 5 + 2,

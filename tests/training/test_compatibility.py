@@ -233,7 +233,12 @@ def test_a_dataset_without_enough_prompts_is_refused(dataset, words):
 @pytest.mark.parametrize("adapter", [PrefixTuningConfig, PromptTuningConfig])
 def test_an_adapter_that_cannot_be_merged_is_refused(adapter):
     check_model(build_model())
-    check_model(get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"])))
+    adapted = get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"]))
+    check_model(adapted)
+    adapted.base_model.model.is_loaded_in_8bit = True
+    check_model(adapted)
+    with pytest.raises(ConfigError, match="loaded in 4 or 8 bit.*Train a LoRA adapter"):
+        check_model(adapted.get_base_model())
     adapted = get_peft_model(build_model(), adapter(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError, match="an adapter of the type P.*_TUNING, .*such as LoRA, or .*use_vllm=False"):
         check_model(adapted)

@@ -95,6 +95,42 @@ def test_model_by_name_is_served_as_it_is_loaded():
     assert "--trust-remote-code" in server.vllm_args
 
 
+@pytest.mark.parametrize(
+    ("adapter", "changes", "rank"),
+    [
+        (LoraConfig(r=12), {}, "16"),
+        (LoraConfig(r=12), {"weight_sync": "filesystem"}, None),
+        (LoraConfig(r=12, use_dora=True), {}, None),
+        (LoraConfig(r=1000), {}, None),
+        (None, {}, None),
+    ],
+)
+def test_server_is_started_for_the_adapter(adapter, changes, rank):
+    """Where vLLM can serve it. A model object would lack the weights of the base."""
+    flags = embedded_server(config(**changes), "owner/model", None, adapter).vllm_args
+    assert flag_value(flags, "--max-lora-rank") == rank and ("--enable-lora" in flags) is (rank is not None)
+    flags = embedded_server(config(), build_model(), build_tokenizer(), adapter).vllm_args
+    assert "--enable-lora" not in flags
+
+
+def test_quantized_model_object_is_served_by_its_name():
+    """With the weights that it was quantized from, since its own cannot be sent."""
+    model = build_model()
+    model.is_loaded_in_4bit, model.config._name_or_path = True, "owner/model"
+    server = embedded_server(config(), get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"])), None)
+    assert server.model == "owner/model" and flag_value(server.vllm_args, "--max-lora-rank") == "8"
+    assert "--load-format" not in server.vllm_args
+
+
+def test_server_of_a_model_without_adapters_in_vllm_starts_again():
+    """For merged weights, with all other flags."""
+    server = embedded_server(config(vllm_model_impl="transformers"), "owner/model", None, LoraConfig(r=8))
+    server.start = lambda: None
+    server.start_without_adapters()
+    plain = embedded_server(config(vllm_model_impl="transformers"), "owner/model", None)
+    assert server.vllm_args == plain.vllm_args
+
+
 def test_model_object_is_served_from_its_architecture():
     """Without weights, under the name of its class, and in its own precision; the model is unchanged."""
     model = get_peft_model(build_model().to(torch.bfloat16), LoraConfig(target_modules=["q_proj"]))

@@ -131,6 +131,9 @@ def test_the_trainers_values_are_those_of_each_next_token_without_dropout(model:
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [table[place, token_id].item() for place, token_id in enumerate(ids[1:])]
     model.train(training)
+    following = [table[-1, token_id].item() for token_id in ids[1:]]
+    found = trainer_logprobs(model, ids, torch.device("cpu"), as_next=True)
+    assert found == pytest.approx(following, abs=1e-6) and found[0] == found[2]
     assert trainer_logprobs(model, ids, torch.device("cpu")) == pytest.approx(expected, abs=1e-6)
     assert model.training is training
 

@@ -21,7 +21,7 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.distributed.signals import StopRequest
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.weights import sync as weight_sync
-from trl_april.weights.canary import trainer_logprobs
+from trl_april.weights.canary import Canary, trainer_logprobs
 from trl_april.weights.recovery import Recovery
 from trl_april.weights.sync import ServerGeneration
 
@@ -50,6 +50,7 @@ class MortalVLLM(FakeVLLM):
     def restart(self) -> None:
         self.alive, self.dies_at = True, None
         self.weight_version, self._logprobs = "default", None
+        self.adapters.clear()
 
     @web.middleware
     async def _gate(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -69,9 +70,10 @@ class MortalVLLM(FakeVLLM):
             await super()._gate(request, handler)
             request.transport.abort()
         answer = await super()._gate(request, handler)
-        if request.path == "/collective_rpc":
-            token_ids = self.canary_ids
-            self._logprobs = trainer_logprobs(self._trained, token_ids, torch.device("cpu"))
+        if request.path in ("/collective_rpc", "/v1/load_lora_adapter"):
+            token_ids = self.canary_ids or Canary(self.vocab_size).token_ids
+            as_next = request.path != "/collective_rpc"
+            self._logprobs = trainer_logprobs(self._trained, token_ids, torch.device("cpu"), as_next=as_next)
         return answer
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -79,6 +81,7 @@ class MortalVLLM(FakeVLLM):
         if "n" not in (body := await request.json()):
             return await super()._completions(request)
         self.evaluated.append(self.weight_version)
+        self.evaluated_model = body["model"]
         if self.dies_at == "/evaluation":
             self.alive = False
             if self.back_at_once:
@@ -88,7 +91,8 @@ class MortalVLLM(FakeVLLM):
         choice = {"token_ids": [5], "prompt_token_ids": [1], "logprobs": logprobs}
         return web.json_response({"choices": [choice] * body["n"] * len(body["prompt"])})
 
-    canary_ids: list[int]
+    canary_ids: list[int] = []
+    evaluated_model: str
 
 
 class TwoProcesses:

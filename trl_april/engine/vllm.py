@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ class VLLMEngine:
     """A [`~trl_april.engine.protocol.RolloutEngine`] on the vLLM server at `base_url`.
 
     The server serves its model as `model`, streams `stream_interval` tokens per chunk, and gets `api_key` as a bearer
-    token. A token id beyond the trained model's `vocab_size` is an error.
+    token. A token id beyond the trained model's `vocab_size` is an error. `adapter` returns the name of the adapter
+    that requests are for, if it is an adapter that changes with the policy version.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class VLLMEngine:
         stream_interval: int = 64,
         api_key: str | None = None,
         vocab_size: int | None = None,
+        adapter: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._base_url = base_url.rstrip("/")
         self._min_tokens = sampling.min_tokens
         self._vocab_size = vocab_size
+        self._adapter = adapter
         self._body = {
             **sampling.body,
             "model": model,
@@ -70,6 +73,8 @@ class VLLMEngine:
             "min_tokens": max(0, self._min_tokens - request.generated),
             "cache_salt": request.cache_salt,
         }
+        if (adapter := self._adapter()) is not None:
+            body["model"] = adapter
         if request.seed is not None:
             body["seed"] = request.seed
         data, headers = orjson.dumps(body, option=JSON), {"X-Request-Id": request.request_id}
@@ -111,7 +116,7 @@ class VLLMEngine:
     async def holds(self, version: int) -> bool:
         try:
             answer = await self._ask("/weight_info", seconds=ANSWER_SECONDS)
-            return bool(orjson.loads(answer)["weight_version"] == str(version))
+            return bool(orjson.loads(answer)["weight_version"] == (self._adapter() or str(version)))
         except (ServerError, EngineError, ValueError, TypeError, KeyError):
             return False
 
@@ -134,7 +139,7 @@ class VLLMEngine:
         """An answer with status 200; other ones, and a connection that breaks in the block, are our errors."""
         try:
             async with self._open_session().request(method, f"{self._base_url}{path}", **options) as response:
-                await _raise_for_status(response)
+                await _raise_for_status(response, lost_adapter=self._adapter() is not None)
                 yield response
         except ServerError:
             raise  # an OSError too, but it quotes the server
@@ -172,7 +177,7 @@ def _vllm_name(request_id: str) -> str:
     return f"cmpl-{request_id}-0"
 
 
-async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+async def _raise_for_status(response: aiohttp.ClientResponse, *, lost_adapter: bool) -> None:
     if response.status == 200:
         return
     try:
@@ -184,6 +189,8 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
         raise EngineError(f"{message} Set VLLM_API_KEY to the key that the server was started with.")
     if response.status == 404 and response.url.path == "/abort_requests":
         raise EngineError(f"{message} Restart the server with VLLM_SERVER_DEV_MODE=1 in its environment.")
+    if response.status == 404 and response.url.path == "/v1/completions" and lost_adapter:
+        raise ServerError(message)  # it was restarted, and does not know the adapter
     if response.status >= 500 or response.status == 429:
         raise ServerError(message)
     raise EngineError(message)

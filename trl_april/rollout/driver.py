@@ -203,11 +203,14 @@ class RolloutDriver:
         """Free a slot of each full server: abort queued requests, and the one that is cheapest to resume."""
         await self._flight.free_slot()
 
-    async def hold(self, version: int) -> None:
-        """Keep requests across the coming sync to policy version `version`, on a paused engine, or else cut them."""
+    async def hold(self, version: int, oldest: int | None = None) -> None:
+        """Keep requests across the coming sync to policy version `version`, on a paused engine, or else cut them.
+
+        With `oldest`, they stay on their weights, and only requests of versions before it are cut.
+        """
         if self._lifecycle.error is None:
             try:
-                await self._flight.hold(version)
+                await self._flight.hold(version, oldest)
                 return
             except (ServerError, EngineError) as error:
                 logger.warning("%s Requests are cut instead.", str(error))

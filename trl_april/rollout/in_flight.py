@@ -142,16 +142,22 @@ class InFlight:
         for name, one in sorted(self.running.items(), key=lambda item: len(item[1].sample)):
             if not one.received or shortest.setdefault(self._server_of(name), one) is one:
                 cut[name] = one.sample.key
-        await self._drain([self._task_of[key] for key in cut.values() if key in self._task_of], cut)
+        await self._cut_some(cut)
 
-    async def hold(self, version: int) -> None:
+    async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across a weight sync: ask the paused engine after which token each has the new version.
+
+        With `oldest`, the engine keeps the weights of that policy version and later ones, so nothing is paused:
+        requests stay on the weights that they were sent for, and only those of older versions are cut.
 
         Raises `ServerError` if some request is unknown, and `EngineError` if more tokens have arrived than reported.
         """
         self._stopped.set()
         # First, since requests may receive their last old token while the engine is asked about others.
         self._pool.hold(version)
+        if oldest is not None:
+            await self._cut_some({name: r.sample.key for name, r in self.running.items() if r.version < oldest})
+            return
         unknown = dict(self.running)
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -188,6 +194,10 @@ class InFlight:
                 task.cancel()  # closes the connection, and the server then aborts the request
             await asyncio.gather(*tasks, return_exceptions=True)
             self.is_cutting_off = False
+
+    async def _cut_some(self, keys: dict[str, tuple[int, int]]) -> None:
+        """Abort these requests, given with the keys of their samples, and wait until their streams have ended."""
+        await self._drain([self._task_of[key] for key in keys.values() if key in self._task_of], keys)
 
     # One sample
 

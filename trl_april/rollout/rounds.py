@@ -85,13 +85,15 @@ class Rounds:
             self._dispatch_ahead()
         return done
 
-    def quiesce(self, version: int, servers: SyncedServers) -> None:
+    def quiesce(self, version: int, servers: SyncedServers, oldest: int | None = None) -> None:
         """Stop the requests beside training, or hold them on a paused server, so that the weights can change.
 
-        Held requests continue with the weights of `version` when the server resumes. A collective call.
+        Held requests continue with the weights of `version` when the server resumes. Where the servers keep the
+        weights from the version `oldest` on, nothing is paused, and requests of these stay on theirs. A collective
+        call.
         """
-        if self.keeps_requests and self._pause(servers):
-            self.loop.run(self.driver.hold(version), poll=self.processes.check)
+        if self.keeps_requests and self._has_room(servers) and (oldest is not None or servers.pause()):
+            self.loop.run(self.driver.hold(version, oldest), poll=self.processes.check)
             self.processes.barrier()
         else:
             self.cut()
@@ -195,8 +197,8 @@ class Rounds:
         self.driver.round.outages += 1
         self.driver.round.outage_seconds += time.monotonic() - began
 
-    def _pause(self, servers: SyncedServers) -> bool:
-        """Pause the server if anything runs on it; returns whether it is paused.
+    def _has_room(self, servers: SyncedServers) -> bool:
+        """Whether requests run that can stay in a weight sync, with room for the canary. None is sent any more.
 
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
@@ -207,7 +209,7 @@ class Rounds:
         if waiting or running >= (self.max_sequences or 0):
             self.loop.run(self.driver.free_slot(), poll=self.processes.check)
         (running,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
-        return running > 0 and servers.pause()
+        return running > 0
 
     def _account_for_rejected(self) -> None:
         """Hand out one more row for every rejected group, so that training ends as planned."""

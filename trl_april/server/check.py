@@ -33,6 +33,7 @@ class ServerInfo:
     has_weight_transfer: bool  # needed for `weight_sync="nccl"`
     has_weights: bool = True  # not if it was started with `--load-format dummy`
     stream_interval: int = 1  # tokens per chunk, at least; requests can ask for more from vLLM 0.26 on
+    max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
 
 
@@ -62,6 +63,7 @@ def check_server(
             has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl",
             has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
             stream_interval=int((described.get("scheduler_config") or {}).get("stream_interval", 1)),
+            max_loras=max_loras(session, base_url, described),
             max_sequences=max_sequences(described),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -98,6 +100,13 @@ def max_sequences(described: dict[str, Any]) -> int | None:
     number = (described.get("scheduler_config") or {}).get("max_num_seqs")
     engines = (described.get("parallel_config") or {}).get("data_parallel_size", 1)
     return None if number is None else int(number) * int(engines)
+
+
+def max_loras(session: requests.Session, base_url: str, described: dict[str, Any]) -> int:
+    """Adapters in one batch of a server with this configuration, 0 if none can be loaded while it runs."""
+    number = int((described.get("lora_config") or {}).get("max_loras", 0))
+    # The endpoint exists only with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
+    return number if number and session.get(f"{base_url}/v1/load_lora_adapter").status_code != 404 else 0
 
 
 def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:

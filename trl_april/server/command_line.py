@@ -196,6 +196,8 @@ def server_environment(
     inherited = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLES.match(key)}
     # Aborting requests and loading weights are development endpoints.
     merged = {**inherited, **(env or {}), "VLLM_SERVER_DEV_MODE": "1"}
+    if "--enable-lora" in map(flag_name, vllm_args):  # the trainer loads its adapters
+        merged.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     if (platform or vllm_platform()) != "cpu":
         return merged
     if not MEMORY_FLAGS & {flag_name(argument) for argument in vllm_args}:

@@ -18,6 +18,8 @@ from .local import LocalServer
 from .traffic import TimedRequests
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
 PROBE_SECONDS = 2.0  # for an answer at the default address, which is on this host
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
@@ -66,6 +68,12 @@ def server_flags(
     return flags
 
 
+def lora_flags(rank: int) -> list[str]:
+    """Flags for adapters up to this rank; none if it is too large for vLLM."""
+    allowed = [one for one in LORA_RANKS if one >= rank]
+    return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", str(allowed[0])] if allowed else []
+
+
 def answers(base_url: str) -> bool:
     """Whether a vLLM server answers at `base_url`, even one that is not ready. Other programs have no /health."""
     with TimedRequests(PROBE_SECONDS) as session:
@@ -95,6 +103,13 @@ class EmbeddedServer(LocalServer):
         self.devices = devices
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def start_without_adapters(self) -> EmbeddedServer:
+        """Start again for merged weights, after a start that failed because vLLM has no adapters for this model."""
+        place = list(self.vllm_args).index("--enable-lora")
+        self.vllm_args = [*self.vllm_args[:place], *self.vllm_args[place + len(lora_flags(1)) :]]
+        self.start()
+        return self
 
     def _launch(self) -> None:
         for other in list(_servers):

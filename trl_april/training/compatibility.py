@@ -21,6 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..config import AprilOptions
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError
+from ..weights.adapters import is_quantized
 
 
 logger = get_logger(__name__)
@@ -111,13 +112,12 @@ def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_ro
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise [`ConfigError`] if the weights are quantized, or the adapter cannot be merged into them."""
-    for bits in (4, 8):
-        if getattr(model, f"is_loaded_in_{bits}bit", False):
-            raise ConfigError(
-                f"The model is loaded in {bits} bit, and a running vLLM server cannot load packed weights. Load it "
-                "unquantized (an adapter also saves memory), or run stock GRPO with use_vllm=False."
-            )
+    """Raise [`ConfigError`] if the weights are quantized and have no adapter, or it cannot be merged into them."""
+    if is_quantized(model) and not is_peft_model(model):
+        raise ConfigError(
+            "The model is loaded in 4 or 8 bit, and a running vLLM server cannot load packed weights. Train a LoRA "
+            "adapter (peft_config), load the model unquantized, or run stock GRPO with use_vllm=False."
+        )
     if is_peft_model(model) and not hasattr(model, "merge_adapter"):
         kind = model.active_peft_config.peft_type.value
         raise ConfigError(

@@ -35,8 +35,9 @@ from ..distributed.processes import Processes
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
-from ..server.embedded import EmbeddedServer, answers, choose_devices, server_flags
+from ..server.embedded import EmbeddedServer, answers, choose_devices, lora_flags, server_flags
 from ..server.local import DEFAULT_HOST
+from ..weights.adapters import is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
 from .rewards import RewardScorer, checked, decode_completions, use_device
 from .tools import CallResults, Message, ToolTurns, check_results, tools_by_kind
@@ -130,14 +131,16 @@ def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
         vars(trainer).update(before)
 
 
-def start_server(trainer: object, args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer | None:
+def start_server(
+    trainer: object, args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any
+) -> EmbeddedServer | None:
     """Start a server for the trainer without waiting, if it needs one, and stop it when the trainer is collected.
 
     Returns `None` in all processes but the first.
     """
     if not needs_server(args):
         return None
-    server = embedded_server(args, model, processing_class)
+    server = embedded_server(args, model, processing_class, peft_config)
     weakref.finalize(trainer, server.stop)
     server.start(wait=False)
     return server
@@ -160,7 +163,7 @@ def needs_server(args: GRPOConfig) -> bool:
     return args.vllm_mode != "server" or not answers(f"http://{args.vllm_server_host}:{args.vllm_server_port}")
 
 
-def embedded_server(args: GRPOConfig, model: Any, processing_class: Any) -> EmbeddedServer:
+def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any = None) -> EmbeddedServer:
     """The server for `model` in the trainer's precision, on GPUs that its processes do not use or beside them."""
     gpus, variables = visible_gpus() if args.device.type == "cuda" else ([], [])
     used = max(args.n_gpu, args.world_size)
@@ -178,7 +181,13 @@ def embedded_server(args: GRPOConfig, model: Any, processing_class: Any) -> Embe
     # The code of a model object runs in this process already.
     if loading.get("trust_remote_code", args.trust_remote_code) or getattr(model, "_auto_class", None):
         flags += ["--trust-remote-code"]
+    adapter = getattr(model, "active_peft_config", peft_config)
+    if is_quantized(model):
+        model = get_config_model_id(model.config)
     if isinstance(model, str):
+        # A model object gets merged weights instead: its base would have to be sent before the first adapter.
+        if adapter is not None and AprilOptions.of(args).sends_adapter and why_not_served(adapter) is None:
+            flags += lora_flags(adapter.r)
         if loading.get("revision"):
             flags += ["--revision", loading["revision"]]
         return EmbeddedServer(model, devices, flags, gpu_variables=variables)
@@ -241,17 +250,21 @@ def connect_server(
     """
     found = [0.0, 0.0]
     if server is not None:
-        server.wait()
+        try:
+            server.wait()
+        except ServerError as error:
+            if "does not support LoRA" not in str(error):
+                raise
+            logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
+            server.start_without_adapters()
         found = [float(server.port or 0), float(server.devices.shared)]
     port, shares_device = processes.reduce_max(found)
-    weight_sync = options.weight_sync
-    if shares_device and weight_sync == "auto":
-        weight_sync = "filesystem"  # NCCL cannot connect a GPU to itself
     try:
         return ServerGeneration(
             local_server=server,
             processes=processes,
-            weight_sync=weight_sync,
+            weight_sync=options.weight_sync,
+            shares_device=bool(shares_device),
             weight_sync_dir=options.weight_sync_dir,
             needs_logprobs=args.vllm_importance_sampling_correction,
             api_key=api_key(),

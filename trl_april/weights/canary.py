@@ -6,6 +6,7 @@ as closely as their data types allow, and the server's values move when the trai
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from transformers import PreTrainedConfig
 from ..errors import WeightSyncError
 from .client import ServerControl
 
+
+logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 33
 # Tolerated mean absolute difference, in nats, and as a share of the values, since rounding grows with the logits. In
@@ -43,6 +46,7 @@ class Canary:
         self.token_ids = [generator.randrange(vocab_size) for _ in range(NUM_TOKENS)]
         self.exact = exact
         self._comparable = comparable
+        self._has_warned = False
         # Values of both sides when the server's last changed, so that steps too small to see add up.
         self._last: tuple[list[float], list[float], bool] | None = None
 
@@ -62,6 +66,15 @@ class Canary:
                 f"After the sync of policy version {version}, the log-probabilities of server and trainer differ by "
                 f"{difference:.3g} nats on average, more than {limit:.3g}: the server does not hold the trainer's "
                 "weights. Check that it serves the trained model, and see its log for errors while loading weights."
+            )
+        if difference > limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The log-probabilities of server and trainer differ by %.3g nats on average, more than %.3g: one of "
+                "them is quantized, or computes otherwise. The importance-sampling correction covers it, but training "
+                "may be noisier. The metric april/sync_mismatch follows it.",
+                difference,
+                limit,
             )
         if self._last is None or list(server) != self._last[1]:
             self._last = (list(trainer), list(server), self.exact)
@@ -97,8 +110,12 @@ def tolerance(values: Sequence[float], *, exact: bool) -> float:
     return max(least, share * math.fsum(map(abs, values)) / len(values))
 
 
-def trainer_logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> list[float]:
+def trainer_logprobs(
+    model: nn.Module, token_ids: list[int], device: torch.device, *, as_next: bool = False
+) -> list[float]:
     """Log-probabilities of `token_ids[1:]` under `model`, at temperature 1 and without dropout, shape `(n - 1,)`.
+
+    `as_next` as in [`next_logprobs`], otherwise each after the tokens before it.
 
     Computed in the data type of the weights. A collective call if the model is sharded.
     """
@@ -107,7 +124,8 @@ def trainer_logprobs(model: nn.Module, token_ids: list[int], device: torch.devic
     try:
         with torch.no_grad(), _without_autocast(model):
             ids = torch.tensor([token_ids], device=device)
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].float()
+            logits = logits[-1:].expand(len(token_ids) - 1, -1) if as_next else logits[:-1]
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None].to(logits.device)).squeeze(-1)
     finally:
         model.train(was_training)
@@ -143,6 +161,18 @@ def server_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> 
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     positions = server.request("POST", "v1/completions", body)["choices"][0]["prompt_logprobs"]
     return [entry[str(token_id)]["logprob"] for token_id, entry in zip(token_ids[1:], positions[1:], strict=True)]
+
+
+def next_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> list[float]:
+    """Log-probabilities of `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
+
+    For an adapter: vLLM applies it to prompt log-probabilities as if no other request ran, and on a CPU it crashes if
+    one does.
+    """
+    body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+    body |= {"logprob_token_ids": sorted(set(token_ids)), "return_tokens_as_token_ids": True}
+    (found,) = server.request("POST", "v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"]
+    return [found[f"token_id:{token_id}"] for token_id in token_ids[1:]]
 
 
 def distance(left: Sequence[float], right: Sequence[float]) -> float:

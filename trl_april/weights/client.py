@@ -67,7 +67,8 @@ class ServerControl:
                 f"The vLLM server answered {response.status_code} to /{path} in the weight sync: "
                 f"{response.text[:500]} {remedy}"
             )
-        return response.json() if response.content else {}
+        is_json = "json" in response.headers.get("Content-Type", "")  # adapters are confirmed in plain text
+        return response.json() if is_json else {}
 
     def load(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request that loads weights, which takes longer than other answers."""

@@ -98,16 +98,21 @@ def remove_abandoned() -> None:
 def write_weights(params: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Write parameters into `folder`, in shards. The same value may have several names."""
     for number, shard in enumerate(shards(params, SHARD_BYTES)):
-        try:
-            save_file(shard, path := folder / f"model-{number:05d}.safetensors")
-            path.chmod(0o644)  # safetensors allows only this user; access is controlled by the folder
-        except (OSError, SafetensorError) as error:
-            disk = shutil.disk_usage(folder)
-            raise WeightSyncError(
-                f"The weights cannot be written to {folder}: {error}. It must hold a full copy; "
-                f"{disk.free / 2**30:.1f} of its {disk.total / 2**30:.1f} GiB are free. Enlarge it (docker run "
-                "--shm-size), or set weight_sync_dir to a larger folder that the server sees under the same path."
-            ) from error
+        save_tensors(shard, folder / f"model-{number:05d}.safetensors")
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a file that the server can read."""
+    try:
+        save_file(tensors, path)
+        path.chmod(0o644)  # safetensors allows only this user; access is controlled by the folder
+    except (OSError, SafetensorError) as error:
+        disk = shutil.disk_usage(path.parent)
+        raise WeightSyncError(
+            f"The weights cannot be written to {path.parent}: {error}. It must hold a full copy; "
+            f"{disk.free / 2**30:.1f} of its {disk.total / 2**30:.1f} GiB are free. Enlarge it (docker run "
+            "--shm-size), or set weight_sync_dir to a larger folder that the server sees under the same path."
+        ) from error
 
 
 def shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

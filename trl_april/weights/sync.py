@@ -7,13 +7,14 @@ it reports. If no server is left, all processes raise the same error.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import requests
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, extract_model_from_parallel, is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -22,6 +23,7 @@ from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
 from ..server.check import ServerInfo, check_server
 from ..server.local import LocalServer
+from .adapters import AdapterTransport, is_quantized, why_merged
 from .canary import Canary, depends_on_width, dtypes_of, trainer_logprobs
 from .client import ServerClient, ServerControl
 from .names import in_checkpoint_format, tied_names
@@ -57,6 +59,7 @@ class ServerGeneration(VLLMGeneration):
         api_key: str | None,
         resume_kv: str = "recompute",
         local_server: LocalServer | None = None,
+        shares_device: bool = False,
         addresses: Callable[[], Sequence[str]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -64,6 +67,8 @@ class ServerGeneration(VLLMGeneration):
         self._addresses = addresses
         self.weight_sync = weight_sync
         self.sync_seconds = 0.0
+        self.sync_mismatch = 0.0  # of the last sync, in nats
+        self._shares_device = shares_device
         self._weight_sync_dir = weight_sync_dir
         self._policy_version = policy_version
         self._trained_model = trained_model
@@ -90,12 +95,43 @@ class ServerGeneration(VLLMGeneration):
             device=self.accelerator.device,
             servers=list(self.servers),
             processes=self._processes,
+            adapters=self._adapters(),
+            must_adapt=is_quantized(self.model),
+            shares_device=self._shares_device,
         )
         self.weight_sync = self._transport.name
         self._canary_ids = self.servers.first.canary.token_ids  # the same for all
         # vLLM's CPU build keeps a packed copy of a tied output layer, and updates it only under its own name.
         has_cpu = any(server.info.device == "cpu" for server in self.servers)
         self._tied_names = tied_names(self.model) if has_cpu else {}
+
+    def _adapters(self) -> AdapterTransport | str | None:
+        """A transport of the adapter, or why there is none; `None` for a model without adapter."""
+        if not is_peft_model(extract_model_from_parallel(self.model, keep_torch_compile=False)):
+            return None
+        return self._why_merged(list(self.servers)) or AdapterTransport(
+            lambda: self.model,
+            self._weight_sync_dir,
+            version=self._policy_version,
+            servers=lambda: [server.info for server in self.servers if server.is_connected],
+            processes=self._processes,
+            draw=lambda: secrets.randbits(32),
+        )
+
+    def _why_merged(self, servers: Sequence[SyncedServer]) -> str | None:
+        if self.weight_sync not in ("auto", "adapter"):
+            return f"weight_sync={self.weight_sync!r} sends merged weights"
+        return why_merged(self.model, servers, self.accelerator, self._weight_sync_dir)
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter of the last sync, by which requests ask for its weights; `None` for merged weights."""
+        return self._transport.current if isinstance(self._transport, AdapterTransport) else None
+
+    @property
+    def oldest_kept(self) -> int | None:
+        """The oldest policy version whose requests can continue after the present sync without a pause, if any."""
+        return self._transport.oldest if isinstance(self._transport, AdapterTransport) else None
 
     # The servers
 
@@ -133,7 +169,7 @@ class ServerGeneration(VLLMGeneration):
         config = self.model.config
         server.canary = Canary(
             config.get_text_config().vocab_size,
-            comparable=not server.info.quantized and not depends_on_width(config),
+            comparable=not (server.info.quantized or is_quantized(self.model) or depends_on_width(config)),
         )
         server.is_connected = True
 
@@ -160,7 +196,7 @@ class ServerGeneration(VLLMGeneration):
                 f"{other.info.model!r}. All servers must serve the same name: start them with the same MODEL or the "
                 "same --served-model-name."
             )
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and self._why_merged([server]) is not None:
             self.servers.check_pause(server)
 
     # The sync
@@ -190,7 +226,8 @@ class ServerGeneration(VLLMGeneration):
         for server in self.servers:
             if server.is_connected:
                 server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
-        expected = trainer_logprobs(self.model, self._canary_ids, self.accelerator.device)
+        as_next = isinstance(self._transport, AdapterTransport)
+        expected = trainer_logprobs(self.model, self._canary_ids, self.accelerator.device, as_next=as_next)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass
@@ -200,12 +237,17 @@ class ServerGeneration(VLLMGeneration):
                 self.before_sync()
             self.servers.settle_outages()
             load(list(self.servers), self.servers.each)
-        keeps_cache = self._keeps_cache
-        self.servers.each(lambda server: server.stamp_and_verify(version, expected, keeps_cache=keeps_cache))
+        adapter = self.adapter
+        keeps_cache = self._keeps_cache or adapter is not None
+        self.servers.each(
+            lambda server: server.stamp_and_verify(version, expected, keeps_cache=keeps_cache, adapter=adapter)
+        )
         self.servers.settle_outages()  # no process may request tokens before a server has the weights
         for server in self.servers.taking_part():
-            server.synced_version = str(version)
+            server.synced_version = server.announced_version
+            server.client.model = adapter or server.info.model
             server.client.renew_cache_salt()
+        self.sync_mismatch = max((server.mismatch for server in self.servers.taking_part()), default=0.0)
         self.servers.announce(self.servers.taking_part())
         self.sync_seconds = time.perf_counter() - started
 

@@ -16,7 +16,7 @@ import requests
 from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
 from ..server.traffic import ServerPause, server_load
-from .canary import Canary, server_logprobs
+from .canary import Canary, next_logprobs, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 
 
@@ -40,6 +40,7 @@ class SyncedServer:
         self.control = ServerControl(base_url, seconds, headers)
         self.pause = ServerPause(partial(self.control.request, seconds=ANSWER_SECONDS), base_url)
         self.is_connected = False
+        self.mismatch = 0.0  # of server and trainer after the last sync, in nats
         self.synced_version: str | None = None  # of the last complete sync
         self.announced_version: str | None = None  # last one sent to the server, even if its answer was lost
         self.outage: Exception | None = None  # error of the present sync that showed that the server is down
@@ -100,11 +101,16 @@ class SyncedServer:
             return -math.inf
         return -math.inf if load is None else load.waiting
 
-    def stamp_and_verify(self, version: int, expected: Sequence[float], *, keeps_cache: bool) -> None:
-        """Give the loaded weights their version, resume the server, and compare it with the trainer."""
+    def stamp_and_verify(
+        self, version: int, expected: Sequence[float], *, keeps_cache: bool, adapter: str | None = None
+    ) -> None:
+        """Give the loaded weights their version, resume the server, and compare it with the trainer.
+
+        The version is the name of the `adapter` where only that was loaded.
+        """
         if not keeps_cache:
             self.control.request("POST", "reset_prefix_cache")  # for other clients: our requests have salts
-        self.announced_version = str(version)
+        self.announced_version = adapter or str(version)
         self.control.request("POST", "update_weight_version", {"new_version": self.announced_version})
         reported = self.control.weight_version()
         if reported != self.announced_version:
@@ -113,8 +119,9 @@ class SyncedServer:
                 "another client may be sending it weights. Use a separate server for every training run."
             )
         self.pause.end()
-        found = server_logprobs(self.control, self.info.model, self.canary.token_ids)
-        self.canary.compare(expected, found, version)
+        ask, model = (server_logprobs, self.info.model) if adapter is None else (next_logprobs, adapter)
+        found = ask(self.control, model, self.canary.token_ids)
+        self.mismatch = self.canary.compare(expected, found, version)
 
 
 def _watch(problem: Callable[[], str | None], answers: threading.Event, given_up: threading.Event) -> None:

@@ -18,6 +18,7 @@ from ..distributed.processes import Processes
 from ..errors import ConfigError, WeightSyncError
 from ..server.host import gpus_of_host, is_of_this_host
 from ..server.local import sees_our_devices
+from .adapters import AdapterTransport, connect_all
 from .files import FileTransport
 from .names import Parameters
 from .nccl import NcclTransport
@@ -54,13 +55,39 @@ def connected_transport(
     device: torch.device,
     servers: Sequence[SyncedServer],
     processes: Processes,
+    adapters: AdapterTransport | str | None = None,
+    must_adapt: bool = False,
+    shares_device: bool = False,
 ) -> WeightTransport:
     """The transport for the options `weight_sync` and `weight_sync_dir`, connected to all servers in the main process.
 
-    With `"auto"`, files are used where NCCL is not possible, or its connection fails. A collective call. Raises
-    [`ConfigError`] if the folder does not exist or NCCL was asked for and is not possible, and [`WeightSyncError`] if
-    its connection was asked for and fails.
+    With `"auto"`, only the adapter is sent where that is possible: `adapters` sends it, or is the reason against it,
+    `None` for a model without one. With `must_adapt`, other weights cannot be sent. Otherwise files are used where
+    NCCL is not possible, or its connection fails, and where an embedded server `shares_device` with the trainer. A
+    collective call. Raises [`ConfigError`] if the folder does not exist or something was asked for that is not
+    possible, and [`WeightSyncError`] if a connection by NCCL was asked for and fails.
     """
+    check_folder(folder)
+    if asked == "adapter" or must_adapt or (asked == "auto" and adapters is not None):
+        if isinstance(adapters, AdapterTransport):
+            transport, adapters = adapters, connect_all(adapters, servers, processes)
+            if adapters is None:
+                return transport
+        reason = adapters or "the model has none"
+        if must_adapt:
+            raise ConfigError(
+                "The weights are quantized, so only an adapter can be sent to the vLLM server, but this is not "
+                f"possible: {reason}. Set weight_sync='auto', or load the model unquantized."
+            )
+        if asked == "adapter":
+            raise ConfigError(
+                f"weight_sync is 'adapter', but the adapter cannot be sent alone: {reason}. Use weight_sync='auto', "
+                "which sends merged weights then."
+            )
+        if processes.rank == 0:
+            logger.warning("Merged weights are sent instead of the adapter: %s.", reason.rstrip("."))
+    if asked == "auto" and shares_device:
+        asked = "filesystem"  # NCCL cannot connect a GPU to itself
     chosen = choose_transport(asked, folder, device=device, servers=servers, processes=processes)
     failure = None
     try:
@@ -94,11 +121,7 @@ def choose_transport(
 
     A collective call. Raises [`ConfigError`] if the folder does not exist, or NCCL was asked for and is not possible.
     """
-    if folder is not None and not os.path.isdir(folder):
-        raise ConfigError(
-            f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the same "
-            "path, or leave weight_sync_dir out to use shared memory."
-        )
+    check_folder(folder)
     infos = [server.info for server in servers]
     both_on_gpus = device.type == "cuda" and {info.device for info in infos} == {"cuda"}  # ROCm's name, too
     nccl_is_possible = both_on_gpus and all(info.has_weight_transfer for info in infos)
@@ -114,6 +137,15 @@ def choose_transport(
         (shares_gpu,) = processes.reduce_max([float(shares_gpu)])
         asked = "nccl" if nccl_is_possible and not shares_gpu else "filesystem"
     return NcclTransport(device) if asked == "nccl" else FileTransport(folder)
+
+
+def check_folder(folder: str | None) -> None:
+    """Raise [`ConfigError`] unless `folder` exists or is `None`."""
+    if folder is not None and not os.path.isdir(folder):
+        raise ConfigError(
+            f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the same "
+            "path, or leave weight_sync_dir out to use shared memory."
+        )
 
 
 def _shares_gpu(base_url: str) -> bool:

@@ -1,0 +1,151 @@
+"""LoRA training whose adapter travels alone, on real servers."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from tests.support.tiny import build_model
+from tests.trainer.test_embedded import kill_engine
+from tests.trainer.test_outages import wait_for_tokens
+from tests.trainer.test_overlap import counter
+from tests.trainer.test_trainer import (
+    DATASET,
+    RecordingTrainer,
+    check_logprobs,
+    distinct_characters,
+    make_config,
+    make_trainer,
+    rows_of,
+)
+from trl_april import LocalServer
+from trl_april.commands import demo_training as task
+from trl_april.weights.adapters import write_adapter
+
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]
+
+FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--enable-lora", "--max-loras", "3"]
+KILLS = 3
+
+
+def adapter(**options) -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **{"r": 4, **options})
+
+
+@pytest.fixture(scope="module")
+def lora_server(tiny_model_dir):
+    with LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True) as running:
+        yield running
+
+
+@pytest.mark.parametrize("resume_kv", ["recompute", "keep"])
+def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir, tmp_path, resume_kv):
+    """To 1e-4 in float32, also of requests that live through weight syncs, for which nothing is paused."""
+    trainer = make_trainer(
+        lora_server, tiny_model_dir, tmp_path, peft_config=adapter(init_lora_weights=False), resume_kv=resume_kv,
+        overlap_generation=resume_kv == "keep", over_provisioning=3.0, max_completion_length=600, max_staleness=3,
+        max_steps=8, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=16, eval_dataset=rows_of(4),
+    )  # fmt: skip
+    servers = trainer.vllm_generation.servers
+    assert trainer.vllm_generation.weight_sync == "adapter"
+    servers.pause = lambda: pytest.fail("The server was paused.")
+    lived = []  # requests on earlier adapters after a sync
+
+    def note():
+        version = trainer.state.global_step
+        lived.append([r.version for r in trainer._session.driver._flight.running.values() if r.version < version])
+
+    announce = servers.announce
+    servers.announce = lambda holding: (announce(holding), trainer._session and note())
+    trainer.train()
+    assert check_logprobs(trainer) > 5000
+    assert any(lived) is (resume_kv == "keep")
+    ages = [done.version - v for done in trainer.rounds for g in done.groups for s in g.samples for v in s.versions]
+    assert 1 <= max(ages) <= 3 and len(trainer.pool) == 0
+    assert any("eval_reward" in entry for entry in trainer.state.log_history)
+    assert trainer.vllm_generation.sync_mismatch < 1e-4
+
+
+def test_adapters_share_no_kv_blocks(lora_server, tiny_model_dir, tmp_path):
+    """Even under one cache salt, as `resume_kv="reuse"` sends it."""
+    model = get_peft_model(build_model(), adapter(init_lora_weights=False))
+    write_adapter(model, tmp_path)
+    url, hits = lora_server.base_url, []
+    for name in ("first", "second", "second"):
+        requests.post(f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(tmp_path)}, timeout=60)
+        before = counter(lora_server, "vllm:prefix_cache_hits_total")
+        body = {"model": name, "prompt": [5 + n % 70 for n in range(600)], "max_tokens": 1, "cache_salt": "one"}
+        requests.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        hits.append(counter(lora_server, "vllm:prefix_cache_hits_total") - before)
+    assert hits[:2] == [0, 0] and hits[2] > 0
+
+
+@pytest.mark.parametrize(("bits", "least", "most"), [(4, 1e-4, 0.2), (8, 1e-6, 0.1)])
+def test_adapter_of_a_quantized_model(tiny_model_dir, tmp_path, bits, least, most):
+    """Its server has the weights before quantization, and the difference is in the log."""
+    pytest.importorskip("bitsandbytes")
+    quantization = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, quantization_config=quantization, dtype=torch.float32)
+    args = make_config(SimpleNamespace(base_url=None), tmp_path, max_steps=3, max_completion_length=60, use_cpu=True)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    trainer = RecordingTrainer(
+        model, distinct_characters, args, DATASET, processing_class=tokenizer, peft_config=adapter()
+    )
+    assert trainer.vllm_generation.weight_sync == "adapter" and trainer._server.model == tiny_model_dir
+    trainer.train()
+    mismatch = [entry["april/sync_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(mismatch) == 3 and all(least < one < most for one in mismatch)
+    assert sum(done.carried_tokens for done in trainer.rounds) > 0 == len(trainer.pool)
+
+
+class KilledTrainer(RecordingTrainer):
+    """The engine of its own server is killed in the middle of some rounds."""
+
+    kills: int = 0
+
+    def _run_round(self):
+        if self.state.global_step in (3, 9, 15):
+            self.thread = threading.Thread(target=self.kill)
+            self.thread.start()
+        return super()._run_round()
+
+    def kill(self) -> None:
+        wait_for_tokens(self)
+        kill_engine(self)
+        self.kills += 1
+
+
+def test_adapter_learns_the_demo_although_its_server_is_killed(tmp_path, caplog):
+    """The trainer's own server, started for the adapter. Killed in rounds or in syncs, it gets the adapter again."""
+    torch.manual_seed(0)
+    tokenizer = task.build_tokenizer()
+    model = task.build_model(tokenizer)
+    task.warm_start(model, tokenizer, 300, seed=0)
+    task.save(model, tokenizer, tmp_path / "model")
+    before = task.evaluate(model, tokenizer, 64, 200, seed=0)
+    made = []
+
+    def make(**options):
+        made.append(KilledTrainer(**options, peft_config=adapter(r=16, lora_alpha=32)))
+        return made[0]
+
+    caplog.set_level("WARNING", "trl_april")
+    _, trained = task.train(
+        "lora", model_dir=tmp_path / "model", dataset=task.training_dataset(24 * 8, 1), base_url=None,
+        output_dir=tmp_path / "run", make_trainer=make, max_steps=24, num_generations=8,
+        per_device_train_batch_size=16, gradient_accumulation_steps=4, max_completion_length=200, learning_rate=3e-3,
+        seed=0,
+    )  # fmt: skip
+    (trainer,) = made
+    after = task.evaluate(trained, tokenizer, 64, 200, seed=0)
+    assert trainer.vllm_generation.weight_sync == "adapter" and trainer.kills == KILLS
+    assert caplog.text.count("Sending the trainer's weights again") == KILLS
+    assert after.reward > before.reward + 0.05
+    check_logprobs(trainer)

@@ -1,0 +1,206 @@
+"""Weight sync by adapters: only the adapter of a LoRA model travels, under a new name in each sync.
+
+Invariant: servers have an adapter, and this host its files, as long as a request may use it. The base never changes,
+so it may be quantized. vLLM keeps the KV blocks of different adapters apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, extract_model_from_parallel, is_peft_model
+
+from ..distributed.processes import Processes
+from ..errors import AprilError, WeightSyncError
+from ..server.check import ServerInfo
+from ..server.host import is_of_this_host
+from .files import save_tensors, weight_folder
+from .names import Parameters
+from .synced_server import Each, Load, SyncedServer
+
+
+PREFIX = "trl-april-"  # of an adapter's name, which is also the weight version of a server that has it
+FRESH = "default"  # vLLM's weight version of the weights that a server was started with
+# Options of a LoRA that leave the base weights alone and that vLLM reads, or needs not know. It would ignore others.
+_SERVED_OPTIONS = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
+    "layers_to_transform", "layers_pattern", "init_lora_weights", "runtime_config", "qalora_group_size",
+}  # fmt: skip
+_BASE_STAYS = (True, False, "gaussian", "orthogonal", "eva")  # other initialisations change the base weights
+
+
+@dataclass(eq=False)
+class _Adapter:
+    name: str
+    version: int
+    files: ExitStack = field(default_factory=ExitStack)  # in the main process
+
+
+class AdapterTransport:
+    """LoRA adapters in files, which servers load beside their base. Running requests stay on theirs.
+
+    `model` returns the model with the adapter, and `version` its policy version.
+    """
+
+    name = "adapter"
+
+    def __init__(
+        self,
+        model: Callable[[], torch.nn.Module],
+        parent: str | None,
+        *,
+        version: Callable[[], int],
+        servers: Callable[[], Sequence[ServerInfo]],
+        processes: Processes,
+        draw: Callable[[], int],
+    ) -> None:
+        self._model, self._parent, self._version, self._servers = model, parent, version, servers
+        self._run = f"{PREFIX}{int(processes.reduce_sum([draw() if processes.rank == 0 else 0])[0]):x}"
+        self._count = 0
+        self._adapters: list[_Adapter] = []  # those that requests may use, oldest first
+
+    @property
+    def current(self) -> str | None:
+        """Name of the adapter of the last sync, by which requests ask for it."""
+        return self._adapters[-1].name if self._adapters else None
+
+    @property
+    def oldest(self) -> int:
+        """The oldest policy version whose adapter, and so its requests, stay on the servers in the present sync."""
+        return self._kept[0].version
+
+    @property
+    def _kept(self) -> list[_Adapter]:
+        # A server runs requests of so many adapters at once; requests of a further one would wait.
+        return self._adapters[-max(1, min(info.max_loras for info in self._servers())) :]
+
+    def connect(self, server: SyncedServer) -> None:
+        """Load the adapter once, since only vLLM knows all that it cannot serve."""
+        stamp = server.control.weight_version()
+        if stamp is None or not (stamp == FRESH or stamp.startswith(PREFIX)):
+            raise WeightSyncError(
+                f"The vLLM server at {server.base_url} has the merged weights of another run (version {stamp!r}) "
+                "instead of its own. Restart it."
+            )
+        with weight_folder(self._parent) as folder:
+            write_adapter(self._model(), folder)
+            _load(server, name := f"{self._run}-check", folder)
+        _unload(server, name)
+
+    @contextmanager
+    def stage(
+        self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
+    ) -> Iterator[Load]:
+        self._count += 1
+        # A new name even if a sync is repeated: a server may have the adapter although its answer was lost.
+        adapter = _Adapter(f"{self._run}-{self._count}", self._version())
+        self._adapters.append(adapter)
+        folder = None
+        if sends:
+            folder = adapter.files.enter_context(weight_folder(self._parent))
+            write_adapter(self._model(), folder)
+
+        def load(servers: Sequence[SyncedServer], each: Each) -> None:
+            if folder is not None:
+                each(lambda server: _load(server, adapter.name, folder), servers)
+            kept = self._kept
+            for old in self._adapters[: -len(kept)]:
+                if folder is not None:
+                    each(lambda server, name=old.name: _unload(server, name), servers)  # type: ignore[misc]
+                old.files.close()
+            self._adapters = kept
+
+        # The files stay: a server reads them again if its memory for adapters was too small in between.
+        yield load
+
+
+def _load(server: SyncedServer, name: str, folder: Path) -> None:
+    server.control.load("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+
+def _unload(server: SyncedServer, name: str) -> None:
+    with suppress(WeightSyncError):  # a restarted server does not know it
+        server.control.request("POST", "v1/unload_lora_adapter", {"lora_name": name})
+
+
+def write_adapter(model: torch.nn.Module, folder: Path) -> None:
+    """Write the active adapter of `model` into `folder`, as PEFT does."""
+    from peft import get_peft_model_state_dict
+
+    peft_model: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    name = peft_model.active_adapters[0]
+    state = {key: param for key, param in peft_model.named_parameters() if peft_model.prefix in key}
+    tensors = get_peft_model_state_dict(peft_model, state_dict=state, adapter_name=name, save_embedding_layers=False)
+    copies = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
+    save_tensors(copies, folder / "adapter_model.safetensors")
+    peft_model.peft_config[name].save_pretrained(str(folder))
+
+
+def why_not_served(config: Any) -> str | None:
+    """Why vLLM cannot serve an adapter with this configuration of PEFT as it is; `None` if nothing is known."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        return f"it is of the type {kind}, and vLLM serves LoRA"
+    if config.init_lora_weights not in _BASE_STAYS:
+        return f"init_lora_weights={config.init_lora_weights!r} changes the base weights"
+    usual = type(config)()
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name not in _SERVED_OPTIONS and value and value != getattr(usual, option.name):
+            return f"vLLM does not apply its {option.name}={value!r}"
+    return None
+
+
+def why_merged(
+    model: torch.nn.Module, servers: Sequence[SyncedServer], accelerator: Accelerator, folder: str | None
+) -> str | None:
+    """Why the adapter of `model` cannot travel alone, as half a sentence; `None` if nothing is known."""
+    unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    if not is_peft_model(unwrapped):
+        return "the model has none"
+    if len(unwrapped.active_adapters) != 1:
+        return f"{len(unwrapped.active_adapters)} adapters are active"
+    if any("lora_embedding" in name for name, _ in unwrapped.named_parameters()):
+        return "it adapts the embedding"
+    if (reason := why_not_served(unwrapped.peft_config[unwrapped.active_adapters[0]])) is not None:
+        return reason
+    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    if accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3):
+        return "FSDP or DeepSpeed ZeRO-3 shards it"
+    for server in servers:
+        if not server.info.max_loras:
+            return (
+                f"the vLLM server at {server.base_url} was started without --enable-lora, or without "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (`trl-april serve MODEL --enable-lora` sets it)"
+            )
+        if not server.info.has_weights:
+            return f"the vLLM server at {server.base_url} was started without the weights of the base"
+        if folder is None and not is_of_this_host(urlsplit(server.base_url).hostname or ""):
+            return f"the vLLM server at {server.base_url} is on another host, and weight_sync_dir is not set"
+    return None
+
+
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Whether the weights of the base are packed in 4 or 8 bit, so that only an adapter can be trained and sent."""
+    return any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+
+
+def connect_all(transport: AdapterTransport, servers: Sequence[SyncedServer], processes: Processes) -> str | None:
+    """Connect to all servers, and return why one of them refused, in all processes. A collective call."""
+    failure = None
+    try:
+        for server in servers if processes.rank == 0 else ():
+            transport.connect(server)
+    except AprilError as error:
+        failure = str(error)
+    if processes.reduce_max([float(failure is not None)])[0]:
+        return failure or "the main process could not load it"
+    return None
