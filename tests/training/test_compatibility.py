@@ -243,5 +243,5 @@ def test_a_sharded_reward_model_is_refused_under_dynamic_sampling():
     check_scoring(funcs, 1, sharded=True)
     check_scoring(funcs, 2, sharded=False)
     check_scoring([print], 2, sharded=True)
-    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*set both options to False"):
+    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*both options to False"):
         check_scoring(funcs, 2, sharded=True)
