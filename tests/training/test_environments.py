@@ -156,13 +156,12 @@ def expected(stock, rows, script=GAME):
     return counted
 
 
-@pytest.mark.parametrize("piece", [1, 17, 1000])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    ("name", "piece"), [("one factory", 1), *((name, piece) for name in ROWS for piece in (17, 1000))]
+)
 def test_turns_in_pieces_equal_stock(tmp_path, name, piece):
     """Sync and async methods, tools beside them, results that do not fit, malformed calls, limits."""
     factory, rows = ROWS[name]
-    if piece == 1 and name != "one factory":
-        pytest.skip("cut at every token once")
     stock = make_stock(tmp_path, factory, rows, tools=() if name == "without tools" else [multiply])
     counted, turns = expected(stock, rows), make_turns(stock)
     groups = play(stock, turns, rows, piece=piece)
