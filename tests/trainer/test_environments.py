@@ -43,7 +43,9 @@ def arguments(factory, *rows, **changes):
     dataset = Dataset.from_list([{"start": number, **row} for number in range(8) for row in rows or DATASET])
     given = {"environment_factory": factory, "train_dataset": dataset, "tools": [multiply], "reward_funcs": observed}
     limits = {"max_tool_calling_iterations": 3, "max_completion_length": 400}
-    return {"arguments": {**given, **changes}, **limits, "per_device_train_batch_size": len(GAME) * (len(rows) or 1)}
+    if len(rows) > 1:  # all in one batch
+        limits |= {"per_device_train_batch_size": len(rows) * len(GAME), "max_steps": 1}
+    return {"arguments": {**given, **changes}, **limits}
 
 
 @pytest.mark.parametrize(
