@@ -125,11 +125,6 @@ class RolloutSession:
             ) from error
         # A checkpoint written under a higher target can hold more groups than this one.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
-        if self._environments is not None:
-            logger.warning(
-                f"Environments: up to {groups_here * plan.num_generations} instances in each process, for "
-                f"{groups_here} groups of {plan.num_generations} samples."
-            )
         connections = reserve_connections(groups_here * plan.num_generations)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
         if processes.rank == 0:
@@ -202,6 +197,13 @@ class RolloutSession:
                 reduce_sum=processes.reduce_sum,
                 processes=processes.count,
                 is_first=processes.rank == 0,
+            )
+        if self._environments is not None:
+            schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
+            groups = max(schedule.target, math.ceil(highest * schedule.quota), len(schedule))
+            logger.warning(
+                f"Environments: up to {groups * plan.num_generations} instances in all processes together, for "
+                f"{groups} groups of {plan.num_generations} samples in flight."
             )
         self.run_log = RunLog(
             Path(args.output_dir) if processes.rank == 0 else None,

@@ -97,7 +97,7 @@ def test_samples_that_are_cut_and_resumed_keep_their_instances(fake, tmp_path, c
     counts = [7, 4, 0, 0, 0, 6, 1, 3]
     assert rewards == [(start, [[start + count] for count in counts]) for start, _ in rewards] and len(rewards) == 6
     assert LOG["reset"] == 6 * len(GAME) and 1 + 2 * len(GAME) >= LOG["construction"] >= len(GAME)
-    assert "up to 16 instances in each process, for 2 groups of 8 samples" in caplog.text
+    assert "up to 16 instances in all processes together, for 2 groups of 8 samples" in caplog.text
     assert len(trainer.pool) == 0 and sum(done.carried_tokens for done in trainer.round_history) > 0
 
 

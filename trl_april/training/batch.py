@@ -121,7 +121,6 @@ def round_metrics(
     has_tools = samples[0].conversation is not None
     if has_tools:
         counted |= {"acting_samples": done.acting_samples, "repeated_tool_steps": done.repeated_tool_steps}
-    if pool.has_environments:
         counted["restarted_samples"] = restarted_samples
     sums = counted | {
         "samples": len(samples),

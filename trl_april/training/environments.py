@@ -19,6 +19,7 @@ from accelerate.logging import get_logger
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult
+from ..rollout.daemon_threads import DaemonThreads
 from .tools import Message, RunCalls, Tools, is_json, tools_by_kind
 
 
@@ -37,7 +38,7 @@ class Occupied:
     tools: Tools = field(default_factory=lambda: Tools({}, {}))
     is_late: bool = False  # a call of its tools timed out, and may still run
 
-    def is_used_up(self) -> None:
+    def mark_late(self) -> None:
         self.is_late = True
 
 
@@ -74,7 +75,7 @@ class Environments:
     def state_of(self, sample: Sample) -> Any:
         """What checkpoints save of the sample's environment; `None` if it cannot be saved."""
         occupied = self._occupied[sample.key]
-        if not self.saves_states or occupied.is_late or not hasattr(occupied.instance, "_april_state"):
+        if not self.saves_states or occupied.is_late or not hasattr(type(occupied.instance), "_april_state"):
             return None
         state = occupied.instance._april_state()
         if not is_json(state):
@@ -103,7 +104,9 @@ class Environments:
             for sample in group.samples
             if sample.conversation is not None and not sample.conversation.awaits_reset
         ]
-        restored = self.threads.map(lambda pair: self._restore(*pair), lacking)
+        threads = DaemonThreads("trl-april-environments")
+        restored = list(threads.map(lambda pair: self._restore(*pair), lacking))
+        threads.shutdown()
         lost = [sample for (_, sample), is_back in zip(lacking, restored, strict=True) if not is_back]
         self.num_restarted = sum(len(sample) > 0 for sample in lost)
         if self.num_restarted:
@@ -127,7 +130,7 @@ class Environments:
         occupied = Occupied(name, self.factories[name]() if instance is None else instance)
         shared = tools_by_kind(self.tools, self.tool_timeout, self.threads)
         own = tools_by_kind(
-            tool_methods(occupied.instance), self.tool_timeout, self.threads, on_late=occupied.is_used_up
+            tool_methods(occupied.instance), self.tool_timeout, self.threads, on_late=occupied.mark_late
         )
         occupied.tools = Tools(shared[0] | own[0], shared[1] | own[1], name)
         return occupied
@@ -164,7 +167,7 @@ class Environments:
         assert conversation is not None
         occupied = self._occupy(group)
         try:
-            if conversation.environment is not None and hasattr(occupied.instance, "_april_restore"):
+            if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
                 occupied.instance._april_restore(copy.deepcopy(conversation.environment))
             elif not self.replays or not self._replay(occupied, group, sample):
                 self._put_back(occupied)

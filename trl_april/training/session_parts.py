@@ -84,10 +84,11 @@ def tool_turns(trainer: GRPOTrainer, options: AprilOptions, context_length: int 
 
     def parse(token_ids: list[int], prefix: list[int], environment: str | None) -> Message:
         with lock:
-            if not trainer.tools:  # of an environment without methods; TRL then parses only what it has a format for
+            if not view.tools:  # of an environment without methods; TRL then parses only what it has a format for
                 return decode_completions(tokenizer, view.processing_class, [NO_PROMPT], [prefix], [token_ids])[0][0]
-            has_own = trainer.environment_factories is not None
-            schemas = trainer._env_tools[environment] if has_own else trainer.tools
+            # The trainer's own attributes are others while TRL takes a batch.
+            has_own = view.environment_factories is not None
+            schemas = view._env_tools[environment] if has_own else view.tools
             return parse_response(tokenizer, token_ids, prefix=prefix, tools=schemas)
 
     def run_calls(
