@@ -18,9 +18,11 @@ from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.acting import ResetResult
+from trl_april.training import session_parts
 from trl_april.training.batch import batch_rows, rollout_output
+from trl_april.training.construction import replaced
 from trl_april.training.session_parts import reward_scorer, tool_turns
-from trl_april.training.tools import loop_results
+from trl_april.training.tools import handed_over, loop_results
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,6 +253,15 @@ def test_the_model_is_not_told_of_the_state_methods(tmp_path):
     assert plain._tokenize_prompts([ROW["prompt"]])[0] == saved._tokenize_prompts([ROW["prompt"]])[0]
     group, sample = one_sample(turns := make_turns(saved))
     assert set(turns.environments.tools_of(sample).functions) == {"count", "fill", "multiply"}
+
+
+def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_batch(tmp_path, monkeypatch):
+    stock = make_stock(tmp_path, BY_NAME, [{"environment": name} for name in BY_NAME])
+    turns, parse, seen = make_turns(stock), session_parts.parse_response, []
+    monkeypatch.setattr(session_parts, "parse_response", lambda *a, tools, **k: seen.append(tools) or parse(*a, **k))
+    with replaced(stock, **handed_over({}, [], has_tools=True)):
+        one_sample(turns, call("echo", text="hey"), environment="speak")
+    assert [tool.__name__ for tool in seen[0]] == ["multiply", "echo"]
 
 
 def one_sample(turns, text="", **row):
