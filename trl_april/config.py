@@ -123,6 +123,13 @@ class AprilOptions:
             "a call may take any time."
         },
     )
+    replay_environments: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether an environment that a checkpoint could not save is reset and its recorded calls are made "
+            "again when training resumes. By default its sample starts again."
+        },
+    )
 
     @classmethod
     def of(cls, args: GRPOConfig) -> AprilOptions:
@@ -297,6 +304,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         tool_timeout (`float`, *optional*):
             Seconds after which a call of a tool becomes an error result, as an exception does, and counts as a
             failure. The call's thread is abandoned, a coroutine is cancelled. By default a call may take any time.
+        replay_environments (`bool`, *optional*, defaults to `False`):
+            Whether an environment without `_april_state` is brought back when training resumes: it is reset, and the
+            recorded calls of its sample are made again. If a result differs, the sample starts again, as it does by
+            default.
 
     Raises:
         ConfigError: If a value is out of its range. It is a `ValueError`.

@@ -35,7 +35,6 @@ from .errors import CheckpointError, PoolError
 from .pool.pool import Pool
 from .pool.samples import Group
 from .pool.state import restore, state_dict
-from .rollout.acting import Act
 from .rollout.driver import RolloutDriver
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.event_loop import BackgroundLoop
@@ -47,6 +46,7 @@ from .training.construction import api_key
 from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
 from .training.run_log import RunLog, run_options
+from .training.tools import ToolTurns
 from .tuning.factor_chooser import FactorChooser
 from .weights.recovery import Recovery
 from .weights.sync import ServerGeneration
@@ -77,7 +77,7 @@ class RolloutSession:
         server: ServerGeneration,
         num_reward_funcs: int,
         scorer: RewardScorer | None,
-        act: Act | None,
+        act: ToolTurns | None,
         state: TrainerState,
         processes: Processes,
         stop: StopRequest,
@@ -91,7 +91,7 @@ class RolloutSession:
             vocab_size=vocab_size,
             saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
-        self.scorer = scorer
+        self.scorer, self._environments = scorer, act.environments if act is not None else None
         self._silent = args.disable_tqdm or processes.rank > 0
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
@@ -103,6 +103,7 @@ class RolloutSession:
             versions_per_round=plan.versions_per_round,
             dynamic_sampling=options.scores_groups,
             has_tools=act is not None,
+            has_environments=self._environments is not None,
             max_parked_tokens=options.max_parked_tokens,
         )
         self._settings = {
@@ -198,6 +199,13 @@ class RolloutSession:
                 processes=processes.count,
                 is_first=processes.rank == 0,
             )
+        if self._environments is not None:
+            schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
+            groups = max(schedule.target, math.ceil(highest * schedule.quota), len(schedule))
+            logger.warning(
+                f"Environments: up to {groups * plan.num_generations} instances in all processes together, for "
+                f"{groups} groups of {plan.num_generations} samples in flight."
+            )
         self.run_log = RunLog(
             Path(args.output_dir) if processes.rank == 0 else None,
             {
@@ -251,6 +259,7 @@ class RolloutSession:
             sync_mismatch=self._server.sync_mismatch,
             max_staleness=self._options.max_staleness,
             stream_interval=max(self._options.stream_interval, self._server.server_info.stream_interval),
+            restarted_samples=self._take_restarted(),
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )
@@ -347,6 +356,13 @@ class RolloutSession:
             self._engine.route_to(servers.addresses, servers.holding, self._state.global_step, servers.causes)
         )
 
+    def _take_restarted(self) -> int:
+        """Samples that started again since the last round closed."""
+        if self._environments is None:
+            return 0
+        restarted, self._environments.num_restarted = self._environments.num_restarted, 0
+        return restarted
+
     def _restore(
         self, saved: SavedRollouts, rows: TrainingRows, num_reward_funcs: int
     ) -> tuple[RowSource, list[Group]]:
@@ -360,6 +376,7 @@ class RolloutSession:
             owns=self._processes.owns,
             has_totals=self._processes.rank == 0,
             num_reward_funcs=num_reward_funcs,
+            restore_environments=self._environments.restore if self._environments else lambda groups: (),
         )
         source, unused = resumed_source(
             rows,

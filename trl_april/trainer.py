@@ -32,7 +32,7 @@ from .errors import ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
 from .session import RolloutSession
-from .training import compatibility, construction
+from .training import compatibility, construction, session_parts
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.console import print_lines
 from .training.correction import can_correct_in_training
@@ -69,10 +69,10 @@ class APRILGRPOTrainer(GRPOTrainer):
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory. A server that
     dies is started again. To run it elsewhere, set `vllm_server_base_url`.
 
-    APRIL is on when `args.use_vllm` is true, without `environment_factory`, `rollout_func` or image columns, and
-    unless a subclass overrides `_generate`, `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`.
-    Otherwise the trainer runs stock GRPO, and says so at the start and at the end of training. `tools` are called in
-    threads, while other samples are generated.
+    APRIL is on when `args.use_vllm` is true, without `rollout_func` or image columns, and unless a subclass overrides
+    `_generate`, `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock
+    GRPO, and says so at the start and at the end of training. Tools and environments work in threads, while other
+    samples are generated.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -125,9 +125,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     ) -> None:
         args = args or construction.default_arguments(model)
         stock_because = compatibility.why_stock(
-            args, train_dataset, environment_factory=environment_factory, rollout_func=rollout_func,
-            overridden=compatibility.ignored_overrides(type(self)),
-        )  # fmt: skip
+            args, train_dataset, rollout_func=rollout_func, overridden=compatibility.ignored_overrides(type(self))
+        )
         self.april_enabled = stock_because is None
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
@@ -135,7 +134,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._requested, self._server = RequestedBatch(type(self).__name__), None
         if self.april_enabled:
             self._options = AprilOptions.of(args).with_schedule()
-            compatibility.check_arguments(args, self._options, train_dataset, has_tools=bool(tools))
+            # Each process scores the groups whose environments it has.
+            self._options.score_during_generation |= environment_factory is not None
+            compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)
         else:
             # Said first: the server of stock GRPO may be missing or unusable.
@@ -231,8 +232,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         changes = {
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
-            "rollout_func": lambda prompts, trainer: output,
-            **(handed_over(output, done.groups) if self.tools else {}),
+            **handed_over(output, done.groups, has_tools=bool(self.tools)),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             changes["reward_funcs"] = trained_rewards(done.groups)
@@ -339,17 +339,18 @@ class APRILGRPOTrainer(GRPOTrainer):
         )
 
     def _open_session(self) -> RolloutSession:
+        turns = session_parts.tool_turns(self, self._options, self.vllm_generation.server_info.max_model_len)
         return RolloutSession(
             self.args,
             self._options,
-            rows=construction.training_rows(self),
-            tokenize=self._tokenize_prompts,
+            rows=session_parts.training_rows(self),
+            tokenize=session_parts.tokenize_prompts(self),
             vocab_size=self.model.config.get_text_config().vocab_size,
             eos_token_ids=self.eos_token_ids,
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
-            scorer=construction.reward_scorer(self) if self._options.scores_groups else None,
-            act=construction.tool_turns(self, self._options.tool_timeout),
+            scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,
+            act=turns,
             state=self.state,
             processes=self._processes,
             stop=self._stop,

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
 SAVED = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
 
 
-def saved_groups(checkpoint: Path, rows: Sequence[dict] = ROWS, *, has_tools: bool = False) -> dict[int, Group]:
-    pool = Pool(1, max_staleness=None, has_tools=has_tools)
+def saved_groups(checkpoint: Path, rows: Sequence[dict] = ROWS, **options: bool) -> dict[int, Group]:
+    pool = Pool(1, max_staleness=None, **options)
     restore(pool, load_rollouts(checkpoint).pools, read_row=rows.__getitem__)
     return {group.group_id: group for group in pool}
 

@@ -52,7 +52,10 @@ def content(group: Group) -> tuple:
             for s in group.samples
         ],
         # The calls of an acting sample run again.
-        [SampleState.PARKED if s.state is SampleState.ACTING else s.state for s in group.samples],
+        [
+            s.state if s.state is not SampleState.ACTING else SampleState.PARKED if len(s) else SampleState.WAITING
+            for s in group.samples
+        ],
         [s.conversation for s in group.samples],
         [[(x.version, x.length) for x in sample.segments] for sample in group.samples],
     )

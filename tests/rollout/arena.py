@@ -41,7 +41,13 @@ def make_pool(quota: int = 1, *, outstanding: int | None = None, max_staleness: 
 
 def admit(pool: Pool, *group_ids: int, samples: int = 1, budget: int = 100) -> list[Group]:
     return [
-        pool.admit(i, {"row": i}, prompt_ids(i), num_generations=samples, max_completion_length=budget)
+        pool.admit(
+            i,
+            {"row": i},
+            [] if pool.has_environments else prompt_ids(i),
+            num_generations=samples,
+            max_completion_length=budget,
+        )
         for i in group_ids
     ]
 

@@ -7,26 +7,33 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from tests.rollout.arena import SlowThread, admit, assert_tokens, make_driver, make_pool
-from tests.support.scripted_engine import ScriptedEngine, natural, token_ids
+from tests.support.scripted_engine import ScriptedEngine, natural, prompt_ids, token_ids
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample
-from trl_april.rollout.acting import TurnResult
+from trl_april.rollout.acting import ResetResult, TurnResult
 from trl_april.rollout.driver import RolloutDriver
 
 
 class Tools:
     """A scripted `act`: results of `size` tokens after each turn but the last of `turns`; none for `answering` groups.
 
-    `log` has the sample, the number and the tokens of each turn that it was called for.
+    `log` has the sample, the number and the tokens of each turn that it was called for, and `resets` the samples whose
+    environments were reset.
     """
 
     def __init__(self, turns: int = 3, size: int = 2, *, answering: tuple[int, ...] = ()) -> None:
         self.turns, self.size, self.answering = turns, size, answering
         self.log: list[tuple[tuple[int, int], int, list[int]]] = []
+        self.resets: list[tuple[int, int]] = []
         self.error: BaseException | None = None
 
     def __call__(self, group: Group, sample: Sample) -> TurnResult:
         turns, length = sample.conversation, len(sample)
+        if turns.awaits_reset:
+            self.resets.append(sample.key)
+            if self.error is not None:
+                raise self.error
+            return ResetResult(None, prompt_ids(group.group_id))
         turn = list(sample.token_ids[turns.turn_start :])
         self.log.append((sample.key, turns.iterations, turn))
         if self.error is not None:

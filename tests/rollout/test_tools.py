@@ -21,6 +21,7 @@ from tests.support.scripted_engine import (
     Tokens,
     key_of,
     natural,
+    prompt_ids,
     simulate,
 )
 from trl_april.errors import PoolError, RoundSuspended, ServerError
@@ -346,6 +347,51 @@ def test_full_pool_requests_only_turns_that_the_round_needs():
         assert_complete((await driver.run_round()).groups[0], turns=2)
 
     simulate_and_close(driver, main())
+
+
+# Environments
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["cut", "overlap"])
+@pytest.mark.parametrize("seconds", [1.0, 4.5, 8.0])
+def test_sample_is_reset_once_before_its_first_request(seconds, overlap):
+    """Group 0 closes the round after 5 s. Before or after it the environment of group 1 is reset."""
+    pool, engine, driver, tools = setup(
+        {(0, 0): natural(5)}, groups=2, overlap=overlap, has_environments=True,
+        threads=Waits({0: 0.0, 1: seconds}), tools=Tools(answering=(0,)),
+    )  # fmt: skip
+
+    async def main() -> Any:
+        first = await driver.run_round()
+        assert (first.seconds, first.resumed_groups) == (pytest.approx(5.0, abs=0.1), 0)
+        assert first.acting_samples == int(seconds > 5)
+        await driver.cut()
+        if seconds > 5:
+            assert pool.count(SampleState.ACTING) == 1 and engine.requests_of(1) == []
+        pool.begin_round(1)
+        return await driver.run_round()
+
+    second = simulate_and_close(driver, main())
+    assert_complete(second.groups[0])
+    assert sorted(tools.resets) == [(0, 0), (1, 0)] and second.repeated_tool_steps == 0
+    assert second.resumed_groups == int(seconds == 1.0)
+    assert all(request.token_ids[: len(prompt_ids(1))] == prompt_ids(1) for request in engine.requests_of(1))
+
+
+def test_error_of_a_reset_ends_the_round_and_it_is_made_again():
+    pool, engine, driver, tools = setup(has_environments=True)
+
+    async def main() -> None:
+        tools.error = OSError("no display")
+        with pytest.raises(OSError, match="no display"):
+            await driver.run_round()
+        assert_at_rest(pool, engine)
+        assert pool.count(SampleState.WAITING) == 1
+        tools.error = None
+        assert_complete((await driver.run_round()).groups[0])
+
+    simulate_and_close(driver, main())
+    assert tools.resets == [(0, 0), (0, 0)]
 
 
 # Errors

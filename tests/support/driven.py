@@ -52,8 +52,10 @@ class DrivenRun:
             "versions_per_round": versions_per_round,
             "dynamic_sampling": rng.random() < 0.5,
             "has_tools": rng.random() < 0.5,
+            "has_environments": rng.random() < 0.25,
             **options,
         }
+        self.options["has_tools"] |= self.options["has_environments"]
         self.samples = rng.randint(1, 3)
         self.pools = [Pool(**self.options) for _ in range(processes)]
         self.version = rng.randint(0, 3)
@@ -115,14 +117,16 @@ class DrivenRun:
         for _ in range(self.pools[0].schedule.room):
             for pool in self.pools:
                 if pool is self.pool_of(self.next_id):
-                    prompt_ids = [self.rng.randrange(2**31) for _ in range(self.rng.randint(1, 3))]
                     pool.admit(
-                        self.next_id, row_of(self.next_id), prompt_ids,
+                        self.next_id, row_of(self.next_id), [] if pool.has_environments else self._prompt_ids(),
                         num_generations=self.samples, max_completion_length=BUDGET,
                     )  # fmt: skip
                 else:
                     pool.schedule.admit(self.next_id)
             self.next_id += 1
+
+    def _prompt_ids(self) -> list[int]:
+        return [self.rng.randrange(2**31) for _ in range(self.rng.randint(1, 3))]
 
     def _generate(self, pool: Pool, sample: Any, count: int) -> None:
         count = min(count, BUDGET - len(sample))
@@ -139,6 +143,9 @@ class DrivenRun:
                 continue
             if sample.state in (SampleState.WAITING, SampleState.PARKED):
                 pool.start(sample)
+            if sample.conversation is not None and sample.conversation.awaits_reset:
+                self._act(pool, sample, is_complete=False)
+                pool.start(sample)
             if sample.state is SampleState.RUNNING:
                 self._generate(pool, sample, 1)
                 pool.finish(sample, self.rng.choice(list(FinishReason)))
@@ -146,10 +153,15 @@ class DrivenRun:
                 self._act(pool, sample, is_complete=True)
 
     def _act(self, pool: Pool, sample: Any, *, is_complete: bool) -> None:
+        state = {"counter": len(sample)} if pool.has_environments else None
+        if sample.conversation.awaits_reset:
+            prompt = self.rng.choice([None, [{"role": "user", "content": "é"}]])
+            pool.reset_ended(sample, prompt, self._prompt_ids(), state)
+            return
         count = min(self.rng.randint(0, 2), BUDGET - len(sample))
         messages = [{"role": "tool", "content": f"é {len(sample)}"}]
         token_ids = [self.rng.randrange(2**31) for _ in range(count)]
-        pool.act_ended(sample, messages, token_ids, calls=2, failures=1, is_complete=is_complete)
+        pool.act_ended(sample, messages, token_ids, calls=2, failures=1, is_complete=is_complete, environment=state)
 
     def _score(self, share: float) -> None:
         """Accept or reject a share of the finished groups."""

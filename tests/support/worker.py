@@ -493,6 +493,56 @@ def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> d
     }
 
 
+def train_with_environments(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Each process trains a part of each group, whose rewards only the process that generated it can compute."""
+    from tests.support.environments import Counting
+
+    trainer = trainer_with_tools(
+        spec, {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 3},
+        tools=[], environment_factory=Counting,
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "samples": [
+            [group.group_id, sample.index, *group.score.rewards[place]]
+            for done in trainer.rounds
+            for group in done.groups
+            for place, sample in enumerate(group.samples)
+        ],
+        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
+def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """If `hangs`, calls after the first of a sample never return in the second round, which a file says."""
+    from tests.support import environments
+
+    class Hanging(environments.Saved if run["saves"] else environments.Counting):
+        def count(self, by: int) -> int:
+            """Counts up.
+
+            Args:
+                by: How far.
+            """
+            if run["hangs"] and self.counter and trainer.state.global_step == 1:
+                (Path(spec["folder"]) / "hangs").touch()
+                threading.Event().wait()
+            return super().count(by)
+
+    options = {
+        "per_device_train_batch_size": 2, "num_generations": 2, "over_provisioning": 1.0, "save_strategy": "steps",
+        "save_steps": 100, "log_level": "warning",
+    }  # fmt: skip
+    trainer = trainer_with_tools(spec, options, tools=[], environment_factory=Hanging)
+    trainer.train(resume_from_checkpoint=not run["hangs"])
+    return {
+        "rewards": [group.score.rewards for done in trainer.rounds for group in done.groups],
+        "token_ids": [[x.token_ids.tolist() for x in done.groups[0].samples] for done in trainer.rounds],
+        "counted": environments.LOG,
+        "restarted": [entry["april/restarted_samples"] for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
@@ -506,6 +556,8 @@ KINDS = {
         train_with_delays,
         train_and_fail,
         train_with_a_tool_that_hangs,
+        train_with_an_environment_that_hangs,
+        train_with_environments,
         train_with_tools,
     )
 }

@@ -75,6 +75,27 @@ def test_the_tool_loop_can_run_one_iteration():
     assert "args.max_tool_calling_iterations if args.max_tool_calling_iterations is not None else" in CONSTRUCTOR
 
 
+def test_environments_are_used_like_this():
+    """`Environments` does the same for one sample; `tokenize` and `run_calls` read these attributes of a view."""
+    for line in (
+        'prompts = [x.get("prompt", [{"role": "user", "content": ""}]) for x in inputs]',
+        'self._batch_environments = [x.get("environment") if self._multi_environment else None for x in inputs]',
+        'reset_kwargs = {k: v for k, v in x.items() if k != "environment"} if self._multi_environment else x',
+        "observation = environment.reset(**reset_kwargs)",
+        "if isinstance(observation, list) and isinstance(content, str):",
+        "if isinstance(observation, str) and isinstance(content, list):",
+        'prompts[i] = prompt[:-1] + [{**prompt[-1], "content": content + observation}]',
+        "inspect.getmembers(type(environment), predicate=inspect.isfunction)",
+        'if member_name not in ("reset", "get_reward") and not member_name.startswith("_")',
+        "for tool in self._standalone_tools + methods:",
+    ):
+        assert line in SCORE
+    for line in ("self._environment_pool[name] = [instance]", "self._env_tools[name] = tools + methods"):
+        assert line in CONSTRUCTOR
+    assert "tools=self._env_tools[name] or None," in inspect.getsource(GRPOTrainer._tokenize_prompts)
+    assert 'reward_kwargs["environments"] = self.environments' in inspect.getsource(GRPOTrainer._calculate_rewards)
+
+
 def test_a_checkpoint_is_written_by_one_method_and_ends_with_the_trainers_state():
     """The pool is written before it, into the same folder; a checkpoint with the trainer's state is complete."""
     save = inspect.getsource(Trainer._save_checkpoint)

@@ -64,7 +64,6 @@ def test_april_applies_and_leaves_odd_datasets_to_trl(dataset):
     ("changes", "arguments", "words"),
     [
         ({"use_vllm": False}, {}, "use_vllm is False"),
-        ({}, {"environment_factory": dict}, "environment_factory is given"),
         ({}, {"rollout_func": print}, "rollout_func is given"),
     ],
 )
@@ -249,5 +248,5 @@ def test_a_sharded_reward_model_is_refused_under_dynamic_sampling():
     check_scoring(funcs, 1, sharded=True)
     check_scoring(funcs, 2, sharded=False)
     check_scoring([print], 2, sharded=True)
-    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*set both to False"):
+    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*both options to False"):
         check_scoring(funcs, 2, sharded=True)

@@ -26,10 +26,11 @@ from tests.support.tool_calling import (
     multiply,
     trainer_arguments,
 )
+from trl_april.config import AprilOptions
 from trl_april.errors import ConfigError
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
 from trl_april.training.batch import completion_columns, rollout_output
-from trl_april.training.construction import tool_turns
+from trl_april.training.session_parts import tool_turns
 from trl_april.training.tools import first_turns, loop_results
 
 
@@ -129,7 +130,7 @@ def expected(stock, turns, budget, iterations):
 def test_turns_in_pieces_equal_stock(stock, piece, iterations):
     """Sync and async tools, unknown ones, wrong arguments, malformed calls, long results, length stops, limits."""
     wanted = expected(stock, SCRIPT, BUDGET, iterations)
-    group = play(tool_turns(stock, None), SCRIPT, BUDGET, piece)
+    group = play(tool_turns(stock, AprilOptions()), SCRIPT, BUDGET, piece)
     for got, want in zip(handed_over(group), wanted, strict=True):
         assert got == want
 
@@ -137,7 +138,7 @@ def test_turns_in_pieces_equal_stock(stock, piece, iterations):
 def test_budgets_around_every_edge_equal_stock(stock):
     """Results that end just within the budget, at it, and beyond it, and calls that it cuts off."""
     turns = SCRIPT[:1]
-    act = tool_turns(stock, None)
+    act = tool_turns(stock, AprilOptions())
     reasons = set()
     for budget in range(45, 130):
         wanted = expected(stock, turns, budget, 9)
@@ -150,7 +151,7 @@ def test_budgets_around_every_edge_equal_stock(stock):
 
 def test_old_tokens_and_results_leave_the_loss(stock):
     """Under `staleness_policy="mask"`; TRL multiplies no other mask in when there are tools."""
-    group = play(tool_turns(stock, None), SCRIPT[:1], BUDGET, 17)
+    group = play(tool_turns(stock, AprilOptions()), SCRIPT[:1], BUDGET, 17)
     versions = [segment.version for segment in group.samples[0].segments for _ in range(segment.length)]
     output = rollout_output([group], mask_below=2)
     (mask,) = loop_results(output, [group])[0]
@@ -168,11 +169,11 @@ def test_old_tokens_and_results_leave_the_loss(stock):
 
 def turn_with(stock, tools, text, timeout=None):
     """What follows a first turn with this text."""
-    stock.tools = tools
+    stock.tools = stock._standalone_tools = tools
     try:
-        act = tool_turns(stock, timeout)
+        act = tool_turns(stock, AprilOptions(tool_timeout=timeout))
     finally:
-        stock.tools = TOOLS
+        stock.tools = stock._standalone_tools = TOOLS
     sample = Sample(0, 0, conversation=Conversation())
     token_ids = encode(text + END)
     sample.append(token_ids, [-1.0] * len(token_ids), version=0)
@@ -241,7 +242,7 @@ def test_lists_of_text_blocks_stay_lists(stock):
 
 def test_other_threads_may_use_the_trainers_tokenizer(stock):
     """TRL's loop truncates and pads with it meanwhile. Shared, it renders results that are cut off."""
-    act, tokenizer, done = tool_turns(stock, None), stock.processing_class, threading.Event()
+    act, tokenizer, done = tool_turns(stock, AprilOptions()), stock.processing_class, threading.Event()
     wanted = handed_over(play(act, SCRIPT, BUDGET, 1000))
 
     def truncate():

@@ -51,7 +51,8 @@ class Admission:
     """Makes groups of dataset rows. `owns` says whether a group belongs to this process.
 
     `tokenize` is TRL's `_tokenize_prompts`, so that a prompt has the same tokens as in stock GRPO and in evaluation.
-    It returns the token ids of prompts, images (or `None`), and multimodal fields.
+    It returns the token ids of prompts, images (or `None`), and multimodal fields. With environments there are no ids
+    yet, since the reset of a sample's environment has a part in its prompt.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Admission:
 
         Training would find it too, when the row is due, which may be hours later.
         """
-        lengths = [len(ids) for ids in self._prompt_ids([self._read_row(index)["prompt"] for index in indices])]
+        lengths = [len(ids) for ids in self._prompt_ids([self._read_row(index).get("prompt") for index in indices])]
         too_long = {index: length for index, length in zip(indices, lengths, strict=True) if length > self._room}
         if too_long:
             longest = max(too_long, key=too_long.__getitem__)
@@ -87,7 +88,7 @@ class Admission:
             ConfigError: If a prompt leaves no room for a completion, or the row cannot be written to a checkpoint.
         """
         rows = [(group_id, ref, self._read_row(ref)) for group_id, ref in self._source.next_rows(count)]
-        tokenized = iter(self._prompt_ids([row["prompt"] for group_id, _, row in rows if self._owns(group_id)]))
+        tokenized = iter(self._prompt_ids([row.get("prompt") for group_id, _, row in rows if self._owns(group_id)]))
         groups = []
         for group_id, ref, row in rows:
             if self._owns(group_id):
@@ -170,7 +171,9 @@ class Admission:
 
     def _check_resumed(self, group: Group) -> None:
         plan, name = self._plan, f"Group {group.group_id} of the checkpoint"
-        largest = max(max(group.prompt_ids), *(max(sample.token_ids, default=0) for sample in group.samples))
+        prompts = [group.prompt_ids_of(sample) for sample in group.samples]
+        tokens = (*prompts, *(sample.token_ids for sample in group.samples))
+        largest, longest = max(max(ids, default=0) for ids in tokens), max(map(len, prompts))
         if len(group.samples) != plan.num_generations:
             raise CheckpointError(
                 f"{name} has {len(group.samples)} samples, and num_generations is {plan.num_generations}. Resume with "
@@ -181,9 +184,9 @@ class Admission:
                 f"{name} holds token id {largest}, and the model has a vocabulary of {plan.vocab_size}. Resume with "
                 f"the model of the checkpoint, or {_CONTINUE_WITHOUT}"
             )
-        if len(group.prompt_ids) + group.max_completion_length > plan.context_length:
+        if longest + group.max_completion_length > plan.context_length:
             raise CheckpointError(
-                f"{name} has a prompt of {len(group.prompt_ids)} tokens and completions of up to "
+                f"{name} has a prompt of {longest} tokens and completions of up to "
                 f"{group.max_completion_length}, and the server's context is {plan.context_length} tokens. Restart it "
                 f"with a larger --max-model-len, or {_CONTINUE_WITHOUT}"
             )

@@ -81,7 +81,8 @@ def from_message(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> lis
         if head["prompt"] != prompt_digest(group.row):
             raise ConfigError(
                 f"This process read another row {group.group_id} of the training dataset than the process that "
-                f"generated its completions: {str(group.row['prompt'])[:200]!r}. Give every process the same dataset: "
-                "do not split it by process (the trainer does), and make what maps or shuffles it deterministic."
+                f"generated its completions: {str(group.row.get('prompt'))[:200]!r}. Give every process the same "
+                "dataset: do not split it by process (the trainer does), and make what maps or shuffles it "
+                "deterministic."
             )
     return groups

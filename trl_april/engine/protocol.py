@@ -63,7 +63,7 @@ class RequestMaker:
         return GenerationRequest(
             # The counter makes the id unique: each segment is a request, and so is each retry of a broken stream.
             request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._made}",
-            token_ids=[*group.prompt_ids, *sample.token_ids],
+            token_ids=[*group.prompt_ids_of(sample), *sample.token_ids],
             generated=len(sample) - (sample.conversation.turn_start if sample.conversation else 0),
             max_tokens=group.remaining(sample),
             cache_salt=f"{self._run_id}-{salt}",

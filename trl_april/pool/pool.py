@@ -39,6 +39,8 @@ class Pool(Transitions):
             Whether a finished group counts only once it is scored and accepted.
         has_tools (`bool`, *optional*, defaults to `False`):
             Whether samples have a conversation, so that they act at the end of each turn.
+        has_environments (`bool`, *optional*, defaults to `False`):
+            Whether each sample has an environment, which is reset first and gives the sample its prompt.
         max_parked_tokens (`int`, *optional*):
             Completion tokens that this pool may hold before groups that the batch does not need have to wait. No bound
             by default.
@@ -64,11 +66,13 @@ class Pool(Transitions):
         versions_per_round: int = 1,
         dynamic_sampling: bool = False,
         has_tools: bool = False,
+        has_environments: bool = False,
         max_parked_tokens: int | None = None,
     ) -> None:
         schedule = Schedule(quota, over_provisioning, max_staleness, staleness_policy, versions_per_round)
         super().__init__(schedule, dynamic_sampling=dynamic_sampling)
-        self.has_tools, self.max_parked_tokens = has_tools, max_parked_tokens
+        self.has_tools, self.has_environments = has_tools or has_environments, has_environments
+        self.max_parked_tokens = max_parked_tokens
         self._rejected: dict[int, Group] = {}  # in this round
 
     def __len__(self) -> int:
@@ -111,7 +115,7 @@ class Pool(Transitions):
         Age is the order of the ids, so they must ascend. `max_completion_length` is the token budget of each sample,
         and `row_index` the row of the training dataset, by which checkpoints name it.
         """
-        if not prompt_ids or num_generations < 1 or max_completion_length < 1:
+        if bool(prompt_ids) == self.has_environments or num_generations < 1 or max_completion_length < 1:
             raise PoolError(
                 f"Group {group_id} has {len(prompt_ids)} prompt tokens, {num_generations} samples and a budget of "
                 f"{max_completion_length} tokens; each must be at least 1."
@@ -126,9 +130,11 @@ class Pool(Transitions):
 
     def new_samples(self, group_id: int, count: int) -> list[Sample]:
         """Samples without tokens, for a new group."""
-        return [
-            Sample(group_id, index, conversation=Conversation() if self.has_tools else None) for index in range(count)
-        ]
+        samples = [Sample(group_id, index) for index in range(count)]
+        if self.has_tools:
+            for sample in samples:
+                sample.conversation = Conversation(awaits_reset=self.has_environments)
+        return samples
 
     def ready(self) -> list[tuple[Group, Sample]]:
         """Samples to start: resumed ones first, each kind oldest first.
@@ -286,3 +292,6 @@ class Pool(Transitions):
                 "only a finished group can be accepted or rejected, and only once."
             )
         group.score = score
+        for sample in group.samples:
+            if sample.conversation is not None:
+                sample.conversation.environment = None  # of no use any more

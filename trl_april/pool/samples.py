@@ -52,7 +52,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns of a sample that alternates between the model and tools."""
+    """The turns of a sample that alternates between the model and tools, and of its environment, if it has one."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)  # after the prompt, of complete turns: JSON-like
     turn_start: int = 0  # index of the first completion token of the current turn
@@ -60,9 +60,16 @@ class Conversation:
     calls: int = 0  # tool calls so far
     failures: int = 0  # of them, those that failed
     turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
+    awaits_reset: bool = False  # whether the environment has to be reset first
+    prompt: list[dict[str, Any]] | None = None  # messages, if they differ from the dataset row's: JSON-like
+    prompt_ids: list[int] | None = None  # if the environment was reset; the group then has none
+    environment: Any = None  # its state after the last complete turn, if it can be saved: JSON-like
 
-    def next_turn(self, messages: list[dict[str, Any]], *, calls: int, failures: int, start: int) -> None:
+    def next_turn(
+        self, messages: list[dict[str, Any]], *, calls: int, failures: int, start: int, environment: Any
+    ) -> None:
         """Add a complete turn: the assistant's message, then the results of its calls. The next turn is at `start`."""
+        self.environment = environment
         self.messages.extend(messages)
         self.iterations += bool(calls or len(messages) > 1)
         self.calls += calls
@@ -169,10 +176,15 @@ class Sample:
         """Whether its turn has ended, and the calls in it have not run."""
         return self.conversation is not None and self.conversation.turn_ended is not None
 
+    @property
+    def must_act(self) -> bool:
+        """Whether it has calls pending, or its environment has to be reset, before it can be requested."""
+        return self.pending_calls or (self.conversation is not None and self.conversation.awaits_reset)
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Rewards of a group under dynamic sampling."""
+    """Rewards of a group that was scored during generation."""
 
     rewards: list[list[float]]  # by sample and reward function; NaN where a function returned `None`
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that they logged, one value per sample
@@ -183,9 +195,10 @@ class Group:
     """One dataset row and its `num_generations` samples.
 
     `group_id` is the position of the row in training order, from 0, and `row_index` its index in the training dataset,
-    or `None` for a row of a stream. `prompt_ids` are the token ids of the prompt, and `max_completion_length` is the
-    token budget of each sample, over all its segments. `start_version` is the policy version of the round that
-    admitted the group: no token is older. `score` is set once the group is scored under dynamic sampling.
+    or `None` for a row of a stream. `prompt_ids` are the token ids of the prompt; with environments they are empty,
+    and each sample has its own. `max_completion_length` is the token budget of each sample, over all its segments.
+    `start_version` is the policy version of the round that admitted the group: no token is older. `score` is set once
+    the group is scored during generation.
     """
 
     group_id: int
@@ -205,6 +218,11 @@ class Group:
             return SampleState.RUNNING
         # A finished or acting sample beside others is progress too: the group is resumed rather than started.
         return states.pop() if len(states) == 1 else SampleState.PARKED
+
+    def prompt_ids_of(self, sample: Sample) -> list[int]:
+        """Token ids of the prompt of `sample`."""
+        own = None if sample.conversation is None else sample.conversation.prompt_ids
+        return self.prompt_ids if own is None else own
 
     def remaining(self, sample: Sample) -> int:
         """Tokens that `sample` may still generate."""
@@ -255,6 +273,7 @@ class Group:
             if sample.conversation is not None and not 0 <= sample.conversation.turn_start <= length:
                 raise PoolError(f"The turn of {sample} starts at {sample.conversation.turn_start} of {length} tokens.")
             acts = sample.state is SampleState.ACTING
-            # After an error or a checkpoint, a parked sample has calls to run again.
-            if sample.pending_calls != acts and not (sample.pending_calls and sample.state is SampleState.PARKED):
+            # After an error or a checkpoint, a parked sample has calls to run again; a new one waits for its reset.
+            acts_next = sample.must_act and sample.state in (SampleState.PARKED, SampleState.WAITING)
+            if sample.must_act != acts and not acts_next:
                 raise PoolError(f"{sample} is {sample.state.value} in {sample.conversation}.")

@@ -15,7 +15,7 @@ from ..errors import PoolError
 from .counters import Counters
 from .packing import PackedGroups, pack, prompt_digest, unpack
 from .pool import Pool
-from .samples import Group
+from .samples import Group, Sample
 
 
 STATE_FORMAT = 4  # format 3, with other names and whole rows only, is still read
@@ -34,6 +34,7 @@ def state_dict(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
     counters.take(in_training, undo=True)
     return {
         "format": STATE_FORMAT,
+        "has_environments": pool.has_environments,
         "version": pool.schedule.version,
         "last_id": pool.schedule.last_id,
         **asdict(counters),
@@ -54,6 +55,7 @@ def restore(
     owns: Callable[[int], bool] = lambda group_id: True,
     has_totals: bool = True,
     num_reward_funcs: int | None = None,
+    restore_environments: Callable[[Sequence[Group]], Sequence[Sample]] = lambda groups: (),
 ) -> list[Group]:
     """Put saved groups into an empty pool, which keeps its own options. Returns the groups of other pools.
 
@@ -61,7 +63,8 @@ def restore(
     at an index; rows of a stream are part of the state. `version` is the policy version of the weights that training
     continues with, by default that of the last round. The pool keeps the groups that it `owns`. One of the pools
     `has_totals`: it continues the counters of taken and rejected groups. A group that was scored by another number of
-    reward functions than `num_reward_funcs` loses its score.
+    reward functions than `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this
+    pool, and returns the samples that have to start again, since their environments are lost.
 
     Raises:
         PoolError: If the pool is not empty, the states contradict each other, are of another dataset or of later
@@ -82,6 +85,9 @@ def restore(
     found = [group for state in states for group in _groups_of(state, read_row)]
     if any((sample.conversation is not None) != pool.has_tools for group in found for sample in group.samples):
         raise PoolError(f"The pool state was saved with{'out' if pool.has_tools else ''} tools: resume with the same.")
+    if any(state.get("has_environments", False) != pool.has_environments for state in states):
+        without = "out" if pool.has_environments else ""
+        raise PoolError(f"The pool state was saved with{without} environments: resume with the same.")
     groups = {group.group_id: group for group in sorted(found, key=lambda group: group.group_id)}
     for group in found:
         if group.score is not None and num_reward_funcs not in (None, len(group.score.rewards[0])):
@@ -103,6 +109,9 @@ def restore(
                 "max_staleness, staleness_policy, batch and optimiser steps per batch that they were saved under, or "
                 "with max_staleness=None."
             )
+    for lost in restore_environments([group for group_id, group in groups.items() if owns(group_id)]):
+        samples = groups[lost.group_id].samples
+        samples[lost.index] = pool.new_samples(lost.group_id, len(samples))[lost.index]
     counters = Counters(*(sum(state.get(name, 0) for state in states) for name in COUNTERS if has_totals))
     pool.fill(groups, owns, counters, version=version, last_id=last_id)
     return [group for group_id, group in groups.items() if not owns(group_id)]

@@ -16,6 +16,12 @@ RUNNING -> finish -> ACTING -> act_ended -> FINISHED, or PARKED for the next tur
                       PARKED
 ```
 
+With environments, a new sample first acts, too, until its environment is reset:
+
+```
+WAITING -> start -> ACTING -> reset_ended -> WAITING
+```
+
 An illegal transition raises [`PoolError`] and changes nothing.
 """
 
@@ -45,10 +51,10 @@ class Transitions:
         return group is not None and group.samples[sample.index] is sample
 
     def start(self, sample: Sample) -> None:
-        """Mark `sample` as running, before its request is sent; or as acting, before its pending calls run."""
+        """Mark `sample` as running, before its request is sent; or as acting, before its calls or its reset run."""
         self._expect(sample, SampleState.WAITING, SampleState.PARKED)
         sample.segment_open = False
-        sample.state = SampleState.ACTING if sample.pending_calls else SampleState.RUNNING
+        sample.state = SampleState.ACTING if sample.must_act else SampleState.RUNNING
 
     def hold(self, version: int) -> None:
         """Let running requests live through a weight sync, to continue under `version`.
@@ -104,11 +110,12 @@ class Transitions:
         calls: int = 0,
         failures: int = 0,
         is_complete: bool = True,
+        environment: Any = None,
     ) -> None:
         """Append what followed the turn of an acting sample, and mark it as complete or parked.
 
-        `messages` are the assistant's message and the results of its calls, and `token_ids` these results. A sample
-        without remaining budget is complete.
+        `messages` are the assistant's message and the results of its calls, and `token_ids` these results.
+        `environment` is the state of its environment to be saved. A sample without remaining budget is complete.
         """
         group = self._expect(sample, SampleState.ACTING)
         conversation = sample.conversation
@@ -117,11 +124,21 @@ class Transitions:
         sample.append(token_ids, [0.0] * len(token_ids), None)
         self.counters.tool_tokens_held += len(token_ids)
         reason = conversation.turn_ended
-        conversation.next_turn(messages, calls=calls, failures=failures, start=len(sample))
+        conversation.next_turn(messages, calls=calls, failures=failures, start=len(sample), environment=environment)
         if is_complete or not group.remaining(sample):
             self._complete(group, sample, reason if is_complete else FinishReason.LENGTH)
         else:
             sample.state = SampleState.PARKED
+
+    def reset_ended(
+        self, sample: Sample, prompt: list[dict[str, Any]] | None, prompt_ids: list[int], environment: Any = None
+    ) -> None:
+        """Set the prompt of an acting sample, whose environment was reset, and mark it as waiting."""
+        self._expect(sample, SampleState.ACTING)
+        conversation = sample.conversation
+        assert conversation is not None and conversation.awaits_reset
+        conversation.prompt, conversation.prompt_ids, conversation.environment = prompt, prompt_ids, environment
+        conversation.awaits_reset, sample.state = False, SampleState.WAITING
 
     def park(self, sample: Sample) -> None:
         """Keep the tokens of `sample` after its request was aborted or its calls failed, to be resumed.

@@ -1,4 +1,4 @@
-"""The acting samples: those whose turn has ended, and whose calls run in threads.
+"""The acting samples: those whose turn has ended, and whose calls run in threads, or whose environment is reset.
 
 The invariant owned here: whatever becomes of the round, each call of `act` lands once, on the event loop. A sample
 that has left the pool meanwhile is forgotten.
@@ -29,9 +29,20 @@ class TurnResult:
     calls: int = 0
     failures: int = 0
     is_complete: bool = True  # the sample ends here: no call, no iteration left, or the results do not fit
+    environment: Any = None  # state of its environment, to be saved
 
 
-Act = Callable[[Group, Sample], TurnResult]  # called in a daemon thread; reads the sample, changes nothing
+@dataclass(frozen=True, slots=True)
+class ResetResult:
+    """What an environment gives a sample at its start."""
+
+    prompt: list[dict[str, Any]] | None  # messages, if they differ from the dataset row's
+    prompt_ids: list[int]
+    environment: Any = None  # state of the environment, to be saved
+
+
+# Called in a daemon thread; reads the sample, changes nothing.
+Act = Callable[[Group, Sample], TurnResult | ResetResult]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +50,11 @@ class _Step:
     group: Group
     sample: Sample
     began: float
-    result: Future[TurnResult]
+    result: Future[TurnResult | ResetResult]
 
 
 class Acting:
-    """Runs the steps between two turns of the model, one per acting sample.
+    """Runs the steps before and between the turns of the model, one per acting sample.
 
     `on_ended` is called for each that landed. Errors of `act` are passed to `on_error`, and the sample is parked with
     its calls pending. The owner resets the counts.
@@ -72,7 +83,7 @@ class Acting:
         return len(self._steps)
 
     def start(self, group: Group, sample: Sample) -> None:
-        """Run what follows the turn of an acting sample."""
+        """Run the step of an acting sample."""
         assert self._act is not None, "the pool has tools, and the driver was given none"
         self._loop = asyncio.get_running_loop()
         # Threads inherit no context variables, and trackio keeps its run in one.
@@ -80,10 +91,10 @@ class Acting:
         step = self._steps[sample.key] = _Step(group, sample, self._loop.time(), result)
         result.add_done_callback(lambda result: self._finished(step))
 
-    def repeat(self, group: Group, sample: Sample) -> None:
-        """Run the pending calls of a parked sample."""
+    def begin(self, group: Group, sample: Sample) -> None:
+        """Run the reset of a new sample, or the pending calls of a parked one again."""
+        self.num_repeated += sample.pending_calls
         self._pool.start(sample)
-        self.num_repeated += 1
         self.start(group, sample)
 
     def land(self) -> None:
@@ -123,6 +134,9 @@ class Acting:
                 # An exit that a tool asks for, as by sys.exit, would end the event loop.
                 raise error if isinstance(error, Exception) else RuntimeError(f"A tool has raised {error!r}.")
             result = step.result.result()
+            if isinstance(result, ResetResult):
+                self._pool.reset_ended(step.sample, result.prompt, result.prompt_ids, result.environment)
+                return
             self._pool.act_ended(
                 step.sample,
                 result.messages,
@@ -130,6 +144,7 @@ class Acting:
                 calls=result.calls,
                 failures=result.failures,
                 is_complete=result.is_complete,
+                environment=result.environment,
             )
         except Exception as caught:  # any error must reach the round
             self._pool.park(step.sample)

@@ -97,7 +97,7 @@ class InFlight:
         self._stopped.set()
 
     def dispatch(self) -> None:
-        """Request every sample that waits and has no task, or run the calls that it has pending."""
+        """Request every sample that waits and has no task, or run the step that it needs before."""
         self.acting.land()
         if self._stopped.is_set():
             return
@@ -105,8 +105,8 @@ class InFlight:
             self.track(watch(self._engine, self.running, self._idle_timeout), self._watchdog)
         now = asyncio.get_running_loop().time()
         for group, sample in self._pool.ready():
-            if sample.pending_calls:
-                self.acting.repeat(group, sample)
+            if sample.must_act:
+                self.acting.begin(group, sample)
             elif (task := self._task_of.get(sample.key)) is None or task.done():  # cancelled before its first step
                 self._request(group, sample, now)
 
@@ -207,9 +207,10 @@ class InFlight:
         self._task_of[sample.key] = self.track(self._complete(group, sample, now, asks_server), self._tasks)
 
     def _act_ended(self, group: Group, sample: Sample) -> None:
-        """Request the next turn of `sample`, unless requests may not be sent or it is complete."""
+        """Request the next turn of `sample`, or its first, unless requests may not be sent or it is complete."""
         is_needed = not self._pool.is_full or group.group_id in self._pool.schedule.needed()
-        if sample.state is SampleState.PARKED and is_needed and not self._stopped.is_set():
+        is_ready = sample.state in (SampleState.PARKED, SampleState.WAITING) and not sample.must_act
+        if is_ready and is_needed and not self._stopped.is_set():
             self._request(group, sample, asyncio.get_running_loop().time(), asks_server=True)
         self._on_sample_ended(group)
         self._on_task_ended()

@@ -131,7 +131,7 @@ class RoundRecorder:
             waited=False,
             overlap_in_flight=beside,
             overlap_tokens=self._opened.tokens_generated - self._tokens_at_end,
-            resumed_groups=len(resumed),
+            resumed_groups=sum(self._held[group_id] > 0 for group_id in resumed),
         )
 
     def end(self, record: Round) -> None:

@@ -28,8 +28,17 @@ QUANTILES = {"p10": 0.10, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p90": 0.90, "p
 
 
 def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """One row per sample, each a separate copy, since TRL and reward functions write into them."""
-    return [copy.deepcopy(group.row) for group in groups for _ in group.samples]
+    """One row per sample, each a separate copy, since TRL and reward functions write into them.
+
+    Its prompt has the observation that the reset of the sample's environment returned.
+    """
+    rows = []
+    for group in groups:
+        for sample in group.samples:
+            rows.append(copy.deepcopy(group.row))
+            if sample.conversation is not None and sample.conversation.prompt is not None:
+                rows[-1]["prompt"] = copy.deepcopy(sample.conversation.prompt)
+    return rows
 
 
 def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) -> dict[str, list[list[Any]]]:
@@ -41,7 +50,7 @@ def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) ->
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     output = {
-        "prompt_ids": [list(group.prompt_ids) for group, _ in samples],
+        "prompt_ids": [list(group.prompt_ids_of(sample)) for group, sample in samples],
         "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
         "logprobs": [sample.logprobs.tolist() for _, sample in samples],
     }
@@ -78,6 +87,7 @@ def round_metrics(
     sync_mismatch: float = 0.0,
     max_staleness: int | None,
     stream_interval: int = 64,
+    restarted_samples: int = 0,
     reduce_sum: Reduction = list,
     reduce_max: Reduction = list,
 ) -> dict[str, float]:
@@ -112,6 +122,7 @@ def round_metrics(
     has_tools = samples[0].conversation is not None
     if has_tools:
         counted |= {"acting_samples": done.acting_samples, "repeated_tool_steps": done.repeated_tool_steps}
+        counted["restarted_samples"] = restarted_samples
     sums = counted | {
         "samples": len(samples),
         "requests": done.requests,

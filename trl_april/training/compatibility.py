@@ -35,15 +35,12 @@ def why_stock(
     args: GRPOConfig,
     train_dataset: Dataset | IterableDataset | None,
     *,
-    environment_factory: Any = None,
     rollout_func: Any = None,
     overridden: Sequence[str] = (),
 ) -> str | None:
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
     if not args.use_vllm:
         return "use_vllm is False, and partial rollouts need a server (use_vllm=True, APRILGRPOConfig's default)"
-    if environment_factory is not None:
-        return "environment_factory is given, and an environment cannot be parked yet"
     if rollout_func is not None:
         return "rollout_func is given, which replaces the rollouts"
     if overridden:
@@ -93,7 +90,9 @@ def check_processes(args: GRPOConfig) -> None:
         )
 
 
-def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_round: int) -> None:
+def check_dataset(
+    train_dataset: Dataset | IterableDataset | None, groups_per_round: int, *, needs_prompt: bool = True
+) -> None:
     """Raise [`ConfigError`] if the dataset has no `prompt`, or fewer rows than a generation batch needs."""
     if not isinstance(train_dataset, (Dataset, IterableDataset)):
         return  # TRL refuses it
@@ -104,7 +103,7 @@ def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_ro
             "steps_per_generation, or raise num_generations."
         )
     row = _first_row(train_dataset)
-    if "prompt" not in row:
+    if needs_prompt and "prompt" not in row:
         raise ConfigError(
             f"The training dataset has no `prompt`: {', '.join(row) or 'it is empty'}. Rename the column of the "
             "prompts: dataset.rename_column(name, 'prompt')."
@@ -130,8 +129,8 @@ def check_arguments(
     args: GRPOConfig,
     options: AprilOptions,
     train_dataset: Dataset | IterableDataset | None,
-    *,
-    has_tools: bool = False,
+    tools: Any = None,
+    environment_factory: Any = None,
 ) -> None:
     """Raise [`ConfigError`] for processes, a dataset or options that training cannot use."""
     if args.loss_type not in LOSS_TYPES:
@@ -140,8 +139,8 @@ def check_arguments(
     if args.vllm_mode not in ("server", "colocate"):
         raise ConfigError(f"vllm_mode is {args.vllm_mode!r}; it must be 'server' or 'colocate'.")
     quota = args.generation_batch_size // args.num_generations
-    check_dataset(train_dataset, quota)
-    if has_tools:
+    check_dataset(train_dataset, quota, needs_prompt=environment_factory is None)
+    if tools or environment_factory is not None:
         check_tools(args, train_dataset)
     limit = options.max_rejected_groups_per_round
     if limit is not None and limit < quota:
@@ -173,11 +172,11 @@ def check_arguments(
 
 def check_tools(args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
     """Raise [`ConfigError`] if the prompts are no conversations, or an evaluation would hang."""
-    prompt = _first_row(train_dataset)["prompt"] if isinstance(train_dataset, (Dataset, IterableDataset)) else []
+    prompt = _first_row(train_dataset).get("prompt") if isinstance(train_dataset, (Dataset, IterableDataset)) else []
     if isinstance(prompt, str):
         raise ConfigError(
-            f"tools are given, but the prompts of the training dataset are text: {prompt!r:.100}. The chat template "
-            "tells the model about its tools: make each prompt a list of messages, such as "
+            f"tools or environments are given, but the prompts of the training dataset are text: {prompt!r:.100}. The "
+            "chat template tells the model about its tools: make each prompt a list of messages, such as "
             "[{'role': 'user', 'content': ...}]."
         )
     if args.eval_strategy != IntervalStrategy.NO:
@@ -188,9 +187,9 @@ def check_evaluation(args: GRPOConfig) -> None:
     """Raise [`ConfigError`] if an evaluation with tools would hang."""
     if args.world_size > 1:
         raise ConfigError(
-            f"tools are given, and {args.world_size} processes would evaluate. TRL's evaluation waits for all of them "
-            "in each turn, also for those whose samples are complete, and would hang. Set eval_strategy='no', and "
-            "evaluate checkpoints in one process."
+            f"tools or environments are given, and {args.world_size} processes would evaluate. TRL's evaluation "
+            "waits for all of them in each turn, also for those whose samples are complete, and would hang. Set "
+            "eval_strategy='no', and evaluate checkpoints in one process."
         )
 
 
@@ -198,9 +197,9 @@ def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool)
     """Raise [`ConfigError`] if a process cannot score its groups alone, as scoring during generation requires."""
     if processes > 1 and sharded and any(isinstance(function, torch.nn.Module) for function in reward_funcs):
         raise ConfigError(
-            "dynamic_sampling or score_during_generation is True, and a reward function is a model that FSDP or "
-            f"DeepSpeed shards over {processes} processes, which would have to score together. Serve the reward model "
-            "and call it from a function, or set both to False."
+            "Groups are scored during generation (dynamic_sampling, score_during_generation or an environment), and "
+            f"a reward function is a model that FSDP or DeepSpeed shards over {processes} processes, which would have "
+            "to score together. Serve the reward model and call it from a function, or set both options to False."
         )
 
 

@@ -10,7 +10,6 @@ import copy
 import os
 import tempfile
 import textwrap
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +20,12 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from datasets import IterableDataset
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
 from trl import GRPOConfig, GRPOTrainer
-from trl.chat_template_utils import parse_response
-from trl.extras.profiling import profiling_context
 from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions
-from ..data.order import TrainingRows
 from ..distributed.processes import Processes
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError, ServerError
@@ -39,8 +34,6 @@ from ..server.embedded import EmbeddedServer, answers, choose_devices, lora_flag
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
-from .rewards import RewardScorer, checked, decode_completions, use_device
-from .tools import CallResults, Message, ToolTurns, check_results, tools_by_kind
 
 
 logger = get_logger(__name__)
@@ -324,73 +317,3 @@ class StockNotice(TrainerCallback):
 def api_key() -> str | None:
     """Key of the server, in the variable that vLLM itself reads."""
     return os.environ.get("VLLM_API_KEY")
-
-
-def training_rows(trainer: GRPOTrainer) -> TrainingRows:
-    """The training dataset of a trainer, in TRL's order."""
-    dataset, collate = trainer.train_dataset, trainer.data_collator
-    if isinstance(dataset, IterableDataset):
-        if trainer.shuffle_dataset:
-            dataset = dataset.shuffle(seed=trainer.args.seed)
-        collate = trainer._get_collator_with_removed_columns(collate, description="Rollout")
-    else:
-        dataset = trainer._remove_unused_columns(dataset, description="Rollout")
-    return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))
-
-
-def reward_scorer(trainer: GRPOTrainer) -> RewardScorer:
-    """Scores groups as the trainer would."""
-    return RewardScorer(
-        functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
-        processing_classes=trainer.reward_processing_classes,
-        names=trainer.reward_func_names,
-        weights=trainer.reward_weights,
-        normalize_first=trainer.multi_objective_aggregation == "normalize_then_sum",
-        decode=partial(decode_completions, trainer._tokenizer, trainer.processing_class),
-        state=lambda: trainer.state,
-        timed=lambda name: profiling_context(trainer, name),
-        async_loop=trainer.async_loop if trainer._has_async_funcs else None,
-        chat_template_kwargs=trainer.chat_template_kwargs,
-        device=trainer.accelerator.device,
-    )
-
-
-def tool_turns(trainer: GRPOTrainer, timeout: float | None) -> ToolTurns | None:
-    """What follows a turn of the model, by the trainer's own tool loop in any thread; `None` without tools."""
-    if not trainer.tools:
-        return None
-    view = copy.copy(trainer)
-    # A tokenizer that another thread truncates meanwhile renders other tokens, without an error.
-    lock, view.processing_class = threading.Lock(), copy.deepcopy(trainer.processing_class)
-    view._tokenizer = tokenizer = getattr(view.processing_class, "tokenizer", view.processing_class)
-    view.vllm_mode, view.max_tool_calling_iterations = "server", 1
-    functions, coroutines = tools_by_kind(trainer.tools, timeout)
-    view._sync_tool_dicts, view._async_tool_dicts = [functions], [coroutines]
-    render = view._get_tool_suffix_ids
-
-    def render_results(messages: list[Message]) -> list[int]:
-        check_results(messages)
-        with lock:
-            return render(messages)
-
-    view._get_tool_suffix_ids = render_results
-
-    def parse(token_ids: list[int], prefix: list[int]) -> Message:
-        with lock:
-            return parse_response(tokenizer, token_ids, prefix=prefix, tools=trainer.tools)
-
-    def run_calls(prompt_ids: list[int], token_ids: list[int], message: Message, budget: int) -> CallResults:
-        use_device(trainer.accelerator.device)
-        step, prompts = copy.copy(view), []
-
-        def generate(prompts_with_results: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            prompts.extend(prompts_with_results)
-            return [[]], [[]]
-
-        step.max_completion_length, step._generate_single_turn = budget, generate
-        _, (messages,), (results,), _, calls, failures, _ = step._tool_call_loop(
-            [[]], [prompt_ids], [token_ids], [[message]], [[0.0] * len(token_ids)], None, {}
-        )
-        return CallResults(results[len(token_ids) :], messages[1:], calls, failures, fit=bool(prompts))
-
-    return ToolTurns(parse, run_calls, max_iterations=trainer.max_tool_calling_iterations)

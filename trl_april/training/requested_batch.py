@@ -61,4 +61,4 @@ class RequestedBatch:
 
 def _questions(rows: Sequence[dict[str, Any]]) -> list[Any]:
     """The prompts and the column names of rows."""
-    return [(row["prompt"], sorted(row)) for row in rows]
+    return [(row.get("prompt"), sorted(row)) for row in rows]

@@ -1,6 +1,7 @@
 """Reward functions that score while the round still runs.
 
-TRL scores a whole batch at once, in all processes together. For dynamic sampling each process scores its own groups as
+TRL scores a whole batch at once, in all processes together. For dynamic sampling, and while it has the environments of
+their samples, each process scores its own groups as
 they finish, so reward functions are called the way TRL calls them, without its collective gather. Nothing is written
 into the trainer before the groups are trained.
 """
@@ -27,6 +28,7 @@ from trl.trainer.utils import is_async_callable, nanstd
 from ..errors import ConfigError
 from ..pool.samples import Group, Score
 from .batch import batch_rows
+from .environments import Environments
 from .tools import messages_of
 
 
@@ -54,6 +56,7 @@ class RewardScorer:
     async_loop: asyncio.AbstractEventLoop | None  # where TRL runs coroutine functions
     chat_template_kwargs: dict[str, Any]
     device: torch.device
+    environments: Environments | None = None  # whose instances are released after their groups are scored
     _metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def score(self, groups: Sequence[Group]) -> list[Score]:
@@ -61,7 +64,7 @@ class RewardScorer:
         use_device(self.device)
         rows = batch_rows(groups)
         prompts = [row["prompt"] for row in rows]
-        prompt_ids = [group.prompt_ids for group in groups for _ in group.samples]
+        prompt_ids = [group.prompt_ids_of(sample) for group in groups for sample in group.samples]
         completion_ids = [sample.token_ids.tolist() for group in groups for sample in group.samples]
         completions: list[Any] = messages_of(groups)  # if there are tools
         if not completions:
@@ -76,7 +79,11 @@ class RewardScorer:
             "log_extra": lambda column, values: extra[column].extend(values),
             "log_metric": lambda name, value: self._metrics[name].append(value),
         }
+        if self.environments is not None:
+            arguments["environments"] = self.environments.of(groups)
         rewards = self._call(arguments)
+        if self.environments is not None:
+            self.environments.release(groups)
         scores, start = [], 0
         for group in groups:
             end = start + len(group.samples)

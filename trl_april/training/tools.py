@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Executor, wait
 from inspect import iscoroutinefunction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
-from ..rollout.acting import TurnResult
-from ..rollout.daemon_threads import DaemonThreads
+from ..rollout.acting import ResetResult, TurnResult
 
+
+if TYPE_CHECKING:
+    from .environments import Environments
 
 Message = dict[str, Any]
 Tool = Callable[..., Any]
@@ -33,65 +35,97 @@ class CallResults(NamedTuple):
     fit: bool  # whether they fit into the remaining budget; without that, tokens and messages are empty
 
 
-# Of prompt ids, the completion so far, the message that ends it, and the token budget of the completion.
-RunCalls = Callable[[list[int], list[int], Message, int], CallResults]
+class Tools(NamedTuple):
+    """Tools by name, as TRL's loop takes them."""
+
+    functions: dict[str, Tool]
+    coroutines: dict[str, Tool]
+    environment: str | None = None  # whose methods are among them, if there are several
+
+
+# Of prompt ids, the completion so far, the message that ends it, the token budget of the completion, and the tools.
+RunCalls = Callable[[list[int], list[int], Message, int, Tools], CallResults]
 
 
 class ToolTurns:
     """Parses the last turn of a sample and calls its tools, as one iteration of TRL's loop; an `Act` of the driver.
 
-    `parse` returns the message of a turn's token ids after those of its prefix.
+    `parse` returns the message of a turn's token ids after those of its prefix, in the environment of a name. With
+    `environments`, a new sample has its own reset first.
     """
 
     def __init__(
-        self, parse: Callable[[list[int], list[int]], Message], run_calls: RunCalls, *, max_iterations: int
+        self,
+        parse: Callable[[list[int], list[int], str | None], Message],
+        run_calls: RunCalls,
+        tools: Tools,
+        *,
+        max_iterations: int,
+        environments: Environments | None = None,
     ) -> None:
+        self.environments = environments
         self._parse, self._run_calls, self._max_iterations = parse, run_calls, max_iterations
+        self._tools = tools
 
-    def __call__(self, group: Group, sample: Sample) -> TurnResult:
-        conversation, token_ids = sample.conversation, sample.token_ids.tolist()
+    def __call__(self, group: Group, sample: Sample) -> TurnResult | ResetResult:
+        conversation, environments = sample.conversation, self.environments
         assert conversation is not None
-        start = conversation.turn_start
+        if environments is not None and conversation.awaits_reset:
+            return environments.reset(group, sample)
+        tools = self._tools if environments is None else environments.tools_of(sample)
+        prompt_ids, token_ids, start = group.prompt_ids_of(sample), sample.token_ids.tolist(), conversation.turn_start
         # The whole turn, however often it was cut: a part of a call is no call.
-        message = self._parse(token_ids[start:], [*group.prompt_ids, *token_ids[:start]])
+        message = self._parse(token_ids[start:], [*prompt_ids, *token_ids[:start]], tools.environment)
         if not message.get("tool_calls") or conversation.iterations >= self._max_iterations:
-            return TurnResult([message], [])
-        done = self._run_calls(group.prompt_ids, token_ids, message, group.max_completion_length)
+            return TurnResult([message], [], environment=conversation.environment)
+        done = self._run_calls(prompt_ids, token_ids, message, group.max_completion_length, tools)
         return TurnResult(
-            [message, *done.messages], done.token_ids, done.calls, done.failures, is_complete=not done.fit
+            [message, *done.messages],
+            done.token_ids,
+            done.calls,
+            done.failures,
+            is_complete=not done.fit,
+            environment=None if environments is None else environments.state_of(sample),
         )
 
 
-def tools_by_kind(tools: Sequence[Tool], timeout: float | None) -> tuple[dict[str, Tool], dict[str, Tool]]:
-    """Functions and coroutine functions by name, as TRL's loop takes them; a late result raises `TimeoutError`."""
+def tools_by_kind(
+    tools: Iterable[Tool], timeout: float | None, threads: Executor, *, on_late: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Tool], dict[str, Tool]]:
+    """Functions and coroutine functions by name. A late result raises `TimeoutError`, after `on_late` was called.
+
+    With a `timeout`, functions are called in `threads`, of which a late call keeps one to itself.
+    """
     functions, coroutines = {}, {}
     for tool in tools:
         name = tool.__name__
         if iscoroutinefunction(tool):
-            coroutines[name] = tool if timeout is None else _coroutine_in_time(tool, name, timeout)
+            coroutines[name] = tool if timeout is None else _coroutine_in_time(tool, name, timeout, on_late)
         else:
-            functions[name] = tool if timeout is None else _function_in_time(tool, name, timeout)
+            functions[name] = tool if timeout is None else _function_in_time(tool, name, timeout, threads, on_late)
     return functions, coroutines
 
 
-def _function_in_time(tool: Tool, name: str, timeout: float) -> Tool:
-    threads = DaemonThreads(f"trl-april-tool-{name}")  # a late call keeps its thread to itself
-
+def _function_in_time(tool: Tool, name: str, timeout: float, threads: Executor, on_late: Callable[[], None]) -> Tool:
     def call(**arguments: Any) -> Any:
         result = threads.submit(tool, **arguments)
         if wait([result], timeout).not_done:
+            on_late()
             raise _too_late(name, timeout)
         return result.result()
 
     return call
 
 
-def _coroutine_in_time(tool: Callable[..., Coroutine[Any, Any, Any]], name: str, timeout: float) -> Tool:
+def _coroutine_in_time(
+    tool: Callable[..., Coroutine[Any, Any, Any]], name: str, timeout: float, on_late: Callable[[], None]
+) -> Tool:
     async def in_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
         task = asyncio.ensure_future(coroutine)
         await asyncio.wait({task}, timeout=timeout)  # `wait_for` would wait for a task that ignores its cancellation
         if not task.done():
             task.cancel()
+            on_late()
             raise _too_late(name, timeout)
         return task.result()
 
@@ -113,23 +147,35 @@ def check_results(messages: Sequence[Message]) -> None:
                 f"The tool {name!r} returned an image, which partial rollouts do not support yet. Return text, or "
                 "train with TRL's GRPOTrainer."
             )
-        try:
-            is_json = json.loads(json.dumps(content)) == content
-        except (TypeError, ValueError):
-            is_json = False
-        if not is_json:
+        if not is_json(content):
             raise ConfigError(
                 f"The tool {name!r} returned a list that JSON cannot hold: {content!r:.200}. TRL passes lists to the "
                 "chat template as they are. Return text or a list of text blocks."
             )
 
 
+def is_json(value: Any) -> bool:
+    """Whether JSON holds `value` as it is."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (RecursionError, TypeError, ValueError):
+        return False
+
+
 # Finished samples in TRL's form
 
 
-def handed_over(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> dict[str, Any]:
-    """The trainer's attributes while TRL takes a batch. It would call the tools again, and generate after them."""
+def handed_over(output: dict[str, list[list[Any]]], groups: Sequence[Group], *, has_tools: bool) -> dict[str, Any]:
+    """The trainer's attributes while TRL takes a batch.
+
+    It would reset environments again, which the rewards, computed before, do not need any more. It would also call
+    the tools again, and generate after them.
+    """
+    attributes = {"environment_factories": None, "environments": None}
+    if not has_tools:
+        return {**attributes, "rollout_func": lambda prompts, trainer: output}
     return {
+        **attributes,
         "rollout_func": lambda prompts, trainer: first_turns(output, groups),
         "_tool_call_loop": lambda *args: loop_results(output, groups),
     }

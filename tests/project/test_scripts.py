@@ -1,0 +1,67 @@
+"""scripts/calculator.py and scripts/guess.py: the tools, the rewards, and a step of training on the fake server."""
+
+from __future__ import annotations
+
+import runpy
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.support.docs_pages import ROOT
+from tests.support.fake_vllm import FakeVLLM
+from tests.support.tiny import build_chat_tokenizer, build_model
+from tests.support.tool_calling import END, TOKENIZER, ToolScript, call
+from trl_april.weights.canary import trainer_logprobs
+
+
+CALCULATOR, GUESS = (runpy.run_path(str(ROOT / "scripts" / f"{name}.py")) for name in ("calculator", "guess"))
+
+
+def test_the_tool_calculates_and_runs_no_code():
+    assert CALCULATOR["calculate"]("2 + 3 * -(4 - 1)") == "-7"
+    for expression in ("__import__('os')", "2 ** 9", "1.5 + 1", "'a' * 3"):
+        with pytest.raises(ValueError, match="only integers"):
+            CALCULATOR["calculate"](expression)
+
+
+def test_the_reward_is_the_last_word_of_the_last_message():
+    completions = [[{"content": text}] for text in ("It is 12", "12 it is", "")]
+    assert CALCULATOR["is_right"](completions, ["12", "12", "12"]) == [1.0, 0.0, 0.0]
+
+
+def test_the_game_rewards_few_guesses_and_continues_where_it_was():
+    game, rewards = GUESS["Game"](), []
+    for guesses in ([700], [5, 700], [900, 5, 700], [690], [5], []):
+        game.reset(number=700)
+        answers = [game.guess(number) for number in guesses]
+        rewards.append(game.get_reward())
+        other = GUESS["Game"]()
+        other._april_restore(game._april_state())
+        assert vars(other) == vars(game)
+    assert answers == [] and rewards[0] == 1 and all(more > less for more, less in pairwise(rewards))
+    assert [game.guess(number) for number in (5, 900, 700)] == ["Higher.", "Lower.", "Right."]
+    with pytest.raises(ValueError, match="an integer"):
+        game.guess("5")
+
+
+@pytest.mark.parametrize(
+    ("script", "made"), [(CALCULATOR, call("calculate", expression="6 * 7")), (GUESS, call("guess", number=500))]
+)
+def test_a_step_of_training(tmp_path, one_thread, script, made):
+    model = build_model(vocab_size=len(TOKENIZER))
+    for part in (model, build_chat_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    with FakeVLLM(
+        vocab_size=len(TOKENIZER), script=ToolScript([[made + END, "42" + END], ["No." + END]]).stream
+    ) as fake:
+        fake.prompt_logprobs = lambda ids: trainer_logprobs(model, ids, torch.device("cpu"))
+        options = {
+            "vllm_server_base_url": fake.base_url, "output_dir": tmp_path / "out", "max_steps": 1, "bf16": False,
+            "use_cpu": True, "num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 300,
+            "report_to": "none", "save_strategy": "no", "logging_steps": 1,
+        }  # fmt: skip
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        trainer = script["main"]([str(tmp_path / "model"), *words])
+    (entry, _) = trainer.state.log_history
+    assert trainer.april_enabled and (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (0.5, 0.0)

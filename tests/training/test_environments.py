@@ -1,0 +1,356 @@
+"""Samples in environments against TRL's own: prompts, tokens, masks, log-probabilities, messages, rewards, counts."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig
+
+from tests.support.environments import GAME, LOG, Counting, Numbered, Saved, Silent, Speaking
+from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, multiply, trainer_arguments
+from trl_april.config import AprilOptions
+from trl_april.errors import ConfigError, PoolError
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import FinishReason, SampleState
+from trl_april.pool.state import restore, state_dict
+from trl_april.rollout.acting import ResetResult
+from trl_april.training import session_parts
+from trl_april.training.batch import batch_rows, rollout_output
+from trl_april.training.construction import replaced
+from trl_april.training.session_parts import reward_scorer, tool_turns
+from trl_april.training.tools import handed_over, loop_results
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BUDGET, ITERATIONS = 400, 3
+ROW = {"prompt": [{"role": "user", "content": "Count."}], "start": 2}
+BY_NAME = {"count": Saved, "speak": Speaking, "judge": Silent}
+ROWS = {  # of TRL's own tests
+    "one factory": (Numbered, [ROW]),
+    "several by name": (BY_NAME, [{**ROW, "environment": name} for name in BY_NAME]),
+    "data of the environments": (BY_NAME, [{"environment": name} for name in ("speak", "count", "judge")]),
+    "without tools": (Silent, [{"prompt": ROW["prompt"]}]),
+}
+
+
+def observed(prompts, completions, environments, start=None, **kwargs):
+    """Depends on the instances, prompts, roles, and columns."""
+    assert len(prompts) == len(environments) and "environment" not in kwargs or kwargs["environment"][0] in BY_NAME
+    return [
+        len(str(prompt)) + sum(len(str(m)) for m in messages) + (getattr(e, "counter", 0) or len(vars(e)))
+        for prompt, messages, e in zip(prompts, completions, environments, strict=True)
+    ]
+
+
+class Recorded(ScriptedStock):
+    """Keeps what TRL generates and how it scores that."""
+
+    def _generate(self, prompts):
+        self.generated = super()._generate(prompts)
+        return self.generated
+
+    def _calculate_rewards(self, inputs, prompts, completions, ids):
+        self.prompts, self.rewards = prompts, super()._calculate_rewards(inputs, prompts, completions, ids)
+        return self.rewards
+
+
+def make_stock(folder, factory, rows, tools=(multiply,), script=GAME, **options):
+    size = len(rows) * len(script)
+    args = GRPOConfig(
+        str(folder), per_device_train_batch_size=size, num_generations=len(script), report_to=[], use_cpu=True,
+        bf16=False, max_completion_length=BUDGET, max_tool_calling_iterations=ITERATIONS,
+    )  # fmt: skip
+    arguments = {**trainer_arguments(), "tools": list(tools), "train_dataset": Dataset.from_list(rows), **options}
+    stock = Recorded(reward_funcs=[observed], environment_factory=factory, args=args, **arguments)
+    stock.script = ToolScript(script)
+    stock.model.train()
+    return stock
+
+
+def make_turns(stock, **options):
+    stock.args.save_strategy = "steps"
+    return tool_turns(stock, AprilOptions(**options), context_length=4000)
+
+
+def make_pool(**options):
+    return Pool(1, max_staleness=None, dynamic_sampling=True, has_environments=True, **options)
+
+
+def play(stock, turns, rows, *, piece=1000, killed=False, script=GAME, budget=BUDGET):
+    """Groups of the rows, whose turns come in pieces of at most so many tokens.
+
+    If `killed`, all environments are lost after each piece, and the pool comes back from a checkpoint.
+    """
+    pool, source = make_pool(over_provisioning=len(rows)), ToolScript(script)
+    pool.begin_round(0)
+    for number, row in enumerate(rows):
+        pool.admit(number, row, [], num_generations=len(script), max_completion_length=budget)
+    while pool.ready():
+        for group, sample in pool.ready():
+            pool.start(sample)
+            if sample.state is SampleState.RUNNING:
+                generate(pool, group, sample, source, piece)
+            if sample.state is SampleState.ACTING:
+                land(pool, sample, turns(group, sample))
+        pool.check()
+        if killed:
+            turns.environments._occupied.clear()
+            pool = resumed(pool, turns)
+    return list(pool)
+
+
+def resumed(pool, turns):
+    state = state_dict(pool)
+    arrays = {name: state.pop(name) for name in ("token_ids", "logprobs")}
+    again = make_pool(over_provisioning=pool.schedule.over_provisioning)
+    restore(again, [{**json.loads(json.dumps(state)), **arrays}], restore_environments=turns.environments.restore)
+    again.check()
+    return again
+
+
+def generate(pool, group, sample, source, piece):
+    rest, logprobs = source.rest([*group.prompt_ids_of(sample), *sample.token_ids], sample.index)
+    length = min(len(rest), group.remaining(sample), piece)
+    pool.record(sample, rest[:length], logprobs[:length])
+    if length == len(rest):
+        pool.finish(sample, FinishReason.STOP)
+    elif not group.remaining(sample):
+        pool.finish(sample, FinishReason.LENGTH)
+    else:
+        pool.park(sample)
+
+
+def land(pool, sample, result):
+    if isinstance(result, ResetResult):
+        pool.reset_ended(sample, result.prompt, result.prompt_ids, result.environment)
+        return
+    pool.act_ended(
+        sample, result.messages, result.token_ids, calls=result.calls, failures=result.failures,
+        is_complete=result.is_complete, environment=result.environment,
+    )  # fmt: skip
+
+
+def assert_equal(stock, groups, rewards):
+    """What TRL makes of the groups equals what it generated itself."""
+    prompt_ids, token_ids, mask, messages, logprobs, *_ = stock.generated
+    output = rollout_output(groups)
+    ours = loop_results(output, groups)
+    assert output["prompt_ids"] == prompt_ids
+    assert [row["prompt"] for row in batch_rows(groups)] == stock.prompts
+    assert (ours[1], ours[2], ours[3]) == (messages, token_ids, logprobs)
+    assert ours[0] == (mask or [[1] * len(ids) for ids in token_ids])
+    assert torch.equal(torch.tensor(rewards).nan_to_num(-1.0), stock.rewards.nan_to_num(-1.0))
+    metrics = {name: values[-1] for name, values in stock._metrics["train"].items() if name.startswith("tools/")}
+    if metrics:
+        assert ours[4] / len(token_ids) == pytest.approx(metrics["tools/call_frequency"])
+        assert ours[5] / max(1, ours[4]) == pytest.approx(metrics["tools/failure_frequency"])
+
+
+def expected(stock, rows, script=GAME):
+    LOG.clear()
+    stock._generate_and_score_completions([dict(row) for row in rows for _ in script])
+    counted = LOG.copy()
+    LOG.clear()
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"), [("one factory", 1), *((name, piece) for name in ROWS for piece in (17, 1000))]
+)
+def test_turns_in_pieces_equal_stock(tmp_path, name, piece):
+    """Sync and async methods, tools beside them, results that do not fit, malformed calls, limits."""
+    factory, rows = ROWS[name]
+    stock = make_stock(tmp_path, factory, rows, tools=() if name == "without tools" else [multiply])
+    counted, turns = expected(stock, rows), make_turns(stock)
+    groups = play(stock, turns, rows, piece=piece)
+    scorer = reward_scorer(stock, turns)
+    rewards = [row for group in groups for row in scorer.score([group])[0].rewards]
+    assert_equal(stock, groups, rewards)
+    assert LOG - counted == counted - LOG or set(LOG - counted) | set(counted - LOG) == {"construction"}
+    assert len({tuple(group.prompt_ids_of(sample)) for group in groups for sample in group.samples}) > 1 or piece != 1
+    assert not turns.environments._occupied
+
+
+@pytest.mark.parametrize("piece", [1, 40])
+def test_lost_environments_come_back_with_their_states(tmp_path, piece):
+    """The run is killed after every piece: nothing is reset, called or generated again, and nothing restarted."""
+    stock = make_stock(tmp_path, Numbered, [ROW])
+    counted, turns = expected(stock, [ROW]), make_turns(stock)
+    groups = play(stock, turns, [ROW], piece=piece, killed=True)
+    (score,) = reward_scorer(stock, turns).score(groups)
+    assert_equal(stock, groups, score.rewards)
+    assert turns.environments.num_restarted == 0 and LOG["restoration"] > 50 / piece
+    assert {name: LOG[name] for name in ("reset", "count", "count_twice", "fill")} == {
+        name: counted[name] for name in ("reset", "count", "count_twice", "fill")
+    }
+
+
+def test_calls_are_replayed_on_request(tmp_path):
+    """Also those whose results did not fit; the calls of coroutines; and errors."""
+    stock = make_stock(tmp_path, Counting, [ROW])
+    expected(stock, [ROW])
+    turns = make_turns(stock, replay_environments=True)
+    groups = play(stock, turns, [ROW], piece=60, killed=True)
+    (score,) = reward_scorer(stock, turns).score(groups)
+    assert_equal(stock, groups, score.rewards)
+    assert turns.environments.num_restarted == 0 and LOG["fill"] > 1
+
+
+class Forgetful(Counting):
+    """Not deterministic: its counter goes on after a reset."""
+
+    def reset(self, **row) -> None:
+        log = super().reset(**row)
+        self.counter = LOG["reset"]
+        return log
+
+
+@pytest.mark.parametrize(("factory", "replays"), [(Counting, False), (Forgetful, True)])
+def test_samples_without_their_environments_start_again(tmp_path, factory, replays):
+    """Those whose tools were called differ from the replay; the finished ones, too, since they were not scored."""
+    stock = make_stock(tmp_path, factory, [ROW])
+    turns = make_turns(stock, replay_environments=replays)
+    pool = make_pool(over_provisioning=1.0)
+    pool.begin_round(0)
+    pool.admit(0, ROW, [], num_generations=len(GAME), max_completion_length=BUDGET)
+    for _ in range(3):  # reset, two turns with their calls
+        for group, sample in pool.ready():
+            pool.start(sample)
+            if sample.state is SampleState.RUNNING:
+                generate(pool, group, sample, ToolScript(GAME), 1000)
+            if sample.state is SampleState.ACTING:
+                land(pool, sample, turns(group, sample))
+    lengths = [len(sample) for sample in group.samples]
+    turns.environments._occupied.clear()
+    again = resumed(pool, turns)
+    (group,) = again
+    calls = [not replays or index in (0, 1, 5, 6, 7) for index in range(len(GAME))]  # whose results show the counter
+    assert [len(sample) for sample in group.samples] == [
+        0 if called else length for called, length in zip(calls, lengths, strict=True)
+    ]
+    assert turns.environments.num_restarted == sum(calls)
+    assert [sample.state is SampleState.WAITING for sample in group.samples] == calls
+    # They play to the end.
+    while again.ready():
+        for one, sample in again.ready():
+            again.start(sample)
+            if sample.state is SampleState.RUNNING:
+                generate(again, one, sample, ToolScript(GAME), 1000)
+            if sample.state is SampleState.ACTING:
+                land(again, sample, turns(one, sample))
+    again.check()
+    assert len(turns.environments.of([group])) == len(GAME)
+
+
+def test_the_model_is_not_told_of_the_state_methods(tmp_path):
+    plain, saved = make_stock(tmp_path, Counting, [ROW]), make_stock(tmp_path, Saved, [ROW])
+    assert [tool.__name__ for tool in plain.tools] == [tool.__name__ for tool in saved.tools]
+    plain._batch_environments = saved._batch_environments = [None]
+    assert plain._tokenize_prompts([ROW["prompt"]])[0] == saved._tokenize_prompts([ROW["prompt"]])[0]
+    group, sample = one_sample(turns := make_turns(saved))
+    assert set(turns.environments.tools_of(sample).functions) == {"count", "fill", "multiply"}
+
+
+def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_batch(tmp_path, monkeypatch):
+    stock = make_stock(tmp_path, BY_NAME, [{"environment": name} for name in BY_NAME])
+    turns, parse, seen = make_turns(stock), session_parts.parse_response, []
+    monkeypatch.setattr(session_parts, "parse_response", lambda *a, tools, **k: seen.append(tools) or parse(*a, **k))
+    with replaced(stock, **handed_over({}, [], has_tools=True)):
+        one_sample(turns, call("echo", text="hey"), environment="speak")
+    assert [tool.__name__ for tool in seen[0]] == ["multiply", "echo"]
+
+
+def one_sample(turns, text="", **row):
+    """A sample of a group after its reset, and after a first turn."""
+    pool = make_pool()
+    pool.begin_round(0)
+    group = pool.admit(0, {**ROW, **row}, [], num_generations=1, max_completion_length=300)
+    (sample,) = group.samples
+    pool.start(sample)
+    land(pool, sample, turns(group, sample))
+    if text:
+        pool.start(sample)
+        generate(pool, group, sample, ToolScript([[text + END]]), 1000)
+        land(pool, sample, turns(group, sample))
+    return group, sample
+
+
+def test_an_instance_is_reused_after_its_score_and_not_before(tmp_path):
+    stock = make_stock(tmp_path, Counting, [ROW])
+    turns = make_turns(stock)
+    LOG.clear()
+    for _ in range(3):
+        first, second = one_sample(turns), one_sample(turns)
+        assert turns.environments.of([first[0]]) == turns.environments.of([second[0]])  # of one key
+        turns.environments.release([second[0]])
+    assert LOG["reset"] == 6
+
+
+def test_an_instance_whose_tool_is_late_is_discarded(tmp_path):
+    never = threading.Event()
+
+    class Slow(Saved):
+        def wait(self) -> None:
+            """Waits."""
+            never.wait()
+
+        async def wait_in_loop(self) -> None:
+            """Waits."""
+            while not never.is_set():
+                await __import__("asyncio").sleep(0.01)
+
+    stock = make_stock(tmp_path, Slow, [ROW])
+    turns = make_turns(stock, tool_timeout=0.05)
+    idle = turns.environments.idle[None]
+    for name in ("wait", "wait_in_loop"):
+        group, sample = one_sample(turns, call(name))
+        assert "did not return within 0.05 seconds" in sample.conversation.messages[1]["content"]
+        assert sample.conversation.environment is None, "its state may still change"
+        (late,) = turns.environments.of([group])
+        turns.environments.release([group])
+        assert late not in idle
+    group, _ = one_sample(turns, call("count", by=1))
+    turns.environments.release([group])
+    assert len(idle) == 1
+    never.set()
+
+
+@pytest.mark.parametrize(
+    ("factory", "row", "message"),
+    [
+        ({"a": Counting}, {"environment": "b"}, "environment='b', and environment_factory has 'a'"),
+        (type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}), {}, "does not fit into the server's"),
+        (type("Odd", (Counting,), {"reset": lambda self, **row: [{1}]}), {}, "reset of Odd returned .* JSON cannot"),
+        (type("Odd", (Saved,), {"_april_state": lambda self: {1: 2}}), {}, "_april_state of Odd returned {1: 2}"),
+        (type("Image", (Counting,), {"reset": lambda self, **row: [{"type": "image", "image": "x"}]}), {}, "an image"),
+    ],
+)
+def test_environments_that_cannot_work_are_refused(tmp_path, factory, row, message):
+    turns = make_turns(make_stock(tmp_path, factory, [{**ROW, **row}]))
+    with pytest.raises(ConfigError, match=message):
+        one_sample(turns, **row)
+
+
+def test_a_checkpoint_is_resumed_with_environments_or_without(tmp_path):
+    pool = make_pool()
+    pool.begin_round(0)
+    pool.admit(0, ROW, [], num_generations=1, max_completion_length=10)
+    with pytest.raises(PoolError, match="saved with environments"):
+        restore(Pool(1, max_staleness=None, dynamic_sampling=True, has_tools=True), [state_dict(pool)])
+    plain = Pool(1, max_staleness=None, has_tools=True)
+    plain.begin_round(0)
+    plain.admit(0, ROW, [1], num_generations=1, max_completion_length=10)
+    state = state_dict(plain)
+    with pytest.raises(PoolError, match="saved without environments"):
+        restore(make_pool(), [state])
+    for head in state["groups"]:  # as earlier versions wrote it
+        for name in ("awaits_reset", "prompt", "prompt_ids", "environment"):
+            head["samples"][0][4].pop(name)
+    state.pop("has_environments")
+    again = Pool(1, max_staleness=None, has_tools=True)
+    restore(again, [state])
+    again.check()

@@ -1,0 +1,229 @@
+"""The environments of samples: an instance for each, from the sample's reset until its group is scored.
+
+Invariant: an instance belongs to one sample at a time, and to the next one only after the rewards of the first were
+computed. An instance whose tool timed out is never used again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ..errors import ConfigError
+from ..pool.samples import Group, Sample
+from ..rollout.acting import ResetResult
+from ..rollout.daemon_threads import DaemonThreads
+from .tools import Message, RunCalls, Tools, is_json, tools_by_kind
+
+
+logger = get_logger(__name__)
+
+NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's, of rows without one: the environment provides it
+NOT_TOOLS = ("reset", "get_reward")  # public methods
+
+
+@dataclass(eq=False, slots=True)
+class Occupied:
+    """An instance that belongs to a sample."""
+
+    name: str | None  # of its factory, if there are several
+    instance: Any
+    tools: Tools = field(default_factory=lambda: Tools({}, {}))
+    is_late: bool = False  # a call of its tools timed out, and may still run
+
+    def mark_late(self) -> None:
+        self.is_late = True
+
+
+@dataclass(kw_only=True, eq=False)
+class Environments:
+    """Resets, restores and reuses the environment instances of one process. Its methods run in any thread."""
+
+    factories: dict[str | None, Callable[[], Any]]
+    by_name: bool  # whether the column `environment` of a row names its factory
+    idle: dict[str | None, list[Any]]  # instances that belong to no sample
+    tools: Sequence[Callable[..., Any]]  # of all samples, beside those of their environments
+    tool_timeout: float | None
+    tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
+    run_calls: RunCalls
+    context_length: int
+    saves_states: bool
+    replays: bool  # whether to repeat the recorded calls of instances without a saved state
+    threads: Executor
+    num_restarted: int = 0  # samples that lost tokens, since a checkpoint did not hold their environments
+    _occupied: dict[tuple[int, int], Occupied] = field(default_factory=dict)  # by sample
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reset(self, group: Group, sample: Sample) -> ResetResult:
+        """Reset an instance for a new sample with its dataset row."""
+        occupied = self._occupy(group)
+        prompt, prompt_ids = self._reset(occupied, group)
+        self._occupied[sample.key] = occupied
+        return ResetResult(prompt, prompt_ids, self.state_of(sample))
+
+    def tools_of(self, sample: Sample) -> Tools:
+        """The tools that the sample may call."""
+        return self._occupied[sample.key].tools
+
+    def state_of(self, sample: Sample) -> Any:
+        """What checkpoints save of the sample's environment; `None` if it cannot be saved."""
+        occupied = self._occupied[sample.key]
+        if not self.saves_states or occupied.is_late or not hasattr(type(occupied.instance), "_april_state"):
+            return None
+        state = occupied.instance._april_state()
+        if not is_json(state):
+            raise ConfigError(
+                f"_april_state of {type(occupied.instance).__name__} returned {state!r:.200}, which JSON cannot hold. "
+                "Return dicts with text as keys, lists, text, numbers, booleans or None."
+            )
+        return copy.deepcopy(state)
+
+    def of(self, groups: Sequence[Group]) -> list[Any]:
+        """The instances of finished groups, sample by sample, for reward functions."""
+        return [self._occupied[sample.key].instance for group in groups for sample in group.samples]
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """Let other samples have the instances of groups that were scored."""
+        for group in groups:
+            for sample in group.samples:
+                self._put_back(self._occupied.pop(sample.key))
+
+    def restore(self, groups: Sequence[Group]) -> list[Sample]:
+        """Bring back the environments of unscored groups from a checkpoint; returns samples that must start again."""
+        lacking = [
+            (group, sample)
+            for group in groups
+            if group.score is None
+            for sample in group.samples
+            if sample.conversation is not None and not sample.conversation.awaits_reset
+        ]
+        threads = DaemonThreads("trl-april-environments")
+        restored = list(threads.map(lambda pair: self._restore(*pair), lacking))
+        threads.shutdown()
+        lost = [sample for (_, sample), is_back in zip(lacking, restored, strict=True) if not is_back]
+        self.num_restarted = sum(len(sample) > 0 for sample in lost)
+        if self.num_restarted:
+            logger.warning(
+                f"{self.num_restarted} samples with {sum(map(len, lost)):,} tokens start again: the checkpoint does "
+                "not hold the states of their environments. See `_april_state` and `replay_environments` in "
+                "docs/tools.md."
+            )
+        return lost
+
+    def _occupy(self, group: Group) -> Occupied:
+        name = group.row.get("environment") if self.by_name else None
+        if name not in self.factories:
+            raise ConfigError(
+                f"Row {group.row_index} of the training dataset has environment={name!r}, and environment_factory has "
+                f"{', '.join(map(repr, self.factories))}. Correct the row, or add the factory."
+            )
+        with self._lock:
+            idle = self.idle[name]
+            instance = idle.pop() if idle else None
+        occupied = Occupied(name, self.factories[name]() if instance is None else instance)
+        shared = tools_by_kind(self.tools, self.tool_timeout, self.threads)
+        own = tools_by_kind(
+            tool_methods(occupied.instance), self.tool_timeout, self.threads, on_late=occupied.mark_late
+        )
+        occupied.tools = Tools(shared[0] | own[0], shared[1] | own[1], name)
+        return occupied
+
+    def _put_back(self, occupied: Occupied) -> None:
+        if not occupied.is_late:
+            with self._lock:
+                self.idle[occupied.name].append(occupied.instance)
+
+    def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
+        """The prompt, unless it is the dataset row's, and its token ids."""
+        row = copy.deepcopy(group.row)
+        observation = occupied.instance.reset(
+            **{key: value for key, value in row.items() if key != "environment" or not self.by_name}
+        )
+        prompt = with_observation(copy.deepcopy(group.row.get("prompt", NO_PROMPT)), observation)
+        if not is_json(prompt):
+            raise ConfigError(
+                f"reset of {type(occupied.instance).__name__} returned {observation!r:.200}, which JSON cannot hold. "
+                "Return text or a list of text blocks."
+            )
+        prompt_ids = self.tokenize(prompt, occupied.name)
+        if len(prompt_ids) + group.max_completion_length > self.context_length:
+            raise ConfigError(
+                f"After the reset of its environment, the prompt of group {group.group_id} has {len(prompt_ids)} "
+                f"tokens. With max_completion_length={group.max_completion_length} it does not fit into the server's "
+                f"context of {self.context_length} tokens. Shorten prompts or observations, lower "
+                "max_completion_length, or restart the server with a larger --max-model-len."
+            )
+        return None if observation is None and "prompt" in group.row else prompt, prompt_ids
+
+    def _restore(self, group: Group, sample: Sample) -> bool:
+        conversation = sample.conversation
+        assert conversation is not None
+        occupied = self._occupy(group)
+        try:
+            if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
+                occupied.instance._april_restore(copy.deepcopy(conversation.environment))
+            elif not self.replays or not self._replay(occupied, group, sample):
+                self._put_back(occupied)
+                return False
+        except Exception as error:  # of the user's code
+            logger.warning(f"The environment of {sample} could not be restored: {error!r}.")
+            return False
+        self._occupied[sample.key] = occupied
+        return True
+
+    def _replay(self, occupied: Occupied, group: Group, sample: Sample) -> bool:
+        """Reset the instance and repeat the calls of complete turns. Returns whether all results are the same."""
+        conversation, token_ids = sample.conversation, sample.token_ids.tolist()
+        assert conversation is not None
+        if self._reset(occupied, group) != (conversation.prompt, conversation.prompt_ids):
+            return False
+        turns: list[list[Message]] = []  # the assistant's message, then the results
+        for message in conversation.messages:
+            if message["role"] == "tool":
+                turns[-1].append(message)
+            else:
+                turns.append([message])
+        for (message, *results), end in zip(turns, _ends_of_turns(sample), strict=False):
+            done = self.run_calls(
+                conversation.prompt_ids or [], token_ids[:end], message, group.max_completion_length, occupied.tools
+            )
+            if done.messages != results:
+                return False
+        return not occupied.is_late
+
+
+def _ends_of_turns(sample: Sample) -> list[int]:
+    """The numbers of tokens after which calls were made."""
+    ends, length = [], 0
+    for segment in sample.segments:
+        if segment.version is None:
+            ends.append(length)
+        length += segment.length
+    assert sample.conversation is not None
+    # The last results may not have fitted.
+    return ends + [length] * (sample.conversation.iterations - len(ends))
+
+
+def with_observation(prompt: list[Message], observation: Any) -> list[Message]:
+    """The prompt with what `reset` returned, as TRL joins them."""
+    if observation is None:
+        return prompt
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+
+
+def tool_methods(instance: Any) -> Iterable[Callable[..., Any]]:
+    """The methods of an environment that the model may call, as TRL finds them."""
+    names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
+    return [getattr(instance, name) for name in names if name not in NOT_TOOLS and not name.startswith("_")]

@@ -1,0 +1,144 @@
+"""What a session takes from TRL's trainer: the rows, the scoring of groups, and the turns with tools.
+
+Invariant: work in threads uses a tokenizer of its own. One that another thread truncates meanwhile renders other
+tokens, without an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from datasets import IterableDataset
+from transformers.trainer_utils import SaveStrategy
+from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
+from trl.extras.profiling import profiling_context
+
+from ..config import AprilOptions
+from ..data.order import TrainingRows
+from ..errors import ConfigError
+from ..rollout.daemon_threads import DaemonThreads
+from .environments import NO_PROMPT, Environments
+from .rewards import RewardScorer, checked, decode_completions, use_device
+from .tools import CallResults, Message, Tools, ToolTurns, check_results, tools_by_kind
+
+
+def training_rows(trainer: GRPOTrainer) -> TrainingRows:
+    """The training dataset of a trainer, in TRL's order."""
+    dataset, collate = trainer.train_dataset, trainer.data_collator
+    if isinstance(dataset, IterableDataset):
+        if trainer.shuffle_dataset:
+            dataset = dataset.shuffle(seed=trainer.args.seed)
+        collate = trainer._get_collator_with_removed_columns(collate, description="Rollout")
+    else:
+        dataset = trainer._remove_unused_columns(dataset, description="Rollout")
+    return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))
+
+
+def tokenize_prompts(trainer: GRPOTrainer) -> Callable[[list[Any]], tuple[list[list[int]], Any, Any]]:
+    """TRL's method, or with environments one that returns no ids: prompts are known after the reset."""
+    if trainer.environment_factories is None:
+        return trainer._tokenize_prompts
+    return lambda prompts: ([[] for _ in prompts], None, {})
+
+
+def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | None = None) -> RewardScorer:
+    """Scores groups as the trainer would."""
+    return RewardScorer(
+        functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
+        processing_classes=trainer.reward_processing_classes,
+        names=trainer.reward_func_names,
+        weights=trainer.reward_weights,
+        normalize_first=trainer.multi_objective_aggregation == "normalize_then_sum",
+        decode=partial(decode_completions, trainer._tokenizer, trainer.processing_class),
+        state=lambda: trainer.state,
+        timed=lambda name: profiling_context(trainer, name),
+        async_loop=trainer.async_loop if trainer._has_async_funcs else None,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        device=trainer.accelerator.device,
+        environments=turns.environments if turns is not None else None,
+    )
+
+
+def tool_turns(trainer: GRPOTrainer, options: AprilOptions, context_length: int = 0) -> ToolTurns | None:
+    """What follows a turn of the model, by the trainer's own tool loop; `None` without tools and environments."""
+    if not trainer.tools and trainer.environment_factories is None:
+        return None
+    view = copy.copy(trainer)
+    lock, view.processing_class = threading.Lock(), copy.deepcopy(trainer.processing_class)
+    view._tokenizer = tokenizer = getattr(view.processing_class, "tokenizer", view.processing_class)
+    view.vllm_mode, view.max_tool_calling_iterations = "server", 1
+    render, threads = view._get_tool_suffix_ids, DaemonThreads("trl-april-tool")
+    timeout = options.tool_timeout
+
+    def render_results(messages: list[Message]) -> list[int]:
+        check_results(messages)
+        with lock:
+            return render(messages)
+
+    view._get_tool_suffix_ids = render_results
+
+    def parse(token_ids: list[int], prefix: list[int], environment: str | None) -> Message:
+        with lock:
+            if not view.tools:  # of an environment without methods; TRL then parses only what it has a format for
+                return decode_completions(tokenizer, view.processing_class, [NO_PROMPT], [prefix], [token_ids])[0][0]
+            # The trainer's own attributes are others while TRL takes a batch.
+            has_own = view.environment_factories is not None
+            schemas = view._env_tools[environment] if has_own else view.tools
+            return parse_response(tokenizer, token_ids, prefix=prefix, tools=schemas)
+
+    def run_calls(
+        prompt_ids: list[int], token_ids: list[int], message: Message, budget: int, tools: Tools
+    ) -> CallResults:
+        use_device(trainer.accelerator.device)
+        step, prompts = copy.copy(view), []
+
+        def generate(prompts_with_results: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            prompts.extend(prompts_with_results)
+            return [[]], [[]]
+
+        step.max_completion_length, step._generate_single_turn = budget, generate
+        step._sync_tool_dicts, step._async_tool_dicts = [tools.functions], [tools.coroutines]
+        step._batch_environments = [tools.environment]
+        _, (messages,), (results,), _, calls, failures, _ = step._tool_call_loop(
+            [[]], [prompt_ids], [token_ids], [[message]], [[0.0] * len(token_ids)], None, {}
+        )
+        return CallResults(results[len(token_ids) :], messages[1:], calls, failures, fit=bool(prompts))
+
+    def tokenize(prompt: list[Message], environment: str | None) -> list[int]:
+        step = copy.copy(view)
+        step._batch_environments = [environment]
+        with lock:
+            (prompt_ids,), images, _ = step._tokenize_prompts([prompt])
+        if images is not None:
+            raise ConfigError(
+                "reset of an environment returned an image, which partial rollouts do not support yet. Return text, "
+                "or train with TRL's GRPOTrainer."
+            )
+        return list(prompt_ids)
+
+    environments = None
+    if trainer.environment_factories is not None:
+        # An evaluation, which may come while samples have theirs, constructs its own instances.
+        idle, trainer._environment_pool = trainer._environment_pool, {name: [] for name in trainer._environment_pool}
+        environments = Environments(
+            factories=trainer.environment_factories,
+            by_name=trainer._multi_environment,
+            idle=idle,
+            tools=trainer._standalone_tools,
+            tool_timeout=timeout,
+            tokenize=tokenize,
+            run_calls=run_calls,
+            context_length=context_length,
+            saves_states=trainer.args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
+            replays=options.replay_environments,
+            threads=threads,
+        )
+    tools = Tools(*tools_by_kind(trainer._standalone_tools, timeout, threads))
+    return ToolTurns(
+        parse, run_calls, tools, max_iterations=trainer.max_tool_calling_iterations, environments=environments
+    )
