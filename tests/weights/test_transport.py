@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,19 +214,19 @@ def test_a_sync_through_files_needs_memory_for_some_shards_and_not_for_the_model
 @pytest.mark.parametrize(
     "error", [RuntimeError("NCCL error: invalid usage"), OSError(98, "Address in use")], ids=["gpu", "port"]
 )
-def test_a_failed_nccl_connection_names_its_remedies(error):
-    calls = []
-
-    def fail(device):
-        calls.append("init")
-        raise error
-
+def test_a_failed_nccl_connection_names_its_remedies(monkeypatch, error):
+    ended = []
     client = SimpleNamespace(
-        base_url="http://there", group_port=51216, init_communicator=fail,
-        close_communicator=lambda: calls.append("close"),
+        base_url="http://there", group_port=51216, get_world_size=lambda: 1,
+        communicator=SimpleNamespace(destroy=lambda: ended.append("broadcasts")),
+        close_communicator=lambda: ended.append("port"),
     )  # fmt: skip
+    answer = threading.Event()
+    server = SimpleNamespace(client=client, control=SimpleNamespace(load=lambda *_: answer.wait()))
+    monkeypatch.setattr(NcclTransport, "_open", Mock(side_effect=error))
     with pytest.raises(WeightSyncError) as caught:
-        NcclTransport(torch.device("cuda")).connect(SimpleNamespace(client=client))
+        NcclTransport(torch.device("cuda")).connect(server)
+    answer.set()
     for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
         assert words in str(caught.value)
-    assert calls == ["close", "init"], "the previous connection still uses the port"
+    assert ended == ["broadcasts", "port"], "the previous connection still uses the port"
