@@ -6,6 +6,7 @@ and a failure of either side ends the sync with an error within the time limit o
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -74,9 +75,18 @@ class NcclTransport:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        group = StatelessProcessGroup.create(
-            info["master_address"], info["master_port"], 0, info["world_size"], store_timeout=JOIN_SECONDS
-        )
+        address, port = info["master_address"], info["master_port"]
+        try:
+            group = StatelessProcessGroup.create(address, port, 0, info["world_size"], store_timeout=JOIN_SECONDS)
+        except (RuntimeError, OSError) as error:
+            if (
+                isinstance(error, OSError) and error.errno != errno.EBADF
+            ):  # vLLM closes a socket twice after a time-out
+                raise
+            raise RuntimeError(
+                f"the server's workers have not joined within {JOIN_SECONDS} s. Restart the server if a trainer was "
+                "killed while it sent weights"
+            ) from error
         index = self._device.index
         communicator = PyNcclCommunicator(group, torch.accelerator.current_device_index() if index is None else index)
         if communicator.disabled:  # it would send nothing, without an error
