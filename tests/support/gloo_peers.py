@@ -269,7 +269,7 @@ def train(
         generation = sync.ServerGeneration(
             weight_sync="nccl", weight_sync_dir=None, policy_version=lambda: len(versions),
             trained_model=lambda: model, processes=processes, needs_logprobs=True, api_key=None, model=model,
-            accelerator=accelerator, processing_class=None, server_base_url=url, server_timeout=1.0,
+            accelerator=accelerator, processing_class=None, server_base_url=url, server_timeout=10.0,
             max_completion_length=64, group_port=ports[1],
         )  # fmt: skip
     except Exception as error:
@@ -305,3 +305,11 @@ def connected(servers: list[Any], rank: int) -> NcclTransport:
     for server in servers if rank == 0 else ():
         transport.connect(server)
     return transport
+
+
+class Extension:
+    """Extends the worker of a real vLLM server, so that its process imports this module."""
+
+
+if "GLOO_CHUNK_BYTES" in os.environ:
+    replace_cuda(int(os.environ["GLOO_CHUNK_BYTES"]))

@@ -11,9 +11,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support import gloo_peers
-from tests.support.launch import free_port
+from tests.support.launch import ROOT, free_port
+from tests.support.tiny import build_model
+from trl_april.server.local import LocalServer
+from trl_april.weights.canary import server_logprobs, trainer_logprobs
+from trl_april.weights.client import ServerControl
 
 
 SECONDS = 30.0  # after which a process is taken to hang
@@ -155,6 +160,28 @@ def test_data_types_that_an_evaluation_changes(run):
         run.scale()
         run.do("sync")
         run.check(tolerance)
+
+
+@pytest.mark.long
+def test_a_real_server_gets_the_weights(run, tiny_model_dir):
+    vllm_args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--weight-transfer-config"]
+    vllm_args += ['{"backend": "nccl"}', "--worker-extension-cls", "tests.support.gloo_peers.Extension"]
+    run.chunk_bytes = 2**30  # as the server expects
+    env = {"GLOO_CHUNK_BYTES": str(run.chunk_bytes), "PYTHONPATH": str(ROOT)}
+    token_ids = list(range(4, 80))
+    with LocalServer(tiny_model_dir, vllm_args=vllm_args, env=env) as server:
+        run.url, run.tie = server.base_url, True
+        for kind, processes in (("whole", 1), ("lora", 1), ("fsdp2", 2), ("zero3", 2)):
+            run.train(kind, processes)
+            for _ in range(2):
+                run.scale()
+                run.do("sync")
+            model = build_model()
+            state = gloo_peers.expected_state(kind, tie=True, steps=run.steps)
+            model.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()}, strict=False)
+            expected = trainer_logprobs(model, token_ids, torch.device("cpu"))
+            found = server_logprobs(ServerControl(server.base_url, 30.0, {}), tiny_model_dir, token_ids)
+            assert found == pytest.approx(expected, abs=1e-4), kind
 
 
 # Failures
