@@ -168,10 +168,10 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
     tmp_path, monkeypatch, parameters, everything, fails_at
 ):
     server = Loads()
-    monkeypatch.setattr(files, "SHARD_BYTES", 1)  # one file per parameter
+    monkeypatch.setattr(files, "HEADER_BYTES", 128)  # one file per parameter
     error = OSError(28, "No space left on device") if fails_at == "write" else WeightSyncError("refused")
     if fails_at == "write":
-        monkeypatch.setattr(files, "save_file", lambda *args: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(files.WeightFile, "add", Mock(side_effect=error))
     elif fails_at == "load":
         server.error = error
     with pytest.raises(WeightSyncError, match="No space left.*--shm-size|refused") if fails_at else nullcontext():
@@ -197,18 +197,20 @@ def memory(name: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_a_sync_through_files_needs_memory_for_some_shards_and_not_for_the_model(tmp_path, monkeypatch):
-    shard = 16 * 1024**2
-    monkeypatch.setattr(files, "SHARD_BYTES", shard)
+def test_a_sync_through_files_needs_memory_for_one_parameter_and_not_for_the_model(tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(96)))
     server = Loads()
+    transport = FileTransport(str(tmp_path))
+    # Each parameter is converted.
+    transport.connect(SimpleNamespace(base_url="", info=info()))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
-    with FileTransport(str(tmp_path)).stage(Parameters(model), sends=True, dtypes=DTYPES) as load:
+    with transport.stage(Parameters(model), sends=True, dtypes=DTYPES) as load:
         load([server], for_each)
-    assert len(server.sizes) == 24 and sum(server.sizes) > 24 * shard
-    assert memory("VmHWM") - before < 5 * shard
+    (size,) = server.sizes
+    assert size > 96 * 2 * 1024**2
+    assert memory("VmHWM") - before < 16 * 1024**2
 
 
 @pytest.mark.parametrize(
