@@ -1,25 +1,88 @@
-"""Folders and shards of weight files."""
+"""Weight files and their folders."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from stat import S_IMODE
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from trl_april.weights import files
-from trl_april.weights.files import shards, weight_folder, write_weights
+from trl_april.weights.files import weight_folder, write_weights
 
 
-def test_a_shard_exceeds_its_size_only_by_its_first_parameter():
-    sizes = [4, 4, 4, 20, 1, 1]
-    params = [(f"p{place}", torch.zeros(size, dtype=torch.uint8)) for place, size in enumerate(sizes)]
-    assert [list(shard) for shard in shards(iter(params), 10)] == [["p0", "p1"], ["p2"], ["p3"], ["p4", "p5"]]
+@pytest.mark.parametrize("header_bytes", [128, 1024, 2**20])
+def test_readers_find_what_was_written(tmp_path, monkeypatch, header_bytes):
+    """Of any shape and data type, in views of other tensors, and although the caller changes it afterwards."""
+    monkeypatch.setattr(files, "HEADER_BYTES", header_bytes)
+    bfloat16 = torch.randn(3, dtype=torch.bfloat16)
+    written = {
+        "odd": bfloat16, "float32": torch.randn(2, 3), "scalar": torch.tensor(1.5), "none": torch.zeros(0, 2),
+        "transposed": torch.randn(3, 4).T, "part": torch.randn(9)[2:5], "bool": torch.tensor([True, False]),
+        "float8": bfloat16.to(torch.float8_e4m3fn), **{f"p{number}": torch.randn(2) for number in range(20)},
+    }  # fmt: skip
+    expected = {name: tensor.clone() for name, tensor in written.items()}
+
+    def parameters():
+        for name, tensor in written.items():
+            yield name, tensor
+            tensor.fill_(0)
+
+    write_weights(parameters(), tmp_path)
+    found = {name: tensor for file in tmp_path.iterdir() for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float()), name
+    assert len(list(tmp_path.iterdir())) > (header_bytes == 128) * 20
+    for file in tmp_path.iterdir():
+        data = file.read_bytes()
+        for name, entry in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items():
+            assert entry["data_offsets"][0] % expected[name].itemsize == 0, "readers may need aligned data"
+
+
+@pytest.mark.parametrize(
+    ("shape", "own", "of_server", "expected"),
+    [
+        ((1024, 600), torch.float32, torch.bfloat16, torch.bfloat16),
+        ((1024, 512), torch.float32, torch.bfloat16, torch.float32),  # as narrow as a router
+        ((1024,), torch.float32, torch.bfloat16, torch.float32),
+        ((1024, 600), torch.bfloat16, torch.float32, torch.bfloat16),
+        ((1024, 600), torch.bfloat16, torch.float16, torch.bfloat16),
+        ((1024, 600), torch.float32, None, torch.float32),
+    ],
+)
+def test_large_matrices_are_written_as_the_server_holds_them(tmp_path, shape, own, of_server, expected):
+    param = torch.randn(shape).to(own)
+    write_weights(iter([("p", param)]), tmp_path, of_server)
+    (file,) = tmp_path.iterdir()
+    assert torch.equal(load_file(file)["p"], param.to(expected)) and load_file(file)["p"].dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("servers", "itemsize"),
+    [
+        ([("bfloat16", False)], 2),
+        ([("bfloat16", False)] * 2, 2),
+        ([("bfloat16", False), ("float32", False)], 4),
+        ([("bfloat16", True)], 4),  # quantized from the weights as they are sent
+    ],
+)
+def test_the_data_type_is_the_one_of_all_servers(tmp_path, servers, itemsize):
+    transport, sizes = files.FileTransport(str(tmp_path)), []
+    for number, (dtype, quantized) in enumerate(servers):
+        info = SimpleNamespace(dtype=dtype, quantized=quantized, has_weights=True)
+        transport.connect(SimpleNamespace(base_url=str(number), info=info))
+    with transport.stage(lambda: iter([("p", torch.randn(600, 600))]), sends=True, dtypes=frozenset()):
+        sizes += [file.stat().st_size for file in tmp_path.glob("*/*")]
+    assert sizes == [files.HEADER_BYTES + 600 * 600 * itemsize]
 
 
 def test_a_server_of_another_user_in_another_folder_can_read_the_files(tmp_path, monkeypatch):

@@ -30,8 +30,8 @@ def trainer(tiny_model_dir, one_thread) -> SyncedTrainer:
 
 
 def test_after_a_sync_the_server_samples_from_the_trainers_weights(server, trainer, tmp_path, monkeypatch):
-    """Tied weights, in many shards, sync after sync; requests stop when the files are complete."""
-    monkeypatch.setattr("trl_april.weights.files.SHARD_BYTES", 20_000)
+    """Tied weights, in many files, sync after sync; requests stop when the files are complete."""
+    monkeypatch.setattr("trl_april.weights.files.HEADER_BYTES", 1000)
     generation = trainer.connect(server, weight_sync_dir=str(tmp_path))
     assert generation.weight_sync == "filesystem"
     generation.sync_weights()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,10 +168,10 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
     tmp_path, monkeypatch, parameters, everything, fails_at
 ):
     server = Loads()
-    monkeypatch.setattr(files, "SHARD_BYTES", 1)  # one file per parameter
+    monkeypatch.setattr(files, "HEADER_BYTES", 128)  # one file per parameter
     error = OSError(28, "No space left on device") if fails_at == "write" else WeightSyncError("refused")
     if fails_at == "write":
-        monkeypatch.setattr(files, "save_file", lambda *args: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(files.WeightFile, "add", Mock(side_effect=error))
     elif fails_at == "load":
         server.error = error
     with pytest.raises(WeightSyncError, match="No space left.*--shm-size|refused") if fails_at else nullcontext():
@@ -196,36 +197,38 @@ def memory(name: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_a_sync_through_files_needs_memory_for_some_shards_and_not_for_the_model(tmp_path, monkeypatch):
-    shard = 16 * 1024**2
-    monkeypatch.setattr(files, "SHARD_BYTES", shard)
+def test_a_sync_through_files_needs_memory_for_one_parameter_and_not_for_the_model(tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(96)))
     server = Loads()
+    transport = FileTransport(str(tmp_path))
+    # Each parameter is converted.
+    transport.connect(SimpleNamespace(base_url="", info=info()))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
-    with FileTransport(str(tmp_path)).stage(Parameters(model), sends=True, dtypes=DTYPES) as load:
+    with transport.stage(Parameters(model), sends=True, dtypes=DTYPES) as load:
         load([server], for_each)
-    assert len(server.sizes) == 24 and sum(server.sizes) > 24 * shard
-    assert memory("VmHWM") - before < 5 * shard
+    (size,) = server.sizes
+    assert size > 96 * 2 * 1024**2
+    assert memory("VmHWM") - before < 16 * 1024**2
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("NCCL error: invalid usage"), OSError(98, "Address in use")], ids=["gpu", "port"]
 )
-def test_a_failed_nccl_connection_names_its_remedies(error):
-    calls = []
-
-    def fail(device):
-        calls.append("init")
-        raise error
-
+def test_a_failed_nccl_connection_names_its_remedies(monkeypatch, error):
+    ended = []
     client = SimpleNamespace(
-        base_url="http://there", group_port=51216, init_communicator=fail,
-        close_communicator=lambda: calls.append("close"),
+        base_url="http://there", group_port=51216, get_world_size=lambda: 1,
+        communicator=SimpleNamespace(destroy=lambda: ended.append("broadcasts")),
+        close_communicator=lambda: ended.append("port"),
     )  # fmt: skip
+    answer = threading.Event()
+    server = SimpleNamespace(client=client, control=SimpleNamespace(load=lambda *_: answer.wait()))
+    monkeypatch.setattr(NcclTransport, "_open", Mock(side_effect=error))
     with pytest.raises(WeightSyncError) as caught:
-        NcclTransport(torch.device("cuda")).connect(SimpleNamespace(client=client))
+        NcclTransport(torch.device("cuda")).connect(server)
+    answer.set()
     for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
         assert words in str(caught.value)
-    assert calls == ["close", "init"], "the previous connection still uses the port"
+    assert ended == ["broadcasts", "port"], "the previous connection still uses the port"

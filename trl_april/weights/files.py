@@ -1,20 +1,23 @@
 """Weight sync by files: safetensors in a temporary folder.
 
-Invariants: at most one shard is in memory beside the model, and no folder stays behind in shared memory. The folder of
-a killed process is removed by the next sync. In a folder chosen by the user it stays, because locks of other hosts are
-not always visible.
+Invariants: at most one parameter is in memory beside the model, and no folder stays behind in shared memory. The
+folder of a killed process is removed by the next sync. In a folder chosen by the user it stays, because locks of other
+hosts are not always visible.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,8 +28,14 @@ from .names import Parameters, read_to_end
 from .synced_server import Each, Load, SyncedServer
 
 
-# Size of a shard file, and so the memory that a sync needs beside the model.
-SHARD_BYTES = 512 * 1024**2
+HEADER_BYTES = 2**20  # of each file, for some 5,000 parameters
+# Matrices that servers may keep in float32, such as routers, are small or have a side of this length at most.
+NARROW_SIDE = 512
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 PREFIX = "trl_april_weights_"
 UNLOCKED_SECONDS = 60.0  # a new folder may not be locked yet
 
@@ -38,8 +47,11 @@ class FileTransport:
 
     def __init__(self, parent: str | None) -> None:
         self._parent = parent
+        self._dtypes: dict[str, torch.dtype | None] = {}  # that servers convert weights to, by address
 
     def connect(self, server: SyncedServer) -> None:
+        dtype = getattr(torch, server.info.dtype, None)
+        self._dtypes[server.base_url] = None if server.info.quantized else dtype
         if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
             overrides = {"load_config": {"load_format": "auto"}}
             body = {"method": "update_config", "kwargs": {"overrides": overrides}}
@@ -52,7 +64,8 @@ class FileTransport:
         with weight_folder(self._parent) if sends else nullcontext() as folder:
             with read_to_end(parameters()) as params:
                 if folder is not None:
-                    write_weights(params, folder)
+                    dtypes = {*self._dtypes.values()}
+                    write_weights(params, folder, dtypes.pop() if len(dtypes) == 1 else None)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
             def load(servers: Sequence[SyncedServer], each: Each) -> None:
@@ -95,40 +108,87 @@ def remove_abandoned() -> None:
                 os.close(lock)
 
 
-def write_weights(params: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write parameters into `folder`, in shards. The same value may have several names."""
-    for number, shard in enumerate(shards(params, SHARD_BYTES)):
-        save_tensors(shard, folder / f"model-{number:05d}.safetensors")
+def write_weights(params: Parameters, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write parameters into `folder`, large matrices in `dtype` if that is smaller than their own."""
+    with naming_space(folder), ExitStack() as opened:
+        file = None
+        for name, param in params:
+            tensor = in_dtype(param.detach(), dtype).to("cpu").contiguous()
+            if file is None or not file.has_room_for(name, tensor):
+                opened.close()
+                number = 0 if file is None else file.number + 1
+                file = opened.enter_context(WeightFile(folder, number))
+            file.add(name, tensor)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file that the server can read."""
-    try:
+    """Write a single file that the server can read."""
+    with naming_space(path.parent):
         save_file(tensors, path)
         path.chmod(0o644)  # safetensors allows only this user; access is controlled by the folder
+
+
+@contextmanager
+def naming_space(folder: Path) -> Iterator[None]:
+    """Turn an error while writing into one that says how much space `folder` has."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
-        disk = shutil.disk_usage(path.parent)
+        disk = shutil.disk_usage(folder)
         raise WeightSyncError(
-            f"The weights cannot be written to {path.parent}: {error}. It must hold a full copy; "
+            f"The weights cannot be written to {folder}: {error}. It must hold a full copy; "
             f"{disk.free / 2**30:.1f} of its {disk.total / 2**30:.1f} GiB are free. Enlarge it (docker run "
             "--shm-size), or set weight_sync_dir to a larger folder that the server sees under the same path."
         ) from error
 
 
-def shards(params: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Copy parameters into shards of about `shard_bytes`, each in its own memory, as safetensors requires."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, param in params:
-        # Also on the CPU: merged or gathered values change when the iteration continues, before the shard is written.
-        tensor = param.detach().to("cpu", copy=True).contiguous()
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    if shard:
-        yield shard
+def in_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The parameter as a server of this data type will hold it, if that is smaller."""
+    if dtype is None or not param.is_floating_point() or param.itemsize <= dtype.itemsize:
+        return param
+    return param.to(dtype) if param.ndim > 1 and min(param.shape) > NARROW_SIDE else param
+
+
+class WeightFile:
+    """A safetensors file, written parameter by parameter without another copy.
+
+    The header is at the start and known only at the end, so space for it is left.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.number = number
+        self._file = (folder / f"model-{number:05d}.safetensors").open("wb")
+        os.fchmod(self._file.fileno(), 0o644)  # access is controlled by the folder
+        self._file.seek(HEADER_BYTES)
+        self._entries: dict[str, Any] = {}
+        self._size = 0
+        self._header_left = HEADER_BYTES - 10  # eight bytes for its length, and two braces
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def has_room_for(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the header has room for the tensor, and its data would be aligned, as readers need it."""
+        return self._size % tensor.itemsize == 0 and len(json.dumps(self._entry(name, tensor))) <= self._header_left
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        entry = self._entry(name, tensor)
+        self._entries |= entry
+        self._header_left -= len(json.dumps(entry))  # its braces are two characters, a comma and a space
+        self._file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+        self._size += tensor.nbytes
+
+    def _entry(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        offsets = [self._size, self._size + tensor.nbytes]
+        return {name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._file.write((HEADER_BYTES - 8).to_bytes(8, "little"))
+            self._file.write(json.dumps(self._entries).encode().ljust(HEADER_BYTES - 8))
 
 
 def shared_memory() -> str:

@@ -6,6 +6,7 @@ and a failure of either side ends the sync with an error within the time limit o
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -16,6 +17,7 @@ from typing import Any
 import requests
 import torch
 from trl.generation import vllm_client
+from trl.generation.vllm_client import VLLMClient
 
 from ..errors import ServerError, WeightSyncError
 from .names import Parameters, read_to_end
@@ -23,6 +25,7 @@ from .synced_server import Each, Load, SyncedServer
 
 
 CHUNK_BYTES = 1024**3  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES, which its workers expect
+JOIN_SECONDS = 60  # for the workers of a running server to join a group
 
 
 class NcclTransport:
@@ -34,21 +37,61 @@ class NcclTransport:
         self._device = device
         self._metadata: list[tuple[str, torch.dtype, torch.Size]] = []
         self._dtypes: frozenset[torch.dtype] | None = None  # of the model when the metadata was read
+        self._joining: dict[int, Future[Any]] = {}  # groups that are being formed, by port
 
     def connect(self, server: SyncedServer) -> None:
         client = server.client
-        client.close_communicator()  # its port would still be in use
+        disconnect(client)  # its port would still be in use
         try:
-            client.init_communicator(device=self._device)
+            client.communicator = self._join(server)
         except (ServerError, requests.RequestException):
             raise  # an OSError too, but the server may be down
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(
                 f"The trainer on {self._device} and the vLLM server at {client.base_url} cannot be connected by "
-                f"NCCL (RCCL): {error}. They need different GPUs (CUDA_VISIBLE_DEVICES for each) and open ports "
-                f"between them; vllm_group_port={client.group_port} must be free on the trainer's host. "
+                f"NCCL (RCCL): {str(error).rstrip('.')}. They need different GPUs (CUDA_VISIBLE_DEVICES for each) and "
+                f"open ports between them; vllm_group_port={client.group_port} must be free on the trainer's host. "
                 "weight_sync='filesystem' needs neither."
             ) from error
+
+    def _join(self, server: SyncedServer) -> Any:
+        """Form a group with the server's workers. TRL's own method sees a refusal only after 300 seconds."""
+        client, port = server.client, server.client.group_port
+        wait([self._joining[port]] if port in self._joining else [])  # after a refusal, it holds the port for a while
+        info = {"master_address": vllm_client.get_ip(), "master_port": port, "rank_offset": 1}
+        info["world_size"] = client.get_world_size() + 1
+        if vllm_client._HAS_STATEFUL_TRAINER_ENGINE:
+            info["packed"] = True
+        # The workers wait for this process while they handle the request.
+        answered = in_thread(lambda: server.control.load("init_weight_transfer_engine", {"init_info": info}))
+        joined = self._joining[port] = in_thread(lambda: self._open(info))
+        _wait_for(joined, answered)
+        del self._joining[port]
+        answered.result()
+        return joined.result()
+
+    def _open(self, info: dict[str, Any]) -> Any:
+        # Imported here, since TRL does without vLLM until a server is used.
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        address, port = info["master_address"], info["master_port"]
+        try:
+            group = StatelessProcessGroup.create(address, port, 0, info["world_size"], store_timeout=JOIN_SECONDS)
+        except (RuntimeError, OSError) as error:
+            if (
+                isinstance(error, OSError) and error.errno != errno.EBADF
+            ):  # vLLM closes a socket twice after a time-out
+                raise
+            raise RuntimeError(
+                f"the server's workers have not joined within {JOIN_SECONDS} s. Restart the server if a trainer was "
+                "killed while it sent weights"
+            ) from error
+        index = self._device.index
+        communicator = PyNcclCommunicator(group, torch.accelerator.current_device_index() if index is None else index)
+        if communicator.disabled:  # it would send nothing, without an error
+            raise RuntimeError("its library cannot be loaded (vLLM's log says why)")
+        return communicator
 
     @contextmanager
     def stage(
@@ -95,8 +138,7 @@ class NcclTransport:
             self._broadcast(server.client.communicator, self._as_announced(params), received)
             received.result()
         except BaseException:
-            group, server.client.communicator = server.client.communicator, None
-            group.destroy()  # ends a broadcast that waits for its peer
+            disconnect(server.client)  # ends a broadcast that waits for its peer
             raise
         control.load("finish_weight_update", {})
 
@@ -138,6 +180,18 @@ class NcclTransport:
                     "weight_sync='filesystem' allows it."
                 )
             yield name, param
+        if (missing := next(expected, None)) is not None:
+            raise WeightSyncError(
+                f"The parameter {missing[0]} was announced to the server and is no longer one of the model. The model "
+                "must not change its parameters during training; weight_sync='filesystem' allows it."
+            )
+
+
+def disconnect(client: VLLMClient) -> None:
+    """End the broadcasts of a group and free its port, although the traceback of an error may hold the group."""
+    if client.communicator is not None:
+        client.communicator.destroy()
+        client.close_communicator()
 
 
 def packed(params: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Iterator[torch.Tensor]:

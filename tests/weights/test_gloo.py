@@ -1,0 +1,284 @@
+"""Weight transfer between processes: our sync and vLLM's receiver, with gloo on the CPU where GPUs use NCCL.
+
+See `tests/support/gloo_peers.py` for what is replaced. Each sync ends with the right weights on the server, or with an
+error that names its cause.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import gloo_peers
+from tests.support.launch import ROOT, free_port
+from tests.support.tiny import build_model
+from trl_april.server.local import LocalServer
+from trl_april.weights.canary import server_logprobs, trainer_logprobs
+from trl_april.weights.client import ServerControl
+
+
+SECONDS = 30.0  # after which a process is taken to hang
+
+
+class Peer:
+    """A process that obeys commands."""
+
+    def __init__(self, context, program, *arguments) -> None:
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=program, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, *command) -> None:
+        self._pipe.send(command)
+
+    def outcome(self) -> tuple[str | None, object]:
+        """The name of the error, if any, and its message or the result."""
+        assert self._pipe.poll(SECONDS), "the process hangs"
+        return self._pipe.recv()
+
+    def do(self, *command):
+        self.begin(*command)
+        return self.result()
+
+    def result(self):
+        error, result = self.outcome()
+        assert error is None, f"{error}: {result}"
+        return result
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+class Run:
+    """A server, and the trainers that are started."""
+
+    chunk_bytes = 40_000  # a tenth of the model
+
+    def __init__(self, context) -> None:
+        self._context = context
+        self._peers: list[Peer] = []
+
+    def serve(self, *, device: str = "cuda", tie: bool = True) -> None:
+        self.tie = tie
+        self.server = self._start(gloo_peers.serve, device, tie)
+        self.url = self.server.do("url")
+
+    def train(self, kind: str = "whole", processes: int = 1) -> None:
+        self.start_trainers(kind, processes)
+        assert [trainer.result() for trainer in self.trainers] == ["connected"] * processes
+
+    def start_trainers(self, kind: str = "whole", processes: int = 1) -> None:
+        self.kind, self.steps = kind, 0
+        ports = free_port(), free_port()
+        self.trainers = [
+            self._start(gloo_peers.train, rank, processes, ports, self.url, kind, self.tie)
+            for rank in range(processes)
+        ]
+
+    def _start(self, program, *arguments) -> Peer:
+        self._peers.append(Peer(self._context, program, self.chunk_bytes, *arguments))
+        return self._peers[-1]
+
+    def scale(self) -> None:
+        self.steps += 1
+        self.do("scale")
+
+    def do(self, *command) -> list:
+        for trainer in self.trainers:
+            trainer.begin(*command)
+        return [trainer.result() for trainer in self.trainers]
+
+    def error(self) -> tuple[str | None, object]:
+        """The name and the message of the error of the only trainer."""
+        (trainer,) = self.trainers
+        return trainer.outcome()
+
+    def check(self, tolerance: float = 1e-6) -> None:
+        """The server has the trainers' weights."""
+        expected = gloo_peers.expected_state(self.kind, tie=self.tie, steps=self.steps)
+        found = self.server.do("state")
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.kill()
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Starts processes as forks of one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.gloo_peers"])
+    return context
+
+
+@pytest.fixture
+def run(context) -> Iterator[Run]:
+    run = Run(context)
+    yield run
+    run.close()
+
+
+KINDS = [
+    ("whole", 1, {}),
+    ("whole", 1, {"device": "cpu"}),  # a tied output layer is sent under both names
+    ("whole", 1, {"tie": False}),
+    ("lora", 1, {}),
+    ("fsdp2", 2, {}),
+    ("zero3", 2, {}),
+    ("fsdp2-lora", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "processes", "of_server"), KINDS)
+@pytest.mark.parametrize("chunk_bytes", [40_000, 2**30], ids=["several", "one"])
+def test_the_server_gets_the_weights(run, kind, processes, of_server, chunk_bytes):
+    run.chunk_bytes = chunk_bytes
+    run.serve(**of_server)
+    run.train(kind, processes)
+    for _ in range(2):
+        run.scale()
+        run.do("sync")
+        run.check()
+    assert not any(run.do("is merged"))
+
+
+def test_data_types_that_an_evaluation_changes(run):
+    """transformers casts the model for `bf16_full_eval`, and the announced sizes are no longer those that are sent."""
+    run.serve()
+    run.train()
+    for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 1e-2), ("float32", 1e-2)):
+        run.do("cast", dtype)
+        run.scale()
+        run.do("sync")
+        run.check(tolerance)
+
+
+@pytest.mark.long
+def test_a_real_server_gets_the_weights(run, tiny_model_dir):
+    vllm_args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--weight-transfer-config"]
+    vllm_args += ['{"backend": "nccl"}', "--worker-extension-cls", "tests.support.gloo_peers.Extension"]
+    run.chunk_bytes = 2**30  # as the server expects
+    env = {"GLOO_CHUNK_BYTES": str(run.chunk_bytes), "PYTHONPATH": str(ROOT)}
+    token_ids = list(range(4, 80))
+    with LocalServer(tiny_model_dir, vllm_args=vllm_args, env=env) as server:
+        run.url, run.tie = server.base_url, True
+        for kind, processes in (("whole", 1), ("lora", 1), ("fsdp2", 2), ("zero3", 2)):
+            run.train(kind, processes)
+            for _ in range(2):
+                run.scale()
+                run.do("sync")
+            model = build_model()
+            state = gloo_peers.expected_state(kind, tie=True, steps=run.steps)
+            model.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()}, strict=False)
+            expected = trainer_logprobs(model, token_ids, torch.device("cpu"))
+            found = server_logprobs(ServerControl(server.base_url, 30.0, {}), tiny_model_dir, token_ids)
+            assert found == pytest.approx(expected, abs=1e-4), kind
+
+
+# Failures
+
+
+@pytest.fixture
+def synced(run) -> Run:
+    """A server and a trainer after a sync."""
+    run.serve()
+    run.train()
+    run.do("sync")
+    run.scale()
+    return run
+
+
+def retry(run: Run) -> None:
+    run.do("sync")
+    run.check()
+
+
+@pytest.mark.parametrize("path", ["start_weight_update", "update_weights", "finish_weight_update"])
+def test_a_server_that_refuses_a_request(synced, path):
+    synced.server.do("answer", {f"/{path}": (500, "cannot do that")})
+    (trainer,) = synced.trainers
+    trainer.begin("sync")
+    name, message = synced.error()
+    assert name == "WeightSyncError" and f"500 to /{path}" in message and "cannot do that" in message
+    synced.server.do("forget")
+    retry(synced)
+
+
+def test_a_server_that_refuses_the_connection(run):
+    run.serve()
+    run.server.do("answer", {"/init_weight_transfer_engine": (500, "no such device")})
+    run.start_trainers()
+    name, message = run.error()
+    assert name == "WeightSyncError" and "no such device" in message and "weight_sync='filesystem'" in message
+
+
+def test_a_server_that_fails_between_two_chunks(synced):
+    synced.server.do("fail at", "model.layers.0.mlp.up_proj.weight")
+    synced.trainers[0].begin("sync")
+    name, message = synced.error()
+    assert name == "WeightSyncError" and "out of memory" in message
+    synced.server.do("answer", {"/init_weight_transfer_engine": (500, "no such device")})
+    synced.trainers[0].begin("sync")  # connects again, which is refused
+    name, message = synced.error()
+    assert name == "WeightSyncError" and "no such device" in message
+    synced.server.do("forget")
+    synced.server.do("fail at", None)
+    retry(synced)
+
+
+def test_a_failure_reaches_all_trainers(run):
+    run.serve()
+    run.train("fsdp2", 2)
+    run.server.do("fail at", "model.layers.0.mlp.up_proj.weight")
+    for trainer in run.trainers:
+        trainer.begin("sync")
+    outcomes = [trainer.outcome() for trainer in run.trainers]
+    assert [name for name, _ in outcomes] == ["WeightSyncError"] * 2
+    assert all("out of memory" in message for _, message in outcomes)
+
+
+def test_a_server_that_is_killed_in_a_broadcast(synced):
+    synced.server.do("stop at", 2)
+    synced.trainers[0].begin("sync")
+    assert synced.server.result() == "stopped"
+    synced.server.kill()
+    name, message = synced.error()
+    assert name == "ServerError" and "was lost during the weight sync" in message
+
+
+def test_a_server_that_was_left_in_an_update(synced):
+    synced.server.do("start an update")
+    retry(synced)
+
+
+def test_a_trainer_that_comes_back_after_it_was_killed_in_a_broadcast(synced):
+    kill_in_broadcast(synced)
+    synced.train()
+    retry(synced)
+
+
+def test_a_server_that_does_not_notice_that_its_trainer_was_killed(synced):
+    """NCCL's kernels may wait for ever. Only a restart frees the server."""
+    synced.server.do("be blind")
+    kill_in_broadcast(synced)
+    synced.start_trainers()
+    name, message = synced.error()
+    assert name == "WeightSyncError" and "cannot be connected by NCCL" in message, message
+    assert "workers have not joined" in message
+
+
+def kill_in_broadcast(run: Run) -> None:
+    (trainer,) = run.trainers
+    trainer.do("stop at", 2)
+    trainer.begin("sync")
+    assert trainer.result() == "stopped"
+    trainer.kill()
