@@ -259,7 +259,7 @@ class RolloutSession:
             sync_mismatch=self._server.sync_mismatch,
             max_staleness=self._options.max_staleness,
             stream_interval=max(self._options.stream_interval, self._server.server_info.stream_interval),
-            restarted_samples=self._take_restarted(),
+            restarted_samples=self._environments.take_restarted() if self._environments else 0,
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )
@@ -355,13 +355,6 @@ class RolloutSession:
         self._loop.run(
             self._engine.route_to(servers.addresses, servers.holding, self._state.global_step, servers.causes)
         )
-
-    def _take_restarted(self) -> int:
-        """Samples that started again since the last round closed."""
-        if self._environments is None:
-            return 0
-        restarted, self._environments.num_restarted = self._environments.num_restarted, 0
-        return restarted
 
     def _restore(
         self, saved: SavedRollouts, rows: TrainingRows, num_reward_funcs: int

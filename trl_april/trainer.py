@@ -33,11 +33,10 @@ from .pool.pool import Pool
 from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility, construction, session_parts
-from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
+from .training.batch import RequestedBatch, batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.console import print_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import PASSES, arranged, without_padding
-from .training.requested_batch import RequestedBatch
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.run_log import outline
 from .training.step_callback import StepCallback

@@ -57,7 +57,7 @@ class Environments:
     saves_states: bool
     replays: bool  # whether to repeat the recorded calls of instances without a saved state
     threads: Executor
-    num_restarted: int = 0  # samples that lost tokens, since a checkpoint did not hold their environments
+    num_restarted: int = 0  # since the last `take_restarted`
     _occupied: dict[tuple[int, int], Occupied] = field(default_factory=dict)  # by sample
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -116,6 +116,11 @@ class Environments:
                 "docs/tools.md."
             )
         return lost
+
+    def take_restarted(self) -> int:
+        """Samples that lost tokens since the last call, since a checkpoint did not hold their environments."""
+        restarted, self.num_restarted = self.num_restarted, 0
+        return restarted
 
     def _occupy(self, group: Group) -> Occupied:
         name = group.row.get("environment") if self.by_name else None
