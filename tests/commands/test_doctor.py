@@ -194,7 +194,7 @@ def fake(tiny_model_dir, monkeypatch) -> Iterator[FakeVLLM]:
     to_abort = script((1, None), "stall", (5, "abort"))  # vLLM sends the first token at once
     with FakeVLLM(model_path=tiny_model_dir, vocab_size=81, **endless) as server:
         server.script = lambda stream: (to_abort if stream.body["stream_interval"] > 100 else server.generate)(stream)
-        server.answers[GENERATED_TOKENS_PATH] = (200, "{}")
+        server.answers[GENERATED_TOKENS_PATH] = (200, '{"model_runner": "V2"}')
         yield server
 
 
@@ -292,13 +292,13 @@ def test_api_key_is_taken_from_the_environment(fake, monkeypatch):
 def test_unsuitable_flags_are_warnings(fake):
     server = server_of(fake)
     assert doctor_server.check_flags(server).mark is OK
+    assert "model runner V2" in doctor_server.check_configuration(server).found
     server.info = {
         "model_config": {"generation_config": "auto", "quantization": "fp8"},
         "cache_config": {"enable_prefix_caching": False},
         "weight_transfer_config": None,
     }
-    server.device = "cuda"
-    fake.answers[GENERATED_TOKENS_PATH] = (404, "")
+    server.device, server.keeps_requests = "cuda", False
     finding = doctor_server.check_flags(server)
     assert finding.mark is WARN
     words = ["--generation-config auto", "fp8", "--enable-prefix-caching", "--weight-transfer-config", "'keep'"]
@@ -480,6 +480,7 @@ def test_real_server_passes_and_is_unchanged(server, tiny_model_dir, capsys, one
     marks = {name: finding.mark for name, finding in findings.items()}
     # Other tests may have trained with this server. Speeds are those of a busy machine, on which a completion may end
     # before its abort.
+    assert "model runner V1" in findings["configuration"].found  # the only one on a CPU
     assert marks.pop("weight sync") == (OK if version == "default" else SKIP)
     assert {marks.pop("decode speed"), marks.pop("abort")} <= {OK, WARN}
     assert set(marks.values()) == {OK}, capsys.readouterr().out

@@ -91,7 +91,7 @@ def test_tokens_in_transit_are_counted():
 @pytest.mark.parametrize(
     ("engine", "method", "path", "expected"),
     [
-        ({"paused": False}, "GET", GENERATED_TOKENS_PATH, (200, {"known": True})),
+        ({"paused": False}, "GET", GENERATED_TOKENS_PATH, (200, {"known": True, "model_runner": "V1"})),
         ({"paused": False}, "POST", GENERATED_TOKENS_PATH, 409),
         ({"engines": 2}, "GET", GENERATED_TOKENS_PATH, 501),
         ({"engines": 2}, "POST", GENERATED_TOKENS_PATH, 501),

@@ -43,6 +43,7 @@ class Server:
     context: int = 0
     device: str = ""
     dtype: str = ""
+    keeps_requests: bool = False  # whether it has the endpoint that resume_kv="keep" needs
 
 
 def examine_server(examination: Examination, options: DoctorOptions, base_url: str) -> None:
@@ -110,8 +111,12 @@ def check_configuration(server: Server) -> Finding:
         "max_model_len": server.context,
         "max_num_seqs": sequences,
     }
+    response = server.session.get(server.base_url + GENERATED_TOKENS_PATH)
+    server.keeps_requests = response.status_code == 200
+    data["model_runner"] = response.json().get("model_runner") if server.keeps_requests else None
     found = f"{server.path}, {server.dtype} on {server.device}, context {server.context} tokens"
-    return Finding(Mark.OK, f"{found}, {sequences or 'unknown'} concurrent sequences", data={"server": data})
+    found += f", {sequences or 'unknown'} concurrent sequences, model runner {data['model_runner'] or 'unknown'}"
+    return Finding(Mark.OK, found, data={"server": data})
 
 
 def check_flags(server: Server) -> Finding:
@@ -120,13 +125,12 @@ def check_flags(server: Server) -> Finding:
     defaults, quantization = model.get("generation_config", "vllm"), model.get("quantization")
     caches = server.info.get("cache_config", {}).get("enable_prefix_caching", True)
     transfers = server.device == "cpu" or server.info.get("weight_transfer_config") is not None
-    keeps = server.session.get(server.base_url + GENERATED_TOKENS_PATH).status_code == 200
     wrong = {
         f"a file of the model may change the sampling (--generation-config {defaults})": defaults != "vllm",
         "every sample of a group computes the prompt (without --enable-prefix-caching)": not caches,
         f"quantized weights sample from another policy (--quantization {quantization})": quantization is not None,
         "weights travel through files (without --weight-transfer-config)": not transfers,
-        f"resume_kv='keep' is not possible ({GENERATED_TOKENS_PATH} is missing)": not keeps,
+        f"resume_kv='keep' is not possible ({GENERATED_TOKENS_PATH} is missing)": not server.keeps_requests,
     }
     if any(wrong.values()):
         found = "; ".join(text for text, is_wrong in wrong.items() if is_wrong)

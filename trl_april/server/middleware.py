@@ -21,7 +21,7 @@ class GeneratedTokens:
     vLLM streams tokens in chunks and does not say how far a request is before a chunk is full. The trainer needs the
     exact count, because the policy version changes there.
 
-    - `GET /april/generated_tokens`: whether this server can answer.
+    - `GET /april/generated_tokens`: whether this server can answer, and which of vLLM's model runners it has.
     - `POST /april/generated_tokens` with `{"request_ids": [...]}`: `{"generated": {id: tokens}}` for the known and
       unfinished requests among them; 409 if the server is not paused.
     """
@@ -76,7 +76,8 @@ async def _generated_tokens(request: Request) -> JSONResponse:
     if parallel.data_parallel_size != 1 or getattr(parallel, "_api_process_count", 1) != 1:
         return JSONResponse({"error": "With several API servers or engines, no process knows all requests."}, 501)
     if request.method == "GET":
-        return JSONResponse({"known": True})
+        runner = "V2" if getattr(engine.vllm_config, "use_v2_model_runner", False) else "V1"
+        return JSONResponse({"known": True, "model_runner": runner})
     if not await engine.is_paused():
         return JSONResponse({"error": "The server is not paused, so the counts would change."}, 409)
     await _outputs_processed(engine)
