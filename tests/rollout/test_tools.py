@@ -364,6 +364,7 @@ def test_sample_is_reset_once_before_its_first_request(seconds, overlap):
     async def main() -> Any:
         first = await driver.run_round()
         assert (first.seconds, first.resumed_groups) == (pytest.approx(5.0, abs=0.1), 0)
+        assert first.repeated_tool_steps == 0
         assert first.acting_samples == int(seconds > 5)
         await driver.cut()
         if seconds > 5:

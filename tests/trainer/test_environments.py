@@ -116,11 +116,10 @@ def test_evaluation_does_not_touch_the_instances_of_training(fake, tmp_path):
 
     def evaluation_loop(*args, **kwargs):
         environments = trainer._session._environments
-        before = [(one.instance, one.instance.counter) for one in environments._occupied.values()]
+        ours = [occupied.instance for occupied in environments._occupied.values()]
         output = evaluate(*args, **kwargs)
-        instances.append(len(before))
-        evaluated = {id(instance) for instance in trainer.environments}
-        assert not evaluated & {id(instance) for instance, _ in before}
+        instances.append(len(ours))
+        assert not {*map(id, trainer.environments)} & {*map(id, [*ours, *environments.idle[None]])}
         return output
 
     trainer.evaluation_loop = evaluation_loop
