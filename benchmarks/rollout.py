@@ -33,7 +33,7 @@ import random
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -228,8 +228,11 @@ class Contestant:
             for group in self._next(self.pool.schedule.room_ahead):
                 group.admit_to(self.pool)
             await self.driver.dispatch_ahead()
-        await asyncio.sleep(self._train_seconds)
+        await self._train()
         return done
+
+    async def _train(self) -> None:
+        await asyncio.sleep(self._train_seconds)
 
     async def _make_way(self) -> None:
         """Prepare for the weight sync, which is left out: it takes the same time in all modes."""
@@ -297,7 +300,7 @@ def grid(options: argparse.Namespace) -> list[tuple[str, float | str]]:
 async def measure(
     options: argparse.Namespace, base_url: str, model: str, sigma: float,
     contestants: Sequence[tuple[str, float | str]],
-    turn: int, calibrator: Calibrator | None = None,
+    turn: int, calibrator: Calibrator | None = None, make: Callable[..., Contestant] = Contestant,
 ) -> list[Measurement]:  # fmt: skip
     """Let the contestants alternate block by block, and measure all but the first rounds of each.
 
@@ -305,7 +308,7 @@ async def measure(
     contestant follows the other. Every second order is the reverse of the one before, the others are random: with a
     fixed order, contestants in the middle would always be measured at the same time.
     """
-    runners = [Contestant(options, base_url, model, sigma, mode, factor, turn) for mode, factor in contestants]
+    runners = [make(options, base_url, model, sigma, mode, factor, turn) for mode, factor in contestants]
     try:
         for runner in runners:
             await runner.warm_up()

@@ -4,8 +4,8 @@
     python benchmarks/weight_files.py --gigabytes 1 --turns 9 --json weight_files.json
 
 The weights are matrices of the sizes of a model with hidden size 2048. `bfloat16` is written as it is; `float32` is
-written for a server in float32, and `float32 to bfloat16` for one in bfloat16. Writes alternate with `cp`. Rates are
-of bytes in the files, so those of the last kind are of half of the trainer's bytes.
+written for a server in float32, and `float32 to bfloat16` for one in bfloat16. Writes and `cp` take turns in changing
+order. Rates are of bytes in the files, so those of the last kind are of half of the trainer's bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import argparse
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from report import write_json
@@ -41,25 +42,34 @@ def weights(gigabytes: float, dtype: torch.dtype) -> list[tuple[str, torch.Tenso
     return found
 
 
-def turn(params: list[tuple[str, torch.Tensor]], dtype: torch.dtype) -> tuple[float, float]:
-    """Gigabytes per second of a write and of a `cp`."""
-    with weight_folder(None) as written, weight_folder(None) as copied:
+def seconds_of(work: Callable[[Path], object]) -> float:
+    """Seconds that `work` takes in a new folder."""
+    with weight_folder(None) as folder:
         began = time.perf_counter()
-        write_weights(iter(params), written, dtype)
-        seconds = time.perf_counter() - began
-        size = sum(file.stat().st_size for file in written.iterdir()) / 1e9
-        began = time.perf_counter()
-        subprocess.run(["cp", "-r", f"{written}/.", copied], check=True)
-        return size / seconds, size / (time.perf_counter() - began)
+        work(folder)
+        return time.perf_counter() - began
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rates in gigabytes per second."""
     for gigabytes in options.gigabytes:
         for kind, (own, of_server) in KINDS.items():
             params = weights(gigabytes, own)
-            turns = [turn(params, of_server) for _ in range(options.turns + 1)][1:]  # the first one warms up
-            del params
-            yield {"gigabytes": gigabytes, "kind": kind, "write": [a for a, _ in turns], "cp": [b for _, b in turns]}
+            with weight_folder(None) as source:
+                write_weights(iter(params), source, of_server)
+                size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
+                ways = {
+                    "write": lambda folder, params=params, dtype=of_server: write_weights(iter(params), folder, dtype),
+                    "cp": lambda folder, source=source: subprocess.run(
+                        ["cp", "-r", f"{source}/.", folder], check=True
+                    ),
+                }
+                rates: dict[str, list[float]] = {name: [] for name in ways}
+                for number in range(options.turns):
+                    for name in sorted(ways, reverse=number % 2 == 1):  # the first of a turn may find more free memory
+                        rates[name].append(size / seconds_of(ways[name]))
+            del params, ways
+            yield {"gigabytes": gigabytes, "kind": kind, **rates}
 
 
 def row(found: dict) -> str:
@@ -82,8 +92,8 @@ def main() -> None:
     for result in measure(options):
         found.append(result)
         print(row(result), flush=True)
-    if options.json:
-        write_json(options.json, {"gigabytes": options.gigabytes, "turns": options.turns}, found)
+        if options.json:
+            write_json(options.json, {"gigabytes": options.gigabytes, "turns": options.turns}, found)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,13 @@ def build(layers: int) -> PreTrainedModel:
     )  # fmt: skip
 
 
-def measure(model: PreTrainedModel, base_url: str, syncs: int) -> list[dict[str, float]]:
-    """Seconds of each sync before and after requests stop."""
+def measure(
+    model: PreTrainedModel, base_url: str, syncs: int, *, cpu: bool = True, scale: float = 1.001
+) -> list[dict[str, float]]:
+    """Seconds of each sync before and after requests stop. The weights are scaled before each."""
     quiesced: list[float] = []
     generation = ServerGeneration(
-        model=model, accelerator=Accelerator(cpu=True), processing_class=None, processes=OneProcess(),
+        model=model, accelerator=Accelerator(cpu=cpu), processing_class=None, processes=OneProcess(),
         trained_model=lambda: model, policy_version=lambda: len(quiesced), weight_sync="filesystem",
         weight_sync_dir=None, needs_logprobs=False, api_key=None, server_base_url=base_url, max_completion_length=1,
     )  # fmt: skip
@@ -52,7 +54,7 @@ def measure(model: PreTrainedModel, base_url: str, syncs: int) -> list[dict[str,
     for _ in range(syncs + 1):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter *= 1.001
+                parameter *= scale
         began = time.perf_counter()
         generation.sync_weights()
         found.append({"before": quiesced[-1] - began, "after": time.perf_counter() - quiesced[-1]})

@@ -269,6 +269,34 @@ class TestMicroBatches:
         assert capsys.readouterr().out.splitlines()[-1].startswith("| 1 | 4 |")
 
 
+class TestGpu:
+    def test_it_continues_from_its_file(self, tmp_path, monkeypatch, capsys):
+        gpu, path = importlib.import_module("gpu"), tmp_path / "gpu.json"
+        rounds = [
+            gpu.Measurement(1.0, *schedule, 0, seconds, 4, 1000, 1000, 100, 0, 8, 0, 1, 500, 40.0, 4.0, 2.0)
+            for schedule, seconds in zip(gpu.SCHEDULES.values(), (4.0, 2.0, 2.0, 1.0), strict=True)
+        ]
+        found = {"sync": [{"before": 2.0, "after": 1.0}], 1.0: [asdict(one) for one in rounds]}
+        began = []
+
+        def run(options, results):
+            began.append(len(results))
+            results += [{"part": part, "found": found[part]} for part in ("sync", *options.sigma)][len(results) :]
+            write_json(options.json, gpu.settings_of(options), results)
+
+        monkeypatch.setattr(gpu, "run", run)
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--sigma", "1.0", "--json", str(path)])
+        gpu.main()
+        gpu.main()
+        assert began == [0, 2]
+        printed = capsys.readouterr().out
+        assert "| 1 | overlap and keep | 2 | 1,000 | 4.00 (4.00 to 4.00) |" in printed
+        assert "2.00 s while the server generates, then 1.00 s" in printed
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--rounds", "9"])
+        with pytest.raises(SystemExit, match="other options"):
+            gpu.main()
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
