@@ -86,9 +86,9 @@ def tool_turns(trainer: GRPOTrainer, options: AprilOptions, context_length: int 
         with lock:
             if not view.tools:  # of an environment without methods; TRL then parses only what it has a format for
                 return decode_completions(tokenizer, view.processing_class, [NO_PROMPT], [prefix], [token_ids])[0][0]
-            # The trainer's own attributes are others while TRL takes a batch.
+            # The trainer has no factories while TRL takes a batch.
             has_own = view.environment_factories is not None
-            schemas = view._env_tools[environment] if has_own else view.tools
+            schemas = view._env_tools[environment] if has_own else trainer.tools
             return parse_response(tokenizer, token_ids, prefix=prefix, tools=schemas)
 
     def run_calls(
