@@ -482,7 +482,7 @@ def test_state_of_a_run_with_other_tools_is_refused(has_tools):
 def test_random_rounds_lose_and_double_nothing(overlap, most):
     """Turns and results of any length, and samples of any number of turns; every turn is acted on exactly once."""
     rng = random.Random(overlap)
-    count, rounds = 0, cases(100, 400)
+    count, rounds = 0, cases(100, 200)
     pool = Pool(3, over_provisioning=2.0, max_staleness=3, has_tools=True, max_parked_tokens=most)
     engine = ScriptedEngine(
         default=lambda request: natural(request.generated + rng.randint(1, 6), pace=rng.uniform(0.1, 2.0))(request)

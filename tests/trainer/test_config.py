@@ -29,6 +29,7 @@ OWN = {
     "save_on_signal": True,
     "max_parked_tokens": 1_000_000,
     "tool_timeout": 30.0,
+    "replay_environments": True,
 }
 
 
@@ -52,6 +53,7 @@ def test_the_fields_and_their_defaults():
         "save_on_signal": None,
         "max_parked_tokens": None,
         "tool_timeout": None,
+        "replay_environments": False,
     }
     ours = {field.name: field for field in dataclasses.fields(APRILGRPOConfig)}
     trls = {field.name: field for field in dataclasses.fields(GRPOConfig)}

@@ -452,7 +452,7 @@ class TestDynamicSampling:
 def test_every_promised_metric_is_logged(long_run):
     training = [entry for entry in long_run.state.log_history if "loss" in entry]
     promised = {
-        "round_seconds", "due_seconds", "abort_seconds", "sync_seconds", "generated_tokens", "trained_tokens",
+        "round_seconds", "due_seconds", "abort_seconds", "sync_seconds", "sync_mismatch", "generated_tokens", "trained_tokens",
         "generated_tokens_per_second", "trained_tokens_per_second", "in_flight_mean", "groups_resumed",
         "aborted_requests", "carried_fraction", "staleness_mean", "staleness_max", "over_staleness_fraction",
         "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes", "fully_stale_samples",
