@@ -90,7 +90,6 @@ def test_adapters_share_no_kv_blocks(lora_server, tiny_model_dir, tmp_path):
 @pytest.mark.parametrize(("bits", "least", "most"), [(4, 1e-4, 0.2), (8, 1e-6, 0.1)])
 def test_adapter_of_a_quantized_model(tiny_model_dir, tmp_path, bits, least, most):
     """Its server has the weights before quantization, and the difference is in the log."""
-    pytest.importorskip("bitsandbytes")
     quantization = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, quantization_config=quantization, dtype=torch.float32)
     args = make_config(SimpleNamespace(base_url=None), tmp_path, max_steps=3, max_completion_length=60, use_cpu=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trl_april.errors import WeightSyncError
 from trl_april.weights import files
 from trl_april.weights.files import weight_folder, write_weights
 
@@ -64,6 +65,11 @@ def test_large_matrices_are_written_as_the_server_holds_them(tmp_path, shape, ow
     write_weights(iter([("p", param)]), tmp_path, of_server)
     (file,) = tmp_path.iterdir()
     assert torch.equal(load_file(file)["p"], param.to(expected)) and load_file(file)["p"].dtype == expected
+
+
+def test_a_data_type_that_no_file_holds_is_named(tmp_path):
+    with pytest.raises(WeightSyncError, match="parameter 'p' is of torch.complex64.*Use another"):
+        write_weights(iter([("p", torch.zeros(2, dtype=torch.complex64))]), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ NOT_STARTED = "The server is not running. Call start(), or use it in a with bloc
 # The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
 # For options, pydantic says the reason in the next line.
 FIRST_ERROR = re.compile(
-    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*(?:\n +Value error, .*)?)$",
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?:\(\w+ pid=\d+\))? +Value error, .*)?)$",
     re.MULTILINE,
 )
 
@@ -363,7 +363,7 @@ class LocalServer:
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             error = FIRST_ERROR.search(log.read().decode(errors="replace"))
-        cause = f"Its first error: {error[1]}\n" if error else ""
+        cause = re.sub(r"\n\(\w+ pid=\d+\)", "\n", f"Its first error: {error[1]}\n") if error else ""
         return ServerError(
             f"The vLLM server for {self.model} {what}.\n{cause}"
             f"Whole log: {self.log_path}. Its last {ERROR_TAIL} lines:\n{self.tail()}"

@@ -179,6 +179,11 @@ class WeightFile:
         self._size += tensor.nbytes
 
     def _entry(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        if tensor.dtype not in DTYPES:
+            raise WeightSyncError(
+                f"The parameter {name!r} is of {tensor.dtype}, which safetensors files cannot hold. Use another "
+                "weight_sync, or another data type."
+            )
         offsets = [self._size, self._size + tensor.nbytes]
         return {name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}}
 
