@@ -452,11 +452,11 @@ class TestDynamicSampling:
 def test_every_promised_metric_is_logged(long_run):
     training = [entry for entry in long_run.state.log_history if "loss" in entry]
     promised = {
-        "round_seconds", "due_seconds", "abort_seconds", "sync_seconds", "sync_mismatch", "generated_tokens", "trained_tokens",
-        "generated_tokens_per_second", "trained_tokens_per_second", "in_flight_mean", "groups_resumed",
-        "aborted_requests", "carried_fraction", "staleness_mean", "staleness_max", "over_staleness_fraction",
-        "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes", "fully_stale_samples",
-        "rejected_groups", "rejected_tokens", "filled_groups", "correction/carried_tokens",
+        "round_seconds", "due_seconds", "abort_seconds", "sync_seconds", "sync_mismatch", "generated_tokens",
+        "trained_tokens", "generated_tokens_per_second", "trained_tokens_per_second", "in_flight_mean",
+        "groups_resumed", "aborted_requests", "carried_fraction", "staleness_mean", "staleness_max",
+        "over_staleness_fraction", "versions_per_sample_max", "outstanding", "parked_tokens", "parked_bytes",
+        "fully_stale_samples", "rejected_groups", "rejected_tokens", "filled_groups", "correction/carried_tokens",
         "completions/launched_mean_length", "completions/trained_mean_length", "broken_streams",
         "lost_tokens_bound", "outage_seconds", "overlap_tokens", "overlap_seconds",
         "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_p99", "over_provisioning",

@@ -37,7 +37,8 @@ NOT_STARTED = "The server is not running. Call start(), or use it in a with bloc
 # The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
 # For options, pydantic says the reason in the next line.
 FIRST_ERROR = re.compile(
-    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?:\(\w+ pid=\d+\))? +Value error, .*)?)$",
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?"
+    r"((?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?:\(\w+ pid=\d+\))? +Value error, .*)?)$",
     re.MULTILINE,
 )
 
