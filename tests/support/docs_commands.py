@@ -144,10 +144,13 @@ def check_accelerate(arguments: list[str]) -> None:
 
 def check_make(arguments: list[str]) -> None:
     """Check the commands of a target, except the installation."""
-    command = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", *arguments]
+    versions = [word.removeprefix("VLLM=") for word in arguments if word.startswith("VLLM=")]
+    installed = [".venv/.installed", *(f".venv-vllm-{version}/.installed" for version in versions)]
+    old = [word for name in installed for word in ("-o", name)]
+    command = ["make", "--no-print-directory", "-n", *old, *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "ARGS")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    for words in commands(done.stdout.replace(".venv/bin/", "")):
+    for words in commands(re.sub(r"\.venv[\w.-]*/bin/", "", done.stdout)):
         check(words)
 
 
