@@ -33,7 +33,7 @@ from .pool.pool import Pool
 from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility, construction, session_parts
-from .training.batch import RequestedBatch, batch_rows, completion_columns, evaluation_columns, rollout_output
+from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.console import print_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import PASSES, arranged, without_padding
@@ -130,7 +130,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
         self._session: RolloutSession | None = None
-        self._requested, self._server = RequestedBatch(type(self).__name__), None
+        self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
             self._options = AprilOptions.of(args).with_schedule()
             # Each process scores the groups whose environments it has.

@@ -75,7 +75,7 @@ def test_what_a_checkpoint_held_is_resumed(journals):
                 for before, after in zip(samples, trained[group_id][1], strict=True):
                     assert after[: len(before)] == before
                     resumed += len(before)
-    assert held > resumed > 0
+    assert held >= resumed > 0
 
 
 def test_attempts_begin_where_the_last_complete_checkpoint_was(journals):

@@ -74,7 +74,7 @@ def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, t
     assert min(counts) > 0.4 * sum(counts) > 50, "the faster server gets more"
     tokens = [sum(logged(trainer, f"server/{number}/tokens")) for number in (0, 1)]
     assert sum(tokens) == trainer.pool.counters.tokens_generated
-    assert all(mean > 0 for mean in logged(trainer, "server/1/running_mean")[:3])
+    assert max(logged(trainer, "server/1/running_mean")) > 0  # a round may be filled by surplus alone
     assert set(logged(trainer, "servers_lost")) == {0.0}
     assert [version_of(url) for url in pair.base_urls] == ["7", "7"]
     check_exact(trainer, tiny_model_dir)
@@ -127,8 +127,9 @@ class HalfKilledTrainer(RecordingTrainer):
             return self.received + server.traffic.tokens
 
         generated = gauge(self.url, "generation_tokens_total")
+        running = server.running
         os.killpg(self.mortal.pid, signal.SIGKILL)
-        self.cut = server.running
+        self.cut = max(running, server.running)
         while server.running:
             time.sleep(0.01)
         self.lost = generated - session._loop.run(received())

@@ -1,4 +1,4 @@
-"""The batch that TRL asks for, finished groups as that batch, and the metrics of a round.
+"""Finished groups as TRL's batch, and the metrics of a round.
 
 Invariant: rows, prompts, tokens and log-probabilities stay aligned, group by group and sample by sample. No torch.
 """
@@ -10,20 +10,14 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from accelerate.logging import get_logger
-
 from ..engine.servers import Traffic
-from ..errors import ConfigError
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
 from ..rollout.round import Round
 
-
-logger = get_logger(__name__)
 
 Reduction = Callable[[Sequence[float]], list[float]]  # over all processes, value by value
 
@@ -215,52 +209,3 @@ def length_quantile(bins: Sequence[float], share: float) -> float:
     """The length that the share of all lengths does not exceed, up to the width of a bin."""
     number = bisect_left(list(accumulate(bins)), share * sum(bins))
     return float(round(2 ** (number / BINS_PER_DOUBLING)))
-
-
-@dataclass
-class RequestedBatch:
-    """Checks the generation batch that TRL asks for against what a subclass of the trainer makes of it.
-
-    Invariant: a request is answered at most once, with the prompts and columns that TRL asked for. The rows of partial
-    rollouts come from the dataset and live for several batches, so a batch cannot change them.
-    """
-
-    name: str  # of the trainer
-    _asked_for: list[Any] | None = None
-    _is_answered: bool = False
-
-    def ask(self, rows: Sequence[dict[str, Any]] | None) -> None:
-        """TRL may ask for a batch of these rows, which may be changed in place; `None` for an evaluation."""
-        self._asked_for = None if rows is None else copy.deepcopy(_questions(rows))
-        self._is_answered = False
-
-    def answer(self, rows: Sequence[dict[str, Any]]) -> None:
-        """A batch is generated for these rows. Raises [`ConfigError`] if it is not the one that was asked for."""
-        if self._asked_for is None:
-            return
-        if self._is_answered:
-            raise ConfigError(
-                f"{self.name} asks twice for one generation batch, but the rows of a second one were not planned. "
-                "Use `dynamic_sampling=True` to replace groups without a learning signal."
-            )
-        if self._asked_for != _questions(rows):
-            raise ConfigError(
-                f"{self.name} changes the prompts or columns of a generation batch, but partial rollouts keep the "
-                "rows of the dataset for several batches. Change the dataset instead: train_dataset.map(...) or "
-                "with_transform(...)."
-            )
-        self._is_answered = True
-
-    def warn_if_unanswered(self) -> None:
-        """TRL has its batch: warn once if a subclass generated it without APRIL."""
-        if self._asked_for and not self._is_answered:
-            logger.warning_once(
-                f"{self.name} generates training batches itself: its _generate_and_score_completions does not call "
-                "that of APRILGRPOTrainer. Training runs as stock GRPO, and the options of APRILGRPOConfig have no "
-                "effect."
-            )
-
-
-def _questions(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The prompts and the column names of rows."""
-    return [(row.get("prompt"), sorted(row)) for row in rows]
