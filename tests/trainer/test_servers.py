@@ -161,7 +161,9 @@ def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(tiny_model_
         assert [done.outages for done in trainer.rounds] == [0] * 7, "no round waits for the dead server"
         assert 0 < trainer.cut and trainer.lost <= trainer.cut * INTERVAL
         assert all(len(sample) == 400 for group in trainer.trained_groups for sample in group.samples)
-        assert logged(trainer, "servers_lost") == [0, 1, 1, 1, 0, 0, 0]
+        first, second, *lost = logged(trainer, "servers_lost")
+        # A second round that is nearly filled by surplus ends before the server does.
+        assert (first, lost) == (0, [1, 1, 0, 0, 0]) and second in (0, 1)
         requested = logged(trainer, "server/1/requests")
         assert requested[2:4] == [0, 0] and min(requested[0], requested[4]) > 0
         assert [version_of(url) for url in servers.base_urls] == ["6", "6"]
