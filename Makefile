@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH_FOR_CPUS := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed
-VLLM ?= 0.28.0
+VLLM ?= 0.32.0
 OTHER := .venv-vllm-$(VLLM)
 
 .DEFAULT_GOAL := help
@@ -26,7 +26,7 @@ test: $(STAMP)  ## Run the tests, those on a real vLLM server included (ARGS="-m
 test-all: $(STAMP)  ## Run all tests: soaks, kills, full fuzzing, notebooks and the demo, too
 	APRIL_TESTS=all $(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(ARGS)
 
-test-vllm: $(OTHER)/.installed  ## Run the tests on a real server of another vLLM (VLLM=0.28.0)
+test-vllm: $(OTHER)/.installed  ## Run the tests on a real server of another vLLM (VLLM=0.32.0)
 	$(OTHER)/bin/python -m pytest -rs -m 'server and not long' $(ARGS)
 
 lint: $(STAMP)  ## Check style, format, types and the layers of imports
