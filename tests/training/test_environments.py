@@ -202,12 +202,22 @@ def test_calls_are_replayed_on_request(tmp_path):
 
 
 class Forgetful(Counting):
-    """Not deterministic: its counter goes on after a reset."""
+    """Not deterministic: its counter continues after a reset."""
 
     def reset(self, **row) -> None:
         log = super().reset(**row)
         self.counter = LOG["reset"]
         return log
+
+
+def advance(pool, turns):
+    """One turn with its calls, or the reset, of every sample that is ready."""
+    for group, sample in pool.ready():
+        pool.start(sample)
+        if sample.state is SampleState.RUNNING:
+            generate(pool, group, sample, ToolScript(GAME), 1000)
+        if sample.state is SampleState.ACTING:
+            land(pool, sample, turns(group, sample))
 
 
 @pytest.mark.parametrize(("factory", "replays"), [(Counting, False), (Forgetful, True)])
@@ -219,12 +229,8 @@ def test_samples_without_their_environments_start_again(tmp_path, factory, repla
     pool.begin_round(0)
     pool.admit(0, ROW, [], num_generations=len(GAME), max_completion_length=BUDGET)
     for _ in range(3):  # reset, two turns with their calls
-        for group, sample in pool.ready():
-            pool.start(sample)
-            if sample.state is SampleState.RUNNING:
-                generate(pool, group, sample, ToolScript(GAME), 1000)
-            if sample.state is SampleState.ACTING:
-                land(pool, sample, turns(group, sample))
+        advance(pool, turns)
+    (group,) = pool
     lengths = [len(sample) for sample in group.samples]
     turns.environments._occupied.clear()
     again = resumed(pool, turns)
@@ -237,12 +243,7 @@ def test_samples_without_their_environments_start_again(tmp_path, factory, repla
     assert [sample.state is SampleState.WAITING for sample in group.samples] == calls
     # They play to the end.
     while again.ready():
-        for one, sample in again.ready():
-            again.start(sample)
-            if sample.state is SampleState.RUNNING:
-                generate(again, one, sample, ToolScript(GAME), 1000)
-            if sample.state is SampleState.ACTING:
-                land(again, sample, turns(one, sample))
+        advance(again, turns)
     again.check()
     assert len(turns.environments.of([group])) == len(GAME)
 

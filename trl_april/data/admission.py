@@ -51,7 +51,7 @@ class Admission:
     """Makes groups of dataset rows. `owns` says whether a group belongs to this process.
 
     `tokenize` is TRL's `_tokenize_prompts`, so that a prompt has the same tokens as in stock GRPO and in evaluation.
-    It returns the token ids of prompts, images (or `None`), and multimodal fields. With environments there are no ids
+    It returns the token ids of prompts, images (or `None`), and multimodal fields. With environments it returns no ids
     yet, since the reset of a sample's environment has a part in its prompt.
     """
 

@@ -60,7 +60,7 @@ class Conversation:
     calls: int = 0  # tool calls so far
     failures: int = 0  # of them, those that failed
     turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
-    awaits_reset: bool = False  # whether the environment has to be reset first
+    awaits_reset: bool = False  # whether the environment must be reset first
     prompt: list[dict[str, Any]] | None = None  # messages, if they differ from the dataset row's: JSON-like
     prompt_ids: list[int] | None = None  # if the environment was reset; the group then has none
     environment: Any = None  # its state after the last complete turn, if it can be saved: JSON-like
@@ -178,7 +178,7 @@ class Sample:
 
     @property
     def must_act(self) -> bool:
-        """Whether it has calls pending, or its environment has to be reset, before it can be requested."""
+        """Whether pending calls or the reset of its environment come before its next request."""
         return self.pending_calls or (self.conversation is not None and self.conversation.awaits_reset)
 
 
