@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +22,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tests.support.launch import free_port
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts"
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 PR_SET_CHILD_SUBREAPER = 36  # of Linux
 LAUNCHERS = [SCRIPTS / "launch_single_node.sh", SCRIPTS / "launch_slurm.sh"]
 
@@ -138,12 +138,6 @@ GPUS = {
 BROKEN = "sys.exit(9)\n"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def machine(tmp_path):
     """A machine of stand-ins. `start` runs a launcher; `calls` reads the records."""
@@ -224,7 +218,7 @@ def test_launcher_passes_shellcheck_and_prints_help(machine, path):
 
 
 def single_node(machine, *arguments: str, **environment: str) -> SimpleNamespace:
-    return machine.run(LAUNCHERS[0], "dir/model", "--port", str(free_port()), *arguments, **environment)
+    return machine.run(LAUNCHERS[0], "dir/model", "--port", str(free_port(4)), *arguments, **environment)
 
 
 def test_server_and_trainer_run_on_a_cpu_without_gpus(machine):

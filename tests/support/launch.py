@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -72,7 +73,16 @@ def launch(
     return Launch(process.returncode, output, folder, end, process.pid)
 
 
-def free_port() -> int:
-    """An unused port of the loopback interface."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+def free_port(count: int = 1) -> int:
+    """An unused port of the loopback interface, the next `count - 1` of which are unused, too.
+
+    Below those that systems give to outgoing connections, so that none takes it before its server does.
+    """
+    while True:
+        first = random.SystemRandom().randrange(10_000, 32_000)
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
