@@ -27,7 +27,8 @@ def test_readers_find_what_was_written(tmp_path, monkeypatch, header_bytes):
     bfloat16 = torch.randn(3, dtype=torch.bfloat16)
     written = {
         "odd": bfloat16, "float32": torch.randn(2, 3), "scalar": torch.tensor(1.5), "none": torch.zeros(0, 2),
-        "transposed": torch.randn(3, 4).T, "part": torch.randn(9)[2:5], "bool": torch.tensor([True, False]),
+        "transposed": torch.randn(3, 4).T, "part": torch.randn(9)[2:5], "strided": torch.randn(9)[::2],
+        "bool": torch.tensor([True, False]),
         "float8": bfloat16.to(torch.float8_e4m3fn), **{f"p{number}": torch.randn(2) for number in range(20)},
     }  # fmt: skip
     expected = {name: tensor.clone() for name, tensor in written.items()}
@@ -53,6 +54,7 @@ def test_readers_find_what_was_written(tmp_path, monkeypatch, header_bytes):
     ("shape", "own", "of_server", "expected"),
     [
         ((1024, 600), torch.float32, torch.bfloat16, torch.bfloat16),
+        ((513, 521), torch.float32, torch.bfloat16, torch.bfloat16),  # more than a buffer, and no multiple of a piece
         ((1024, 512), torch.float32, torch.bfloat16, torch.float32),  # as narrow as a router
         ((1024,), torch.float32, torch.bfloat16, torch.float32),
         ((1024, 600), torch.bfloat16, torch.float32, torch.bfloat16),

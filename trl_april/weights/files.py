@@ -31,6 +31,8 @@ from .synced_server import Each, Load, SyncedServer
 HEADER_BYTES = 2**20  # of each file, for some 5,000 parameters
 # Matrices that servers may keep in float32, such as routers, are small or have a side of this length at most.
 NARROW_SIDE = 512
+BUFFERED = 2**18  # elements that are converted and then written
+PIECE = 2**14  # of these at once: few enough for torch to use one thread, since several wait for each other
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -113,12 +115,14 @@ def write_weights(params: Parameters, folder: Path, dtype: torch.dtype | None = 
     with naming_space(folder), ExitStack() as opened:
         file = None
         for name, param in params:
-            tensor = in_dtype(param.detach(), dtype).to("cpu").contiguous()
-            if file is None or not file.has_room_for(name, tensor):
+            tensor, stored = param.detach(), stored_dtype(param, dtype)
+            if tensor.device.type != "cpu":
+                tensor = tensor.to(stored).to("cpu")
+            if file is None or not file.has_room_for(name, tensor, stored):
                 opened.close()
                 number = 0 if file is None else file.number + 1
                 file = opened.enter_context(WeightFile(folder, number))
-            file.add(name, tensor)
+            file.add(name, tensor, stored)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -142,11 +146,20 @@ def naming_space(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def in_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The parameter as a server of this data type will hold it, if that is smaller."""
+def stored_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter is written as: the data type of the server, for large matrices, if that is smaller."""
     if dtype is None or not param.is_floating_point() or param.itemsize <= dtype.itemsize:
-        return param
-    return param.to(dtype) if param.ndim > 1 and min(param.shape) > NARROW_SIDE else param
+        return param.dtype
+    return dtype if param.ndim > 1 and min(param.shape) > NARROW_SIDE else param.dtype
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in another data type, in parts that stay in a core's cache until they are written."""
+    buffer = torch.empty(BUFFERED, dtype=dtype)
+    for part in tensor.split(BUFFERED):
+        for piece, place in zip(part.split(PIECE), buffer.split(PIECE), strict=False):
+            place[: len(piece)].copy_(piece)
+        yield buffer[: len(part)]
 
 
 class WeightFile:
@@ -167,25 +180,28 @@ class WeightFile:
     def __enter__(self) -> WeightFile:
         return self
 
-    def has_room_for(self, name: str, tensor: torch.Tensor) -> bool:
+    def has_room_for(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether the header has room for the tensor, and its data would be aligned, as readers need it."""
-        return self._size % tensor.itemsize == 0 and len(json.dumps(self._entry(name, tensor))) <= self._header_left
+        entry = json.dumps(self._entry(name, tensor, dtype))
+        return self._size % dtype.itemsize == 0 and len(entry) <= self._header_left
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        entry = self._entry(name, tensor)
+    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        entry = self._entry(name, tensor, dtype)
         self._entries |= entry
         self._header_left -= len(json.dumps(entry))  # its braces are two characters, a comma and a space
-        self._file.write(tensor.reshape(-1).view(torch.uint8).numpy())
-        self._size += tensor.nbytes
+        flat = tensor.contiguous().reshape(-1)
+        for part in [flat] if dtype == tensor.dtype else converted(flat, dtype):
+            self._file.write(part.view(torch.uint8).numpy())
+        self._size += tensor.numel() * dtype.itemsize
 
-    def _entry(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
-        if tensor.dtype not in DTYPES:
+    def _entry(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        if dtype not in DTYPES:
             raise WeightSyncError(
-                f"The parameter {name!r} is of {tensor.dtype}, which safetensors files cannot hold. Use another "
+                f"The parameter {name!r} is of {dtype}, which safetensors files cannot hold. Use another "
                 "weight_sync, or another data type."
             )
-        offsets = [self._size, self._size + tensor.nbytes]
-        return {name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}}
+        offsets = [self._size, self._size + tensor.numel() * dtype.itemsize]
+        return {name: {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
