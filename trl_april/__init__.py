@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .pool.samples import Group, Sample, Segment
     from .server.local import LocalServer
     from .trainer import APRILGRPOTrainer
+    from .training.rollout_function import Turn, TurnEngine
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,8 @@ _MODULE_OF = {
     "Sample": "pool.samples",
     "Segment": "pool.samples",
     "ServerError": "errors",
+    "Turn": "training.rollout_function",
+    "TurnEngine": "training.rollout_function",
     "WeightSyncError": "errors",
 }
 
@@ -48,6 +51,8 @@ __all__ = [
     "Sample",
     "Segment",
     "ServerError",
+    "Turn",
+    "TurnEngine",
     "WeightSyncError",
     "__version__",
 ]

@@ -45,6 +45,7 @@ from .training.batch import round_metrics, server_metrics
 from .training.construction import api_key
 from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
+from .training.rollout_function import RolloutTurns
 from .training.run_log import RunLog, run_options
 from .training.tools import ToolTurns
 from .tuning.factor_chooser import FactorChooser
@@ -77,7 +78,7 @@ class RolloutSession:
         server: ServerGeneration,
         num_reward_funcs: int,
         scorer: RewardScorer | None,
-        act: ToolTurns | None,
+        act: ToolTurns | RolloutTurns | None,
         state: TrainerState,
         processes: Processes,
         stop: StopRequest,
@@ -91,7 +92,9 @@ class RolloutSession:
             vocab_size=vocab_size,
             saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
-        self.scorer, self._environments = scorer, act.environments if act is not None else None
+        self.scorer, self._act = scorer, act
+        # What a checkpoint does not hold, or not whole, and must be brought back.
+        self._restorable = act.environments if isinstance(act, ToolTurns) else act
         self._silent = args.disable_tqdm or processes.rank > 0
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
@@ -103,7 +106,7 @@ class RolloutSession:
             versions_per_round=plan.versions_per_round,
             dynamic_sampling=options.scores_groups,
             has_tools=act is not None,
-            has_environments=self._environments is not None,
+            has_environments=self._restorable is not None,
             max_parked_tokens=options.max_parked_tokens,
         )
         self._settings = {
@@ -199,7 +202,7 @@ class RolloutSession:
                 processes=processes.count,
                 is_first=processes.rank == 0,
             )
-        if self._environments is not None:
+        if isinstance(act, ToolTurns) and act.environments is not None:
             schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
             groups = max(schedule.target, math.ceil(highest * schedule.quota), len(schedule))
             logger.warning(
@@ -259,7 +262,7 @@ class RolloutSession:
             sync_mismatch=self._server.sync_mismatch,
             max_staleness=self._options.max_staleness,
             stream_interval=max(self._options.stream_interval, self._server.server_info.stream_interval),
-            restarted_samples=self._environments.take_restarted() if self._environments else 0,
+            restarted_samples=self._restorable.take_restarted() if self._restorable else 0,
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )
@@ -336,6 +339,8 @@ class RolloutSession:
             if self._dynamic is not None:
                 rest.callback(self._dynamic.close)
             rest.callback(self._rounds.close)
+            if isinstance(self._act, RolloutTurns):
+                rest.callback(self._act.close)
             self._server.before_sync = self._server.servers.on_holding = None
             self._server.servers.give_up()
             self._loop.run(self.driver.close())
@@ -369,7 +374,7 @@ class RolloutSession:
             owns=self._processes.owns,
             has_totals=self._processes.rank == 0,
             num_reward_funcs=num_reward_funcs,
-            restore_environments=self._environments.restore if self._environments else lambda groups: (),
+            restore_environments=self._restorable.restore if self._restorable else lambda groups: (),
         )
         source, unused = resumed_source(
             rows,

@@ -34,12 +34,12 @@ from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility, construction, session_parts
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
-from .training.console import print_lines
+from .training.callbacks import StepCallback, print_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import PASSES, arranged, without_padding
 from .training.rewards import checked, extra_columns, trained_rewards
+from .training.rollout_function import Rollout
 from .training.run_log import outline
-from .training.step_callback import StepCallback
 from .training.tools import handed_over
 from .weights.canary import depends_on_width
 from .weights.recovery import Recovery
@@ -61,12 +61,12 @@ class APRILGRPOTrainer(GRPOTrainer):
     next round. No generated token is discarded, and a few long completions no longer stall the batch.
 
     Only the source of *training* completions differs from [`~trl.GRPOTrainer`]: a pool of groups on a vLLM server.
-    Arguments, dataset order, evaluation, rewards, advantages, loss, callbacks and logs are inherited. The log gains
-    keys with the prefix `april/`, and `output_dir` a file `april_rounds.jsonl` for `trl-april report`.
+    All else is inherited. The log gains keys with the prefix `april/`, and `output_dir` a file `april_rounds.jsonl`
+    for `trl-april report`.
 
     Where no server is given and none answers at TRL's default address, the trainer starts one, which ends with it: on
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory. A server that
-    dies is started again. To run it elsewhere, set `vllm_server_base_url`.
+    dies is started again.
 
     APRIL is on when `args.use_vllm` is true, without `rollout_func` or image columns, and unless a subclass overrides
     `_generate`, `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock
@@ -76,6 +76,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
             Configuration. With a stock config, APRIL's own options have their defaults.
+        rollout (`Callable`, *optional*):
+            Coroutine function that generates the turns of a sample: `async def rollout(prompt, engine, row)` awaits
+            [`TurnEngine.generate`] and returns columns for reward functions, or `None` (docs/tools.md).
         All others: as for [`~trl.GRPOTrainer`].
 
     Attributes:
@@ -121,12 +124,14 @@ class APRILGRPOTrainer(GRPOTrainer):
         tools: list[Callable] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        rollout: Rollout | None = None,
     ) -> None:
         args = args or construction.default_arguments(model)
         stock_because = compatibility.why_stock(
             args, train_dataset, rollout_func=rollout_func, overridden=compatibility.ignored_overrides(type(self))
         )
-        self.april_enabled = stock_because is None
+        compatibility.check_rollout(rollout, args, stock_because, tools or environment_factory)
+        self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
         self._session: RolloutSession | None = None
@@ -200,8 +205,8 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
-        if self.april_enabled and self.tools:
-            compatibility.check_evaluation(self.args)
+        if self.april_enabled and (self.tools or self._rollout):
+            compatibility.check_evaluation(self.args, has_rollout=self._rollout is not None)
         with self._processes.watched() if self.april_enabled else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -292,7 +297,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Overridden to save partial samples. Without the optimiser, training cannot resume, and needs none.
-        if self._session is not None:
+        if self._session:
             self._checkpoints.save(
                 self.state,
                 trial,
@@ -338,15 +343,16 @@ class APRILGRPOTrainer(GRPOTrainer):
         )
 
     def _open_session(self) -> RolloutSession:
-        turns = session_parts.tool_turns(self, self._options, self.vllm_generation.server_info.max_model_len)
+        server = self.vllm_generation
+        turns = session_parts.tool_turns(self, self._options, server.server_info.max_model_len, self._rollout)
         return RolloutSession(
             self.args,
             self._options,
             rows=session_parts.training_rows(self),
-            tokenize=session_parts.tokenize_prompts(self),
+            tokenize=session_parts.tokenize_prompts(self, turns),
             vocab_size=self.model.config.get_text_config().vocab_size,
             eos_token_ids=self.eos_token_ids,
-            server=self.vllm_generation,
+            server=server,
             num_reward_funcs=len(self.reward_funcs),
             scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,
             act=turns,
@@ -381,8 +387,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         try:
             yield
         except (Stopped, ServerError) as error:  # in all processes
-            saves = isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO
-            if self._session is not None and saves:
+            if self._session and (isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO):
                 self._save_now()
             raise
 

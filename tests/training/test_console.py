@@ -14,7 +14,7 @@ from trl.trainer import utils as trl_utils
 
 from tests.support.pools import complete, park, pool_in_round
 from trl_april.training.batch import completion_columns
-from trl_april.training.console import LinePrinter, LineProgress, console_line, print_lines
+from trl_april.training.callbacks import LinePrinter, LineProgress, console_line, print_lines
 
 
 STATE = TrainerState(global_step=12, max_steps=500)

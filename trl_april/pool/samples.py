@@ -64,6 +64,7 @@ class Conversation:
     prompt: list[dict[str, Any]] | None = None  # messages, if they differ from the dataset row's: JSON-like
     prompt_ids: list[int] | None = None  # if the environment was reset; the group then has none
     environment: Any = None  # its state after the last complete turn, if it can be saved: JSON-like
+    columns: dict[str, Any] | None = None  # that its rollout function returned for reward functions: JSON-like
 
     def next_turn(
         self, messages: list[dict[str, Any]], *, calls: int, failures: int, start: int, environment: Any

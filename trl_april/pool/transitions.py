@@ -111,11 +111,13 @@ class Transitions:
         failures: int = 0,
         is_complete: bool = True,
         environment: Any = None,
+        columns: dict[str, Any] | None = None,
     ) -> None:
         """Append what followed the turn of an acting sample, and mark it as complete or parked.
 
         `messages` are the assistant's message and the results of its calls, and `token_ids` these results.
-        `environment` is the state of its environment to be saved. A sample without remaining budget is complete.
+        `environment` is the state of its environment to be saved, and `columns` what reward functions get. A sample
+        without remaining budget is complete.
         """
         group = self._expect(sample, SampleState.ACTING)
         conversation = sample.conversation
@@ -123,7 +125,7 @@ class Transitions:
         _check_budget(group, sample, len(token_ids), "The tools returned")
         sample.append(token_ids, [0.0] * len(token_ids), None)
         self.counters.tool_tokens_held += len(token_ids)
-        reason = conversation.turn_ended
+        reason, conversation.columns = conversation.turn_ended, columns
         conversation.next_turn(messages, calls=calls, failures=failures, start=len(sample), environment=environment)
         if is_complete or not group.remaining(sample):
             self._complete(group, sample, reason if is_complete else FinishReason.LENGTH)

@@ -30,6 +30,7 @@ class TurnResult:
     failures: int = 0
     is_complete: bool = True  # the sample ends here: no call, no iteration left, or the results do not fit
     environment: Any = None  # state of its environment, to be saved
+    columns: dict[str, Any] | None = None  # of the sample, for reward functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ class Acting:
                 failures=result.failures,
                 is_complete=result.is_complete,
                 environment=result.environment,
+                columns=result.columns,
             )
         except Exception as caught:  # any error must reach the round
             self._pool.park(step.sample)

@@ -30,14 +30,17 @@ QUANTILES = {"p10": 0.10, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p90": 0.90, "p
 def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """One row per sample, each a separate copy, since TRL and reward functions write into them.
 
-    Its prompt has the observation that the reset of the sample's environment returned.
+    Its prompt has the observation that the reset of the sample's environment returned, and its columns those that the
+    sample's rollout function returned.
     """
     rows = []
     for group in groups:
         for sample in group.samples:
             rows.append(copy.deepcopy(group.row))
-            if sample.conversation is not None and sample.conversation.prompt is not None:
-                rows[-1]["prompt"] = copy.deepcopy(sample.conversation.prompt)
+            if sample.conversation is not None:
+                if sample.conversation.prompt is not None:
+                    rows[-1]["prompt"] = copy.deepcopy(sample.conversation.prompt)
+                rows[-1] |= copy.deepcopy(sample.conversation.columns or {})
     return rows
 
 

@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from inspect import iscoroutinefunction
 from typing import Any
 
 import torch
@@ -184,8 +185,29 @@ def check_tools(args: GRPOConfig, train_dataset: Dataset | IterableDataset | Non
         check_evaluation(args)
 
 
-def check_evaluation(args: GRPOConfig) -> None:
-    """Raise [`ConfigError`] if an evaluation with tools would hang."""
+def check_rollout(rollout: Any, args: GRPOConfig, stock_because: str | None, tools: Any) -> None:
+    """Raise [`ConfigError`] if a rollout function cannot be used."""
+    if rollout is None:
+        return
+    if not iscoroutinefunction(rollout):
+        raise ConfigError(f"rollout is {rollout!r:.200}; it must be a function that is defined with `async def`.")
+    if stock_because:
+        raise ConfigError(f"rollout is given, but APRIL is off: {stock_because}. Leave one of them out.")
+    if tools:
+        raise ConfigError(
+            "rollout is given beside tools or environment_factory. Call tools in the rollout, or leave one out."
+        )
+    if args.eval_strategy != IntervalStrategy.NO:
+        check_evaluation(args, has_rollout=True)
+
+
+def check_evaluation(args: GRPOConfig, *, has_rollout: bool = False) -> None:
+    """Raise [`ConfigError`] if an evaluation would hang with tools, or would not use the rollout function."""
+    if has_rollout:
+        raise ConfigError(
+            "rollout is given, and TRL's evaluation would generate without it. Set eval_strategy='no', and evaluate "
+            "with a loop of your own."
+        )
     if args.world_size > 1:
         raise ConfigError(
             f"tools or environments are given, and {args.world_size} processes would evaluate. TRL's evaluation "

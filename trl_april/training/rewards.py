@@ -66,8 +66,8 @@ class RewardScorer:
         prompts = [row["prompt"] for row in rows]
         prompt_ids = [group.prompt_ids_of(sample) for group in groups for sample in group.samples]
         completion_ids = [sample.token_ids.tolist() for group in groups for sample in group.samples]
-        completions: list[Any] = messages_of(groups)  # if there are tools
-        if not completions:
+        completions: list[Any] = messages_of(groups)
+        if not any(completions):  # neither tools nor an environment
             completions = self.decode(copy.deepcopy(prompts), prompt_ids, completion_ids)
         extra: dict[str, list[Any]] = defaultdict(list)
         arguments = {

@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..rollout.daemon_threads import DaemonThreads
 from .environments import NO_PROMPT, Environments
 from .rewards import RewardScorer, checked, decode_completions, use_device
+from .rollout_function import Rollout, RolloutTurns
 from .tools import CallResults, Message, Tools, ToolTurns, check_results, tools_by_kind
 
 
@@ -39,14 +40,16 @@ def training_rows(trainer: GRPOTrainer) -> TrainingRows:
     return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))
 
 
-def tokenize_prompts(trainer: GRPOTrainer) -> Callable[[list[Any]], tuple[list[list[int]], Any, Any]]:
-    """TRL's method, or with environments one that returns no ids: prompts are known after the reset."""
-    if trainer.environment_factories is None:
+def tokenize_prompts(
+    trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None
+) -> Callable[[list[Any]], tuple[list[list[int]], Any, Any]]:
+    """TRL's method, or one that returns no ids, where an environment or a rollout function makes the prompt."""
+    if trainer.environment_factories is None and not isinstance(turns, RolloutTurns):
         return trainer._tokenize_prompts
     return lambda prompts: ([[] for _ in prompts], None, {})
 
 
-def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | None = None) -> RewardScorer:
+def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None = None) -> RewardScorer:
     """Scores groups as the trainer would."""
     return RewardScorer(
         functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
@@ -60,12 +63,16 @@ def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | None = None) -> Rewar
         async_loop=trainer.async_loop if trainer._has_async_funcs else None,
         chat_template_kwargs=trainer.chat_template_kwargs,
         device=trainer.accelerator.device,
-        environments=turns.environments if turns is not None else None,
+        environments=turns.environments if isinstance(turns, ToolTurns) else None,
     )
 
 
-def tool_turns(trainer: GRPOTrainer, options: AprilOptions, context_length: int = 0) -> ToolTurns | None:
-    """What follows a turn of the model, by the trainer's own tool loop; `None` without tools and environments."""
+def tool_turns(
+    trainer: GRPOTrainer, options: AprilOptions, context_length: int = 0, rollout: Rollout | None = None
+) -> ToolTurns | RolloutTurns | None:
+    """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
+    if rollout is not None:
+        return RolloutTurns(rollout, context_length)
     if not trainer.tools and trainer.environment_factories is None:
         return None
     view = copy.copy(trainer)

@@ -1,4 +1,6 @@
-"""The console: one line per log entry.
+"""Callbacks of the trainer: around an optimiser step, and for the console, with one line per log entry.
+
+Invariant: if a signal asks for it, all processes stop after the same step, and after its checkpoint.
 
 A log entry has about a hundred values, and the callbacks of transformers print all of them. Trackers, other callbacks
 and the run log still get the whole entry.
@@ -7,11 +9,15 @@ and the run log still get the whole entry.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+
+from ..distributed.processes import Processes
+from ..distributed.signals import Stopped, StopRequest
 
 
 # Key of a training entry and its text.
@@ -85,3 +91,53 @@ def print_lines(callbacks: list[TrainerCallback], given: Sequence[Any]) -> None:
     for place, callback in enumerate(callbacks):
         if type(callback) in ours and callback not in given and type(callback) not in given:
             callbacks[place] = ours[type(callback)]()
+
+
+# Around a step
+
+
+@dataclass(eq=False)
+class StepCallback(TrainerCallback):
+    """Acts while a trainer trains with APRIL.
+
+    The callables return the session of the current training run (`None` between runs), its stop request, and the
+    number of the next micro-step.
+    """
+
+    session: Callable[[], Any]
+    stop: Callable[[], StopRequest]
+    micro_step: Callable[[], int]
+    processes: Processes
+    saves_on_signal: bool
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._stop_if_agreed(state)
+        if (session := self.session()) is not None:
+            session.run_log.step_began()
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if (session := self.session()) is not None:  # not at the end of the step: another callback may save first
+            session.release_trained(self.micro_step())
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if (session := self.session()) is not None:
+            session.run_log.step_ended(state.global_step)
+        if self.saves_on_signal and self.stop().agree(self.processes):
+            # The sender of the signal may not wait for an evaluation, after which TRL may not save. The evaluation of
+            # a complete training cannot be repeated.
+            control.should_save = True
+            if state.global_step < state.max_steps:
+                control.should_evaluate = False
+            if session is not None:
+                session.cut()  # so that the checkpoint holds every generated token
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._stop_if_agreed(state)
+
+    def _stop_if_agreed(self, state: TrainerState) -> None:
+        """Stop after the step's checkpoint, which is written between `on_step_end` and the next event.
+
+        Whatever ends a complete training, such as removing all checkpoints but the best, is not for one to be resumed.
+        """
+        if self.stop().agreed and state.global_step < state.max_steps:
+            raise Stopped(self.stop().agreed)

@@ -1,0 +1,268 @@
+"""Rollouts of the user's own: a coroutine per sample, which generates its turns one after the other.
+
+Invariant: a coroutine sees every token of its sample once and in order, however often requests are cut. A checkpoint
+holds no coroutine; it starts anew and is given the recorded turns, as long as it asks for the same ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from accelerate.logging import get_logger
+from trl.trainer.utils import start_event_loop_in_daemon
+
+from ..errors import ConfigError
+from ..pool.samples import FinishReason, Group, Sample
+from ..rollout.acting import ResetResult, TurnResult
+from ..rollout.daemon_threads import DaemonThreads
+from .tools import is_json
+
+
+logger = get_logger(__name__)
+
+CANCEL_SECONDS = 1.0  # for coroutines to end
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model generated in one turn.
+
+    Attributes:
+        token_ids (`list[int]`):
+            The new tokens, the one that ended the turn included.
+        logprobs (`list[float]`):
+            Their log-probabilities in nats, each under the policy version that sampled it.
+        finish_reason (`str`):
+            `"stop"`, or `"length"` if `max_completion_length` is used up. Then the sample has no further turn.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a coroutine returned: columns of the sample's row for reward functions."""
+
+    columns: dict[str, Any]
+
+
+class TurnEngine:
+    """Generates the turns of one sample, for its rollout coroutine."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[list[int] | Returned | BaseException] = SimpleQueue()
+        self._turn: asyncio.Future[Turn] | None = None
+
+    async def generate(self, token_ids: Sequence[int]) -> Turn:
+        """Generates a turn after `token_ids`, and returns it when it is complete, possibly several rounds later.
+
+        In the first call, `token_ids` is the prompt. In each further one it continues the sample: everything so far,
+        and then at least one token that the model did not generate, which is masked in the loss. Where these leave no
+        token of `max_completion_length`, they are dropped, and the turn is empty with the finish reason `"length"`.
+
+        Args:
+            token_ids (`Sequence[int]`):
+                The prompt, the completion so far, and what follows it.
+
+        Raises:
+            ConfigError: If another turn is being generated.
+        """
+        if self._turn is not None:
+            raise ConfigError("generate was called during another call. Await the turns of a sample one by one.")
+        self._turn = asyncio.get_running_loop().create_future()
+        try:
+            self.events.put(list(token_ids))
+            return await self._turn
+        finally:
+            self._turn = None
+
+    def answer(self, turn: Turn) -> None:
+        """Return `turn` from the call of `generate` that waits. On its event loop."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(turn)
+
+
+Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] | None]]
+
+
+class _Episode:
+    """The coroutine of one sample. Its methods are called in other threads than that of the event loop."""
+
+    def __init__(self, rollout: Rollout, group: Group, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._engine = loop, TurnEngine()
+        row = copy.deepcopy(group.row)
+
+        async def run() -> None:
+            event: Returned | BaseException
+            try:
+                event = Returned(checked_columns(await rollout(row["prompt"], self._engine, row)))
+            except BaseException as error:  # an exit that it asks for, too, would end the event loop
+                event = error
+            self._engine.events.put(event)
+
+        def start() -> None:
+            self._task = asyncio.get_running_loop().create_task(run())
+
+        loop.call_soon_threadsafe(start)
+
+    def next(self) -> list[int] | Returned:
+        """Wait for what it does next: the ids after which it wants a turn, or its end. Raises its errors."""
+        event = self._engine.events.get()
+        if isinstance(event, BaseException):
+            raise event if isinstance(event, Exception) else RuntimeError(f"The rollout has raised {event!r}.")
+        return event
+
+    def answer(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason
+    ) -> list[int] | Returned:
+        """Return a turn from `generate`, and wait for what it does next."""
+        turn = Turn([*token_ids], [*logprobs], str(reason))
+        self._loop.call_soon_threadsafe(lambda: self._engine.answer(turn))
+        return self.next()
+
+    def cancel(self) -> None:
+        """Cancel the coroutine."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self._task.cancel()
+
+
+class RolloutTurns:
+    """Runs the coroutine of each sample between its turns; an `Act` of the driver.
+
+    `context_length` is the server's, in tokens.
+    """
+
+    def __init__(self, rollout: Rollout, context_length: int) -> None:
+        self._rollout, self._context_length = rollout, context_length
+        _, self._loop, ready = start_event_loop_in_daemon(name="trl-april-rollout-functions")
+        ready.wait()
+        self._episodes: dict[tuple[int, int], _Episode] = {}
+        self._num_restarted = 0
+
+    def __call__(self, group: Group, sample: Sample) -> TurnResult | ResetResult:
+        conversation = sample.conversation
+        assert conversation is not None
+        if conversation.awaits_reset:
+            self._episodes[sample.key] = episode = _Episode(self._rollout, group, self._loop)
+            return ResetResult(None, self._checked_prompt(group, episode.next()))
+        assert conversation.turn_ended is not None
+        episode, start = self._episodes[sample.key], conversation.turn_start
+        event = episode.answer(sample.token_ids[start:], sample.logprobs[start:], conversation.turn_ended)
+        if not isinstance(event, Returned):
+            added = _added(sample, [*group.prompt_ids_of(sample), *sample.token_ids], event)
+            if len(added) < group.remaining(sample):
+                return TurnResult([], added, is_complete=False)
+            event = episode.answer([], [], FinishReason.LENGTH)
+            if not isinstance(event, Returned):
+                raise ConfigError(
+                    f"The rollout of {sample} asked for a turn with max_completion_length="
+                    f"{group.max_completion_length} used up. Return when finish_reason is 'length'."
+                )
+        del self._episodes[sample.key]
+        return TurnResult([], [], columns=event.columns)
+
+    def restore(self, groups: Sequence[Group]) -> list[Sample]:
+        """Run the coroutines of samples from a checkpoint up to where they were; returns those that start again."""
+        lacking = [
+            (group, sample)
+            for group in groups
+            for sample in group.samples
+            if sample.finish_reason is None and sample.conversation and not sample.conversation.awaits_reset
+        ]
+        threads = DaemonThreads("trl-april-replays")
+        replayed = list(threads.map(lambda pair: self._replay(*pair), lacking))
+        threads.shutdown()
+        lost = [sample for (_, sample), is_back in zip(lacking, replayed, strict=True) if not is_back]
+        self._num_restarted = sum(len(sample) > 0 for sample in lost)
+        if self._num_restarted:
+            logger.warning(
+                f"{self._num_restarted} samples with {sum(map(len, lost)):,} tokens start again: given the recorded "
+                "turns, their rollouts did not ask for the same ones. See docs/tools.md."
+            )
+        return lost
+
+    def take_restarted(self) -> int:
+        """Samples that lost tokens since the last call, since their rollouts could not be repeated."""
+        restarted, self._num_restarted = self._num_restarted, 0
+        return restarted
+
+    def close(self) -> None:
+        """Cancel the coroutines, without waiting for one that blocks."""
+        for episode in self._episodes.values():
+            episode.cancel()
+        self._loop.call_soon_threadsafe(lambda: self._loop.call_later(CANCEL_SECONDS, self._loop.stop))
+
+    def _checked_prompt(self, group: Group, event: list[int] | Returned) -> list[int]:
+        if isinstance(event, Returned) or not event:
+            raise ConfigError(
+                f"The rollout of group {group.group_id} did not begin with a turn after its prompt. Await "
+                "engine.generate(prompt_ids) at least once."
+            )
+        if len(event) + group.max_completion_length > self._context_length:
+            raise ConfigError(
+                f"The prompt of group {group.group_id} has {len(event)} tokens. With max_completion_length="
+                f"{group.max_completion_length} it does not fit into the server's context of {self._context_length} "
+                "tokens. Shorten it, lower max_completion_length, or restart the server with a larger --max-model-len."
+            )
+        return event
+
+    def _replay(self, group: Group, sample: Sample) -> bool:
+        """Give a new coroutine the recorded turns. Returns whether it asked for the same ones."""
+        prompt_ids, token_ids, logprobs = group.prompt_ids_of(sample), sample.token_ids, sample.logprobs
+        episode = _Episode(self._rollout, group, self._loop)
+        try:
+            event = episode.next()
+            is_same = event == prompt_ids
+            for start, end, next_start in _complete_turns(sample):
+                if not is_same:
+                    break
+                event = episode.answer(token_ids[start:end], logprobs[start:end], FinishReason.STOP)
+                is_same = event == [*prompt_ids, *token_ids[:next_start]]
+        except Exception as error:  # of the user's code
+            logger.warning(f"The rollout of {sample} could not be repeated: {error!r}.")
+            return False
+        if is_same:
+            self._episodes[sample.key] = episode
+        else:
+            episode.cancel()
+        return is_same
+
+
+def _added(sample: Sample, known: list[int], asked: list[int]) -> list[int]:
+    """The tokens that a rollout adds to those of its sample."""
+    if len(asked) <= len(known) or asked[: len(known)] != known:
+        raise ConfigError(
+            f"The rollout of {sample} asked for a turn after {len(asked)} tokens, which do not continue its "
+            f"{len(known)} tokens. Pass the prompt, every token of the turns so far, and at least one more."
+        )
+    return asked[len(known) :]
+
+
+def _complete_turns(sample: Sample) -> Iterator[tuple[int, int, int]]:
+    """Start and end of every turn but the last one, and the start of the next."""
+    start = position = 0
+    for segment in sample.segments:
+        if segment.version is None:
+            yield start, position, position + segment.length
+            start = position + segment.length
+        position += segment.length
+
+
+def checked_columns(returned: Any) -> dict[str, Any]:
+    """What a rollout returned, as columns for reward functions."""
+    columns = {} if returned is None else returned
+    if not isinstance(columns, dict) or "prompt" in columns or not is_json(columns):
+        raise ConfigError(
+            f"A rollout returned {returned!r:.200}. Return None, or a dict of columns for the reward functions, with "
+            "values that JSON can hold and without 'prompt'."
+        )
+    return columns
