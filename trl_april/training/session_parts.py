@@ -20,8 +20,11 @@ from trl.extras.profiling import profiling_context
 
 from ..config import AprilOptions
 from ..data.order import TrainingRows
+from ..data.source import Row
+from ..engine.images import PromptImages, images_in, prompt_of
 from ..errors import ConfigError
 from ..rollout.daemon_threads import DaemonThreads
+from . import compatibility
 from .environments import NO_PROMPT, Environments
 from .rewards import RewardScorer, checked, decode_completions, use_device
 from .tools import CallResults, Message, Tools, ToolTurns, check_results, tools_by_kind
@@ -39,11 +42,33 @@ def training_rows(trainer: GRPOTrainer) -> TrainingRows:
     return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))
 
 
-def tokenize_prompts(trainer: GRPOTrainer) -> Callable[[list[Any]], tuple[list[list[int]], Any, Any]]:
-    """TRL's method, or with environments one that returns no ids: prompts are known after the reset."""
+def tokenize_prompts(trainer: GRPOTrainer) -> Callable[[list[Row]], list[list[int]]]:
+    """By TRL's method, or with environments one that returns no ids: prompts are known after the reset."""
     if trainer.environment_factories is None:
-        return trainer._tokenize_prompts
-    return lambda prompts: ([[] for _ in prompts], None, {})
+        return lambda rows: trainer._tokenize_prompts([prompt_of(row) for row in rows])[0]
+    return lambda rows: [[] for _ in rows]
+
+
+def prompt_images(trainer: GRPOTrainer, options: AprilOptions) -> Callable[[Row, list[int]], PromptImages | None]:
+    """The images of a row with these prompt ids, as the engine takes them."""
+
+    def images_of(row: Row, prompt_ids: list[int]) -> PromptImages | None:
+        if (images := images_in(prompt_of(row))) is None:
+            return None
+        if not trainer._is_vlm:
+            raise ConfigError(
+                "The training dataset has images, and the model or its processing_class takes text only. Train a "
+                "vision-language model with its processor."
+            )
+        if trainer.environment_factories is not None:
+            raise ConfigError(
+                "The training dataset has images, which partial rollouts do not support with environments yet. Train "
+                "with TRL's GRPOTrainer."
+            )
+        compatibility.check_images(options)
+        return PromptImages(images, prompt_ids, trainer.vllm_generation._place_features)
+
+    return images_of
 
 
 def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | None = None) -> RewardScorer:
