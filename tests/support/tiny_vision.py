@@ -43,8 +43,15 @@ def build_processor() -> LlavaProcessor:
 
 
 def save_tiny_vision_model(path: str | Path) -> str:
-    """Save model and processor into the folder `path`, and return it. The global random state stays."""
+    """Save model and processor into the folder `path`, and return it."""
     processor = build_processor()
+    build_vision_model(processor).save_pretrained(path)
+    processor.save_pretrained(path)
+    return str(path)
+
+
+def build_vision_model(processor: LlavaProcessor) -> LlavaForConditionalGeneration:
+    """A float32 model of 0.2 million parameters. The global random state stays."""
     text = build_model(tie_word_embeddings=False, vocab_size=len(processor.tokenizer)).config.to_dict()
     vision = CLIPVisionConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
@@ -64,9 +71,7 @@ def save_tiny_vision_model(path: str | Path) -> str:
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[processor.image_token_id] = 0.0
         model.lm_head.weight[processor.image_token_id, 0] = -30.0
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
-    return str(path)
+    return model
 
 
 def picture(seed: int) -> Image.Image:
