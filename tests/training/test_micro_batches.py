@@ -54,7 +54,7 @@ def test_the_longest_of_a_step_are_together_and_come_first():
 
 def test_micro_batches_with_images_stay():
     """The pixels are by image, not by sample, and their forward passes are TRL's."""
-    made = [{**one, "num_images": [2, 1]} for one in micro_batches([3, 9], [8, 2])]
+    made = [{**one, "num_images": [2, 1]} for one in micro_batches([20, 90], [80, 10])]
     args = GRPOConfig("out", gradient_accumulation_steps=2, use_cpu=True, bf16=False)
     options = {"is_sharded": True, "has_entropy_bonus": False, "has_aux_loss": False, "multiple": None}
     assert numbers(arranged(made, GRPOTrainer, args, reduce_max=list, **options)) == [[0, 1], [2, 3]]
