@@ -248,6 +248,8 @@ class RolloutSession:
 
         def on_taken(done: Round) -> None:
             self._in_training.append((micro_step, done.groups))
+            for group in done.groups:
+                group.images = None  # in the form of the engine they are large, and their rows have them
             if self._chooser is not None:
                 self._chooser.observe(done)
 
