@@ -150,13 +150,16 @@ class AprilOptions:
         """Whether only the adapter may be sent to the server."""
         return self.weight_sync in ("auto", "adapter")
 
-    def with_schedule(self) -> AprilOptions:
-        """The same options, with a choice for `"auto"` where it needs no measurement."""
+    def with_schedule(self, *, keeps: bool = True) -> AprilOptions:
+        """The same options, with a choice for `"auto"` where it needs no measurement.
+
+        Requests may be kept through a weight sync only if it `keeps` them.
+        """
         overlaps, kv = self.overlap_generation, self.resume_kv
         if overlaps == AUTO:
             overlaps = self.over_provisioning != 1.0 and self.max_staleness != 0
         if kv == AUTO:
-            kv = "keep" if overlaps else "reuse"
+            kv = "keep" if overlaps and keeps else "reuse"
         return replace(self, overlap_generation=overlaps, resume_kv=kv)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from .config import AprilOptions
 from .data.admission import Admission
 from .data.order import TrainingRows, make_source, resumed_source
 from .data.plan import TrainingPlan
-from .data.source import RowSource
+from .data.source import Row, RowSource
 from .distributed.processes import Processes
 from .distributed.signals import StopRequest
 from .engine.sampling import sampling_of
@@ -72,7 +72,8 @@ class RolloutSession:
         options: AprilOptions,
         *,
         rows: TrainingRows,
-        tokenize: Callable[[list[Any]], tuple[list[list[int]], Any, Any]],
+        tokenize: Callable[[list[Row]], list[list[int]]],
+        images_of: Callable[[Row, list[int]], Any],
         vocab_size: int,
         eos_token_ids: Sequence[int | None],
         server: ServerGeneration,
@@ -129,7 +130,7 @@ class RolloutSession:
         # A checkpoint written under a higher target can hold more groups than this one.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         connections = reserve_connections(groups_here * plan.num_generations)
-        admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
+        admission = Admission(plan, self._source, rows.read, tokenize, processes.owns, images_of)
         if processes.rank == 0:
             admission.check_longest(rows.longest_prompts(CHECKED_PROMPTS, silent=self._silent))
         if saved is not None:
@@ -145,7 +146,7 @@ class RolloutSession:
                 vocab_size=plan.vocab_size,
                 api_key=api_key(),
                 adapter=lambda: server.adapter,
-            ),
+            ),  # fmt: skip
             is_sticky=options.resume_kv != "recompute",
             rank=processes.rank,
             on_lost=server.servers.leave_out,
@@ -250,6 +251,8 @@ class RolloutSession:
 
         def on_taken(done: Round) -> None:
             self._in_training.append((micro_step, done.groups))
+            for group in done.groups:
+                group.images = None  # in the form of the engine they are large, and their rows have them
             if self._chooser is not None:
                 self._chooser.observe(done)
 

@@ -28,6 +28,7 @@ from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
 from .distributed.processes import processes_of
 from .distributed.signals import Stopped, StopRequest, leave
+from .engine.images import returning_images
 from .errors import ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
@@ -65,13 +66,11 @@ class APRILGRPOTrainer(GRPOTrainer):
     for `trl-april report`.
 
     Where no server is given and none answers at TRL's default address, the trainer starts one, which ends with it: on
-    GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory. A server that
-    dies is started again.
+    GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory.
 
-    APRIL is on when `args.use_vllm` is true, without `rollout_func` or image columns, and unless a subclass overrides
-    `_generate`, `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock
-    GRPO, and says so at the start and at the end of training. Tools and environments work in threads, while other
-    samples are generated.
+    APRIL is on when `args.use_vllm` is true, without `rollout_func`, and unless a subclass overrides `_generate`,
+    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO, and
+    says so. Tools and environments work in threads, while other samples are generated.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -95,11 +94,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     Example:
 
     ```python
-    trainer = APRILGRPOTrainer(
-        model="Qwen/Qwen3-0.6B",
-        reward_funcs=trl.rewards.accuracy_reward,
-        train_dataset=datasets.load_dataset("trl-lib/DeepMath-103K", split="train"),
-    )
+    dataset = datasets.load_dataset("trl-lib/DeepMath-103K", split="train")
+    trainer = APRILGRPOTrainer("Qwen/Qwen3-0.6B", trl.rewards.accuracy_reward, train_dataset=dataset)
     trainer.train()
     ```
     """
@@ -128,8 +124,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     ) -> None:
         args = args or construction.default_arguments(model)
         stock_because = compatibility.why_stock(
-            args, train_dataset, rollout_func=rollout_func, overridden=compatibility.ignored_overrides(type(self))
-        )
+            args, train_dataset, rollout_func=rollout_func, has_environments=environment_factory is not None,
+            overridden=compatibility.ignored_overrides(type(self)),
+        )  # fmt: skip
         compatibility.check_rollout(rollout, args, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
@@ -137,7 +134,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._session: RolloutSession | None = None
         self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
-            self._options = AprilOptions.of(args).with_schedule()
+            self._options = AprilOptions.of(args).with_schedule(keeps=not compatibility.has_images(train_dataset))
             # Each process scores the groups whose environments it has.
             self._options.score_during_generation |= environment_factory is not None
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
@@ -237,6 +234,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
             **handed_over(output, done.groups, has_tools=bool(self.tools)),
+            "_generate": returning_images(super()._generate),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             changes["reward_funcs"] = trained_rewards(done.groups)
@@ -281,7 +279,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden because TRL pads every micro-batch to the longest completion of the whole batch: with a long tail,
-        # most of the computation. Images (in evaluation) and some models depend on the width. Overridden, too, to
+        # most of the computation. Images and some models depend on the width. Overridden, too, to
         # correct a micro-batch by its training forward pass. For this pass alone TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
@@ -350,6 +348,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._options,
             rows=session_parts.training_rows(self),
             tokenize=session_parts.tokenize_prompts(self, turns),
+            images_of=session_parts.prompt_images(self, self._options, turns),
             vocab_size=self.model.config.get_text_config().vocab_size,
             eos_token_ids=self.eos_token_ids,
             server=server,
@@ -370,12 +369,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         if self._session is None:
             self._session = self._open_session()
             self.pool = self._session.pool
+        is_synced, profiled = step == self._last_loaded_step, partial(profiling_context, self)
         with self._saved_if_stopped():
-            done, metrics = self._session.run_round(
-                self._step,
-                is_synced=step == self._last_loaded_step,
-                profiled=partial(profiling_context, self),
-            )
+            done, metrics = self._session.run_round(self._step, is_synced=is_synced, profiled=profiled)
         self._last_loaded_step = step
         self._log_metrics(metrics)
         self.round_history.append(outline(done))

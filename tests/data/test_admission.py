@@ -27,13 +27,12 @@ class Rows:
 class Tokenizer:
     """A prompt of n characters has n tokens and one."""
 
-    def __init__(self, images: object = None) -> None:
-        self.images = images
+    def __init__(self) -> None:
         self.tokenized: list[str] = []
 
-    def __call__(self, prompts: list[str]) -> tuple:
-        self.tokenized += prompts
-        return [[1] * (len(prompt) + 1) for prompt in prompts], self.images, {}
+    def __call__(self, rows: list[dict]) -> list[list[int]]:
+        self.tokenized += rows
+        return [[1] * (len(row["prompt"]) + 1) for row in rows]
 
 
 def plan(max_completion_length: int | None = 10, context_length: int = 30) -> TrainingPlan:
@@ -116,11 +115,6 @@ def test_the_longest_prompts_of_the_dataset_are_checked_first():
 def test_without_a_limit_a_completion_may_fill_the_context():
     (group,) = admission(max_completion_length=None).next_groups(1)
     assert group.max_completion_length == 29
-
-
-def test_a_prompt_with_an_image_is_refused():
-    with pytest.raises(ConfigError, match="holds an image"):
-        admission(tokenize=Tokenizer(images=[object()])).next_groups(1)
 
 
 # Groups of a checkpoint

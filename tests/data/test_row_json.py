@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from trl_april.data.row_json import decode_row, encode_row
 from trl_april.errors import ConfigError
@@ -83,6 +84,15 @@ def test_numpy_arrays(array: np.ndarray):
     found = through_json({"x": array})["x"]
     assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
     found[...] = 0  # as writable as the original
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "1", "I;16"])
+def test_images(mode):
+    image = Image.new(mode, (3, 2), 1)
+    found = through_json({"x": image})["x"]
+    assert (found.mode, found.size, found.tobytes()) == (mode, (3, 2), image.tobytes())
+    with pytest.raises(ConfigError, match="an image that PNG does not hold"):
+        encode_row({"x": Image.new("CMYK", (3, 2))})
 
 
 def test_arrays_of_objects():

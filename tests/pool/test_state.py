@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.support.closing import in_time
 from tests.support.driven import DrivenRun, canonical
 from tests.support.pools import admit, complete, generate, pool_in_round, refused
 from trl_april.distributed.scatter import owner_of
 from trl_april.errors import PoolError
+from trl_april.pool.packing import prompt_digest
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, SampleState
 from trl_april.pool.state import COUNTERS, restore, state_dict
@@ -221,6 +223,17 @@ def test_conversation_in_a_state_is_a_copy():
         if not last:
             generate(pool, sample, 3)
     assert sample.conversation.iterations == 2  # there are results, though no call is counted
+
+
+def test_digest_of_a_prompt_with_an_image_is_the_same_after_the_image_was_read_again(tmp_path):
+    """Its text has an address in memory, and a class that depends on where it came from."""
+
+    def digest(image):
+        return prompt_digest({"prompt": [{"role": "user", "content": [{"type": "image", "image": image}]}]})
+
+    image = Image.new("RGB", (3, 2))
+    image.save(tmp_path / "image.png")
+    assert digest(image) == digest(Image.open(tmp_path / "image.png")) != digest(Image.new("RGB", (3, 3)))
 
 
 def test_scores_of_other_reward_functions_are_forgotten():

@@ -1,4 +1,4 @@
-"""scripts/calculator.py and scripts/guess.py: the tools, the rewards, and a step of training on the fake server."""
+"""Example scripts: the tools, the data, the rewards, and a step of training on the fake server."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def test_the_tool_calculates_and_runs_no_code():
 def test_the_reward_is_the_last_word_of_the_last_message():
     completions = [[{"content": text}] for text in ("It is 12", "12 it is", "")]
     assert CALCULATOR["is_right"](completions, ["12", "12", "12"]) == [1.0, 0.0, 0.0]
+
+
+def test_pictures_have_as_many_squares_as_their_answers_say():
+    squares = runpy.run_path(str(ROOT / "scripts" / "squares.py"))
+    rows = squares["problems"](4)
+    assert rows["answer"] == squares["problems"](4)["answer"] and len(set(rows["answer"])) > 1
+    for row in rows:
+        size = sum(count for count, colour in row["image"].getcolors() if colour != (255, 255, 255))
+        assert size == 29 * 29 * int(row["answer"])
+    assert squares["is_right"]([[{"content": "So 3"}]], ["3"]) == [1.0]
 
 
 def test_the_game_rewards_few_guesses_and_continues_where_it_was():

@@ -44,7 +44,7 @@ def test_command_on_a_cpu():
         "--max-model-len": "4096",
     }.items():
         assert flag_value(command, flag) == value
-    assert "--disable-uvicorn-access-log" in command
+    assert "--disable-uvicorn-access-log" in command and "--enable-scale-out" in command
     assert "--weight-transfer-config" not in command  # no NCCL on a CPU
     assert middleware_of(command) == [path_of(GeneratedTokens), path_of(BrowserGuard)]
     assert flag_value(command, "--worker-extension-cls") == path_of(QuietReload)

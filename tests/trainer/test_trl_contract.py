@@ -271,6 +271,27 @@ def test_tokenization_and_sampler():
     assert parameters(utils.repeat_iterable_dataset) == ["dataset", "mini_repeat_count", "batch_size", "repeat_count"]
 
 
+def test_images_of_prompts():
+    """`engine.images` reads rows as TRL does, and a batch has its images where `_generate` returns them."""
+    returned = ["prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs", "extra_fields", "images"]
+    assert f"return {', '.join(returned)}, tool_images" in GENERATE
+    assert parameters(GRPOTrainer._generate) == ["prompts"] and SCORE.count("self._generate(prompts)") == 1
+    for line in (
+        'if "images" in inputs[0]:',
+        '[[example.get("image")] if example.get("image") is not None else None for example in inputs]',
+        "prepare_multimodal_messages(prompt, images=image_list)",
+        "images = dataset_images",
+    ):
+        assert SCORE.count(line) == 1
+    extraction = inspect.getsource(GRPOTrainer._tokenize_prompts)
+    assert 'if part["type"] == "image":' in extraction and 'prompt_images.append(part["image"])' in extraction
+    assert "self._is_vlm = True" in CONSTRUCTOR
+    assert parameters(VLLMGeneration._place_features) == ["features", "prompt_ids"]
+    assert "self.processing_class.image_token_id" in inspect.getsource(VLLMGeneration._place_features)
+    features = inspect.getsource(VLLMClient.image_features)
+    assert '"messages": to_openai_messages(messages), "max_tokens": 1}' in features
+
+
 def test_the_interface_of_vllm_generation():
     """ServerGeneration overrides three of these and calls the others."""
     assert parameters(VLLMGeneration._init_vllm) == [] == parameters(VLLMGeneration.sync_weights)

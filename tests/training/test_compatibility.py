@@ -13,10 +13,12 @@ from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.compatibility import (
     check_arguments,
     check_dataset,
+    check_images,
     check_model,
     check_processes,
     check_scoring,
     check_tools,
+    has_images,
     ignored_overrides,
     why_stock,
     without_effect,
@@ -104,8 +106,16 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("images", IMAGES)
-def test_images_run_stock(images):
-    assert why_stock(config(), IMAGES[images]) == "the dataset has images, which partial rollouts do not support yet"
+def test_images_run_stock_with_environments_and_are_not_kept_through_a_sync(images):
+    assert why_stock(config(), IMAGES[images]) is None
+    assert "images" in why_stock(config(), IMAGES[images], has_environments=True)
+    assert has_images(IMAGES[images]) and not has_images(TEXT)
+    for overlap in ("auto", False):
+        chosen = AprilOptions(overlap_generation=overlap).with_schedule(keeps=False)
+        check_images(chosen)
+        assert chosen.resume_kv == "reuse"
+    with pytest.raises(ConfigError, match="Set resume_kv='reuse' or 'recompute'"):
+        check_arguments(config(), AprilOptions(resume_kv="keep"), IMAGES[images])
 
 
 def test_columns_are_those_of_a_transform():
@@ -113,8 +123,7 @@ def test_columns_are_those_of_a_transform():
     prompts = questions.with_transform(lambda rows: {"prompt": rows["question"]})
     check_dataset(prompts, 2)
     assert why_stock(config(), prompts) is None
-    images = questions.with_transform(lambda rows: {"prompt": rows["question"], "image": rows["question"]})
-    assert "images" in why_stock(config(), images)
+    assert has_images(questions.with_transform(lambda rows: {"prompt": rows["question"], "image": rows["question"]}))
 
 
 def test_the_checks_consume_no_row_of_a_stream_and_leave_foreign_datasets_to_trl():

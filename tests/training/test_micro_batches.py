@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 import torch
+from trl import GRPOConfig, GRPOTrainer
 
 from trl_april.training.micro_batches import (
     PASSES,
+    arranged,
     cheapest_parts,
     columns_needed,
     like_lengths_together,
@@ -48,6 +50,16 @@ def test_the_longest_of_a_step_are_together_and_come_first():
     made = like_lengths_together(micro_batches([5, 1], [9, 2], [8, 3], [1, 1]), 4, multiple=1)
     assert numbers(made) == [[2, 4], [0, 5], [3, 1], [6, 7]]
     assert [int(one["completion_mask"].any(0).sum()) for one in made] == [9, 5, 2, 1]
+
+
+def test_micro_batches_with_images_stay():
+    """The pixels are by image, not by sample, and their forward passes are TRL's."""
+    made = [{**one, "num_images": [2, 1]} for one in micro_batches([20, 90], [80, 10])]
+    args = GRPOConfig("out", gradient_accumulation_steps=2, use_cpu=True, bf16=False)
+    options = {"is_sharded": True, "has_entropy_bonus": False, "has_aux_loss": False, "multiple": None}
+    assert numbers(arranged(made, GRPOTrainer, args, reduce_max=list, **options)) == [[0, 1], [2, 3]]
+    without = [{name: value for name, value in one.items() if name != "num_images"} for one in made]
+    assert numbers(arranged(without, GRPOTrainer, args, reduce_max=list, **options)) == [[1, 2], [0, 3]]
 
 
 def test_no_sample_changes_its_step():

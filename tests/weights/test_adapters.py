@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.support.synced_trainer import SyncedTrainer
 from tests.support.tiny import build_model
+from tests.support.tiny_vision import build_processor, build_vision_model
 from tests.support.weight_folders import weight_folders
 from tests.weights.test_sync_outages import MortalVLLM, paths
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
@@ -211,6 +212,9 @@ def test_models_and_servers_without_a_servable_adapter_are_named(trainer, fake):
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     assert "PREFIX_TUNING" in reason(get_peft_model(build_model(), prefix))
     assert "embedding" in reason(get_peft_model(build_model(), LoraConfig(target_modules=["embed_tokens"])))
+    for layers, expected in ((["q_proj"], "the vision tower"), (r".*language_model.*q_proj", "None")):
+        adapted = get_peft_model(build_vision_model(build_processor()), LoraConfig(target_modules=layers))
+        assert expected in str(reason(adapted))
 
 
 def test_a_quantized_model_needs_its_adapter_alone(trainer, fake, caplog):

@@ -32,12 +32,13 @@ class NewGroup:
     num_generations: int = 0
     max_completion_length: int = 0
     row_index: int | None = None
+    images: Any = None  # of the prompt, as the engine takes them
 
     def admit_to(self, pool: Pool) -> None:
         if self.row is None:
             pool.schedule.admit(self.group_id)
             return
-        pool.admit(
+        group = pool.admit(
             self.group_id,
             self.row,
             self.prompt_ids,
@@ -45,14 +46,15 @@ class NewGroup:
             max_completion_length=self.max_completion_length,
             row_index=self.row_index,
         )
+        group.images = self.images
 
 
 class Admission:
     """Makes groups of dataset rows. `owns` says whether a group belongs to this process.
 
-    `tokenize` is TRL's `_tokenize_prompts`, so that a prompt has the same tokens as in stock GRPO and in evaluation.
-    It returns the token ids of prompts, images (or `None`), and multimodal fields. With environments it returns no ids
-    yet, since the reset of a sample's environment has a part in its prompt.
+    `tokenize` returns the token ids of the prompts of rows, the same as in stock GRPO and in evaluation. With
+    environments it returns no ids yet, since the reset of a sample's environment has a part in its prompt. `images_of`
+    returns the images of a row with these token ids in the form that the engine takes, `None` if it has none.
     """
 
     def __init__(
@@ -60,11 +62,12 @@ class Admission:
         plan: TrainingPlan,
         source: RowSource,
         read_row: Callable[[RowRef], Row],
-        tokenize: Callable[[list[Any]], tuple[list[list[int]], Any, Any]],
+        tokenize: Callable[[list[Row]], list[list[int]]],
         owns: Callable[[int], bool],
+        images_of: Callable[[Row, list[int]], Any] = lambda row, prompt_ids: None,
     ) -> None:
         self._plan, self._source = plan, source
-        self._read_row, self._tokenize, self._owns = read_row, tokenize, owns
+        self._read_row, self._tokenize, self._owns, self._images_of = read_row, tokenize, owns, images_of
         self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
 
     def check_longest(self, indices: Sequence[int]) -> None:
@@ -72,7 +75,7 @@ class Admission:
 
         Training would find it too, when the row is due, which may be hours later.
         """
-        lengths = [len(ids) for ids in self._prompt_ids([self._read_row(index).get("prompt") for index in indices])]
+        lengths = [len(ids) for ids in self._prompt_ids([self._read_row(index) for index in indices])]
         too_long = {index: length for index, length in zip(indices, lengths, strict=True) if length > self._room}
         if too_long:
             longest = max(too_long, key=too_long.__getitem__)
@@ -88,7 +91,7 @@ class Admission:
             ConfigError: If a prompt leaves no room for a completion, or the row cannot be written to a checkpoint.
         """
         rows = [(group_id, ref, self._read_row(ref)) for group_id, ref in self._source.next_rows(count)]
-        tokenized = iter(self._prompt_ids([row.get("prompt") for group_id, _, row in rows if self._owns(group_id)]))
+        tokenized = iter(self._prompt_ids([row for group_id, _, row in rows if self._owns(group_id)]))
         groups = []
         for group_id, ref, row in rows:
             if self._owns(group_id):
@@ -122,6 +125,7 @@ class Admission:
         self._elsewhere = {group.group_id: group.row for group in elsewhere}
         for group in groups:
             self._check_resumed(group)
+            group.images = self._images_of(group.row, group.prompt_ids)
 
     def row_of(self, group_id: int) -> Row:
         """The row of another process's outstanding group."""
@@ -132,16 +136,8 @@ class Admission:
         for group_id in group_ids:
             self._elsewhere.pop(group_id, None)
 
-    def _prompt_ids(self, prompts: list[Any]) -> list[list[int]]:
-        if not prompts:
-            return []
-        prompt_ids, images, _ = self._tokenize(copy.deepcopy(prompts))
-        if images is not None:
-            raise ConfigError(
-                "A prompt holds an image, which partial rollouts do not support. Use GRPOTrainer, or a dataset with "
-                "an `images` column, for which this trainer runs stock GRPO."
-            )
-        return [list(ids) for ids in prompt_ids]
+    def _prompt_ids(self, rows: list[Row]) -> list[list[int]]:
+        return [list(ids) for ids in self._tokenize(copy.deepcopy(rows))] if rows else []
 
     @property
     def _room(self) -> int:
@@ -167,7 +163,8 @@ class Admission:
         row_index = ref if isinstance(ref, int) else None
         if plan.saves_checkpoints and row_index is None:
             encode_row(row)  # fails now, not at the first checkpoint
-        return NewGroup(group_id, row, prompt_ids, plan.num_generations, budget, row_index)
+        images = self._images_of(row, prompt_ids)
+        return NewGroup(group_id, row, prompt_ids, plan.num_generations, budget, row_index, images)
 
     def _check_resumed(self, group: Group) -> None:
         plan, name = self._plan, f"Group {group.group_id} of the checkpoint"

@@ -44,9 +44,14 @@ class TrainingRows:
         return list(self.collate(first)[0]) if first else []
 
     def longest_prompts(self, count: int, *, silent: bool) -> list[int]:
-        """Indices of the rows with the longest prompts, as text. None of a stream, or where a transform makes them."""
+        """Indices of the rows with the longest prompts, as text.
+
+        None of a stream, where a transform makes them, or with images, whose number of tokens the text does not tell.
+        """
         dataset = self.dataset
         if self.is_stream or dataset.format["type"] == "custom" or "prompt" not in dataset.column_names:
+            return []
+        if {"image", "images"} & {*dataset.column_names} or "Image(" in str(dataset.features["prompt"]):
             return []
         prompts = dataset.select_columns(["prompt"]).with_format(None)
         bar = tqdm(total=len(prompts), desc="length of prompts", unit="row", leave=False, disable=silent or None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
+import io
 import zoneinfo
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,8 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if kind is dict and all(type(key) is str and not key.startswith(MARK) for key in value):
         return {key: _encode(item) for key, item in value.items()}
+    if kind.__module__.startswith("PIL."):
+        return {MARK + "image": _encode_image(value)}
     for name, (of_kind, encode, _) in _KINDS.items():
         if kind is of_kind or f"{kind.__module__.partition('.')[0]}.{kind.__name__}" == of_kind:
             return {MARK + name.partition(" ")[0]: encode(value)}
@@ -133,6 +136,23 @@ def _decode_tensor(encoded: list[Any]) -> Any:
     return torch.from_numpy(np.ndarray([len(content)], np.uint8, content)).view(dtype).reshape(shape)
 
 
+def _encode_image(image: Any) -> str:
+    content = io.BytesIO()
+    try:
+        image.save(content, "PNG")
+    except OSError as error:
+        raise TypeError(f"an image that PNG does not hold ({error})") from error
+    return _to_text(content.getvalue())
+
+
+def _decode_image(text: str) -> Any:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(_from_text(text)), formats=["PNG"])
+    image.load()
+    return image
+
+
 def _encode_datetime(value: datetime.datetime) -> list[Any]:
     # Arrow's time zones have names, which an offset would lose.
     if isinstance(value.tzinfo, zoneinfo.ZoneInfo) and value.tzinfo.key is not None:
@@ -193,6 +213,7 @@ _KINDS: dict[str, tuple[type | str, Callable[[Any], Any], Callable[[Any], Any]]]
     "decimal": (decimal.Decimal, str, decimal.Decimal),
     "array": (np.ndarray, _encode_array, _decode_array),
     "tensor": ("torch.Tensor", _encode_tensor, _decode_tensor),
+    "image": ("PIL.Image", _encode_image, _decode_image),
     "pandas": ("pandas.Timestamp", _encode_pandas, _decode_pandas),
     "pandas timedelta": ("pandas.Timedelta", _encode_pandas, _decode_pandas),
 }

@@ -81,17 +81,17 @@ class EventStream:
                     f"The vLLM server failed during request {self._request.request_id}: {str(event['error'])[:500]}. "
                     "See its log."
                 )
-            return self._read_choices(event["choices"])
+            return self._read_choices(event["choices"], event.get("prompt_token_ids"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._error(f"got a malformed event ({error!r:.200})", data) from error
 
-    def _read_choices(self, choices: Any) -> Chunk | None:
+    def _read_choices(self, choices: Any, echo: Any) -> Chunk | None:
         if choices == []:
             return None  # usage statistics
         [choice] = choices
         if choice["index"] != 0:
             raise ValueError("one completion was requested")
-        echo = choice.get("prompt_token_ids")
+        echo = choice.get("prompt_token_ids", echo)  # in the event itself where there are images
         if echo is not None and echo != self._request.token_ids:
             raise EngineError(
                 f"The server generated for other token ids than those of request {self._request.request_id}: it "
@@ -99,7 +99,13 @@ class EventStream:
                 "requests on unchanged."
             )
         token_ids = choice["token_ids"]
-        logprobs = [] if choice.get("logprobs") is None else choice["logprobs"]["token_logprobs"]
+        logprobs = choice.get("logprobs")
+        if logprobs is None:
+            logprobs = []
+        elif "content" in logprobs:
+            logprobs = [token["logprob"] for token in logprobs["content"]]
+        else:
+            logprobs = logprobs["token_logprobs"]
         if type(token_ids) is not list or not {int}.issuperset(map(type, token_ids)):  # JSON's true is no number
             raise TypeError("token ids are a list of integers")
         types = set(map(type, logprobs))

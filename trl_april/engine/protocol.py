@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import ServerError
 from ..pool.samples import Group, Sample
@@ -26,6 +26,7 @@ class GenerationRequest:
     cache_salt: str  # requests share KV blocks only with requests of the same salt
     seed: int | None = None  # of this request's sampling
     sample: tuple[int, int] | None = None  # key of the sample: requests of one sample share KV blocks
+    images: Any = None  # of the prompt, if it has any: `engine.images.PromptImages`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class RequestMaker:
             cache_salt=f"{self._run_id}-{salt}",
             seed=None if self._seed is None else derive_seed(self._seed, sample),
             sample=sample.key,
+            images=group.images,
         )
 
 

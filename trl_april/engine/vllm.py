@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -23,6 +23,7 @@ from .protocol import Chunk, GenerationRequest
 from .sampling import JSON, SamplingOptions
 
 
+GENERATE_PATH, RENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/render"  # for prompts with images
 ANSWER_SECONDS = 10.0  # a healthy server answers short requests at once, however busy it is
 
 
@@ -49,15 +50,13 @@ class VLLMEngine:
         self._min_tokens = sampling.min_tokens
         self._vocab_size = vocab_size
         self._adapter = adapter
-        self._body = {
+        self._body = {"model": model, "stream": True, "return_token_ids": True}
+        self._sampling = {
             **sampling.body,
-            "model": model,
-            "stream": True,
             "stream_interval": stream_interval,
-            "logprobs": 0,  # only the sampled token's
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # spares the server the text of every token
-        }
+            "logprobs": 0,
+        }  # only the sampled token's
+        self._with_images: set[str] = set()  # ids of running requests
         # Compression would hold tokens back until there are enough to compress.
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if api_key is not None:
@@ -66,45 +65,78 @@ class VLLMEngine:
         self._streams: set[aiohttp.StreamReader] = set()  # being read
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        body = {
-            **self._body,
-            "prompt": request.token_ids,
+        if request.images is not None:
+            self._with_images.add(request.request_id)
+        try:
+            path, data = await self._asked_for(request)
+            async with self._request(
+                "POST", path, data=data, headers={"X-Request-Id": request.request_id}
+            ) as response:
+                async with aclosing(self._chunks(response, EventStream(request, self._vocab_size))) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+        finally:
+            self._with_images.discard(request.request_id)
+
+    async def _chunks(self, response: aiohttp.ClientResponse, events: EventStream) -> AsyncGenerator[Chunk, None]:
+        self._streams.add(response.content)
+        try:
+            async for received in response.content.iter_any():
+                for chunk in events.feed(received):
+                    yield chunk
+                if events.ended:
+                    return
+        except aiohttp.ClientError:
+            # aiohttp has not handed out what arrived last; without it, more than a chunk could be lost.
+            for chunk in events.feed(response.content._read_nowait(-1)):
+                yield chunk
+            if not events.ended:
+                raise
+        finally:
+            self._streams.discard(response.content)
+
+    async def _asked_for(self, request: GenerationRequest) -> tuple[str, bytes]:
+        """The path and the body of a request."""
+        body = {**self._body, "cache_salt": request.cache_salt}
+        sampling = {
+            **self._sampling,
             "max_tokens": request.max_tokens,
             "min_tokens": max(0, self._min_tokens - request.generated),
-            "cache_salt": request.cache_salt,
         }
+        if request.seed is not None:
+            sampling["seed"] = request.seed
+        if request.images is None:
+            # `return_tokens_as_token_ids` spares the server the text of every token.
+            body = {**sampling, **body, "prompt": request.token_ids, "return_tokens_as_token_ids": True}
+        else:
+            features = await request.images.features(self._render)
+            sampling["detokenize"] = False
+            body |= {"token_ids": request.token_ids, "features": features, "sampling_params": sampling}
         if (adapter := self._adapter()) is not None:
             body["model"] = adapter
-        if request.seed is not None:
-            body["seed"] = request.seed
-        data, headers = orjson.dumps(body, option=JSON), {"X-Request-Id": request.request_id}
-        async with self._request("POST", "/v1/completions", data=data, headers=headers) as response:
-            events = EventStream(request, self._vocab_size)
-            self._streams.add(response.content)
-            try:
-                async for received in response.content.iter_any():
-                    for chunk in events.feed(received):
-                        yield chunk
-                    if events.ended:
-                        return
-            except aiohttp.ClientError:
-                # aiohttp has not handed out what arrived last; without it, more than a chunk could be lost.
-                for chunk in events.feed(response.content._read_nowait(-1)):
-                    yield chunk
-                if not events.ended:
-                    raise
-            finally:
-                self._streams.discard(response.content)
+        path = "/v1/completions" if request.images is None else GENERATE_PATH
+        return path, orjson.dumps(body, option=JSON)
+
+    async def _render(self, messages: list[Any]) -> dict[str, Any]:
+        """The features of the images in a conversation. They depend on the images alone."""
+        answer = await self._ask(RENDER_PATH, {"model": self._body["model"], "messages": messages, "max_tokens": 1})
+        try:
+            features: dict[str, Any] = orjson.loads(answer)["features"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"The vLLM server sent no features of images: {answer[:200]!r}.") from error
+        return features
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:
             # vLLM reads an empty list as all requests, other clients' included.
             raise EngineError("abort() got no request ids, but it needs at least one.")
-        await self._ask("/abort_requests", {"request_ids": [_vllm_name(request_id) for request_id in request_ids]})
+        await self._ask(
+            "/abort_requests", {"request_ids": [self._vllm_name(request_id) for request_id in request_ids]}
+        )
 
     async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
         """Needs `trl_april.server.middleware.GeneratedTokens` on the server."""
-        by_name = {_vllm_name(request_id): request_id for request_id in request_ids}
+        by_name = {self._vllm_name(request_id): request_id for request_id in request_ids}
         try:
             answer = await self._ask(GENERATED_TOKENS_PATH, {"request_ids": list(by_name)}, ANSWER_SECONDS)
             return {by_name[name]: int(tokens) for name, tokens in orjson.loads(answer)["generated"].items()}
@@ -148,6 +180,10 @@ class VLLMEngine:
                 f"The vLLM server at {self._base_url} did not answer {path}, or broke the connection: {error!r:.500}."
             ) from error
 
+    def _vllm_name(self, request_id: str) -> str:
+        """vLLM's name for a request with this X-Request-Id: endpoint, id, index of the prompt."""
+        return f"generate-tokens-{request_id}" if request_id in self._with_images else f"cmpl-{request_id}-0"
+
     def _open_session(self) -> aiohttp.ClientSession:
         # Created on first use, because a session belongs to the event loop it is created in.
         if self._session is None:
@@ -172,11 +208,6 @@ def _ssl_context() -> ssl.SSLContext | bool:
     return ssl.create_default_context(cafile=path)
 
 
-def _vllm_name(request_id: str) -> str:
-    """vLLM's name for a request with this X-Request-Id: endpoint, id, index of the prompt."""
-    return f"cmpl-{request_id}-0"
-
-
 async def _raise_for_status(response: aiohttp.ClientResponse, *, lost_adapter: bool) -> None:
     if response.status == 200:
         return
@@ -189,7 +220,9 @@ async def _raise_for_status(response: aiohttp.ClientResponse, *, lost_adapter: b
         raise EngineError(f"{message} Set VLLM_API_KEY to the key that the server was started with.")
     if response.status == 404 and response.url.path == "/abort_requests":
         raise EngineError(f"{message} Restart the server with VLLM_SERVER_DEV_MODE=1 in its environment.")
-    if response.status == 404 and response.url.path == "/v1/completions" and lost_adapter:
+    if response.status == 404 and response.url.path == RENDER_PATH:
+        raise EngineError(f"{message} Prompts with images need it: restart the server with --enable-scale-out.")
+    if response.status == 404 and response.url.path in ("/v1/completions", GENERATE_PATH) and lost_adapter:
         raise ServerError(message)  # it was restarted, and does not know the adapter
     if response.status >= 500 or response.status == 429:
         raise ServerError(message)

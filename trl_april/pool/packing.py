@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -83,8 +84,14 @@ def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]]) -> list[Group]:
 
 
 def prompt_digest(row: dict[str, Any]) -> str:
-    """Digest of the row's prompt. The token ids do not serve: a chat template may contain the time of day."""
-    return hashlib.blake2b(_encode(row.get("prompt")).encode(), digest_size=8).hexdigest()
+    """Digest of the row's prompt. The token ids do not serve: a chat template may contain the time of day.
+
+    Of an image in it, only mode and size count; its text has the address in memory, too.
+    """
+    text = re.sub(
+        r"<PIL\.\S+ image mode=(\S+) size=(\S+) at 0x[0-9A-F]+>", r"<image \1 \2>", _encode(row.get("prompt"))
+    )
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def plain(value: Any) -> Any:

@@ -210,6 +210,7 @@ class Group:
     samples: list[Sample]
     score: Score | None = None
     row_index: int | None = None
+    images: Any = None  # of the prompt, as the engine takes them; not saved
 
     @property
     def state(self) -> SampleState:

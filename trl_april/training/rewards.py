@@ -25,6 +25,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.trainer.utils import is_async_callable, nanstd
 
+from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Score
 from .batch import batch_rows
@@ -63,7 +64,7 @@ class RewardScorer:
         """Decode and score the completions of `groups`, with one call of each reward function; one score per group."""
         use_device(self.device)
         rows = batch_rows(groups)
-        prompts = [row["prompt"] for row in rows]
+        prompts = [prompt_of(row) for row in rows]
         prompt_ids = [group.prompt_ids_of(sample) for group in groups for sample in group.samples]
         completion_ids = [sample.token_ids.tolist() for group in groups for sample in group.samples]
         completions: list[Any] = messages_of(groups)

@@ -20,8 +20,11 @@ from trl.extras.profiling import profiling_context
 
 from ..config import AprilOptions
 from ..data.order import TrainingRows
+from ..data.source import Row
+from ..engine.images import PromptImages, images_in, prompt_of
 from ..errors import ConfigError
 from ..rollout.daemon_threads import DaemonThreads
+from . import compatibility
 from .environments import NO_PROMPT, Environments
 from .rewards import RewardScorer, checked, decode_completions, use_device
 from .rollout_function import Rollout, RolloutTurns
@@ -42,11 +45,35 @@ def training_rows(trainer: GRPOTrainer) -> TrainingRows:
 
 def tokenize_prompts(
     trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None
-) -> Callable[[list[Any]], tuple[list[list[int]], Any, Any]]:
-    """TRL's method, or one that returns no ids, where an environment or a rollout function makes the prompt."""
+) -> Callable[[list[Row]], list[list[int]]]:
+    """By TRL's method, or no ids where an environment or a rollout function makes the prompt."""
     if trainer.environment_factories is None and not isinstance(turns, RolloutTurns):
-        return trainer._tokenize_prompts
-    return lambda prompts: ([[] for _ in prompts], None, {})
+        return lambda rows: trainer._tokenize_prompts([prompt_of(row) for row in rows])[0]
+    return lambda rows: [[] for _ in rows]
+
+
+def prompt_images(
+    trainer: GRPOTrainer, options: AprilOptions, turns: ToolTurns | RolloutTurns | None
+) -> Callable[[Row, list[int]], PromptImages | None]:
+    """The images of a row with these prompt ids, as the engine takes them."""
+
+    def images_of(row: Row, prompt_ids: list[int]) -> PromptImages | None:
+        if (images := images_in(prompt_of(row))) is None:
+            return None
+        if not trainer._is_vlm:
+            raise ConfigError(
+                "The training dataset has images, and the model or its processing_class takes text only. Train a "
+                "vision-language model with its processor."
+            )
+        if trainer.environment_factories is not None or isinstance(turns, RolloutTurns):
+            raise ConfigError(
+                "The training dataset has images, which partial rollouts support neither with environments nor with a "
+                "rollout function yet. Train with TRL's GRPOTrainer."
+            )
+        compatibility.check_images(options)
+        return PromptImages(images, prompt_ids, trainer.vllm_generation._place_features)
+
+    return images_of
 
 
 def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None = None) -> RewardScorer:

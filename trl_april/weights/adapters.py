@@ -170,6 +170,11 @@ def why_merged(
         return f"{len(unwrapped.active_adapters)} adapters are active"
     if any("lora_embedding" in name for name, _ in unwrapped.named_parameters()):
         return "it adapts the embedding"
+    if unwrapped.config.get_text_config() is not unwrapped.config and any(
+        "lora_" in name and "language_model" not in name and "lm_head" not in name
+        for name, _ in unwrapped.named_parameters()
+    ):
+        return "it adapts the vision tower"
     if (reason := why_not_served(unwrapped.peft_config[unwrapped.active_adapters[0]])) is not None:
         return reason
     plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None

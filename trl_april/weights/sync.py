@@ -238,10 +238,12 @@ class ServerGeneration(VLLMGeneration):
             self.servers.settle_outages()
             load(list(self.servers), self.servers.each)
         adapter = self.adapter
-        keeps_cache = self._keeps_cache or adapter is not None
-        self.servers.each(
-            lambda server: server.stamp_and_verify(version, expected, keeps_cache=keeps_cache, adapter=adapter)
-        )
+        options: dict[str, Any] = {
+            "keeps_cache": self._keeps_cache or adapter is not None,
+            "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
+            "adapter": adapter,
+        }
+        self.servers.each(lambda server: server.stamp_and_verify(version, expected, **options))
         self.servers.settle_outages()  # no process may request tokens before a server has the weights
         for server in self.servers.taking_part():
             server.synced_version = server.announced_version

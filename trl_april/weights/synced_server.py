@@ -102,12 +102,21 @@ class SyncedServer:
         return -math.inf if load is None else load.waiting
 
     def stamp_and_verify(
-        self, version: int, expected: Sequence[float], *, keeps_cache: bool, adapter: str | None = None
+        self,
+        version: int,
+        expected: Sequence[float],
+        *,
+        keeps_cache: bool,
+        sees_images: bool = False,
+        adapter: str | None = None,
     ) -> None:
         """Give the loaded weights their version, resume the server, and compare it with the trainer.
 
-        The version is the name of the `adapter` where only that was loaded.
+        The version is the name of the `adapter` where only that was loaded. A model that `sees_images` has embeddings
+        of them in a cache of its own, by the hash of the image alone.
         """
+        if sees_images:
+            self.control.request("POST", "reset_encoder_cache")
         if not keeps_cache:
             self.control.request("POST", "reset_prefix_cache")  # for other clients: our requests have salts
         self.announced_version = adapter or str(version)

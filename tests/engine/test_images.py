@@ -1,0 +1,122 @@
+"""Images on their way from a row to the server: read as TRL reads them, processed once, sent with every request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+from trl.generation.vllm_generation import VLLMGeneration
+
+from tests.engine.test_vllm import HANG_GUARD, collect
+from tests.support.raw_server import Answer, Asked, RawServer
+from trl_april.engine.images import PromptImages, images_in, prompt_of, returning_images
+from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.engine.sampling import SamplingOptions
+from trl_april.engine.vllm import VLLMEngine
+from trl_april.errors import ConfigError, EngineError
+
+
+RED, BLUE = (Image.new("RGB", (2, 2), colour) for colour in ("red", "blue"))
+TEXT = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}]
+WITH_PART = [{"role": "user", "content": [{"type": "image", "image": BLUE}, {"type": "text", "text": "?"}]}]
+IMAGE_TOKEN, PROMPT = 9, [1, 9, 9, 9, 4]
+
+
+@pytest.mark.parametrize(
+    ("row", "images"),
+    [
+        ({"prompt": "text"}, None),
+        ({"prompt": TEXT}, None),
+        ({"prompt": TEXT, "image": None}, None),
+        ({"prompt": TEXT, "images": []}, None),
+        ({"prompt": TEXT, "image": RED}, [RED]),
+        ({"prompt": TEXT, "images": [RED, BLUE], "image": RED}, [RED, BLUE]),
+        ({"prompt": WITH_PART}, [BLUE]),
+    ],
+)
+def test_images_are_those_that_trl_finds_in_a_row(row: dict[str, Any], images: list[Any] | None):
+    before = str(row)
+    assert images_in(prompt_of(row)) == images and str(row) == before
+
+
+def test_images_need_a_conversation():
+    with pytest.raises(ConfigError, match="its prompt is text: 'How many"):
+        prompt_of({"prompt": "How many?", "image": RED})
+
+
+def test_batches_of_a_rollout_function_have_their_images():
+    """TRL returns `None` for them, and reads a column `image` or `images` alone."""
+    generate = returning_images(lambda prompts: ("ids", "logprobs", None, ["of tools"]))
+    assert generate([WITH_PART, TEXT]) == ("ids", "logprobs", [[BLUE], None], ["of tools"])
+    assert generate([TEXT]) == ("ids", "logprobs", None, ["of tools"])
+
+
+def ask(answers: list[bytes], count: int = 1, render: int = 200) -> tuple[list[Asked], list[list[Chunk]]]:
+    """Send `count` requests with the images of one prompt at once, and abort them while they run."""
+    asked: list[Asked] = []
+    features = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 3}]}}
+    owner = SimpleNamespace(processing_class=SimpleNamespace(image_token_id=IMAGE_TOKEN))
+    images = PromptImages([RED], PROMPT, lambda found, ids: VLLMGeneration._place_features(owner, found, ids))
+
+    def answer(request: Asked) -> Answer:
+        asked.append(request)
+        status = render if request.path.endswith("/render") else 200
+        content = (
+            json.dumps({"features": features}).encode() if request.path.endswith("/render") else b"".join(answers)
+        )
+        return Answer([b"HTTP/1.1 %d OK\r\nContent-Length: %d\r\n\r\n%s" % (status, len(content), content)])
+
+    async def run() -> list[list[Chunk]]:
+        async with RawServer(answer) as server, asyncio.timeout(HANG_GUARD):
+            sampling = SamplingOptions({"temperature": 0.5}, min_tokens=5)
+            engine = VLLMEngine(server.base_url, "model", sampling, stream_interval=8)
+            requests = [
+                GenerationRequest(f"run-{n}", [*PROMPT, 7, 8], 2, 40, "salt", seed=3, images=images)
+                for n in range(count)
+            ]
+            chunks = await asyncio.gather(*(collect(engine, request) for request in requests))
+            stream = engine.generate(requests[0])
+            await anext(stream)
+            await engine.abort(["run-0", "run-of-text"])
+            await stream.aclose()
+            await engine.abort(["run-0"])
+            await engine.close()
+            return chunks
+
+    return asked, asyncio.run(run())
+
+
+def test_features_are_computed_once_and_sent_with_every_request():
+    token = {"token": "token_id:5", "logprob": -0.5, "top_logprobs": []}
+    choice = {"index": 0, "logprobs": {"content": [token]}, "token_ids": [5], "finish_reason": None}
+    event = {"choices": [choice], "prompt_token_ids": [*PROMPT, 7, 8]}
+    # An abort after the last token has no finish reason.
+    asked, chunks = ask([b"data: %s\n\n" % json.dumps(event).encode(), b"data: [DONE]\n\n"], count=3)
+    assert chunks == [[Chunk([5], [-0.5]), Chunk([], [], "abort")]] * 3
+    paths = [one.path for one in asked]
+    assert paths.count("/v1/chat/completions/render") == 1 and paths.count("/inference/v1/generate") == 4
+    body = next(one.body for one in asked if one.path == "/inference/v1/generate")
+    assert body["token_ids"] == [*PROMPT, 7, 8] and body["cache_salt"] == "salt" and body["stream"]
+    assert body["features"]["mm_placeholders"] == {"image": [{"offset": 1, "length": 3}]}  # where the prompt has it
+    assert body["sampling_params"] == {
+        "temperature": 0.5, "stream_interval": 8, "logprobs": 0, "max_tokens": 40, "min_tokens": 3, "seed": 3,
+        "detokenize": False,
+    }  # fmt: skip
+    aborted = [one.body["request_ids"] for one in asked if one.path == "/abort_requests"]
+    assert aborted == [["generate-tokens-run-0", "cmpl-run-of-text-0"], ["cmpl-run-0-0"]]
+
+
+def test_tokens_of_another_prompt_are_refused():
+    choice = {"index": 0, "logprobs": {"content": []}, "token_ids": [], "finish_reason": None}
+    event = {"choices": [choice], "prompt_token_ids": PROMPT}
+    with pytest.raises(EngineError, match="it received 5 of 7"):
+        ask([b"data: %s\n\n" % json.dumps(event).encode()])
+
+
+def test_a_server_without_the_endpoints():
+    with pytest.raises(EngineError, match="--enable-scale-out"):
+        ask([], render=404)

@@ -1,0 +1,135 @@
+"""Training a vision-language model with partial rollouts on a real server: every token has seen its images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset, Features, Image, Value
+
+from tests.support.tiny_vision import picture, save_tiny_vision_model
+from tests.trainer.test_trainer import RecordingTrainer, make_config, wait_until_idle
+from trl_april.engine.images import images_in, prompt_of
+from trl_april.errors import ConfigError
+from trl_april.server.local import LocalServer
+from trl_april.trainer import APRILGRPOTrainer
+
+
+pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.usefixtures("one_thread")]
+
+
+def text_of(number: int) -> list[dict]:
+    return [{"role": "user", "content": f"how many? {number}"}]
+
+
+WITH_COLUMN = Dataset.from_list(
+    [{"prompt": text_of(number), "images": [picture(number)] * (1 + number % 2)} for number in range(12)]
+)
+TEXT = Value("string")
+WITH_PARTS = Dataset.from_list(
+    [
+        {"prompt": [{"role": "user", "content": [
+            {"type": "text", "text": f"and {number}"}, {"type": "image", "image": picture(number)},
+        ]}]}
+        for number in range(12)
+    ],
+    features=Features(prompt=[{"role": TEXT, "content": [{"type": TEXT, "text": TEXT, "image": Image()}]}]),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vision_model_dir(tmp_path_factory):
+    return save_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(vision_model_dir):
+    """Another model than that of the server of other tests."""
+    arguments = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--model-impl", "transformers"]
+    with LocalServer(vision_model_dir, vllm_args=arguments, env={"VLLM_LOGGING_LEVEL": "INFO"}) as running:
+        yield running
+
+
+def distinct(completions, **kwargs):
+    return [float(len(set(messages[0]["content"]))) for messages in completions]
+
+
+def check_logprobs(trainer: RecordingTrainer) -> int:
+    """Compare each token with its version's weights and the images of its prompt, to 1e-4; returns their number."""
+    compared = 0
+    for version, weights in trainer.weights.items():
+        trainer.model.load_state_dict(weights, strict=False)
+        for group in trainer.trained_groups:
+            images = images_in(prompt_of(group.row))
+            pixels = trainer.processing_class.image_processor(images, return_tensors="pt")["pixel_values"]
+            for sample in group.samples:
+                here = torch.tensor([one == version for one in sample.versions])
+                if not here.any():
+                    continue
+                ids, start = torch.tensor([[*group.prompt_ids, *sample.token_ids]]), len(group.prompt_ids)
+                with torch.no_grad():
+                    logits = trainer.model(input_ids=ids, pixel_values=pixels).logits[0, start - 1 : -1].float()
+                expected = logits.log_softmax(-1).gather(-1, ids[0, start:, None]).squeeze(-1)
+                difference = (expected - torch.tensor(sample.logprobs))[here].abs().max()
+                assert difference < 1e-4, (group.group_id, sample.index, version, float(difference))
+                compared += int(here.sum())
+    return compared
+
+
+def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, trainer_class=RecordingTrainer, **options):
+    # Three times as many groups as a round needs, of long completions: some are always cut.
+    defaults = {
+        "max_steps": 5,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 300,
+        "over_provisioning": 3.0,
+    }
+    args = make_config(server, output_dir, **{**defaults, **options})
+    trainer = trainer_class(
+        model=model, reward_funcs=distinct, args=args, train_dataset=dataset, eval_dataset=dataset.select(range(2))
+    )
+    assert trainer.april_enabled
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("kv", ["recompute", "reuse"])
+def test_every_token_has_the_log_probability_of_its_version_and_images(server, vision_model_dir, tmp_path, kv):
+    # With "reuse", blocks of older weights would count, so they do not change.
+    rate = 1e-2 if kv == "recompute" else 0.0
+    trainer = train(
+        server, vision_model_dir, tmp_path, resume_kv=kv, learning_rate=rate,
+        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    samples = [sample for group in trainer.trained_groups for sample in group.samples]
+    assert check_logprobs(trainer) == sum(map(len, samples)) > 0
+    assert max(len(sample.segments) for sample in samples) > 1
+    assert len(trainer.pool) == 0 and sum(done.carried_tokens for done in trainer.rounds) > 0
+    assert not any(done.broken_streams for done in trainer.rounds)  # a stale encoder cache ends vLLM's engine
+    if rate:  # the vision tower too
+        first, *_, last = trainer.weights.values()
+        changed = {name for name in first if not torch.equal(first[name], last[name])}
+        assert any("vision_tower" in name for name in changed) and any("projector" in name for name in changed)
+    else:  # TRL's own forward pass had the images
+        differences = [one.get("sampling/sampling_logp_difference/max", 0.0) for one in trainer.state.log_history]
+        assert 0 < max(differences) < 1e-4
+    assert any("eval_loss" in entry for entry in trainer.state.log_history)
+    assert wait_until_idle(server) == 0
+
+
+def test_images_in_prompts_and_a_resumed_training(server, vision_model_dir, tmp_path):
+    """The second training reads the rows of parked samples, and their images, from the dataset again."""
+    options = {"save_strategy": "steps", "save_steps": 2}
+    first = train(server, vision_model_dir, tmp_path, dataset=WITH_PARTS, **{**options, "max_steps": 3})
+    checkpoint = tmp_path / "checkpoint-2"
+    resumed = train(server, vision_model_dir, tmp_path, dataset=WITH_PARTS, resume=str(checkpoint), **options)
+    carried = [sample for group in resumed.trained_groups for sample in group.samples if sample.versions[0] < 2]
+    assert carried and any(len(sample.segments) > 1 for sample in carried)
+    # Their first tokens are of the weights of the first training.
+    resumed.weights = {**first.weights, **resumed.weights}
+    assert check_logprobs(resumed) == sum(len(s) for group in resumed.trained_groups for s in group.samples)
+
+
+def test_requests_with_images_are_not_kept(server, vision_model_dir, tmp_path):
+    with pytest.raises(ConfigError, match="resume_kv='reuse'"):
+        args = make_config(server, tmp_path, overlap_generation=True, resume_kv="keep")
+        APRILGRPOTrainer(vision_model_dir, distinct, args=args, train_dataset=WITH_COLUMN)
