@@ -54,6 +54,11 @@ def complete(pool: Pool, *groups: Group) -> None:
                 pool.finish(sample, FinishReason.STOP)
 
 
+def segments(sample: Sample) -> list[tuple[int | None, int]]:
+    """Version and length of each segment."""
+    return [(segment.version, segment.length) for segment in sample.segments]
+
+
 def ids(groups: Iterable[Group]) -> list[int]:
     return [group.group_id for group in groups]
 
