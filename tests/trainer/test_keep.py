@@ -1,7 +1,5 @@
 """Requests that survive a weight sync on the real server: exact versions and log-probabilities."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """A server that stays away: training writes a checkpoint and resumes from it."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from types import SimpleNamespace

@@ -1,12 +1,11 @@
 """With APRIL off, the trainer is stock GRPO, number for number, and logs the reason once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.trainer.test_trainer import distinct_characters
 from trl_april.config import APRILGRPOConfig
 from trl_april.trainer import APRILGRPOTrainer
 
@@ -28,10 +27,6 @@ OPTIONS = {
     "disable_tqdm": True,
 }
 TIMES = ("runtime", "per_second", "step_time")
-
-
-def distinct_characters(completions, **kwargs) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
 
 
 def history(trainer) -> list[dict]:

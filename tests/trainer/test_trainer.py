@@ -1,7 +1,5 @@
 """Training with partial rollouts on the real server."""
 
-from __future__ import annotations
-
 import _thread
 import re
 import threading
@@ -297,25 +295,6 @@ class TestDropIn:
         assert seen == [[g.row["number"] for g in done.groups for _ in g.samples] for done in trainer.rounds]
         assert any(done.carried_tokens for done in trainer.rounds)
 
-    def test_lora_adapters(self, server, tiny_model_dir, tmp_path):
-        """The merged weights reach the server: the canary and the on-policy log-probabilities agree."""
-        from peft import LoraConfig
-
-        trainer = make_trainer(
-            server,
-            tiny_model_dir,
-            tmp_path,
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM"),
-            over_provisioning=1.0,
-            max_steps=3,
-            max_completion_length=30,
-            disable_dropout=True,
-        )
-        trainer.train()
-        training = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert len(training) == 3
-        assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in training)
-
     def test_training_again_after_an_interrupted_close(self, server, tiny_model_dir, tmp_path, monkeypatch):
         """As in a notebook whose cell is stopped twice and run again. No thread and no weight file is left."""
         before = weight_folders()  # of other processes
@@ -517,14 +496,6 @@ class TestBadInput:
         states = {sample.state.value for group in trainer.pool for sample in group.samples}
         assert "parked" in states and "running" not in states
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"max_completion_length": 4096}, "context of 4096 tokens.*max_completion_length=4096"),
-            ({"generation_kwargs": {"stop": ["END"]}}, "stop=.*straddles"),
-            ({"dataset": rows_of(2)}, "has 2 rows, but one generation batch needs"),
-        ],
-    )
-    def test_a_training_that_is_impossible_is_refused(self, server, tiny_model_dir, tmp_path, options, message):
-        with pytest.raises(ConfigError, match=message):
-            make_trainer(server, tiny_model_dir, tmp_path, **options)
+    def test_a_training_that_exceeds_the_context_is_refused(self, server, tiny_model_dir, tmp_path):
+        with pytest.raises(ConfigError, match="context of 4096 tokens.*max_completion_length=4096"):
+            make_trainer(server, tiny_model_dir, tmp_path, max_completion_length=4096)
