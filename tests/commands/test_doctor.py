@@ -1,7 +1,5 @@
 """The doctor: each check passes, and fails with its remedy; none harms the server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -48,18 +46,6 @@ def test_exception_in_a_check_becomes_its_finding(capsys):
         "FAIL  ours               A sentence. And a remedy.",
     ]
     assert Finding(WARN, "two\n  lines", "do this").line("name") == "warn  name  two lines. Remedy: do this."
-
-
-def test_check_is_skipped_after_a_failed_or_skipped_one():
-    examination = Examination()
-    for name, mark in [("good", OK), ("odd", WARN), ("bad", FAIL)]:
-        examination.add(name, Finding(mark, ""))
-    examination.check("first", lambda: Finding(OK, "ran"), after=["good", "odd"])
-    examination.check("second", lambda: Finding(OK, "ran"), after=["good", "bad"])
-    examination.check("third", lambda: Finding(OK, "ran"), after=["second"])
-    found = {name: examination.findings[name].mark for name in ("first", "second", "third")}
-    assert found == {"first": OK, "second": SKIP, "third": SKIP}
-    assert examination.findings["second"].found == "not checked, because of: bad"
 
 
 REQUIREMENTS = {
@@ -403,19 +389,6 @@ def test_step_is_timed_while_all_sequences_run():
     assert step(first, [(5.0, 1), (6.0, 11), (7.0, 21)]) == pytest.approx(0.1)
     # Without any overlap, the pace of each counts.
     assert step([(0.0, 1), (1.0, 11)], [(2.0, 1), (3.0, 11)]) == pytest.approx(0.1)
-
-
-def test_server_that_gains_nothing_by_more_sequences_is_a_warning():
-    def judge(*seconds: float) -> Finding:
-        points = [
-            {"sequences": 2**power, "seconds_per_step": step, "tokens_per_second": 2**power / step}
-            for power, step in enumerate(seconds)
-        ]
-        return doctor_speed.judge_curve(points)
-
-    assert judge(1, 1, 1, 2).mark is judge(1, 2).mark is OK  # two points are too few
-    steep = judge(1, 2, 4, 8)
-    assert steep.mark is WARN and "over-provisioning" in steep.found
 
 
 def test_curve_ends_at_the_servers_sequences_or_after_its_limit(fake, monkeypatch):

@@ -1,7 +1,5 @@
 """`trl-april grpo`: its arguments, rewards, datasets and errors, and one run on a server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 They run on the real clock, in milliseconds: the store is read in a thread, for which a simulated clock would not wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -331,7 +329,7 @@ def unreliable_engines(rng: random.Random) -> list[ScriptedEngine]:
     return [make(pace) for pace in (0.0005, 0.001, 0.002)]
 
 
-ROUNDS = cases(25, 100)
+ROUNDS = cases(25, 50)
 
 
 @pytest.mark.parametrize(("bound", "most_parked"), [(None, None), (2, None), (None, 0), (2, 0), (None, 10), (2, 10)])

@@ -1,7 +1,5 @@
 """Dynamic sampling in the pool: groups that are accepted, rejected, readmitted and withdrawn."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.pools import complete, ids, pool_in_round

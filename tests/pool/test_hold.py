@@ -1,7 +1,5 @@
 """Requests held across a weight sync, in the pool. Rule 4: a segment has the version that sampled its tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.pools import pool_in_round, segments

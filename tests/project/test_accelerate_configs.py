@@ -1,7 +1,5 @@
 """scripts/accelerate: accelerate reads the files, and takes the number of processes from the command line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

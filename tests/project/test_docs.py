@@ -1,7 +1,5 @@
 """The documentation agrees with the code: commands, snippets, links, options, metrics, names of tests and rooms."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import re

@@ -1,7 +1,5 @@
 """Recipes of `trl-april grpo`: values of the papers with their sources; and the benchmark that reads them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """scripts/calculator.py and scripts/guess.py: the tools, the rewards, and a step of training on the fake server."""
 
-from __future__ import annotations
-
 import runpy
 from itertools import pairwise
 

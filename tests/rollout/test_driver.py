@@ -1,7 +1,5 @@
 """The rollout driver and a scripted engine, on a simulated clock. Rules are those of DESIGN.md."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

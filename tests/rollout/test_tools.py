@@ -1,7 +1,5 @@
 """Samples that alternate between the model and tools, on a simulated clock."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from concurrent.futures import Executor, Future

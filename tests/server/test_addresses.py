@@ -1,7 +1,5 @@
 """Addresses of one server and of several, as options give them."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import HfArgumentParser
 from trl import TrlParser

@@ -1,7 +1,5 @@
 """The middleware inside the vLLM server: exact token counts during a pause, and no requests from browsers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Coroutine

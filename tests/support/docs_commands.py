@@ -1,7 +1,5 @@
 """The commands of the documentation, each checked by the parser of the program that it calls."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

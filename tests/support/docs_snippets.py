@@ -1,7 +1,5 @@
 """A check of Python snippets that need a server: their imports, calls and attributes exist."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """A run without an engine: the pools of several processes in random rounds."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import random

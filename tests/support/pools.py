@@ -1,7 +1,5 @@
 """Steps that tests drive pools with: admit, generate, complete, and the pools of several processes together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import pytest

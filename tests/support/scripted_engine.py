@@ -4,8 +4,6 @@ Every token is known in advance ([`token_ids`], [`logprobs`]). The prefix of eve
 doubled or misplaced token is found.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The part of a trainer that a weight sync needs: a model and its policy version."""
 
-from __future__ import annotations
-
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -14,8 +14,6 @@ Everything from the pool to the gradient is what training runs: `rollout_output`
 (`dr_grpo`, whose normaliser is a constant).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 
