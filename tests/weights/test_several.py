@@ -2,13 +2,13 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.server.test_process import wait_for
 from tests.support.synced_trainer import SyncedTrainer
 from tests.weights.test_sync_outages import MortalVLLM, paths
 from trl_april.distributed.processes import OneProcess
@@ -37,7 +37,7 @@ def trainer(tiny_model_dir: str) -> Iterator[SyncedTrainer]:
     yield trainer
     for generation in trainer.generations:
         generation.servers.give_up()
-    wait_until(lambda: not any(thread.name == "trl-april-watch" for thread in threading.enumerate()))
+    wait_for(lambda: not any(thread.name == "trl-april-watch" for thread in threading.enumerate()))
 
 
 @pytest.fixture
@@ -75,15 +75,8 @@ def versions(fakes: list[MortalVLLM]) -> list[str]:
     return [fake.weight_version for fake in fakes]
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def wait_for_watch(generation: ServerGeneration, number: int) -> None:
-    wait_until(list(generation.servers)[number]._answers.is_set)
+    wait_for(list(generation.servers)[number]._answers.is_set)
 
 
 def test_both_servers_load_the_same_files(trainer, fakes, generation):
