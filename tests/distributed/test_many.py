@@ -11,7 +11,7 @@ from trl_april.commands.report import read_run
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
-NUMS_PROCESSES = (1, 2, 4)
+NUMS_PROCESSES = (1, 4)
 TABLE = {"log_completions": True, "num_completions_to_print": 0}
 HOPELESS = {  # no row has a learning signal
     "kind": "train_dynamically", "batch": 16, "every": 1000, "rows": 90,
@@ -22,7 +22,7 @@ HOPELESS = {  # no row has a learning signal
 RUNS = [
     # 24 rows in batches of 4 groups of 4 samples, two epochs.
     {"name": "plain", "kind": "train", "options": {"num_train_epochs": 2, "max_steps": -1, **TABLE}},
-    # 3 groups of 4 samples, which do not divide into 2 or 4 processes; each batch is trained twice.
+    # 3 groups of 4 samples, which do not divide into 4 processes; each batch is trained twice.
     {"name": "straddling", "kind": "train", "batch": 12, "options": {"num_train_epochs": 1, "num_iterations": 2}},
     # Each batch in 4 parts and 2 optimiser steps.
     {
@@ -50,7 +50,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def launched(server, forker, tiny_model_dir, tmp_path_factory):
-    """The runs above, in 1, 2 and 4 processes."""
+    """The runs above, in 1 and 4 processes."""
     folder = tmp_path_factory.mktemp("many")
     done = {}
     for count in NUMS_PROCESSES:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.support.tiny import build_model
 from tests.trainer.test_embedded import kill_engine
-from tests.trainer.test_outages import wait_for_tokens
 from tests.trainer.test_overlap import counter
 from tests.trainer.test_trainer import (
     DATASET,
@@ -21,6 +20,7 @@ from tests.trainer.test_trainer import (
     make_config,
     make_trainer,
     rows_of,
+    wait_for_tokens,
 )
 from trl_april import LocalServer
 from trl_april.weights.adapters import write_adapter

@@ -1,6 +1,5 @@
 """A trainer without a server: it starts its own, which is started again if it dies and ends with the trainer."""
 
-import copy
 import gc
 import re
 import signal
@@ -13,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.server.test_process import wait_for
 from tests.support.launch import launch
 from tests.support.tiny import build_model, build_tokenizer
+from tests.trainer.test_keep import check_mixed, note_starts
 from tests.trainer.test_trainer import RecordingTrainer, distinct_characters, rows_of
 from trl_april.config import APRILGRPOConfig
 from trl_april.server.process import session_members
@@ -76,36 +74,9 @@ class EngineKilledTrainer(RecordingTrainer):
         self.kills[-1].start()
 
 
-def check_segments(trainer: RecordingTrainer, model_dir: str) -> None:
-    """Compare each token's log-probability with its version's weights, to 1e-4.
-
-    Requests keep keys and values of older weights. After the death of an engine they are recomputed.
-    """
-    models = {}
-    for version, weights in trainer.weights.items():
-        models[version] = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        models[version].load_state_dict(weights, strict=False)
-    for sample, prompt in [(s, group.prompt_ids) for group in trainer.trained_groups for s in group.samples]:
-        ids, past, end = torch.tensor([[*prompt, *sample.token_ids]]), DynamicCache(), len(prompt)
-        for segment in sample.segments:
-            begin, end = end, end + segment.length
-            for cache in (past, DynamicCache()):
-                cached = cache.get_seq_length()
-                with torch.no_grad():
-                    output = models[segment.version](ids[:, cached : end - 1], past_key_values=copy.deepcopy(cache))
-                logits = output.logits[0, begin - 1 - cached :].log_softmax(-1)
-                found = logits.gather(-1, ids[0, begin:end, None]).squeeze(-1)
-                recorded = torch.tensor(sample.logprobs[begin - len(prompt) : end - len(prompt)])
-                if (found - recorded).abs().max() < 1e-4:
-                    break
-            else:
-                pytest.fail(f"{sample}, version {segment.version}: {(found - recorded).abs().max():.4f}")
-            past = output.past_key_values
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path):
+def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path, monkeypatch):
     """Requests run through it, and through weight syncs. Rows are trained as often as in stock GRPO.
 
     The server of a model object starts without its weights: the first sync brings them, and each one after a death.
@@ -116,7 +87,7 @@ def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path):
         generation_kwargs={"ignore_eos": True}, over_provisioning=3.0, overlap_generation=True, resume_kv="keep",
         eval_strategy="steps", eval_steps=6, per_device_eval_batch_size=4,
     )  # fmt: skip
-    model = build_model(tie_word_embeddings=True)
+    starts, model = note_starts(monkeypatch), build_model(tie_word_embeddings=True)
     trainer = EngineKilledTrainer(
         model, distinct_characters, args, rows_of(8), rows_of(2), processing_class=build_tokenizer()
     )
@@ -136,7 +107,7 @@ def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path):
     assert in_evaluation == [6] and any("eval_reward" in entry for entry in trainer.state.log_history)
     assert len(trainer.pool) == 0
     assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(8), 2)
-    check_segments(trainer, tiny_model_dir)
+    check_mixed(trainer, tiny_model_dir, starts)  # after a death, keys and values are computed anew
     trainer._server.stop()
 
 

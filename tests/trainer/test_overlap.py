@@ -4,8 +4,7 @@ import pytest
 import requests
 from transformers import TrainerCallback
 
-from tests.checkpoint.test_resume import SAVED, numbers
-from tests.trainer.test_trainer import check_logprobs, make_trainer, rows_of, wait_until_idle
+from tests.trainer.test_trainer import check_logprobs, make_trainer, wait_until_idle
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.rounds import Rounds
 
@@ -25,41 +24,7 @@ def reused_tokens(server) -> float:
     return counter(server, "vllm:prefix_cache_hits_total")
 
 
-@pytest.fixture(scope="module")
-def overlapped(server, tiny_model_dir, tmp_path_factory, one_thread):
-    """A run with overlap, evaluation and checkpoints."""
-    trainer = make_trainer(
-        server, tiny_model_dir, tmp_path_factory.mktemp("overlapped"), over_provisioning=4.0,
-        overlap_generation=True, max_completion_length=1000, max_steps=10, eval_strategy="steps", eval_steps=4,
-        per_device_eval_batch_size=16, eval_dataset=rows_of(4), **SAVED,
-    )  # fmt: skip
-    trainer.train()
-    return trainer
-
-
 class TestOverlap:
-    def test_requests_run_while_the_trainer_trains(self, overlapped):
-        """Four batches of groups are admitted at first, and one at the end of each round until all ten are."""
-        assert all(done.overlap_tokens > 0 for done in overlapped.rounds[1:7])
-
-    def test_every_token_is_trained_once_within_the_bound(self, overlapped, server):
-        assert len(overlapped.pool) == 0 and wait_until_idle(server) == 0
-        assert sorted(group.group_id for group in overlapped.trained_groups) == list(range(40))
-        assert set(numbers(overlapped.trained_groups).values()) == {1}
-        tokens = sum(group.num_tokens for group in overlapped.trained_groups)
-        assert tokens == overlapped.pool.counters.tokens_generated == overlapped.pool.counters.tokens_taken
-        assert tokens == sum(done.generated_tokens + done.overlap_tokens for done in overlapped.rounds)
-        ages = [
-            done.version - s.segments[0].version for done in overlapped.rounds for g in done.groups for s in g.samples
-        ]
-        assert 1 <= max(ages) <= overlapped.args.max_staleness
-
-    def test_log_probabilities_are_those_of_the_tagged_version(self, overlapped):
-        """So no segment spans a weight sync, including those of evaluations."""
-        assert {4, 8} <= {entry["step"] for entry in overlapped.state.log_history if "eval_reward" in entry}
-        assert max(len(s.segments) for group in overlapped.trained_groups for s in group.samples) >= 2
-        check_logprobs(overlapped)
-
     def test_no_sample_finishes_between_agreement_and_delivery(self, server, tiny_model_dir, tmp_path, monkeypatch):
         """A sample that finished there would be finished in one process only."""
         trainer = make_trainer(server, tiny_model_dir, tmp_path, overlap_generation=True, max_steps=2)
@@ -109,21 +74,27 @@ class TestOverlap:
         trainer.pool.check()
 
 
-class TestReuse:
+class TestKeysAndValues:
     @pytest.fixture(scope="class")
     @classmethod
     def runs(cls, server, tiny_model_dir, tmp_path_factory, one_thread):
-        """A run of each kind, and the server's prefix-cache hits in tokens."""
+        """A run of each kind with overlap, and the server's prefix-cache hits in tokens."""
         runs = {}
-        for resume_kv, steps in (("recompute", 4), ("reuse", 10)):
+        for kv in ("recompute", "reuse"):
             before = reused_tokens(server)
             trainer = make_trainer(
-                server, tiny_model_dir, tmp_path_factory.mktemp(resume_kv), resume_kv=resume_kv,
-                over_provisioning=5.0, max_completion_length=700, max_steps=steps,
+                server, tiny_model_dir, tmp_path_factory.mktemp(kv), resume_kv=kv, overlap_generation=True,
+                over_provisioning=5.0, max_completion_length=700, max_steps=5,
             )  # fmt: skip
             trainer.train()
-            runs[resume_kv] = trainer, reused_tokens(server) - before
+            runs[kv] = trainer, reused_tokens(server) - before
         return runs
+
+    def test_log_probabilities_of_recomputed_blocks_are_those_of_the_tagged_version(self, runs):
+        """Requests run while the trainer trains, and none of them through a weight sync."""
+        trainer, _ = runs["recompute"]
+        assert sum(done.overlap_tokens for done in trainer.rounds) > 0 == len(trainer.pool)
+        assert check_logprobs(trainer) == trainer.pool.counters.tokens_generated
 
     def test_resumed_samples_find_their_blocks(self, runs):
         recomputed, reused = runs["recompute"]

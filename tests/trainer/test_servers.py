@@ -5,16 +5,22 @@ import os
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import requests
 
 from tests.support.preloaded import launch_preloaded
-from tests.trainer.test_keep import check_mixed
-from tests.trainer.test_trainer import DATASET, RecordingTrainer, check_logprobs, distinct_characters, make_config
-from trl_april.engine.protocol import RequestMaker
+from tests.trainer.test_keep import check_mixed, note_starts
+from tests.trainer.test_trainer import (
+    DATASET,
+    RecordingTrainer,
+    check_logprobs,
+    distinct_characters,
+    make_config,
+    wait_for_tokens,
+)
 from trl_april.server.local import LocalServer
 
 
@@ -115,9 +121,7 @@ class HalfKilledTrainer(RecordingTrainer):
         return session
 
     def kill(self) -> None:
-        before = self.pool.counters.tokens_generated
-        while self.pool.counters.tokens_generated < before + 500:
-            time.sleep(0.01)
+        wait_for_tokens(self)
         session = self._session
         server = session._engine._servers[self.url]
 
@@ -136,13 +140,7 @@ class HalfKilledTrainer(RecordingTrainer):
 def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
     pair, tiny_model_dir, tmp_path, caplog, monkeypatch
 ):
-    starts, make = defaultdict(list), RequestMaker.make  # where the requests of each sample begin
-
-    def noted(maker, group, sample, version):
-        starts[sample.key].append(len(sample))
-        return make(maker, group, sample, version)
-
-    monkeypatch.setattr(RequestMaker, "make", noted)
+    starts = note_starts(monkeypatch)
     args = make_config(
         pair,
         tmp_path,

@@ -109,6 +109,13 @@ def wait_until_idle(server: LocalServer, seconds: float = 10) -> int:
     return running_requests(server)
 
 
+def wait_for_tokens(trainer: RecordingTrainer, tokens: int = 500) -> None:
+    """Wait until the new round has generated so many tokens."""
+    before = trainer.pool.counters.tokens_generated
+    while trainer.pool.counters.tokens_generated < before + tokens:
+        time.sleep(0.01)
+
+
 def check_logprobs(trainer: RecordingTrainer) -> int:
     """Compare each token's log-probability with its version's weights, to 1e-4 in float32; returns their number."""
     compared = 0
