@@ -162,14 +162,9 @@ class TestBatchesOfSeveralSteps:
     """Checkpoints in the middle of a generation batch that is trained for several optimiser steps."""
 
     OPTIONS = {
-        "per_device_train_batch_size": 4,
-        "steps_per_generation": 4,
-        "gradient_accumulation_steps": 1,
-        "max_steps": 12,
-        "max_completion_length": 100,
-        "over_provisioning": 1.5,
-        **SAVED,
-    }
+        "per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 12,
+        "max_completion_length": 100, "over_provisioning": 1.5, **SAVED,
+    }  # fmt: skip
 
     @pytest.mark.parametrize(("policy", "over"), [("wait", "too old"), ("ignore", "kept")])
     def test_batch_is_trained_again_from_its_tokens_or_generated_anew_if_they_are_too_old(

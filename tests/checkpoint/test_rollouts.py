@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -341,18 +340,6 @@ def truncate(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> Non
     files[name] = content[: rng.choice([0, 1, 7, 8, 9, rng.randrange(len(content)), len(content) - 1])]
 
 
-def extend(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> None:
-    content = files[name := any_file(rng, files)]
-    more = rng.choice([b"\0", b" ", b"{}", rng.randbytes(rng.randint(1, 99)), content])
-    files[name] = content + more if rng.random() < 0.5 else more + content
-
-
-def cut_out(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> None:
-    content = files[name := any_file(rng, files)]
-    start, stop = sorted(rng.randrange(len(content) + 1) for _ in range(2))
-    files[name] = content[:start] + rng.choice([b"", b"\0" * (stop - start), rng.randbytes(9)]) + content[stop:]
-
-
 def remove(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> None:
     del files[any_file(rng, files)]
 
@@ -366,15 +353,6 @@ def swap(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> None:
     files[name] = other[other_name]
     if other is files:
         files[other_name] = content
-
-
-def header_length(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> None:
-    content = files[name := pool_file(rng, files)]
-    (length,) = struct.unpack("<Q", content[:8])
-    wrong = rng.choice(
-        [0, 1, 2, 8, length - 1, length + 1, len(content), 2**31, 2**63, 2**64 - 1, rng.getrandbits(64)]
-    )
-    files[name] = struct.pack("<Q", wrong) + content[8:]
 
 
 JUNK = [
@@ -398,7 +376,7 @@ def index_junk(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> N
     files[INDEX] = junk_in(rng, files[INDEX].decode()).encode("utf-8", "replace")
 
 
-DAMAGES = [flip_bits, truncate, extend, cut_out, remove, swap, header_length, index_junk]
+DAMAGES = [flip_bits, truncate, remove, swap, index_junk]
 
 
 def test_no_damage_goes_unnoticed(corpus, tmp_path):

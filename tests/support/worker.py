@@ -38,17 +38,9 @@ from trl_april.training.batch import rollout_output
 
 RANK, NUM_PROCESSES = 0, 1  # `main` sets them: what is imported may be forked afterwards
 OPTIONS = {
-    "num_generations": 4,
-    "max_completion_length": 48,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "bf16": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "log_level": "error",
-}
+    "num_generations": 4, "max_completion_length": 48, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+    "save_strategy": "no", "bf16": False, "use_cpu": True, "disable_tqdm": True, "log_level": "error",
+}  # fmt: skip
 
 
 # transformers loads an optimizer to the device of its process, which accelerate calls cpu:0 or cpu:1 where there are

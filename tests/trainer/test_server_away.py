@@ -22,14 +22,8 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
     reached = SimpleNamespace(base_url=proxy.url)
     options = {"max_completion_length": 400, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
     trainer = make_trainer(
-        reached,
-        tiny_model_dir,
-        tmp_path,
-        save_strategy="steps",
-        save_steps=100,
-        vllm_server_timeout=4.0,
-        **options,
-    )
+        reached, tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100, vllm_server_timeout=4.0, **options,
+    )  # fmt: skip
     run_round = trainer._run_round
 
     def break_off_in_round():

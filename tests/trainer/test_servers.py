@@ -142,16 +142,9 @@ def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
 ):
     starts = note_starts(monkeypatch)
     args = make_config(
-        pair,
-        tmp_path,
-        max_steps=7,
-        max_completion_length=400,
-        over_provisioning=1.5,
-        stream_interval=INTERVAL,
-        generation_kwargs={"ignore_eos": True},
-        overlap_generation=True,
-        resume_kv="keep",
-    )
+        pair, tmp_path, max_steps=7, max_completion_length=400, over_provisioning=1.5, stream_interval=INTERVAL,
+        generation_kwargs={"ignore_eos": True}, overlap_generation=True, resume_kv="keep",
+    )  # fmt: skip
     trainer = HalfKilledTrainer(tiny_model_dir, distinct_characters, args, DATASET, servers=pair)
     trainer.train()
     check_rows(trainer)

@@ -14,18 +14,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # several threads may sum in
 
 DATASET = Dataset.from_list([{"prompt": f"{number}+{number}="} for number in range(16)])
 OPTIONS = {
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "bf16": False,
-    "use_cpu": True,
+    "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 3,
+    "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "save_strategy": "no", "bf16": False, "use_cpu": True,
     "disable_tqdm": True,
-}
+}  # fmt: skip
 TIMES = ("runtime", "per_second", "step_time")
 
 

@@ -234,24 +234,11 @@ class TestDropIn:
             return [len(completion) / 10 for completion in completions]
 
         trainer = make_trainer(
-            server,
-            tiny_model_dir,
-            tmp_path,
-            reward=[distinct_characters, numbers_arrive],
-            reward_weights=[1.0, 0.5],
-            callbacks=[Steps()],
-            eval_dataset=DATASET.select(range(2)),
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=8,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            max_completion_length=30,
-            log_completions=True,
-            report_to=["tensorboard"],
-            beta=0.1,
-        )
+            server, tiny_model_dir, tmp_path, reward=[distinct_characters, numbers_arrive], reward_weights=[1.0, 0.5],
+            callbacks=[Steps()], eval_dataset=DATASET.select(range(2)), eval_strategy="steps", eval_steps=2,
+            per_device_eval_batch_size=8, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=4,
+            max_completion_length=30, log_completions=True, report_to=["tensorboard"], beta=0.1,
+        )  # fmt: skip
         trainer.train()
         assert seen == [1, 2, 3, 4]
         assert len(trainer.rounds) == 4 and len(trainer.pool) == 0
