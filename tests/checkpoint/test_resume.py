@@ -274,6 +274,13 @@ class TestRefusals:
         trainer.train(resume_from_checkpoint=str(checkpoint))
         assert trainer.state.global_step == 6
 
+    def test_bound_that_cannot_be_kept_is_refused(self, server, tiny_model_dir, tmp_path, checkpoint):
+        trainer = make_trainer(
+            server, tiny_model_dir, tmp_path, over_provisioning=1.0, max_staleness=0, per_device_train_batch_size=8
+        )
+        with pytest.raises(CheckpointError, match="cannot all be trained within a staleness of 0"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+
     def test_damage_is_found_before_the_model_is_loaded(self, server, tiny_model_dir, tmp_path, checkpoint):
         (path,) = (checkpoint / "april").glob("pool-*")
         data = bytearray(path.read_bytes())

@@ -391,6 +391,19 @@ def test_step_is_timed_while_all_sequences_run():
     assert step([(0.0, 1), (1.0, 11)], [(2.0, 1), (3.0, 11)]) == pytest.approx(0.1)
 
 
+def test_server_that_gains_nothing_by_more_sequences_is_a_warning():
+    def judge(*seconds: float) -> Finding:
+        points = [
+            {"sequences": 2**power, "seconds_per_step": step, "tokens_per_second": 2**power / step}
+            for power, step in enumerate(seconds)
+        ]
+        return doctor_speed.judge_curve(points)
+
+    assert judge(1, 1, 1, 2).mark is judge(1, 2).mark is OK  # two points are too few
+    steep = judge(1, 2, 4, 8)
+    assert steep.mark is WARN and "over-provisioning" in steep.found
+
+
 def test_curve_ends_at_the_servers_sequences_or_after_its_limit(fake, monkeypatch):
     server = server_of(fake)
     server.info["scheduler_config"] = {"max_num_seqs": 3}

@@ -3,6 +3,7 @@
 The stand-ins record which command ran where, with which arguments and environment, and which processes were left.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -23,6 +24,8 @@ from tests.support.launch import free_port
 
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+PR_SET_CHILD_SUBREAPER = 36  # of Linux
 LAUNCHERS = [SCRIPTS / "launch_single_node.sh", SCRIPTS / "launch_slurm.sh"]
 
 # A stand-in first records its call.
@@ -61,6 +64,10 @@ http.server.ThreadingHTTPServer((host, int(arguments[arguments.index("--port") +
 """
 
 TRAINER = """
+if os.environ.get("TRAINER") == "leaves a zombie":  # signals stop both; nobody reaps the child
+    child = subprocess.Popen(["sleep", "600"])
+    (records / "trainer-runs").write_text(str(child.pid))
+    signal.pause()
 if os.environ.get("TRAINER") == "saves":
     def save(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -299,6 +306,38 @@ def _wait_for(path: Path, process: subprocess.Popen) -> None:
     while not (path.exists() and (path.read_text() or path.name != "trainer-runs")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.fixture
+def subreaper(machine):
+    """Makes orphans children of this process, as of an init that never reaps them."""
+    if sys.platform != "linux":
+        pytest.skip("orphans go to init alone")
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    before = {child.pid for child in psutil.Process().children()}
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    assert prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+    for child in psutil.Process().children():
+        if child.pid not in before and child.status() == psutil.STATUS_ZOMBIE:
+            os.waitpid(child.pid, 0)
+
+
+@pytest.mark.skipif(shutil.which("ps", path="/usr/bin:/bin") is None, reason="zombies are found by ps")
+def test_signal_stops_trainer_and_server_without_waiting_for_a_zombie(machine, subreaper):
+    """In a container, the first process may never reap zombies; they stay in the trainer's process group."""
+    process = machine.start(LAUNCHERS[0], "dir/model", "--port", str(free_port()), TRAINER="leaves a zombie")
+    started = machine.records / "trainer-runs"
+    try:
+        _wait_for(started, process)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)  # shorter than TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 600
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert (machine.records / "server-stopped").exists()
+    assert psutil.Process(int(started.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_port_of_another_server_is_refused(machine, tmp_path):

@@ -30,7 +30,7 @@ from tests.support.scripted_engine import (
     natural,
     simulate,
 )
-from trl_april.engine.protocol import GenerationRequest
+from trl_april.engine.protocol import GenerationRequest, RequestMaker
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
@@ -398,6 +398,24 @@ def test_record_of_a_round():
     assert (second.generated_tokens, second.carried_tokens, second.launched_tokens) == (6, 3, 9)
     assert second.started == pytest.approx(3.0 + drain_grace(3.0))
     assert second.seconds == pytest.approx(4.0 + drain_grace(4.0))
+
+
+def test_requests_dispatched_together_began_together(monkeypatch):
+    """However long it takes to send them: here half a second each. A repeated request begins after its first one."""
+    pool = make_pool(1, outstanding=3)
+    admit(pool, 0, 1, 2)
+    engine = ScriptedEngine({(1, 0): [Attempt([Tokens(3), BROKEN]), natural(4)]}, default=natural(9))
+    make = RequestMaker.make
+
+    def slowly(self: RequestMaker, *args: object) -> GenerationRequest:
+        asyncio.get_running_loop()._clock.now += 0.5
+        return make(self, *args)
+
+    monkeypatch.setattr(RequestMaker, "make", slowly)
+    traces = sorted(run(pool, engine).traces, key=lambda trace: (trace.group_id, trace.began))
+    first, second, again, third = traces
+    assert (first.began, second.began, third.began) == (0.0, 0.0, 0.0)
+    assert 0.0 < second.ended <= again.began < again.ended
 
 
 # Any schedule

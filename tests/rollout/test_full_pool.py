@@ -22,6 +22,8 @@ from tests.rollout.arena import (
 from tests.support.effort import cases
 from tests.support.scripted_engine import (
     Attempt,
+    Break,
+    End,
     ScriptedEngine,
     Silence,
     Tokens,
@@ -29,7 +31,11 @@ from tests.support.scripted_engine import (
     natural,
     simulate,
 )
+from trl_april.errors import ServerError
 from trl_april.pool.pool import Pool
+
+
+BROKEN = Break(ServerError("broke"), 0.5)
 
 
 def full_at(bound: int, quota: int = 1, *, outstanding: int | None = None) -> Pool:
@@ -92,6 +98,20 @@ def test_full_pool_holds_back_between_the_rounds():
     assert_at_rest(pool, engine)
 
 
+def test_sample_that_pauses_before_a_retry_is_held_back():
+    """The pool is full at 1 s, and the pause of group 1 ends at 1.06 s or later."""
+    pool = full_at(4, outstanding=3)
+    engine = ScriptedEngine(
+        {
+            (0, 0): Attempt([Tokens(4), *[Tokens(1)] * 9, End()]),
+            (1, 0): [Attempt([Break(ServerError("broke"), seconds)]) for seconds in (0.9, 0.06)],
+        },
+        default=natural(9),
+    )
+    assert ids(simulate(make_driver(pool, engine).run_round()).groups) == [0]
+    assert [len(engine.requests_of(group)) for group in (1, 2)] == [2, 1]
+
+
 # Dynamic sampling
 
 
@@ -106,6 +126,28 @@ def test_held_back_group_continues_when_a_needed_one_is_rejected():
     done = arena.run()
     assert ids(done.groups) == [1] and done.rejected_groups == 1
     assert len(arena.engine.requests_of(1, 0)) == 2
+
+
+def test_group_that_becomes_needed_is_requested_above_a_lowered_target():
+    """`over_provisioning="auto"` may lower the target. Group 1 is not replaced then."""
+    arena = full_arena(20, 1, factor=3.0, lengths={0: 2, 1: 30, 2: 40})
+
+    async def main():
+        await arena.round()
+        arena.pool.schedule.aim_at(1.0)
+        arena.pool.max_parked_tokens = 1  # full from the beginning: only group 1 is requested
+        return await arena.round(1)
+
+    done = simulate(main())
+    assert ids(done.groups) == [2] and done.rejected_groups == 1
+
+
+def test_pool_that_is_full_again_holds_back_again():
+    """Group 2 replaces group 0, whose tokens have left, until group 1 needs the room."""
+    arena = full_arena(10, 0, factor=2.0, lengths={0: 5, 1: 40, 2: 100})
+    assert ids(arena.run().groups) == [1]
+    assert 0 < tokens(arena.pool)[2] <= 10
+    assert len(arena.engine.requests_of(2)) == 1
 
 
 @pytest.mark.parametrize("rows", [2, 10])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.project.test_package import fresh_interpreter
 from tests.support.written_run import WrittenRun
 from tests.training.test_correction import group, sample
 from trl_april.commands.report import read_run
@@ -19,7 +20,9 @@ from trl_april.training.run_log import (
     POINTS,
     POINTS_KEPT,
     RunLog,
+    bin_edges,
     outline,
+    thinned,
 )
 
 
@@ -68,6 +71,14 @@ class TestContents:
         assert worked == pytest.approx(6 * 0.3, abs=1e-4)
         assert run.rewards[2] == (pytest.approx(run.rounds[2].scoring[1]), run.rounds[2].reward)
 
+    def test_lengths_are_counted_in_bins(self, tmp_path):
+        written = WrittenRun(tmp_path, 1.0)
+        lengths = sorted(len(one) for group in written.step().groups for one in group.samples)
+        bins = read_run(tmp_path).rounds[0].trained_lengths
+        for number, count in bins.items():
+            shortest, longest = bin_edges(number)
+            assert count == sum(shortest <= length < longest for length in lengths)
+
     def test_the_last_bins_hold_everything_beyond(self, tmp_path):
         done = Round(AGES + 9, groups=[group(sample(0, (0, 3), (1, 4)))], launched_lengths=[1 << 40, 0, 1])
         (read,) = written_rounds(RunLog(tmp_path), tmp_path, done)
@@ -103,6 +114,20 @@ class TestContents:
         RunLog(reduce_sum=lambda values: asked.append(len(values)) or list(values)).add_round(Round(0), {})
         assert asked == [2 * BINS + AGES]
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thinned_curve_keeps_its_area_and_last_value():
+    series = [(0.01 * k * k, (7 * k) % 50) for k in range(200)]
+    assert thinned(series, 420.0, points=200) == series
+    short = thinned(series, 420.0, points=60)
+    assert len(short) == 60 and short[-1] == (420.0, series[-1][1])
+
+    def area(points):
+        ends = [time for time, _ in points[1:]] + [420.0]
+        return sum((end - time) * value for (time, value), end in zip(points, ends, strict=True))
+
+    assert area(short) == pytest.approx(area(series))
+    assert thinned([(1.0, k) for k in range(100)], 1.0, points=5) == [(1.0, 99)]
 
 
 class TestResuming:
@@ -201,6 +226,13 @@ class TestReading:
             assert run.rounds[0].metrics == {"round_seconds": 3.0, "trained_tokens": 70.0}
             assert FILE in run.notes[0] and "trainer_state.json" in run.notes[1]
         assert len(read_run(tmp_path / "checkpoint-2").rounds) == 1
+
+
+def test_the_reader_imports_no_heavy_library():
+    program = (
+        "import sys, trl_april.commands.report; print([m for m in ('torch', 'trl', 'matplotlib') if m in sys.modules])"
+    )
+    assert fresh_interpreter(program) == "[]"
 
 
 def test_the_outline_of_a_round_has_a_bounded_size():

@@ -256,6 +256,24 @@ def test_a_resumed_request_prefills_what_the_cache_does_not_have(jobs, salt, pre
     assert [prefill for _, prefill in jobs] == [40, prefill]
 
 
+def test_a_resumed_sample_returns_to_the_server_of_its_salt(jobs):
+    """Also if another sample of its group was started under another version, with `resume_kv="reuse"`."""
+    engine = SimulatedEngine(scenario(servers=2, prompt_tokens=16, kv_block=1))
+
+    async def main():
+        await read_all(engine, request(0, 0, salt="v0"), abort_at=3.0)
+        busy = asyncio.create_task(read(engine, request(9)))
+        await asyncio.sleep(0)
+        await read_all(engine, request(0, 1, salt="v1"), abort_at=4.0)
+        await read_all(engine, request(0, 0, number=2, generated=3), request(0, 1, number=2, generated=4, salt="v1"))
+        await busy
+
+    simulate(main())
+    assert [(engine.servers.index(server), prefill) for server, prefill in jobs] == [
+        (0, 16), (0, 16), (1, 16), (0, 1), (1, 1),
+    ]  # fmt: skip
+
+
 def test_each_process_sends_one_request_after_the_other():
     """Groups 0 and 2 are of process 0, group 1 of process 1; arrivals at 0.5, 1.0 and 0.5."""
     engine = SimulatedEngine(scenario(servers=3, processes=2, request_seconds=0.5))

@@ -1,6 +1,6 @@
 """Whole configurations: closed forms, nothing lost, the grid, the recommendation, and `auto` in a simulation."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -240,6 +240,27 @@ def test_after_ten_rounds_auto_is_within_a_tenth_of_the_best_factor(sigma, mode)
     # Generated tokens: which of them are trained within few rounds is chance.
     best = max(result.generated_per_second for result in fixed)
     assert chosen.generated_per_second >= 0.9 * best, (chosen.factor, fixed)
+
+
+@pytest.mark.parametrize("quantum", [1, 4])
+def test_auto_sees_the_first_token_when_the_prefill_is_done(quantum):
+    """Requests come every 0.1 s, each with 10 tokens to prefill for 1 s each, beside steps of 2 s."""
+    settings = on_two_cores(
+        0.0, quota=1, group_size=2, prompt_tokens=10, request_seconds=0.1, request_stall_seconds=0.0, kv_block=10,
+        warmup=0, rounds=1, quantum=quantum, train_seconds=0.0,
+    )  # fmt: skip
+    simulation = _Simulation(replace(settings, step_time=parse_step_time("1:2,8:2", 1.0)), Mode.ABORT, "auto")
+    seen = []
+    simulation._chooser.observe = seen.append
+    simulate(simulation.run())
+    traces = {(trace.group_id, trace.index): trace for trace in seen[0].traces}
+    assert len(traces) == 4
+    for sample, trace in traces.items():
+        # The first request is alone in its step, and the other three are prefilled in the next.
+        first = 0.1 + 2 + 10 + (0 if sample == (0, 0) else 2 + 30)
+        assert trace.first == pytest.approx(first)
+        assert trace.head == (1 if quantum == 1 else 0)
+        assert not trace.finished or trace.ended >= first + 99 * 2 - 1e-6
 
 
 def test_auto_shows_the_mean_factor_of_the_measured_rounds():
