@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -238,6 +239,15 @@ def test_kill_at_any_moment_leaves_the_earlier_save_or_the_new_one(monkeypatch, 
     assert new.count(False) >= 12 * after  # all files are written before the index
     for moment in disk.snapshots[::3]:
         assert_next_save_is_complete(moment, later)
+
+
+def test_save_that_fails_leaves_the_earlier_one_and_no_half_file(monkeypatch, tmp_path):
+    save_all(tmp_path, states := a_run(1, 1).states())
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        save_all(tmp_path, a_run(2, 1).states(), save_id=SECOND)
+    assert same(load_rollouts(tmp_path), states)
+    assert not [name for name in files_of(tmp_path) if name.endswith(".tmp")]
 
 
 def test_file_is_flushed_before_it_gets_its_name_and_its_name_before_the_index(monkeypatch, tmp_path):

@@ -88,6 +88,14 @@ def test_oldest_finished_groups_are_the_next_batch():
     assert (schedule.ids, schedule.finished) == ([0, 3], [3])
 
 
+def test_round_filled_by_surplus_has_no_room():
+    schedule = in_round(0, 0, 1, 2)
+    schedule.learn([0])
+    assert schedule.room == 1
+    schedule.learn([2])
+    assert schedule.room == 0
+
+
 def test_room_ahead_leaves_a_batch_fewer_than_the_bound_allows():
     assert in_round(0, over_provisioning=3.0, max_staleness=2).room_ahead == 4
     assert in_round(0, 0, over_provisioning=3.0, max_staleness=3).room_ahead == 5

@@ -72,6 +72,16 @@ class TestFilter:
         assert ids(arena.run().groups) == [0, 2]
         assert len(arena.engine.requests_of(0, 0)) == 3
 
+    def test_groups_are_filtered_when_one_is_finished_and_not_at_each_sample(self, monkeypatch):
+        """Looking through all groups takes a step for each."""
+        script = {(group, index): natural(1 + 2 * group + index) for group in range(8) for index in range(2)}
+        arena = Arena(useless(), quota=8, script=script)
+        looks = []
+        unscored = arena.pool.unscored
+        monkeypatch.setattr(arena.pool, "unscored", lambda: looks.append(True) or unscored())
+        arena.run()
+        assert len(looks) <= 2 * 8 + 2
+
 
 class TestSlowRewards:
     def test_groups_that_finish_during_a_call_are_scored_together_by_the_next(self):

@@ -145,6 +145,22 @@ class TestRecord:
         assert second.requests == 2
         assert {trace.group_id for trace in third.traces} == {1, 3}
 
+    def test_request_dispatched_before_the_round_began_with_it(self):
+        pool = make_pool(1)
+        admit(pool, 0)
+        driver = overlapping(pool, ScriptedEngine(default=natural(4)))
+
+        async def main():
+            await driver.run_round()
+            pool.begin_round(0)
+            admit(pool, 1)
+            await driver.dispatch_ahead()
+            asyncio.get_running_loop()._clock.now += 0.5  # without an await it is not even sent
+            return await driver.run_round()
+
+        (trace,) = simulate_and_close(driver, main()).traces
+        assert (trace.group_id, trace.began) == (1, 0.0)
+
 
 class TestErrors:
     @pytest.mark.parametrize("how", ["raises", "cancelled", "suspended"])
