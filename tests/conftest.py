@@ -68,14 +68,6 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder with the tiny Qwen3 of `tests/support/tiny.py`, untied embeddings."""
-    from tests.support.tiny import save_tiny_model
-
-    return save_tiny_model(tmp_path_factory.mktemp("tiny-untied") / "model", tie_word_embeddings=False)
-
-
-@pytest.fixture(scope="session")
 def server(tiny_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """The one real vLLM server of a test run, with the weights of `tiny_model_dir` at its start.
 

@@ -1,7 +1,5 @@
 """Folders of checkpoints: which are complete, where training resumes from, and a second save at one step."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several processes on the real server: checkpoints resumed by another number of processes, outages and signals."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from dataclasses import dataclass
@@ -105,8 +103,7 @@ def launched(server, forker, tiny_model_dir, tmp_path_factory):
                     "over_provisioning": 1.0 if when == "round" else 2.0,
                 },
             }
-            for name, number in (("term", signal.SIGTERM), ("int", signal.SIGINT))
-            for when in ("round", "training")
+            for name, number, when in (("term", signal.SIGTERM, "round"), ("int", signal.SIGINT, "training"))
         ),
     ]  # fmt: skip
     first = launch_preloaded(forker, 2, runs, two, **common)
@@ -242,9 +239,11 @@ def test_all_processes_wait_for_the_server_and_continue_with_restored_weights(la
 
 
 class TestSignals:
-    @pytest.mark.parametrize(("name", "raised"), [("term", ["SystemExit", 143]), ("int", ["KeyboardInterrupt", None])])
-    @pytest.mark.parametrize(("when", "step"), [("round", 2), ("training", 3)])
-    def test_all_processes_write_the_checkpoint_and_leave(self, launched, name, raised, when, step):
+    @pytest.mark.parametrize(
+        ("name", "when", "raised", "step"),
+        [("term", "round", ["SystemExit", 143], 2), ("int", "training", ["KeyboardInterrupt", None], 3)],
+    )
+    def test_all_processes_write_the_checkpoint_and_leave(self, launched, name, when, raised, step):
         """Process 1 receives the signal."""
         results = launched.two.results(f"{name}-{when}", 2)
         assert [result["raised"] for result in results] == [raised, raised]

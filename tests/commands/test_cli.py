@@ -1,7 +1,5 @@
 """The command line: dispatch to the commands, and errors in one sentence."""
 
-from __future__ import annotations
-
 import re
 import socket
 import sys
@@ -19,9 +17,7 @@ from trl_april.commands.doctor import check_file
     [
         ([], "COMMAND"),
         (["fly"], "fly"),
-        (["serve"], "MODEL"),
         (["serve", "--dtype", "float32", "m"], "the model comes first"),
-        (["serve", "m", "--port", "many"], "--port"),
         (["doctor", "--base"], "--base"),
         (
             ["simulate", "--median", "x"],
@@ -86,7 +82,6 @@ def bad(tmp_path):
     ("command", "words"),
     [
         ("serve {folder}/none", "The model is '{folder}/none', but there is no such folder.*saved to, or a model"),
-        ("serve ./none", "The model is './none', but there is no such folder"),
         ("serve {folder}/empty", "The model is the folder '{folder}/empty', which has no config.json.*saved to"),
         ("serve m --port {port}", "bind to 127.0.0.1, port {port}: Address already in use. Stop the program there"),
         (
@@ -97,9 +92,7 @@ def bad(tmp_path):
         ("doctor --base-url localhost", "--base-url is 'localhost', but it must begin with http://"),
         ("doctor --timeout 0", "--timeout is 0.0, but it must be positive"),
         ("doctor --json {folder}/none/x", "--json is '{folder}/none/x', which cannot be written: No such file.*Give"),
-        ("doctor --json {folder}", "--json is '{folder}', which cannot be written: Is a directory"),
         ("simulate --json {folder}/file/x", "--json is '{folder}/file/x', which cannot be written: Not a directory"),
-        ("simulate --median -3", "median=-3.0.*the median must be at least 1"),
         (
             "demo --output-dir {folder}/file",
             "--output-dir is '{folder}/file', which cannot be written to: File exists",

@@ -1,7 +1,5 @@
 """The demo: its task, warm start and table, and a quick run of all of it."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The doctor: each check passes, and fails with its remedy; none harms the server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -48,18 +46,6 @@ def test_exception_in_a_check_becomes_its_finding(capsys):
         "FAIL  ours               A sentence. And a remedy.",
     ]
     assert Finding(WARN, "two\n  lines", "do this").line("name") == "warn  name  two lines. Remedy: do this."
-
-
-def test_check_is_skipped_after_a_failed_or_skipped_one():
-    examination = Examination()
-    for name, mark in [("good", OK), ("odd", WARN), ("bad", FAIL)]:
-        examination.add(name, Finding(mark, ""))
-    examination.check("first", lambda: Finding(OK, "ran"), after=["good", "odd"])
-    examination.check("second", lambda: Finding(OK, "ran"), after=["good", "bad"])
-    examination.check("third", lambda: Finding(OK, "ran"), after=["second"])
-    found = {name: examination.findings[name].mark for name in ("first", "second", "third")}
-    assert found == {"first": OK, "second": SKIP, "third": SKIP}
-    assert examination.findings["second"].found == "not checked, because of: bad"
 
 
 REQUIREMENTS = {

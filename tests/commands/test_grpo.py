@@ -1,7 +1,5 @@
 """`trl-april grpo`: its arguments, rewards, datasets and errors, and one run on a server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -104,9 +102,6 @@ def test_the_soft_overlong_punishment_is_trls(length, given, cache):
     punishment = grpo.find_reward("soft_overlong_punishment", max_completion_length=length, soft_punish_cache=given)
     assert type(punishment).__module__ == "trl.rewards.other_rewards"
     assert (punishment.max_completion_len, punishment.soft_punish_cache) == (length, cache)
-    if cache:
-        lengths = [length - cache, length - cache // 2, length]
-        assert punishment(completion_ids=[[0] * n for n in lengths]) == [0.0, -0.5, -1.0]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Rows on their way into the pool: each to its process, tokenized once, and held to what fits."""
 
-from __future__ import annotations
-
 import pytest
 from datasets import Dataset
 

@@ -1,7 +1,5 @@
 """Dataset rows in checkpoints: every value comes back equal and of its type, or is refused by name."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

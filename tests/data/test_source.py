@@ -553,18 +553,10 @@ def recording_trainer(model_and_tokenizer, output_dir: Path, dataset, **options)
         }
 
     args = {
-        "use_vllm": False,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "num_generations": 2,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "learning_rate": 0.0,
-        **options,
-    }
+        "use_vllm": False, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "num_generations": 2,
+        "per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        "learning_rate": 0.0, **options,
+    }  # fmt: skip
     trainer = APRILGRPOTrainer(
         model=model,
         processing_class=tokenizer,

@@ -3,8 +3,6 @@
 A thread stands for a process: `watched` takes the thread that enters it for the main thread.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A process fails or dies on the real server: the others raise its error at once, and nothing is left behind."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

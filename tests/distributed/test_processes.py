@@ -1,7 +1,5 @@
 """What the processes of a training run share, as each of them sets it up."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

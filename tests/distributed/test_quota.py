@@ -1,7 +1,5 @@
 """The shared quota by hand: several processes with one store, without drivers."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -3,12 +3,9 @@
 They run on the real clock, in milliseconds: the store is read in a thread, for which a simulated clock would not wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,12 +23,12 @@ from tests.support.scripted_engine import (
     Tokens,
     Until,
     key_of,
+    natural,
     prompt_ids,
 )
 from trl_april.data.admission import NewGroup
 from trl_april.distributed.quota import SharedQuota
 from trl_april.distributed.scatter import owner_of
-from trl_april.engine.protocol import GenerationRequest
 from trl_april.errors import EngineError, PoolError, RoundSuspended, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample, SampleState, Score
@@ -170,15 +167,6 @@ class Run:
             pool.check()
 
 
-def completion(length: int, pace: float) -> Callable[[GenerationRequest], Attempt]:
-    """A completion of `length` tokens in all, one every `pace` seconds."""
-
-    def attempt(request: GenerationRequest) -> Attempt:
-        return Attempt([*[Tokens(1, pace)] * (length - request.generated), End()])
-
-    return attempt
-
-
 def run_round(run: Run) -> list[int]:
     """One round that closes at the first attempt."""
     results = asyncio.run(run.attempt())
@@ -192,7 +180,7 @@ def run_round(run: Run) -> list[int]:
 
 def test_round_without_enough_groups_fails_in_all_processes():
     """Otherwise each would wait for the others forever."""
-    run = Run([ScriptedEngine(default=completion(1, 0.001)) for _ in range(2)], 4)
+    run = Run([ScriptedEngine(default=natural(1, pace=0.001)) for _ in range(2)], 4)
     run.begin(0, rows=2)
     for error in asyncio.run(run.attempt()):
         assert isinstance(error, PoolError)
@@ -203,7 +191,7 @@ def test_round_without_enough_groups_fails_in_all_processes():
 
 def test_finished_process_waits_for_the_others_longer_than_a_server_may_be_silent():
     """While none of its own requests runs, nothing is wrong with its server."""
-    engines = [ScriptedEngine(default=completion(1, 0.001)), ScriptedEngine(default=completion(30, 0.01))]
+    engines = [ScriptedEngine(default=natural(1, pace=0.001)), ScriptedEngine(default=natural(30, pace=0.01))]
     run = Run(engines, 4, over_provisioning=1.0, idle_timeout=0.1)
     run.begin(0)
     assert run_round(run) == [0, 1, 2, 3]
@@ -220,7 +208,7 @@ def test_finished_process_waits_for_the_others_longer_than_a_server_may_be_silen
 )
 def test_requests_may_wait_after_requests_of_another_process(steps, closes):
     """For longer than a server may be silent, as long as it serves the others. A request that has begun must not."""
-    engines = [ScriptedEngine(default=completion(60, 0.03)), ScriptedEngine(default=Attempt(steps))]
+    engines = [ScriptedEngine(default=natural(60, pace=0.03)), ScriptedEngine(default=Attempt(steps))]
     run = Run(engines, 4, over_provisioning=1.0, idle_timeout=0.5)
     run.begin(0)
     if closes:
@@ -257,9 +245,9 @@ def test_failing_store_ends_the_round_with_its_error(calls):
 
 
 def test_outage_of_one_process_suspends_the_round_in_all_and_loses_no_token():
-    engines = [ScriptedEngine(default=completion(8, 0.01)) for _ in range(3)]
+    engines = [ScriptedEngine(default=natural(8, pace=0.01)) for _ in range(3)]
     engines[1] = ScriptedEngine(
-        default=[Attempt([Tokens(1, 0.005), Tokens(1, 0.005), Break(ServerError("gone"))]), completion(8, 0.01)]
+        default=[Attempt([Tokens(1, 0.005), Tokens(1, 0.005), Break(ServerError("gone"))]), natural(8, pace=0.01)]
     )
     engines[1].held = 99
     run = Run(engines, 6, over_provisioning=1.0)
@@ -293,7 +281,7 @@ def test_error_after_another_process_closed_the_round(error, caplog):
     """A lost server does not matter any more, and the process delivers normally; any other error is raised."""
     closed = Until(lambda: run.quotas[0].is_closed and run.pools[1].counters.tokens_generated == 2)
     engines = [
-        ScriptedEngine(default=completion(2, 0.001)),
+        ScriptedEngine(default=natural(2, pace=0.001)),
         ScriptedEngine(default=Attempt([Tokens(1, 0.001), closed, Break(error)])),
     ]
     run = Run(engines, 2)
@@ -331,7 +319,7 @@ def unreliable_engines(rng: random.Random) -> list[ScriptedEngine]:
     return [make(pace) for pace in (0.0005, 0.001, 0.002)]
 
 
-ROUNDS = cases(25, 100)
+ROUNDS = cases(25, 50)
 
 
 @pytest.mark.parametrize(("bound", "most_parked"), [(None, None), (2, None), (None, 0), (2, 0), (None, 10), (2, 10)])
@@ -520,7 +508,7 @@ def test_slow_reward_function_delays_the_end_of_the_round_in_no_process():
     lengths = {0: 1, 1: 1, 2: 50, 3: 5}
 
     def attempt(request: Any) -> Attempt:
-        return completion(lengths.get(key_of(request.request_id)[0], 50), 0.01)(request)
+        return natural(lengths.get(key_of(request.request_id)[0], 50), pace=0.01)(request)
 
     engines = [ScriptedEngine(default=attempt) for _ in range(2)]
     run = FilteredRun(engines, 1, rng=random.Random(0), over_provisioning=4.0, max_staleness=None)

@@ -1,7 +1,5 @@
 """Which process trains which samples of a batch, and groups in messages. Packing itself is tested in tests/pool."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The first signal is a request, the second one leaves at once, and afterwards the handlers are as before."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

@@ -34,7 +34,7 @@ from trl_april.pool.samples import Sample, SampleState
 from trl_april.rollout.driver import RolloutDriver
 
 
-NUM_ANSWERS = cases(500, 4_000)
+NUM_ANSWERS = cases(500, 2_000)
 BATCH = 500
 SEEDS = [int(seed) for seed in os.environ.get("FUZZ_SEED", "").split(",") if seed]
 AT_ONCE = 16  # most of the time of an answer is spent waiting

@@ -1,14 +1,11 @@
 """Dynamic sampling in the pool: groups that are accepted, rejected, readmitted and withdrawn."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.pools import complete, ids, pool_in_round
 from trl_april.errors import PoolError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Score
-from trl_april.pool.state import restore, state_dict
 
 
 SCORE = Score([[0.0], [1.0]])
@@ -90,14 +87,3 @@ def test_withdrawn_groups_are_the_youngest_and_counted_as_rejected():
     pool.start(next(iter(pool)).samples[0])
     with pytest.raises(PoolError, match="running"):
         pool.withdraw(1)
-
-
-def test_scores_survive_a_checkpoint():
-    pool = make_pool(3)
-    accepted, unscored = finish(pool, 0, 2)
-    pool.accept(accepted, SCORE)
-    restored = Pool(1, over_provisioning=3.0, max_staleness=None, dynamic_sampling=True)
-    restore(restored, [state_dict(pool)])
-    assert ids(restored.unscored()) == [unscored.group_id]
-    (group,) = restored.take()
-    assert group.score == SCORE

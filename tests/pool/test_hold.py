@@ -1,10 +1,8 @@
 """Requests held across a weight sync, in the pool. Rule 4: a segment has the version that sampled its tokens."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.support.pools import pool_in_round
+from tests.support.pools import pool_in_round, segments
 from trl_april.errors import PoolError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Sample
@@ -17,10 +15,6 @@ def running() -> tuple[Pool, Sample]:
     (sample,) = next(iter(pool)).samples
     pool.start(sample)
     return pool, sample
-
-
-def segments(sample: Sample) -> list[tuple[int, int]]:
-    return [(segment.version, segment.length) for segment in sample.segments]
 
 
 def test_version_begins_while_requests_run_that_were_held_for_it():

@@ -3,8 +3,6 @@
 Rule numbers are those of DESIGN.md, "Rules that hold always".
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

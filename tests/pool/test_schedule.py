@@ -1,7 +1,5 @@
 """The schedule by examples and by brute force; rule 8 of DESIGN.md as arithmetic."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Saved pools in pools again, of whatever number: every group in exactly one of them, token by token what it was."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,10 +1,5 @@
 """scripts/accelerate: accelerate reads the files, and takes the number of processes from the command line."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,27 +74,3 @@ def test_sharded_models_are_saved_whole(launched, monkeypatch):
         _, environment = prepare_deepspeed_cmd_env(args)
         assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == stage
         assert environment.get("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL") == saves
-
-
-PROBE = """
-import sys
-from transformers import TrainingArguments
-args = TrainingArguments(sys.argv[1], bf16=False, report_to="none")
-print(f"{args.process_index} of {args.world_size} on {args.device.type}\\n", end="", flush=True)
-"""
-
-
-@pytest.mark.long
-def test_processes_on_a_cpu_form_one_group(tmp_path):
-    """With a wrong configuration, each process would train alone."""
-    (tmp_path / "probe.py").write_text(PROBE)
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(FOLDER / "cpu_ddp.yaml"),
-         "--num_processes", "2", "--main_process_port", "0", str(tmp_path / "probe.py"), str(tmp_path / "out")],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert sorted(done.stdout.splitlines()) == ["0 of 2 on cpu", "1 of 2 on cpu"]

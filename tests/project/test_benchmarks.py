@@ -1,18 +1,14 @@
 """The benchmarks without a server: statistics, tables, pictures, and refused arguments."""
 
-from __future__ import annotations
-
-import gc
 import importlib
 import math
 import sys
 from array import array
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import learning
-import overhead
 import peers
 import pytest
 import tail
@@ -27,7 +23,7 @@ from trl_async_on_cpu import Attention
 from tests.project.test_docs import GivenCompletions
 from trl_april import APRILGRPOConfig
 from trl_april.commands import demo_training as task
-from trl_april.commands.demo_training import build_model, build_tokenizer
+from trl_april.commands.demo_training import build_tokenizer
 from trl_april.pool.samples import Group, Sample, Segment
 
 
@@ -68,14 +64,6 @@ class TestIntervals:
         assert math.isnan(effective_share(0, 0.0, 0.0))
 
 
-class TestReport:
-    def test_results_survive_json(self, tmp_path):
-        path = tmp_path / "new" / "results.json"
-        write_json(path, {"steps": 3}, [{"a": 1.5}])
-        write_json(path, {"steps": 3}, [{"a": 1.5}, {"a": 2.5}])
-        assert read_json(path) == ({"steps": 3}, [{"a": 1.5}, {"a": 2.5}])
-
-
 def make_run(seed: int, mode: str, pace: float, gain: float) -> Run:
     curve = [(step, step * pace, 0.4 + gain * step) for step in range(0, 41, 10)]
     return Run(
@@ -101,14 +89,6 @@ class TestLearning:
         assert found.differences == [0.0] * 5
         # When APRIL is at 40 steps, the synchronous curve is at 20; smoothing halves both.
         assert found.at_equal_time[0] == pytest.approx(0.4 + 0.005 * 20 - (0.4 + 0.005 * 10))
-
-    def test_result_that_is_worse(self):
-        worse = [
-            replace(run, curve=[(0, 0.0, 0.4), (40, 40.0, 0.41)]) if run.mode == APRIL else run for run in self.runs
-        ]
-        assert compare(pairs_of(worse, "grpo")).reached == [math.inf] * 5
-        assert "| never |" in tables(worse)
-        assert "not shown" in tables(worse) and "not shown" not in tables(self.runs)
 
     def test_weights_are_pooled_by_age(self):
         assert pooled_weights(self.runs[:2]) == {0: (20, 20.0, 20.0), 1: (6, 8.0, 12.0)}
@@ -144,13 +124,6 @@ class TestExpectedReward:
         assert 0.1 < found.solved < 0.9
         assert found.reward == pytest.approx(sum(rewards) / count, abs=0.01)
         assert found.solved == pytest.approx(sum(reward == 1.0 for reward in rewards) / count, abs=0.01)
-
-    def test_prompts_count_as_often_as_they_occur(self):
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer).eval()
-        few, many = expected_reward(model, tokenizer, [2]), expected_reward(model, tokenizer, [40])
-        both = expected_reward(model, tokenizer, [2, 40, 40])
-        assert both.reward == pytest.approx((few.reward + 2 * many.reward) / 3, rel=1e-4)
 
 
 class TestRecorder:
@@ -190,12 +163,6 @@ class TestRecorder:
         assert {age: sums[0] for age, sums in recorder.weights.items()} == {0: 2 * args.generation_batch_size}
         assert list(recorder.snapshots) == [1]
 
-    def test_overrides_apply_to_april_only(self):
-        overrides = dict([learning.setting("over_provisioning=1.5"), learning.setting("max_staleness=null")])
-        assert learning.options_of("grpo", APRIL, overrides)[0].items() >= overrides.items()
-        synchronous = learning.options_of("grpo", SYNCHRONOUS, overrides)[0]
-        assert (synchronous["over_provisioning"], synchronous["max_staleness"]) == (1.0, 5)
-
 
 class TestPeers:
     def test_table_compares_with_the_synchronous_training_of_the_seed(self):
@@ -234,25 +201,6 @@ class TestTail:
         assert lines[3].startswith("| x2, no bound | 2,200 | 5.50 (5.00 to 6.00) | 4.40 | 5.50 |")
         tail.draw(results, tmp_path / "tail.png")
         assert (tmp_path / "tail.png").stat().st_size > 10_000
-
-
-class TestOverhead:
-    def test_every_part_is_measured_at_every_size(self, tmp_path):
-        measurements = overhead.measure([8, 16], repeats=1, chunk=4, with_gc=False)
-        assert gc.isenabled()
-        found = overhead.medians(measurements)
-        assert {part for part, _ in found} == set(overhead.COLORS)
-        assert all(list(by_samples) == [8, 16] for by_samples in found.values())
-        assert overhead.table(measurements).count("\n") == len(found) + 1
-        overhead.draw(measurements, tmp_path / "overhead.png")
-        assert (tmp_path / "overhead.png").stat().st_size > 20_000
-
-    def test_growth_compares_costs_per_sample(self):
-        repeats = [
-            overhead.Measurement("pool", "admit", samples, 0, seconds)
-            for samples, seconds in ((10, 1.0), (10, 9.0), (10, 2.0), (100, 40.0))
-        ]
-        assert overhead.growth(overhead.medians(repeats)["pool", "admit"]) == pytest.approx(2.0)
 
 
 class TestMicroBatches:

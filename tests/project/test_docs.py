@@ -1,7 +1,5 @@
 """The documentation agrees with the code: commands, snippets, links, options, metrics, names of tests and rooms."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import re
@@ -20,7 +18,6 @@ from datasets import Dataset
 import trl_april
 from tests.support import docs_commands
 from tests.support.docs_pages import ROOT, Block, page_names, read_page
-from tests.support.docs_snippets import check_names
 from tests.support.serverless import ServerlessTrainer
 from tests.training.test_batch import round_with_tools
 from tests.training.test_correction import batch, group, sample
@@ -79,7 +76,7 @@ def test_simulations_print_the_output_shown_after_them(capsys):
 @pytest.mark.parametrize("block", [one for one in blocks("python") if one.page != "CONTRIBUTING.md"], ids=str)
 def test_python_runs_or_uses_existing_names(block, monkeypatch):
     source = doctest.script_from_examples(block.text) if block.text.startswith(">>>") else block.text
-    check_names(source, {"trainer": APRILGRPOTrainer, "server": LocalServer})
+    docs_commands.check_names(source, {"trainer": APRILGRPOTrainer, "server": LocalServer})
     names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     if not names & NEEDS_A_SERVER:
         monkeypatch.setattr(trl_april, "APRILGRPOConfig", partial(APRILGRPOConfig, **CPU))
@@ -91,7 +88,7 @@ def test_both_sides_of_a_diff_use_existing_names(block):
     for sign in "-+":
         lines = [line[1:] for line in block.text.splitlines() if line.startswith(sign)]
         assert len(lines) == 3
-        check_names("\n".join(lines), {})
+        docs_commands.check_names("\n".join(lines), {})
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)

@@ -3,8 +3,6 @@
 The stand-ins record which command ran where, with which arguments and environment, and which processes were left.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -26,6 +24,7 @@ from tests.support.launch import free_port
 
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+
 PR_SET_CHILD_SUBREAPER = 36  # of Linux
 LAUNCHERS = [SCRIPTS / "launch_single_node.sh", SCRIPTS / "launch_slurm.sh"]
 
@@ -357,13 +356,10 @@ def test_port_of_another_server_is_refused(machine, tmp_path):
         (0, [], "the model is left out"),
         (0, ["m", "n"], "'n' comes after the model, 'm'"),
         (0, ["m", "--output_dir", "out"], "--output_dir is not an option of this script"),
-        (0, ["m", "--port", "many"], "--port is 'many', but it must be a whole number"),
         (0, ["m", "--server-gpus", "1"], "--server-gpus is 1, but no GPU was found"),
-        (0, ["m", "--config", "no.yaml"], "--config is 'no.yaml', but there is no such file"),
         (1, ["m"], "one GPU was found (0), but server and trainer need one each"),
         (4, ["m", "--server-gpus", "4"], "--server-gpus is 4 of 4"),
         (4, ["m", "--servers", "3"], "--servers is 3, which does not divide the 2 GPUs of --server-gpus"),
-        (0, ["m", "--servers", "2"], "--servers is 2, but no GPU was found"),
         (4, ["m", "--server-gpus", "0"], "--server-gpus is '0', but it must be a whole number of at least 1"),
     ],
 )
@@ -488,7 +484,6 @@ def test_server_binds_to_the_address_that_the_first_node_resolves(job):
         ([], {}, "n3 resolves to '127.0.0.1', where other nodes do not reach it"),
         (["--server-nodes", "3"], {}, "the job has 3 nodes, and --server-nodes is 3"),
         (["--", "--weight_sync", "filesystem"], {}, "--weight_sync is filesystem without --weight_sync_dir"),
-        (["--", "--weight-sync=filesystem"], {}, "--weight_sync is filesystem without --weight_sync_dir"),
     ],
 )
 def test_invalid_job_is_refused_with_a_reason(job, arguments, environment, said):

@@ -1,7 +1,5 @@
 """The notebooks, run completely in a kernel."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import os

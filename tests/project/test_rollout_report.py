@@ -1,7 +1,5 @@
 """Report of benchmarks/rollout.py: shares and ratios by hand, and a benchmark that resumes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Example scripts: the tools, the data, the rewards, and a step of training on the fake server."""
 
-from __future__ import annotations
-
 import runpy
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Pools, drivers and checks that the tests of the rollout room share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, Future

@@ -1,7 +1,5 @@
 """A scripted `act`, and the rounds that its tests begin with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any

@@ -1,7 +1,5 @@
 """The threads that tools run in, which are real here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The rollout driver and a scripted engine, on a simulated clock. Rules are those of DESIGN.md."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -45,21 +43,6 @@ RACING = Attempt([Silence()], tail=4, wins_race="stop")  # finishes at the momen
 
 
 # Delivery
-
-
-def test_synchronous_round_requests_every_sample_once():
-    pool = make_pool(2, outstanding=2)
-    admit(pool, 0, 1, samples=3)
-    engine = ScriptedEngine({(1, 2): natural(9)}, default=natural(4))
-    done = run(pool, engine)
-    assert ids(done.groups) == [0, 1]
-    assert [len(sample) for group in done.groups for sample in group.samples] == [4, 4, 4, 4, 4, 9]
-    for group in done.groups:
-        assert_tokens(group)
-        assert {sample.finish_reason for sample in group.samples} == {FinishReason.STOP}
-    assert len(engine.requests) == 6 and engine.aborts == []
-    assert len(pool) == 0
-    assert done.seconds == pytest.approx(9.0), "no drain grace without requests"
 
 
 def test_round_closes_when_quota_is_met():

@@ -1,7 +1,5 @@
 """Dynamic sampling and a scripted engine, on a simulated clock. Reward calls take simulated time, too."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """The background loop: results, errors and interrupts cross between it and the calling thread."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """`max_parked_tokens`: which requests of a full pool continue, on a simulated clock."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -3,8 +3,6 @@
 Rule 4: a segment has the policy version that sampled its tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """The life-cycle of a round."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import product
 

@@ -4,8 +4,6 @@ An outage ends `generate` with an error, and another call continues the round. T
 every request, so a lost or doubled token shows in the next request of its sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that continue during training: the driver and a scripted engine, on a simulated clock."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

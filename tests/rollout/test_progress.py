@@ -1,7 +1,5 @@
 """The progress bar of a round."""
 
-from __future__ import annotations
-
 import io
 import re
 from contextlib import redirect_stderr

@@ -1,7 +1,5 @@
 """The requests that the driver sends: ids, cache salts and seeds."""
 
-from __future__ import annotations
-
 from tests.rollout.arena import admit, make_pool
 from trl_april.engine.protocol import RequestMaker, derive_seed
 from trl_april.pool.samples import Sample

@@ -3,8 +3,6 @@
 The scripted engines check the prefix of every request, so a lost or doubled token shows in the next request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

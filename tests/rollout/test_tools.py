@@ -1,7 +1,5 @@
 """Samples that alternate between the model and tools, on a simulated clock."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from concurrent.futures import Executor, Future
@@ -158,22 +156,6 @@ def test_result_that_lands_between_rounds(overlap):
         done = await driver.run_round()
         assert_complete(done.groups[0])
         assert (done.overlap_tokens, done.carried_tokens) == ((1, 4) if overlap else (0, 3))
-
-    simulate_and_close(driver, main())
-
-
-def test_group_that_tools_finish_between_rounds_is_the_next_batch():
-    pool, engine, driver, _ = setup(
-        {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0}), tools=Tools(answering=(0, 1))
-    )
-
-    async def main() -> None:
-        await driver.run_round()
-        await asyncio.sleep(5.0)
-        pool.begin_round(1)
-        done = await driver.run_round()
-        assert ids(done.groups) == [1] and not done.waited
-        assert segments(done.groups[0]) == [(0, 3)]
 
     simulate_and_close(driver, main())
 

@@ -1,7 +1,5 @@
 """The watchdog: single streams that fall silent while others continue, on a simulated clock."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Addresses of one server and of several, as options give them."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import HfArgumentParser
 from trl import TrlParser
@@ -30,11 +28,8 @@ def test_a_single_address_is_left_to_the_connection(value):
     [
         ([], "--x is an empty list.*at least one address"),
         (f"{A},", "--x is .*empty entry.*Remove it, or write http"),
-        ([A, ""], "empty entry"),
         ([A, 7], "empty entry or one that is not text"),
         (f"{A},127.0.0.1:8001", "entry '127.0.0.1:8001'.*form http://HOST:PORT"),
-        ([A, "localhost"], "entry 'localhost'"),
-        ([A, "http://"], "entry 'http://'"),
         ([A, "http://h:99999"], "entry 'http://h:99999'"),
         ([f"['{A}'", A], "form http://HOST:PORT"),
         (f"{A},{A}/", f"has {A} twice.*given once.*Remove one"),

@@ -1,7 +1,5 @@
 """Servers that cannot be trained with: one error for each reason, before the first rollout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

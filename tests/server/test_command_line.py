@@ -1,7 +1,5 @@
 """The command line and the environment of the server."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The embedded server: its devices and flags, and that a process has only one."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """This machine: addresses that a server can bind to and who reaches them, open files, GPUs."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import sys

@@ -3,8 +3,6 @@
 Most tests start a small script instead of vLLM; those marked `server` run on the real one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -130,14 +128,6 @@ def test_all_servers_stop_if_one_does_not_start(program):
     with pytest.raises(ServerError, match="exit code 3"):
         servers.start()
     assert not servers.is_running and not servers._others[0].is_running
-
-
-def test_server_that_died_is_started_again(script):
-    with ScriptServer(script(HEALTHY)) as server:
-        first = server.pid
-        os.kill(first, signal.SIGKILL)
-        wait_for(lambda: not session_members(first))
-        assert server.start().pid != first and server.is_healthy()
 
 
 def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, caplog):

@@ -1,9 +1,8 @@
 """The middleware inside the vLLM server: exact token counts during a pause, and no requests from browsers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import requests
 
 from trl_april.server.command_line import GENERATED_TOKENS_PATH
 from trl_april.server.middleware import BrowserGuard, GeneratedTokens, MissingEndpoints
+from trl_april.server.worker import RELOAD_LOGGER, QuietReload
 
 
 def answer_of(middleware: Callable[[Any], Any], scope: dict[str, Any], body: bytes = b"") -> Coroutine[Any, Any, Any]:
@@ -174,3 +174,21 @@ def test_real_server_refuses_a_web_page(server):
     response = requests.post(f"{server.base_url}/collective_rpc", data=body, headers=headers, timeout=30)
     assert response.status_code == 403
     assert requests.get(f"{server.base_url}/health", timeout=30).status_code == 200
+
+
+# The log of a worker during a weight sync
+
+
+def test_only_the_warning_of_computed_tables_is_left_out(caplog):
+    class Worker:
+        pass
+
+    class ExtendedWorker(Worker, QuietReload):
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+    assert ExtendedWorker(rank=3).rank == 3
+    for name in ("RotaryEmbedding", "Llama3RotaryEmbedding", "QKVParallelLinear"):
+        logging.getLogger(RELOAD_LOGGER).warning("%s: Failed to load weights", name)
+    logging.getLogger(RELOAD_LOGGER).warning("RotaryEmbedding: no such device")
+    assert caplog.messages == ["QKVParallelLinear: Failed to load weights", "RotaryEmbedding: no such device"]

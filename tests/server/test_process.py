@@ -1,7 +1,5 @@
 """Sessions of processes: found as a whole, ended as a whole, and watched over."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The load of a server, and its pause for a weight sync."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

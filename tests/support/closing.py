@@ -1,7 +1,5 @@
 """Whether a round may close, by brute force: look at the groups that would be left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 

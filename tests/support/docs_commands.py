@@ -1,10 +1,10 @@
-"""The commands of the documentation, each checked by the parser of the program that it calls."""
-
-from __future__ import annotations
+"""The commands and snippets of the documentation: arguments and names that their programs and libraries know."""
 
 import argparse
+import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import dropwhile, groupby
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -172,3 +173,21 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "vllm": check_vllm,
 }
+
+
+def check_names(source: str, classes: dict[str, type]) -> None:
+    """Fail if a snippet imports, calls or reads something that does not exist, without running the snippet.
+
+    `classes` are those of the variables that the snippet uses without assigning them.
+    """
+    tree = ast.parse(source)
+    imported: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            exec(compile(ast.Module([node], []), "snippet", "exec"), imported)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in classes:
+            assert hasattr(classes[node.value.id], node.attr), ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in imported:
+            keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
+            inspect.signature(imported[node.func.id]).bind_partial(*node.args, **keywords)

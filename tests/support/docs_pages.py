@@ -1,7 +1,5 @@
 """The pages of the documentation: code blocks, inline code, links, headings and tables, read by markdown-it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """A run without an engine: the pools of several processes in random rounds."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import random
@@ -46,15 +44,10 @@ class DrivenRun:
         bound = options.get("max_staleness", rng.choice([None, *range(6)]))
         most = 3 if bound is None else bound // versions_per_round + 1
         self.options = {
-            "quota": rng.randint(1, 4),
-            "over_provisioning": rng.choice([1.0, most, rng.uniform(1.0, most)]),
-            "max_staleness": bound,
-            "versions_per_round": versions_per_round,
-            "dynamic_sampling": rng.random() < 0.5,
-            "has_tools": rng.random() < 0.5,
-            "has_environments": rng.random() < 0.25,
-            **options,
-        }
+            "quota": rng.randint(1, 4), "over_provisioning": rng.choice([1.0, most, rng.uniform(1.0, most)]),
+            "max_staleness": bound, "versions_per_round": versions_per_round, "dynamic_sampling": rng.random() < 0.5,
+            "has_tools": rng.random() < 0.5, "has_environments": rng.random() < 0.25, **options,
+        }  # fmt: skip
         self.options["has_tools"] |= self.options["has_environments"]
         self.samples = rng.randint(1, 3)
         self.pools = [Pool(**self.options) for _ in range(processes)]

@@ -1,7 +1,5 @@
 """How thorough a test run is: `make test` takes the few cases, `make test-all` the many."""
 
-from __future__ import annotations
-
 import os
 
 

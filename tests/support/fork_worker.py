@@ -4,8 +4,6 @@ A fork exits like any interpreter: exit handlers run, threads are joined, and si
 lines of JSON and answers each with two lines: the process id of the fork, and its exit code.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -4,8 +4,6 @@ The trainer runs `ServerGeneration`; the server runs the update session of vLLM'
 communicator, the CUDA streams, and the served model are replaced. Each process obeys commands from a pipe.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

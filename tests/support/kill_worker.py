@@ -3,8 +3,6 @@
 A program of `tests/support/fork_worker.py`, whose argument is a JSON file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Runs `worker.py` in several processes, as a user would: with `accelerate launch`."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

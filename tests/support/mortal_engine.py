@@ -1,7 +1,5 @@
 """Scripted engines that die and come back, as the servers of one [`ServersEngine`]."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any

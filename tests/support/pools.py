@@ -1,7 +1,5 @@
 """Steps that tests drive pools with: admit, generate, complete, and the pools of several processes together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -52,6 +50,11 @@ def complete(pool: Pool, *groups: Group) -> None:
             if sample.state is not SampleState.FINISHED:
                 generate(pool, sample, 7)
                 pool.finish(sample, FinishReason.STOP)
+
+
+def segments(sample: Sample) -> list[tuple[int | None, int]]:
+    """Version and length of each segment."""
+    return [(segment.version, segment.length) for segment in sample.segments]
 
 
 def ids(groups: Iterable[Group]) -> list[int]:

@@ -4,8 +4,6 @@ The environment is that of `accelerate launch` with the same configuration file.
 rendezvous is in the launching process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

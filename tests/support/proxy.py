@@ -1,7 +1,5 @@
 """A proxy that makes a server unreachable and reachable again."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

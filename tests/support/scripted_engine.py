@@ -4,8 +4,6 @@ Every token is known in advance ([`token_ids`], [`logprobs`]). The prefix of eve
 doubled or misplaced token is found.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ def prompt_ids(group: int) -> list[int]:
 def token_ids(key: Key, start: int, stop: int) -> list[int]:
     """Tokens at positions `start` to `stop` of a completion."""
     group, index = key
-    return [1_000_000 * group + 10_000 * index + position for position in range(start, stop)]
+    return [(1_000_000 * group + 10_000 * index + position) % 2**31 for position in range(start, stop)]
 
 
 def logprobs(start: int, stop: int) -> list[float]:

@@ -1,7 +1,5 @@
 """A trainer without a server: everything after the rounds is real."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

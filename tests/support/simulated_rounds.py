@@ -3,8 +3,6 @@
 Each step gives every running sample a token and takes as long as the step-time curve says.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import cache

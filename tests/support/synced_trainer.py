@@ -1,7 +1,5 @@
 """The part of a trainer that a weight sync needs: a model and its policy version."""
 
-from __future__ import annotations
-
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,15 +20,10 @@ class SyncedTrainer:
     def connect(self, server, **options) -> ServerGeneration:
         defaults = {"weight_sync": "auto", "weight_sync_dir": None, "needs_logprobs": True, "api_key": None}
         return ServerGeneration(
-            policy_version=lambda: self.step,
-            model=self.model,
-            processes=OneProcess(),
-            trained_model=lambda: self.model,
-            processing_class=self.tokenizer,
-            server_base_url=server.base_url,
-            max_completion_length=64,
-            **{"accelerator": Accelerator(cpu=True), **defaults, **options},
-        )
+            policy_version=lambda: self.step, model=self.model, processes=OneProcess(),
+            trained_model=lambda: self.model, processing_class=self.tokenizer, server_base_url=server.base_url,
+            max_completion_length=64, **{"accelerator": Accelerator(cpu=True), **defaults, **options},
+        )  # fmt: skip
 
     def change(self, scale: float) -> None:
         generator = torch.Generator().manual_seed(self.step + 1)

@@ -4,8 +4,6 @@ Usage: `accelerate launch ... -m tests.support.worker SPEC.json`. SPEC has `mode
 run has a `name`, a `kind` (a function of this file) and its options. Each process writes FOLDER/NAME-RANK.json.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -25,7 +23,6 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from datasets import Dataset
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
@@ -33,6 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 import trl_april.server.local
 import trl_april.session
 from tests.support.proxy import Proxy
+from tests.trainer.test_trainer import distinct_characters, rows_of
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.training.batch import rollout_output
@@ -40,17 +38,9 @@ from trl_april.training.batch import rollout_output
 
 RANK, NUM_PROCESSES = 0, 1  # `main` sets them: what is imported may be forked afterwards
 OPTIONS = {
-    "num_generations": 4,
-    "max_completion_length": 48,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "bf16": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "log_level": "error",
-}
+    "num_generations": 4, "max_completion_length": 48, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+    "save_strategy": "no", "bf16": False, "use_cpu": True, "disable_tqdm": True, "log_level": "error",
+}  # fmt: skip
 
 
 # transformers loads an optimizer to the device of its process, which accelerate calls cpu:0 or cpu:1 where there are
@@ -58,14 +48,6 @@ OPTIONS = {
 torch.serialization.register_package(
     5, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
-
-
-def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
-
-
-def rows(count: int) -> Dataset:
-    return Dataset.from_list([{"prompt": f"{number}+{number}=", "number": number} for number in range(count)])
 
 
 class RecordingTrainer(APRILGRPOTrainer):
@@ -112,8 +94,8 @@ def make_trainer(
         model=run.get("model", spec["model"]),
         reward_funcs=reward,
         args=args,
-        train_dataset=rows(run.get("rows", 24)),
-        eval_dataset=rows(8) if options.get("eval_strategy") else None,
+        train_dataset=rows_of(run.get("rows", 24)),
+        eval_dataset=rows_of(8) if options.get("eval_strategy") else None,
         peft_config=peft_config,
     )
 
@@ -273,7 +255,7 @@ def train_and_replay(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
         model=spec["model"],
         reward_funcs=distinct_characters,
         args=GRPOConfig(str(Path(spec["folder"]) / "stock-out"), **options),
-        train_dataset=rows(run.get("rows", 24)),
+        train_dataset=rows_of(run.get("rows", 24)),
         rollout_func=replay,
     )
     stock.train()
@@ -543,26 +525,6 @@ def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, An
     }
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        train,
-        train_through_an_outage,
-        train_until_a_signal,
-        train_until_told,
-        train_and_replay,
-        train_sharded,
-        train_dynamically,
-        train_with_delays,
-        train_and_fail,
-        train_with_a_tool_that_hangs,
-        train_with_an_environment_that_hangs,
-        train_with_environments,
-        train_with_tools,
-    )
-}
-
-
 def main() -> None:
     global RANK, NUM_PROCESSES
     RANK, NUM_PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -576,7 +538,7 @@ def main() -> None:
     for run in spec["runs"]:
         path = Path(spec["folder"]) / f"{run['name']}-{RANK}.json"
         try:
-            result = KINDS[run["kind"]](spec, run)
+            result = globals()[run["kind"]](spec, run)
         except BaseException as error:
             failed = {"error": type(error).__name__, "message": str(error), "when": time.time()}
             path.write_text(json.dumps({**failed, "cause": str(error.__cause__)}))

@@ -153,14 +153,9 @@ def test_a_saved_config_makes_the_same_config_again():
             ["over_provisioning is 4.5", "max_staleness=3", "at most 4", "Lower it, or raise"],
         ),
         ({"over_provisioning": "fast"}, ["over_provisioning is 'fast'", "at least 1.0", "'auto'"]),
-        ({"over_provisioning": "0.5"}, ["over_provisioning is 0.5", "at least 1.0"]),
         ({"over_provisioning": None}, ["over_provisioning is None", "a number", "'auto'"]),
         ({"over_provisioning": True}, ["over_provisioning is True", "a number"]),
-        ({"over_provisioning": "auto", "max_staleness": -1}, ["max_staleness is -1", "cannot be negative"]),
-        ({"over_provisioning": "auto", "staleness_policy": "drop"}, ["staleness_policy is 'drop'"]),
-        ({"max_staleness": 0}, ["over_provisioning is 2.0", "max_staleness=0", "at most 1"]),
         ({"max_staleness": -1}, ["max_staleness is -1", "cannot be negative", "None"]),
-        ({"max_staleness": -1, "staleness_policy": "ignore"}, ["max_staleness is -1", "cannot be negative"]),
         ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
         ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, adapter, nccl, filesystem"]),
         ({"resume_kv": "kept"}, ["resume_kv is 'kept'", "auto, recompute, reuse, keep"]),
@@ -221,8 +216,3 @@ def test_the_factor_is_lowered_to_the_bound(options, start, steps, caplog):
     else:
         assert "'auto' and stays 1, which is synchronous" in caplog.text
         assert "Set max_staleness to 4 or more for a factor of 2" in caplog.text
-
-
-def test_trls_checks_still_run():
-    with pytest.raises(ValueError, match="divisible by num_generations"):
-        APRILGRPOConfig("out", **CPU, num_generations=3, per_device_train_batch_size=4)

@@ -1,7 +1,5 @@
 """Subclasses, processors, models and model cards that work with `GRPOTrainer`. No server is needed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

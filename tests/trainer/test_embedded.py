@@ -1,10 +1,6 @@
 """A trainer without a server: it starts its own, which is started again if it dies and ends with the trainer."""
 
-from __future__ import annotations
-
-import copy
 import gc
-import os
 import re
 import signal
 import subprocess
@@ -16,37 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.server.test_process import wait_for
 from tests.support.launch import launch
 from tests.support.tiny import build_model, build_tokenizer
-from tests.trainer.test_outages import wait_for_tokens
-from tests.trainer.test_trainer import RecordingTrainer, check_logprobs, distinct_characters, rows_of
+from tests.trainer.test_keep import check_mixed, note_starts
+from tests.trainer.test_trainer import RecordingTrainer, distinct_characters, rows_of
 from trl_april.config import APRILGRPOConfig
-from trl_april.errors import ServerError
 from trl_april.server.process import session_members
 from trl_april.trainer import APRILGRPOTrainer
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
-
-
-class KilledTrainer(RecordingTrainer):
-    """In a round of its third step, `kill` is called when tokens have arrived."""
-
-    def kill(self) -> None:
-        raise NotImplementedError
-
-    def _run_round(self):
-        if self.state.global_step == 2:
-            threading.Thread(target=self.kill_in_round).start()
-        return super()._run_round()
-
-    def kill_in_round(self) -> None:
-        wait_for_tokens(self, 1)
-        self.kill()
 
 
 def kill_engine(trainer: APRILGRPOTrainer) -> None:
@@ -97,120 +74,41 @@ class EngineKilledTrainer(RecordingTrainer):
         self.kills[-1].start()
 
 
-def check_segments(trainer: RecordingTrainer, model_dir: str) -> None:
-    """Compare each token's log-probability with its version's weights, to 1e-4.
-
-    Requests keep keys and values of older weights. After the death of an engine they are recomputed.
-    """
-    models = {}
-    for version, weights in trainer.weights.items():
-        models[version] = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        models[version].load_state_dict(weights, strict=False)
-    for sample, prompt in [(s, group.prompt_ids) for group in trainer.trained_groups for s in group.samples]:
-        ids, past, end = torch.tensor([[*prompt, *sample.token_ids]]), DynamicCache(), len(prompt)
-        for segment in sample.segments:
-            begin, end = end, end + segment.length
-            for cache in (past, DynamicCache()):
-                cached = cache.get_seq_length()
-                with torch.no_grad():
-                    output = models[segment.version](ids[:, cached : end - 1], past_key_values=copy.deepcopy(cache))
-                logits = output.logits[0, begin - 1 - cached :].log_softmax(-1)
-                found = logits.gather(-1, ids[0, begin:end, None]).squeeze(-1)
-                recorded = torch.tensor(sample.logprobs[begin - len(prompt) : end - len(prompt)])
-                if (found - recorded).abs().max() < 1e-4:
-                    break
-            else:
-                pytest.fail(f"{sample}, version {segment.version}: {(found - recorded).abs().max():.4f}")
-            past = output.past_key_values
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_training_survives_three_deaths_of_its_engine(tiny_model_dir, tmp_path):
-    """Requests run through it, and through weight syncs. Rows are trained as often as in stock GRPO."""
+def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path, monkeypatch):
+    """Requests run through it, and through weight syncs. Rows are trained as often as in stock GRPO.
+
+    The server of a model object starts without its weights: the first sync brings them, and each one after a death.
+    """
     args = APRILGRPOConfig(
         str(tmp_path), max_steps=8, num_generations=4, per_device_train_batch_size=8, max_completion_length=400,
-        use_cpu=True, bf16=False, report_to=[], learning_rate=1e-2, save_strategy="no",
-        generation_kwargs={"ignore_eos": True}, over_provisioning=3.0,
+        use_cpu=True, bf16=False, report_to=[], learning_rate=1e-2, save_strategy="no", vllm_mode="colocate",
+        generation_kwargs={"ignore_eos": True}, over_provisioning=3.0, overlap_generation=True, resume_kv="keep",
+        eval_strategy="steps", eval_steps=6, per_device_eval_batch_size=4,
     )  # fmt: skip
-    trainer = EngineKilledTrainer(tiny_model_dir, distinct_characters, args, rows_of(8))
-    trainer.train()
-    for thread in trainer.kills:
-        thread.join()
-    assert trainer.num_killed == 3 and sum(done.outages for done in trainer.rounds) >= 1
-    assert len(trainer.pool) == 0
-    assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(8), 2)
-    check_segments(trainer, tiny_model_dir)
-    trainer._server.stop()
-
-
-@pytest.mark.long
-def test_evaluation_survives_the_death_of_its_engine(tiny_model_dir, tmp_path):
-    args = APRILGRPOConfig(
-        str(tmp_path), max_steps=2, num_generations=4, per_device_train_batch_size=8, max_completion_length=100,
-        per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=1, use_cpu=True, bf16=False, report_to=[],
-        save_strategy="no",
-    )  # fmt: skip
-    trainer = RecordingTrainer(tiny_model_dir, distinct_characters, args, rows_of(4), eval_dataset=rows_of(2))
-    generate, killed = trainer.vllm_generation.vllm_client.generate, []
+    starts, model = note_starts(monkeypatch), build_model(tie_word_embeddings=True)
+    trainer = EngineKilledTrainer(
+        model, distinct_characters, args, rows_of(8), rows_of(2), processing_class=build_tokenizer()
+    )
+    generate, in_evaluation = trainer.vllm_generation.vllm_client.generate, []
 
     def killed_first(*args, **kwargs):
-        if not killed:
-            killed.append(trainer.state.global_step)
+        if not in_evaluation:
+            in_evaluation.append(trainer.state.global_step)
             kill_engine(trainer)
         return generate(*args, **kwargs)
 
     trainer.vllm_generation.vllm_client.generate = killed_first
     trainer.train()
-    assert killed == [1]
-    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [1, 2]
-    assert len(trainer.pool) == 0 and len(trainer.trained_groups) == 4
+    for thread in trainer.kills:
+        thread.join()
+    assert trainer.num_killed == 3 and sum(done.outages for done in trainer.rounds) >= 1
+    assert in_evaluation == [6] and any("eval_reward" in entry for entry in trainer.state.log_history)
+    assert len(trainer.pool) == 0
+    assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(8), 2)
+    check_mixed(trainer, tiny_model_dir, starts)  # after a death, keys and values are computed anew
     trainer._server.stop()
-
-
-def test_model_object_is_served_without_its_weights(tmp_path, caplog):
-    """The first sync brings them, and the one after a restart; the canary and log-probabilities are exact."""
-
-    class ServerKilled(KilledTrainer):
-        def kill(self) -> None:
-            os.kill(self._server.pid, signal.SIGKILL)
-
-    args = APRILGRPOConfig(
-        str(tmp_path), max_steps=4, num_generations=4, per_device_train_batch_size=8, max_completion_length=200,
-        vllm_mode="colocate", use_cpu=True, bf16=False, report_to=[], learning_rate=1e-2, save_strategy="no",
-        resume_kv="recompute", overlap_generation=False,
-    )  # fmt: skip
-    trainer = ServerKilled(
-        build_model(tie_word_embeddings=True),
-        distinct_characters,
-        args,
-        rows_of(8),
-        processing_class=build_tokenizer(),
-    )
-    trainer.train()
-    assert len(trainer.pool) == 0 and len(trainer.trained_groups) == 8
-    assert check_logprobs(trainer) > 0
-    assert caplog.text.count("It is started again") == 1
-    trainer._server.stop()
-
-
-def test_server_that_no_longer_starts_ends_training(tiny_model_dir, tmp_path):
-    """With the cause from its log, and with a checkpoint."""
-
-    class Spoiled(KilledTrainer):
-        def kill(self) -> None:
-            self._server.vllm_args = [*self._server.vllm_args, "--max-model-len", "99999999"]
-            os.kill(self._server.pid, signal.SIGKILL)
-
-    args = APRILGRPOConfig(
-        str(tmp_path), max_steps=4, num_generations=4, per_device_train_batch_size=8, max_completion_length=200,
-        use_cpu=True, bf16=False, report_to=[], save_steps=100,
-    )  # fmt: skip
-    trainer = Spoiled(tiny_model_dir, distinct_characters, args, rows_of(8))
-    with pytest.raises(ServerError, match=r"starting\.\nIts first error: .*\n +Value error, .*max_model_len"):
-        trainer.train()
-    assert list(tmp_path.glob("checkpoint-*/april"))  # of the second step, or the third if its batch was complete
-    assert not trainer._server.is_running
 
 
 SCRIPT = """
@@ -237,7 +135,6 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("raise RuntimeError", 1),
         ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     ],

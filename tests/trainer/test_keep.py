@@ -1,10 +1,9 @@
 """Requests that survive a weight sync on the real server: exact versions and log-probabilities."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -65,6 +64,18 @@ def check_mixed(trainer, model_dir, starts=None) -> int:
             first = sample.segments[0].length
             inside += len(sample.segments) > 1 and first % 64 != 1
     return inside
+
+
+def note_starts(monkeypatch) -> dict[tuple[int, int], list[int]]:
+    """Where the requests of each sample begin, from now on."""
+    starts, make = defaultdict(list), RequestMaker.make
+
+    def noted(maker, group, sample, version):
+        starts[sample.key].append(len(sample))
+        return make(maker, group, sample, version)
+
+    monkeypatch.setattr(RequestMaker, "make", noted)
+    return starts
 
 
 def limit_lengths(monkeypatch, length) -> None:

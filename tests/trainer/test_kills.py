@@ -1,7 +1,5 @@
 """The trainer is killed with -9 at random moments of one training, and resumed each time: nothing is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ import pytest
 
 pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(400)]
 
-KILLS = 20
-STEPS = 40
+KILLS = 10
+STEPS = 24
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,10 @@
 """Overlap and the reuse of KV blocks on the real server: nothing lost, exact versions, exact log-probabilities."""
 
-from __future__ import annotations
-
-import copy
-from pathlib import Path
-
 import pytest
 import requests
-import torch
-from transformers import AutoModelForCausalLM, DynamicCache, TrainerCallback
+from transformers import TrainerCallback
 
-from tests.checkpoint.test_resume import SAVED, assert_continued, numbers, saved_groups
-from tests.trainer.test_trainer import check_logprobs, make_trainer, rows_of, wait_until_idle
+from tests.trainer.test_trainer import check_logprobs, make_trainer, wait_until_idle
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.rounds import Rounds
 
@@ -31,53 +24,7 @@ def reused_tokens(server) -> float:
     return counter(server, "vllm:prefix_cache_hits_total")
 
 
-@pytest.fixture(scope="module")
-def overlapped(server, tiny_model_dir, tmp_path_factory, one_thread):
-    """A run with overlap, evaluation and checkpoints."""
-    trainer = make_trainer(
-        server, tiny_model_dir, tmp_path_factory.mktemp("overlapped"), over_provisioning=4.0,
-        overlap_generation=True, max_completion_length=1000, max_steps=10, eval_strategy="steps", eval_steps=4,
-        per_device_eval_batch_size=16, eval_dataset=rows_of(4), **SAVED,
-    )  # fmt: skip
-    trainer.train()
-    return trainer
-
-
 class TestOverlap:
-    def test_requests_run_while_the_trainer_trains(self, overlapped):
-        """Four batches of groups are admitted at first, and one at the end of each round until all ten are."""
-        assert all(done.overlap_tokens > 0 for done in overlapped.rounds[1:7])
-
-    def test_every_token_is_trained_once_within_the_bound(self, overlapped, server):
-        assert len(overlapped.pool) == 0 and wait_until_idle(server) == 0
-        assert sorted(group.group_id for group in overlapped.trained_groups) == list(range(40))
-        assert set(numbers(overlapped.trained_groups).values()) == {1}
-        tokens = sum(group.num_tokens for group in overlapped.trained_groups)
-        assert tokens == overlapped.pool.counters.tokens_generated == overlapped.pool.counters.tokens_taken
-        assert tokens == sum(done.generated_tokens + done.overlap_tokens for done in overlapped.rounds)
-        ages = [
-            done.version - s.segments[0].version for done in overlapped.rounds for g in done.groups for s in g.samples
-        ]
-        assert 1 <= max(ages) <= overlapped.args.max_staleness
-
-    def test_log_probabilities_are_those_of_the_tagged_version(self, overlapped):
-        """So no segment spans a weight sync, including those of evaluations."""
-        assert {4, 8} <= {entry["step"] for entry in overlapped.state.log_history if "eval_reward" in entry}
-        assert max(len(s.segments) for group in overlapped.trained_groups for s in group.samples) >= 2
-        check_logprobs(overlapped)
-
-    def test_a_checkpoint_holds_every_arrived_token(self, server, tiny_model_dir, tmp_path, overlapped):
-        checkpoint = Path(overlapped.args.output_dir, "checkpoint-2")
-        resumed = make_trainer(
-            server, tiny_model_dir, tmp_path, over_provisioning=4.0, overlap_generation=True,
-            max_completion_length=1000, max_steps=10,
-        )  # fmt: skip
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert_continued(saved_groups(checkpoint), resumed.trained_groups)
-        before = [group for done in overlapped.rounds[:2] for group in done.groups]
-        assert len(before + resumed.trained_groups) == 40 and len(resumed.pool) == 0
-        assert set(numbers(before + resumed.trained_groups).values()) == {1}
-
     def test_no_sample_finishes_between_agreement_and_delivery(self, server, tiny_model_dir, tmp_path, monkeypatch):
         """A sample that finished there would be finished in one process only."""
         trainer = make_trainer(server, tiny_model_dir, tmp_path, overlap_generation=True, max_steps=2)
@@ -127,21 +74,27 @@ class TestOverlap:
         trainer.pool.check()
 
 
-class TestReuse:
+class TestKeysAndValues:
     @pytest.fixture(scope="class")
     @classmethod
     def runs(cls, server, tiny_model_dir, tmp_path_factory, one_thread):
-        """A run of each kind, and the server's prefix-cache hits in tokens."""
+        """A run of each kind with overlap, and the server's prefix-cache hits in tokens."""
         runs = {}
-        for resume_kv, steps in (("recompute", 4), ("reuse", 10)):
+        for kv in ("recompute", "reuse"):
             before = reused_tokens(server)
             trainer = make_trainer(
-                server, tiny_model_dir, tmp_path_factory.mktemp(resume_kv), resume_kv=resume_kv,
-                over_provisioning=5.0, max_completion_length=700, max_steps=steps,
+                server, tiny_model_dir, tmp_path_factory.mktemp(kv), resume_kv=kv, overlap_generation=True,
+                over_provisioning=5.0, max_completion_length=700, max_steps=5,
             )  # fmt: skip
             trainer.train()
-            runs[resume_kv] = trainer, reused_tokens(server) - before
+            runs[kv] = trainer, reused_tokens(server) - before
         return runs
+
+    def test_log_probabilities_of_recomputed_blocks_are_those_of_the_tagged_version(self, runs):
+        """Requests run while the trainer trains, and none of them through a weight sync."""
+        trainer, _ = runs["recompute"]
+        assert sum(done.overlap_tokens for done in trainer.rounds) > 0 == len(trainer.pool)
+        assert check_logprobs(trainer) == trainer.pool.counters.tokens_generated
 
     def test_resumed_samples_find_their_blocks(self, runs):
         recomputed, reused = runs["recompute"]
@@ -155,64 +108,3 @@ class TestReuse:
         ]
         # Whole blocks of what was there, but for the last token of all.
         assert reused >= 0.5 * sum((tokens // BLOCK) * BLOCK for tokens in resumed) > 0
-
-    def test_recorded_log_probabilities_are_those_of_the_mixture(self, runs, tiny_model_dir):
-        """Tokens after an abort continue on the KV blocks of the earlier weights."""
-        trainer, _ = runs["reuse"]
-        models = {
-            version: AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
-            for version in trainer.weights
-        }
-        for version, model in models.items():
-            model.load_state_dict(trainer.weights[version], strict=False)
-        compared = 0
-        for group in trainer.trained_groups:
-            for sample in group.samples:
-                recorded = torch.tensor(sample.logprobs.tolist())
-                off = [
-                    (self.mixed(models, group, sample, step_under_way=under_way) - recorded).abs().max()
-                    for under_way in (False, True)
-                ]
-                assert min(off) < 1e-4
-                compared += bool((self.alone(models, group, sample) - recorded).abs().max() > 1e-3)
-        assert compared > 0  # without reuse they would have been others
-
-    def mixed(self, models, group, sample, *, step_under_way):
-        """Log-probabilities of the completion under each segment's weights, on the blocks that were there.
-
-        `step_under_way` is whether the server computed the last token before a cut, too, although the one that it
-        sampled from it never came. Where the cut is at the end of a block, that block was full, and whoever resumes
-        there computes it anew, since its last token is asked for. From then on the server has that block twice, and
-        finds the older one.
-        """
-        ids = torch.tensor([[*group.prompt_ids, *sample.token_ids]])
-        cache, end, found = DynamicCache(), len(group.prompt_ids), []
-        for segment in sample.segments:
-            begin, end = end, end + segment.length
-            full = cache.get_seq_length() // BLOCK * BLOCK
-            cached = min((begin - 1) // BLOCK * BLOCK, full)
-            own = copy.deepcopy(cache) if cached else DynamicCache()
-            own.crop(cached)
-            with torch.no_grad():
-                logits = models[segment.version](ids[:, cached:end], past_key_values=own, use_cache=True).logits[0]
-            found.append(self.chosen(logits[begin - 1 - cached : -1], ids[0, begin:end]))
-            for mine, older in zip(own.layers, cache.layers, strict=False):
-                mine.keys[..., cached:full, :] = older.keys[..., cached:full, :]
-                mine.values[..., cached:full, :] = older.values[..., cached:full, :]
-            own.crop(end if step_under_way else end - 1)
-            cache = own
-        return torch.cat(found)
-
-    def alone(self, models, group, sample):
-        """Log-probabilities of the completion under each segment's weights, if those had computed all before it."""
-        ids = torch.tensor([[*group.prompt_ids, *sample.token_ids]])
-        end, found = len(group.prompt_ids), []
-        for segment in sample.segments:
-            begin, end = end, end + segment.length
-            with torch.no_grad():
-                logits = models[segment.version](ids[:, :end]).logits[0]
-            found.append(self.chosen(logits[begin - 1 : -1], ids[0, begin:end]))
-        return torch.cat(found)
-
-    def chosen(self, logits, token_ids):
-        return logits.log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)

@@ -1,7 +1,5 @@
 """A server that stays away: training writes a checkpoint and resumes from it."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -11,8 +9,7 @@ import requests
 
 from tests.checkpoint.test_resume import assert_continued, saved_groups
 from tests.support.proxy import Proxy
-from tests.trainer.test_outages import LENGTH, wait_for_tokens
-from tests.trainer.test_trainer import DATASET, make_trainer, wait_until_idle
+from tests.trainer.test_trainer import DATASET, make_trainer, wait_for_tokens, wait_until_idle
 from trl_april.errors import ServerError
 
 
@@ -20,19 +17,13 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.
 
 
 def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_model_dir, tmp_path):
-    """The server is unreachable, then back without its weights. `test_outages.py` kills one."""
+    """The server is unreachable, then back without its weights. `test_embedded.py` kills one."""
     proxy = Proxy(server.base_url)
     reached = SimpleNamespace(base_url=proxy.url)
-    options = {"max_completion_length": LENGTH, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
+    options = {"max_completion_length": 400, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
     trainer = make_trainer(
-        reached,
-        tiny_model_dir,
-        tmp_path,
-        save_strategy="steps",
-        save_steps=100,
-        vllm_server_timeout=8.0,
-        **options,
-    )
+        reached, tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100, vllm_server_timeout=4.0, **options,
+    )  # fmt: skip
     run_round = trainer._run_round
 
     def break_off_in_round():
@@ -45,7 +36,7 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
         return run_round()
 
     trainer._run_round = run_round_and_break_off
-    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=8"):
+    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=4"):
         trainer.train()
     trained = trainer.trained_groups
     groups = saved_groups(tmp_path / "checkpoint-2")

@@ -1,22 +1,26 @@
 """Two real servers: division of requests, exact versions on both, and the death of one in mid-round."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import requests
 
 from tests.support.preloaded import launch_preloaded
-from tests.trainer.test_keep import check_mixed
-from tests.trainer.test_trainer import DATASET, RecordingTrainer, check_logprobs, distinct_characters, make_config
-from trl_april.engine.protocol import RequestMaker
+from tests.trainer.test_keep import check_mixed, note_starts
+from tests.trainer.test_trainer import (
+    DATASET,
+    RecordingTrainer,
+    check_logprobs,
+    distinct_characters,
+    make_config,
+    wait_for_tokens,
+)
 from trl_april.server.local import LocalServer
 
 
@@ -88,7 +92,7 @@ class HalfKilledTrainer(RecordingTrainer):
         self.threads: list[threading.Thread] = []
         self.lost = 0.0  # tokens that it had generated and not delivered
         self.cut = 0  # requests on it
-        self.received = 0  # tokens of it, in earlier rounds
+        self.received = gauge(self.url, "generation_tokens_total")  # tokens of it before this round
         super().__init__(*args, **kwargs)
 
     def _run_round(self):
@@ -117,9 +121,7 @@ class HalfKilledTrainer(RecordingTrainer):
         return session
 
     def kill(self) -> None:
-        before = self.pool.counters.tokens_generated
-        while self.pool.counters.tokens_generated < before + 500:
-            time.sleep(0.01)
+        wait_for_tokens(self)
         session = self._session
         server = session._engine._servers[self.url]
 
@@ -135,60 +137,47 @@ class HalfKilledTrainer(RecordingTrainer):
         self.lost = generated - session._loop.run(received())
 
 
-def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(tiny_model_dir, tmp_path, caplog, monkeypatch):
-    starts, make = defaultdict(list), RequestMaker.make  # where the requests of each sample begin
-
-    def noted(maker, group, sample, version):
-        starts[sample.key].append(len(sample))
-        return make(maker, group, sample, version)
-
-    monkeypatch.setattr(RequestMaker, "make", noted)
-    with LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True, count=2) as servers:
-        args = make_config(
-            servers,
-            tmp_path,
-            max_steps=7,
-            max_completion_length=400,
-            over_provisioning=1.5,
-            stream_interval=INTERVAL,
-            generation_kwargs={"ignore_eos": True},
-            overlap_generation=True,
-            resume_kv="keep",
-        )
-        trainer = HalfKilledTrainer(tiny_model_dir, distinct_characters, args, DATASET, servers=servers)
-        trainer.train()
-        check_rows(trainer)
-        assert [done.outages for done in trainer.rounds] == [0] * 7, "no round waits for the dead server"
-        assert 0 < trainer.cut and trainer.lost <= trainer.cut * INTERVAL
-        assert all(len(sample) == 400 for group in trainer.trained_groups for sample in group.samples)
-        first, second, *lost = logged(trainer, "servers_lost")
-        # A second round that is nearly filled by surplus ends before the server does.
-        assert (first, lost) == (0, [1, 1, 0, 0, 0]) and second in (0, 1)
-        requested = logged(trainer, "server/1/requests")
-        assert requested[2:4] == [0, 0] and min(requested[0], requested[4]) > 0
-        assert [version_of(url) for url in servers.base_urls] == ["6", "6"]
-        messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        ours = [text for text in messages if servers.base_urls[1] in text]
-        assert len(ours) == 2 and "is lost" in ours[0] and "is back" in ours[1], ours
-        check_exact(trainer, tiny_model_dir, starts)
+def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
+    pair, tiny_model_dir, tmp_path, caplog, monkeypatch
+):
+    starts = note_starts(monkeypatch)
+    args = make_config(
+        pair, tmp_path, max_steps=7, max_completion_length=400, over_provisioning=1.5, stream_interval=INTERVAL,
+        generation_kwargs={"ignore_eos": True}, overlap_generation=True, resume_kv="keep",
+    )  # fmt: skip
+    trainer = HalfKilledTrainer(tiny_model_dir, distinct_characters, args, DATASET, servers=pair)
+    trainer.train()
+    check_rows(trainer)
+    assert [done.outages for done in trainer.rounds] == [0] * 7, "no round waits for the dead server"
+    assert 0 < trainer.cut and trainer.lost <= trainer.cut * INTERVAL
+    assert all(len(sample) == 400 for group in trainer.trained_groups for sample in group.samples)
+    first, second, *lost = logged(trainer, "servers_lost")
+    # A second round that is nearly filled by surplus ends before the server does.
+    assert (first, lost) == (0, [1, 1, 0, 0, 0]) and second in (0, 1)
+    requested = logged(trainer, "server/1/requests")
+    assert requested[2:4] == [0, 0] and min(requested[0], requested[4]) > 0
+    assert [version_of(url) for url in pair.base_urls] == ["6", "6"]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    ours = [text for text in messages if pair.base_urls[1] in text]
+    assert len(ours) == 2 and "is lost" in ours[0] and "is back" in ours[1], ours
+    check_exact(trainer, tiny_model_dir, starts)
 
 
-def test_two_processes_on_two_servers_of_which_one_dies(forker, tiny_model_dir, tmp_path):
+def test_two_processes_on_two_servers_of_which_one_dies(pair, forker, tiny_model_dir, tmp_path):
     """Each process continues its own samples on the other server."""
-    with LocalServer(tiny_model_dir, vllm_args=FLAGS, quiet=True, count=2) as servers:
-        mortal = servers.base_urls[1]
+    mortal = pair.base_urls[1]
 
-        def kill() -> None:
-            while version_of(mortal) != "2" or gauge(mortal, "num_requests_running") < 4:
-                time.sleep(0.02)
-            os.killpg(servers._others[0].pid, signal.SIGKILL)
+    def kill() -> None:
+        while version_of(mortal) != "2" or gauge(mortal, "num_requests_running") < 4:
+            time.sleep(0.02)
+        os.killpg(pair._others[0].pid, signal.SIGKILL)
 
-        killer = threading.Thread(target=kill, daemon=True)
-        killer.start()
-        options = {"max_steps": 6, "max_completion_length": 200, "generation_kwargs": {"ignore_eos": True}}
-        runs = [{"name": "pair", "kind": "train", "options": options}]
-        launched = launch_preloaded(forker, 2, runs, tmp_path, model=tiny_model_dir, url=servers.base_url)
-        results = launched.results("pair", 2)
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    options = {"max_steps": 6, "max_completion_length": 200, "generation_kwargs": {"ignore_eos": True}}
+    runs = [{"name": "pair", "kind": "train", "options": options}]
+    launched = launch_preloaded(forker, 2, runs, tmp_path, model=tiny_model_dir, url=pair.base_url)
+    results = launched.results("pair", 2)
     killer.join(timeout=1)
     trained = {(group["number"], index) for one in results for done in one["rounds"] for group in done
                for index in group["samples"]}  # fmt: skip

@@ -4,8 +4,6 @@ Every kind trains the same seeded, synchronous run as plain data-parallel traini
 and the canary and the recorded log-probabilities say whether the weights arrive whole.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

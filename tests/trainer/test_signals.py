@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM during training on the real server: checkpoints and exit codes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,12 +1,11 @@
 """With APRIL off, the trainer is stock GRPO, number for number, and logs the reason once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.trainer.test_trainer import distinct_characters
 from trl_april.config import APRILGRPOConfig
 from trl_april.trainer import APRILGRPOTrainer
 
@@ -15,23 +14,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # several threads may sum in
 
 DATASET = Dataset.from_list([{"prompt": f"{number}+{number}="} for number in range(16)])
 OPTIONS = {
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "bf16": False,
-    "use_cpu": True,
+    "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 3,
+    "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "save_strategy": "no", "bf16": False, "use_cpu": True,
     "disable_tqdm": True,
-}
+}  # fmt: skip
 TIMES = ("runtime", "per_second", "step_time")
-
-
-def distinct_characters(completions, **kwargs) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
 
 
 def history(trainer) -> list[dict]:

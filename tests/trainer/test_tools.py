@@ -114,7 +114,6 @@ def test_batches_rewards_and_metrics_equal_stock(fake, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"overlap_generation": False, "resume_kv": "recompute"},
         {"overlap_generation": True, "resume_kv": "reuse", "score_during_generation": True, "log_completions": True},
         {"staleness_policy": "mask", "max_staleness": 1, "gradient_accumulation_steps": 2},
     ],

@@ -1,7 +1,5 @@
 """Training with partial rollouts on the real server."""
 
-from __future__ import annotations
-
 import _thread
 import re
 import threading
@@ -109,6 +107,13 @@ def wait_until_idle(server: LocalServer, seconds: float = 10) -> int:
     while running_requests(server) and time.monotonic() < deadline:
         time.sleep(0.1)
     return running_requests(server)
+
+
+def wait_for_tokens(trainer: RecordingTrainer, tokens: int = 500) -> None:
+    """Wait until the new round has generated so many tokens."""
+    before = trainer.pool.counters.tokens_generated
+    while trainer.pool.counters.tokens_generated < before + tokens:
+        time.sleep(0.01)
 
 
 def check_logprobs(trainer: RecordingTrainer) -> int:
@@ -229,24 +234,11 @@ class TestDropIn:
             return [len(completion) / 10 for completion in completions]
 
         trainer = make_trainer(
-            server,
-            tiny_model_dir,
-            tmp_path,
-            reward=[distinct_characters, numbers_arrive],
-            reward_weights=[1.0, 0.5],
-            callbacks=[Steps()],
-            eval_dataset=DATASET.select(range(2)),
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=8,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            max_completion_length=30,
-            log_completions=True,
-            report_to=["tensorboard"],
-            beta=0.1,
-        )
+            server, tiny_model_dir, tmp_path, reward=[distinct_characters, numbers_arrive], reward_weights=[1.0, 0.5],
+            callbacks=[Steps()], eval_dataset=DATASET.select(range(2)), eval_strategy="steps", eval_steps=2,
+            per_device_eval_batch_size=8, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=4,
+            max_completion_length=30, log_completions=True, report_to=["tensorboard"], beta=0.1,
+        )  # fmt: skip
         trainer.train()
         assert seen == [1, 2, 3, 4]
         assert len(trainer.rounds) == 4 and len(trainer.pool) == 0
@@ -296,25 +288,6 @@ class TestDropIn:
             assert tokenizer.decode(group.prompt_ids) == expected
         assert seen == [[g.row["number"] for g in done.groups for _ in g.samples] for done in trainer.rounds]
         assert any(done.carried_tokens for done in trainer.rounds)
-
-    def test_lora_adapters(self, server, tiny_model_dir, tmp_path):
-        """The merged weights reach the server: the canary and the on-policy log-probabilities agree."""
-        from peft import LoraConfig
-
-        trainer = make_trainer(
-            server,
-            tiny_model_dir,
-            tmp_path,
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM"),
-            over_provisioning=1.0,
-            max_steps=3,
-            max_completion_length=30,
-            disable_dropout=True,
-        )
-        trainer.train()
-        training = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert len(training) == 3
-        assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in training)
 
     def test_training_again_after_an_interrupted_close(self, server, tiny_model_dir, tmp_path, monkeypatch):
         """As in a notebook whose cell is stopped twice and run again. No thread and no weight file is left."""
@@ -517,14 +490,6 @@ class TestBadInput:
         states = {sample.state.value for group in trainer.pool for sample in group.samples}
         assert "parked" in states and "running" not in states
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"max_completion_length": 4096}, "context of 4096 tokens.*max_completion_length=4096"),
-            ({"generation_kwargs": {"stop": ["END"]}}, "stop=.*straddles"),
-            ({"dataset": rows_of(2)}, "has 2 rows, but one generation batch needs"),
-        ],
-    )
-    def test_a_training_that_is_impossible_is_refused(self, server, tiny_model_dir, tmp_path, options, message):
-        with pytest.raises(ConfigError, match=message):
-            make_trainer(server, tiny_model_dir, tmp_path, **options)
+    def test_a_training_that_exceeds_the_context_is_refused(self, server, tiny_model_dir, tmp_path):
+        with pytest.raises(ConfigError, match="context of 4096 tokens.*max_completion_length=4096"):
+            make_trainer(server, tiny_model_dir, tmp_path, max_completion_length=4096)

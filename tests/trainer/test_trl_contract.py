@@ -4,8 +4,6 @@ If a test fails after an upgrade of TRL, read what changed there, adapt the over
 widen the pin in pyproject.toml.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 

@@ -62,15 +62,9 @@ def test_april_applies_and_leaves_odd_datasets_to_trl(dataset):
         assert why_stock(GRPOConfig("out", use_vllm=True, vllm_mode=mode, **CPU), dataset) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "arguments", "words"),
-    [
-        ({"use_vllm": False}, {}, "use_vllm is False"),
-        ({}, {"rollout_func": print}, "rollout_func is given"),
-    ],
-)
-def test_reasons_for_stock(changes, arguments, words):
-    assert words in why_stock(config(**changes), TEXT, **arguments)
+def test_reasons_for_stock():
+    assert "use_vllm is False" in why_stock(config(use_vllm=False), TEXT)
+    assert "rollout_func is given" in why_stock(config(), TEXT, rollout_func=print)
 
 
 def test_a_subclass_that_overrides_a_replaced_method_runs_stock():

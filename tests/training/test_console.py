@@ -1,7 +1,5 @@
 """The lines of log entries on the console."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stdout
 

@@ -1,7 +1,5 @@
 """When the trainer starts a server of its own, and with which flags."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

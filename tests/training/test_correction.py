@@ -1,7 +1,5 @@
 """Metrics of the importance-sampling correction, computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

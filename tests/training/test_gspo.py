@@ -1,7 +1,5 @@
 """`loss_type="gspo"`: TRL's options for it, and configs that carry it. The loss itself is in test_losses.py."""
 
-from __future__ import annotations
-
 import pytest
 from datasets import Dataset
 from trl import GRPOConfig

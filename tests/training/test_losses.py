@@ -5,8 +5,6 @@ importance-sampling ratio, shuffling and splitting, and `training_step`. The ref
 and the weights of each version, and computes in float64, one sample at a time, without padding and masks.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Micro-batches with little padding: the same samples in every optimiser step, the same values and gradients."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards that cannot be used, and the device that reward functions work on."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from contextlib import nullcontext

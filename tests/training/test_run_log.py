@@ -1,7 +1,5 @@
 """The run log: what is written, resuming, damaged files, and write errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -101,10 +99,6 @@ class TestContents:
         (one,) = written_rounds(log, tmp_path, Round(0), {"reward": math.inf})
         assert "NaN" not in (tmp_path / FILE).read_text() and "Infinity" not in (tmp_path / FILE).read_text()
         assert one.metrics == {"fine": 1e6 + 0.3} and one.reward is None
-
-    def test_a_round_takes_some_kilobytes(self, tmp_path):
-        WrittenRun(tmp_path, 3.0, quota=64).go(4)
-        assert (tmp_path / FILE).stat().st_size < 4 * 5000
 
     def test_counts_are_summed_over_processes(self, tmp_path):
         log = RunLog(tmp_path, reduce_sum=lambda values: [2 * value for value in values], processes=2)

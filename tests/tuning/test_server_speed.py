@@ -1,7 +1,5 @@
 """The server's speed, learned from the requests of rounds."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Syncs of adapters over HTTP: names, files, the choice against merged weights, and servers that lose an adapter."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """The canary: tolerated differences between server and trainer, and signs of old weights."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """TRL's client of the server: waiting for the server, cache salts and connections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

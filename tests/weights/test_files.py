@@ -1,7 +1,5 @@
 """Weight files and their folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ See `tests/support/gloo_peers.py` for what is replaced. Each sync ends with the 
 error that names its cause.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 
@@ -127,19 +125,18 @@ def run(context) -> Iterator[Run]:
     run.close()
 
 
-KINDS = [
-    ("whole", 1, {}),
-    ("whole", 1, {"device": "cpu"}),  # a tied output layer is sent under both names
-    ("whole", 1, {"tie": False}),
-    ("lora", 1, {}),
-    ("fsdp2", 2, {}),
-    ("zero3", 2, {}),
-    ("fsdp2-lora", 2, {}),
-]
-
-
-@pytest.mark.parametrize(("kind", "processes", "of_server"), KINDS)
-@pytest.mark.parametrize("chunk_bytes", [40_000, 2**30], ids=["several", "one"])
+@pytest.mark.parametrize(
+    ("kind", "processes", "of_server", "chunk_bytes"),
+    [
+        ("whole", 1, {}, 40_000),
+        ("whole", 1, {"device": "cpu"}, 2**30),  # a tied output layer is sent under both names
+        ("whole", 1, {"tie": False}, 40_000),
+        ("lora", 1, {}, 40_000),
+        ("fsdp2", 2, {}, 2**30),
+        ("zero3", 2, {}, 40_000),
+        ("fsdp2-lora", 2, {}, 40_000),
+    ],
+)
 def test_the_server_gets_the_weights(run, kind, processes, of_server, chunk_bytes):
     run.chunk_bytes = chunk_bytes
     run.serve(**of_server)
@@ -171,7 +168,7 @@ def test_a_real_server_gets_the_weights(run, tiny_model_dir):
     token_ids = list(range(4, 80))
     with LocalServer(tiny_model_dir, vllm_args=vllm_args, env=env) as server:
         run.url, run.tie = server.base_url, True
-        for kind, processes in (("whole", 1), ("lora", 1), ("fsdp2", 2), ("zero3", 2)):
+        for kind, processes in (("lora", 1), ("fsdp2", 2)):
             run.train(kind, processes)
             for _ in range(2):
                 run.scale()
@@ -202,7 +199,7 @@ def retry(run: Run) -> None:
     run.check()
 
 
-@pytest.mark.parametrize("path", ["start_weight_update", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize("path", ["start_weight_update", "finish_weight_update"])
 def test_a_server_that_refuses_a_request(synced, path):
     synced.server.do("answer", {f"/{path}": (500, "cannot do that")})
     (trainer,) = synced.trainers

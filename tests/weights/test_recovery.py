@@ -1,7 +1,5 @@
 """Waiting for a server that is down, giving up and stopping, on a simulated clock."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from itertools import pairwise
@@ -199,14 +197,6 @@ def test_a_signal_takes_precedence(training: Training, down: float):
     with pytest.raises(Stopped) as caught:
         training.recovery.wait_for_server()
     assert caught.value.signal == signal.SIGTERM
-
-
-def test_a_signal_to_another_process_stops_all(training: Training):
-    training.processes.others = lambda: [2.0]
-    with pytest.raises(Stopped) as caught:
-        training.recovery.wait_for_server()
-    assert caught.value.signal == signal.SIGINT
-    assert training.generation.checks == [] and training.clock.now == 1000.0
 
 
 def test_an_error_of_another_process_ends_the_wait(training: Training):

@@ -1,7 +1,5 @@
 """Weight syncs to the real server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Weight transports: which one is chosen, and what each of them reads and sends."""
 
-from __future__ import annotations
-
 import gc
 import re
 import threading
