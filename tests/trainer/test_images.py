@@ -75,6 +75,13 @@ def check_logprobs(trainer: RecordingTrainer) -> int:
     return compared
 
 
+def check_training_pass(trainer: RecordingTrainer) -> None:
+    """At learning rate 0, TRL's own log-probabilities are those of the server if it has the images."""
+    name = "sampling/sampling_logp_difference/max"
+    differences = [entry[name] for entry in trainer.state.log_history if name in entry]
+    assert differences and 0 < max(differences) < 1e-4
+
+
 def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, trainer_class=RecordingTrainer, **options):
     # Three times as many groups as a round needs, of long completions: some are always cut.
     defaults = {
@@ -109,21 +116,22 @@ def test_every_token_has_the_log_probability_of_its_version_and_images(server, v
         first, *_, last = trainer.weights.values()
         changed = {name for name in first if not torch.equal(first[name], last[name])}
         assert any("vision_tower" in name for name in changed) and any("projector" in name for name in changed)
-    else:  # TRL's own forward pass had the images
-        differences = [one.get("sampling/sampling_logp_difference/max", 0.0) for one in trainer.state.log_history]
-        assert 0 < max(differences) < 1e-4
+    else:
+        check_training_pass(trainer)
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
     assert wait_until_idle(server) == 0
 
 
 def test_images_in_prompts_and_a_resumed_training(server, vision_model_dir, tmp_path):
     """The second training reads the rows of parked samples, and their images, from the dataset again."""
-    options = {"save_strategy": "steps", "save_steps": 2}
+    options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.0}
     first = train(server, vision_model_dir, tmp_path, dataset=WITH_PARTS, **{**options, "max_steps": 3})
     checkpoint = tmp_path / "checkpoint-2"
     resumed = train(server, vision_model_dir, tmp_path, dataset=WITH_PARTS, resume=str(checkpoint), **options)
     carried = [sample for group in resumed.trained_groups for sample in group.samples if sample.versions[0] < 2]
     assert carried and any(len(sample.segments) > 1 for sample in carried)
+    check_training_pass(first)
+    check_training_pass(resumed)
     # Their first tokens are of the weights of the first training.
     resumed.weights = {**first.weights, **resumed.weights}
     assert check_logprobs(resumed) == sum(len(s) for group in resumed.trained_groups for s in group.samples)
