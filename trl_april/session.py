@@ -139,18 +139,11 @@ class RolloutSession:
         self._engine = ServersEngine(
             server.servers.addresses,
             lambda address: VLLMEngine(
-                address,
-                server.server_info.model,
-                sampling,
-                stream_interval=options.stream_interval,
-                vocab_size=plan.vocab_size,
-                api_key=api_key(),
-                adapter=lambda: server.adapter,
-            ),  # fmt: skip
-            is_sticky=options.resume_kv != "recompute",
-            rank=processes.rank,
-            on_lost=server.servers.leave_out,
-        )
+                address, server.server_info.model, sampling, stream_interval=options.stream_interval,
+                vocab_size=plan.vocab_size, api_key=api_key(), adapter=lambda: server.adapter,
+            ),
+            is_sticky=options.resume_kv != "recompute", rank=processes.rank, on_lost=server.servers.leave_out,
+        )  # fmt: skip
         self._dynamic = None
         if scorer is not None:
             self._dynamic = DynamicSampling(

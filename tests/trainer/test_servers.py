@@ -155,7 +155,7 @@ def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
     # A second round that is nearly filled by surplus ends before the server does.
     assert (first, lost) == (0, [1, 1, 0, 0, 0]) and second in (0, 1)
     requested = logged(trainer, "server/1/requests")
-    assert requested[2:4] == [0, 0] and min(requested[0], requested[4]) > 0
+    assert not any(requested[2 if second else 3 : 4]) and min(requested[0], requested[4]) > 0
     assert [version_of(url) for url in pair.base_urls] == ["6", "6"]
     messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     ours = [text for text in messages if pair.base_urls[1] in text]
