@@ -70,9 +70,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     dies is started again. To run it elsewhere, set `vllm_server_base_url`.
 
     APRIL is on when `args.use_vllm` is true, without `rollout_func`, and unless a subclass overrides `_generate`,
-    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock
-    GRPO, and says so at the start and at the end of training. Tools and environments work in threads, while other
-    samples are generated.
+    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO, and
+    says so at the start and at the end of training. Tools and environments work in threads, while other samples are
+    generated.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -124,13 +124,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = args or construction.default_arguments(model)
-        stock_because = compatibility.why_stock(
-            args,
-            train_dataset,
-            rollout_func=rollout_func,
-            has_environments=environment_factory is not None,
-            overridden=compatibility.ignored_overrides(type(self)),
-        )
+        overridden, acts = compatibility.ignored_overrides(type(self)), environment_factory is not None
+        stock_because = compatibility.why_stock(args, train_dataset, rollout_func, acts, overridden)
         self.april_enabled = stock_because is None
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
@@ -249,8 +244,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._session.correct_in_training(self.args, batch, done)
         else:
             self._log_metrics(self._session.correction(batch, done))
-        logged = self._metrics["train"].items()
-        rewards = {name: values[-1] for name, values in logged if name.startswith("reward")}
+        rewards = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("reward")}
         self._session.run_log.add_round(done, rewards)
         return batch
 
