@@ -123,10 +123,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         rollout: Rollout | None = None,
     ) -> None:
         args = args or construction.default_arguments(model)
-        stock_because = compatibility.why_stock(
-            args, train_dataset, rollout_func=rollout_func, has_environments=environment_factory is not None,
-            overridden=compatibility.ignored_overrides(type(self)),
-        )  # fmt: skip
+        overridden, acts = compatibility.ignored_overrides(type(self)), environment_factory is not None
+        stock_because = compatibility.why_stock(args, train_dataset, rollout_func, acts, overridden)
         compatibility.check_rollout(rollout, args, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
@@ -246,8 +244,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._session.correct_in_training(self.args, batch, done)
         else:
             self._log_metrics(self._session.correction(batch, done))
-        logged = self._metrics["train"].items()
-        rewards = {name: values[-1] for name, values in logged if name.startswith("reward")}
+        rewards = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("reward")}
         self._session.run_log.add_round(done, rewards)
         return batch
 

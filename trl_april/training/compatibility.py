@@ -37,7 +37,6 @@ REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "ge
 def why_stock(
     args: GRPOConfig,
     train_dataset: Dataset | IterableDataset | None,
-    *,
     rollout_func: Any = None,
     has_environments: bool = False,
     overridden: Sequence[str] = (),
