@@ -64,3 +64,16 @@ def test_long_tail_recommends_settings(tmp_path):
     args = APRILGRPOConfig(str(tmp_path), bf16=False, **settings)
     assert args.max_staleness == 5
     assert args.steps_per_generation * args.num_iterations == args.gradient_accumulation_steps
+
+
+@pytest.mark.long
+@pytest.mark.server
+def test_tools_trains_with_a_tool_and_in_an_environment(tmp_path):
+    printed, _ = execute("tools.ipynb", tmp_path)
+    assert int(re.search(r"^(\d+) tokens carried over$", printed, re.MULTILINE)[1]) > 0
+    assert "the pool holds 0 groups" in printed
+    # Of the tool, then of the environment.
+    rewards = re.findall(r"^(?:first|last) 4 steps: reward (\d\.\d\d)$", printed, re.MULTILINE)
+    assert len(rewards) == 4 and all(0.1 < float(reward) < 1 for reward in rewards)
+    calls = [float(row.split()[2]) for row in printed.splitlines() if re.match(r" *\d+ .* s$", row)]
+    assert len(calls) == 32 and min(calls) > 0.2

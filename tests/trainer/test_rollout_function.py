@@ -19,7 +19,8 @@ LENGTHS = [[len(encode(text)) for text in sample] for sample in TURNS]
 
 
 async def ask_again(prompt, engine, row):
-    token_ids, lengths = TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"], []
+    token_ids, lengths = [*engine.prompt_ids], []
+    assert token_ids == TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
     for _ in TURNS[0]:
         turn = await engine.generate(token_ids)
         lengths.append(len(turn.token_ids))

@@ -21,7 +21,7 @@ TURNS = [["Yes." + END, "Quite." + END, "Sure." + END], ["Perhaps." + END, "x" *
 
 
 async def ask_again(prompt, engine, row):
-    token_ids, turns = [*PROMPT], []
+    token_ids, turns = [*engine.prompt_ids], []
     while not turns or (turns[-1].finish_reason == "stop" and len(turns) < 3):
         turns.append(await engine.generate(token_ids))
         token_ids += [*turns[-1].token_ids, *FOLLOW_UP]
@@ -35,7 +35,7 @@ def acts():
     PartialState()  # for log messages
 
     def make(rollout, context_length=4000):
-        made.append(RolloutTurns(rollout, context_length))
+        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT], context_length))
         return made[-1]
 
     yield make

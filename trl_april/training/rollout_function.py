@@ -54,9 +54,15 @@ class Returned:
 
 
 class TurnEngine:
-    """Generates the turns of one sample, for its rollout coroutine."""
+    """Generates the turns of one sample, for its rollout coroutine.
 
-    def __init__(self) -> None:
+    Attributes:
+        prompt_ids (`list[int]`):
+            Token ids of the row's prompt as TRL renders it. The coroutine may begin with others.
+    """
+
+    def __init__(self, prompt_ids: list[int]) -> None:
+        self.prompt_ids = prompt_ids
         self.events: SimpleQueue[list[int] | Returned | BaseException] = SimpleQueue()
         self._turn: asyncio.Future[Turn] | None = None
 
@@ -95,9 +101,10 @@ Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] |
 class _Episode:
     """The coroutine of one sample. Its methods are called in other threads than that of the event loop."""
 
-    def __init__(self, rollout: Rollout, group: Group, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._engine = loop, TurnEngine()
-        row = copy.deepcopy(group.row)
+    def __init__(
+        self, rollout: Rollout, row: dict[str, Any], engine: TurnEngine, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._loop, self._engine = loop, engine
 
         async def run() -> None:
             event: Returned | BaseException
@@ -138,11 +145,11 @@ class _Episode:
 class RolloutTurns:
     """Runs the coroutine of each sample between its turns; an `Act` of the driver.
 
-    `context_length` is the server's, in tokens.
+    `tokenize` returns the token ids of a prompt, in any thread. `context_length` is the server's, in tokens.
     """
 
-    def __init__(self, rollout: Rollout, context_length: int) -> None:
-        self._rollout, self._context_length = rollout, context_length
+    def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]], context_length: int) -> None:
+        self._rollout, self._tokenize, self._context_length = rollout, tokenize, context_length
         _, self._loop, ready = start_event_loop_in_daemon(name="trl-april-rollout-functions")
         ready.wait()
         self._episodes: dict[tuple[int, int], _Episode] = {}
@@ -152,7 +159,7 @@ class RolloutTurns:
         conversation = sample.conversation
         assert conversation is not None
         if conversation.awaits_reset:
-            self._episodes[sample.key] = episode = _Episode(self._rollout, group, self._loop)
+            self._episodes[sample.key] = episode = self._begin(group)
             return ResetResult(None, self._checked_prompt(group, episode.next()))
         assert conversation.turn_ended is not None
         episode, start = self._episodes[sample.key], conversation.turn_start
@@ -201,6 +208,10 @@ class RolloutTurns:
             episode.cancel()
         self._loop.call_soon_threadsafe(lambda: self._loop.call_later(CANCEL_SECONDS, self._loop.stop))
 
+    def _begin(self, group: Group) -> _Episode:
+        row = copy.deepcopy(group.row)
+        return _Episode(self._rollout, row, TurnEngine(self._tokenize(group.row["prompt"])), self._loop)
+
     def _checked_prompt(self, group: Group, event: list[int] | Returned) -> list[int]:
         if isinstance(event, Returned) or not event:
             raise ConfigError(
@@ -218,8 +229,8 @@ class RolloutTurns:
     def _replay(self, group: Group, sample: Sample) -> bool:
         """Give a new coroutine the recorded turns. Returns whether it asked for the same ones."""
         prompt_ids, token_ids, logprobs = group.prompt_ids_of(sample), sample.token_ids, sample.logprobs
-        episode = _Episode(self._rollout, group, self._loop)
         try:
+            episode = self._begin(group)
             event = episode.next()
             is_same = event == prompt_ids
             for start, end, next_start in _complete_turns(sample):

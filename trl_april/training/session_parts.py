@@ -98,9 +98,7 @@ def tool_turns(
     trainer: GRPOTrainer, options: AprilOptions, context_length: int = 0, rollout: Rollout | None = None
 ) -> ToolTurns | RolloutTurns | None:
     """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
-    if rollout is not None:
-        return RolloutTurns(rollout, context_length)
-    if not trainer.tools and trainer.environment_factories is None:
+    if rollout is None and not trainer.tools and trainer.environment_factories is None:
         return None
     view = copy.copy(trainer)
     lock, view.processing_class = threading.Lock(), copy.deepcopy(trainer.processing_class)
@@ -155,6 +153,8 @@ def tool_turns(
             )
         return list(prompt_ids)
 
+    if rollout is not None:
+        return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None), context_length)
     environments = None
     if trainer.environment_factories is not None:
         # An evaluation, which may come while samples have theirs, constructs its own instances.
