@@ -115,7 +115,7 @@ def test_evaluation_does_not_touch_the_instances_of_training(fake, tmp_path):
     trainer._generate_single_turn = generate
 
     def evaluation_loop(*args, **kwargs):
-        environments = trainer._session._environments
+        environments = trainer._session._restorable
         ours = [occupied.instance for occupied in environments._occupied.values()]
         output = evaluate(*args, **kwargs)
         instances.append(len(ours))
