@@ -32,7 +32,7 @@ HEADER_BYTES = 2**20  # of each file, for some 5,000 parameters
 # Matrices that servers may keep in float32, such as routers, are small or have a side of this length at most.
 NARROW_SIDE = 512
 BUFFERED = 2**18  # elements that are converted and then written
-PIECE = 2**14  # of these at once: few enough for torch to use one thread, since several wait for each other
+PIECE = 2**15  # of these at once: few enough for torch to use one thread, since several wait for each other
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
