@@ -53,7 +53,10 @@ COMMANDS = ("serve", "doctor", "simulate", "report", "demo")
 # Names on a page, by title.
 INTERNALS = {"Rollouts": ["pool.pool.Pool", "pool.samples.Group", "pool.samples.Sample", "pool.samples.Segment"]}
 CHAPTERS = {
-    "Training": ["config.APRILGRPOConfig", "trainer.APRILGRPOTrainer", "server.local.LocalServer"],
+    "Training": [
+        *("config.APRILGRPOConfig", "trainer.APRILGRPOTrainer", "server.local.LocalServer"),
+        *("training.rollout_function.TurnEngine", "training.rollout_function.Turn"),
+    ],
     "Errors": [
         *("errors.AprilError", "errors.ConfigError", "errors.PoolError", "errors.EngineError", "errors.ServerError"),
         *("errors.WeightSyncError", "errors.CheckpointError"),

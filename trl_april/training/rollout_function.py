@@ -63,7 +63,7 @@ class TurnEngine:
 
     def __init__(self, prompt_ids: list[int]) -> None:
         self.prompt_ids = prompt_ids
-        self.events: SimpleQueue[list[int] | Returned | BaseException] = SimpleQueue()
+        self._events: SimpleQueue[list[int] | Returned | BaseException] = SimpleQueue()
         self._turn: asyncio.Future[Turn] | None = None
 
     async def generate(self, token_ids: Sequence[int]) -> Turn:
@@ -84,12 +84,12 @@ class TurnEngine:
             raise ConfigError("generate was called during another call. Await the turns of a sample one by one.")
         self._turn = asyncio.get_running_loop().create_future()
         try:
-            self.events.put(list(token_ids))
+            self._events.put(list(token_ids))
             return await self._turn
         finally:
             self._turn = None
 
-    def answer(self, turn: Turn) -> None:
+    def _answer(self, turn: Turn) -> None:
         """Return `turn` from the call of `generate` that waits. On its event loop."""
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(turn)
@@ -112,7 +112,7 @@ class _Episode:
                 event = Returned(checked_columns(await rollout(row["prompt"], self._engine, row)))
             except BaseException as error:  # an exit that it asks for, too, would end the event loop
                 event = error
-            self._engine.events.put(event)
+            self._engine._events.put(event)
 
         def start() -> None:
             self._task = asyncio.get_running_loop().create_task(run())
@@ -121,7 +121,7 @@ class _Episode:
 
     def next(self) -> list[int] | Returned:
         """Wait for what it does next: the ids after which it wants a turn, or its end. Raises its errors."""
-        event = self._engine.events.get()
+        event = self._engine._events.get()
         if isinstance(event, BaseException):
             raise event if isinstance(event, Exception) else RuntimeError(f"The rollout has raised {event!r}.")
         return event
@@ -131,7 +131,7 @@ class _Episode:
     ) -> list[int] | Returned:
         """Return a turn from `generate`, and wait for what it does next."""
         turn = Turn([*token_ids], [*logprobs], str(reason))
-        self._loop.call_soon_threadsafe(lambda: self._engine.answer(turn))
+        self._loop.call_soon_threadsafe(lambda: self._engine._answer(turn))
         return self.next()
 
     def cancel(self) -> None:
