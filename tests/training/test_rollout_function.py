@@ -182,7 +182,7 @@ def copied(group):
     return replace(group, samples=samples)
 
 
-@pytest.mark.parametrize("requests", range(1, 30, 4))
+@pytest.mark.parametrize("requests", [1, 2, 3, 9, 20])
 def test_coroutines_continue_from_a_checkpoint(acts, requests):
     whole = outcome(play(acts(ask_again), new_group(), 1000))
     group = copied(play(acts(ask_again), new_group(), 9, most=requests))
