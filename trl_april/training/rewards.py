@@ -1,8 +1,8 @@
 """Reward functions that score while the round still runs.
 
 TRL scores a whole batch at once, in all processes together. For dynamic sampling, and while it has the environments of
-their samples, each process scores its own groups as they finish. Reward functions are called the way TRL calls them, but
-without its collective gather. Nothing is written into the trainer before the groups are trained.
+their samples, each process scores its own groups as they finish. Reward functions are called the way TRL calls
+them, but without its collective gather. Nothing is written into the trainer before the groups are trained.
 """
 
 from __future__ import annotations
