@@ -123,8 +123,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         rollout: Rollout | None = None,
     ) -> None:
         args = args or construction.default_arguments(model)
-        overridden, acts = compatibility.ignored_overrides(type(self)), environment_factory is not None
-        stock_because = compatibility.why_stock(args, train_dataset, rollout_func, acts, overridden)
+        overridden, has_environments = compatibility.ignored_overrides(type(self)), environment_factory is not None
+        stock_because = compatibility.why_stock(args, train_dataset, rollout_func, has_environments, overridden)
         compatibility.check_rollout(rollout, args, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None

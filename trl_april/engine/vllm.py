@@ -54,8 +54,8 @@ class VLLMEngine:
         self._sampling = {
             **sampling.body,
             "stream_interval": stream_interval,
-            "logprobs": 0,
-        }  # only the sampled token's
+            "logprobs": 0,  # only the sampled token's
+        }
         self._with_images: set[str] = set()  # ids of running requests
         # Compression would hold tokens back until there are enough to compress.
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}

@@ -42,9 +42,57 @@ class Occupied:
         self.is_late = True
 
 
+class Restorable:
+    """What samples have beside their tokens, and must have again when training resumes."""
+
+    lost_because = ""
+    num_restarted = 0  # since the last `take_restarted`
+
+    def restore(self, groups: Sequence[Group]) -> list[Sample]:
+        """Bring it back for unscored groups from a checkpoint; returns samples that must start again."""
+        lacking = [
+            (group, sample)
+            for group in groups
+            if group.score is None
+            for sample in group.samples
+            if sample.conversation is not None and not sample.conversation.awaits_reset
+        ]
+        threads = DaemonThreads("trl-april-restore")
+        restored = list(threads.map(lambda pair: self._try_to_restore(*pair), lacking))
+        threads.shutdown()
+        lost = [sample for (_, sample), is_back in zip(lacking, restored, strict=True) if not is_back]
+        self.num_restarted = sum(len(sample) > 0 for sample in lost)
+        if self.num_restarted:
+            logger.warning(
+                f"{self.num_restarted} samples with {sum(map(len, lost)):,} tokens start again: {self.lost_because}. "
+                "See docs/tools.md."
+            )
+        return lost
+
+    def take_restarted(self) -> int:
+        """Samples that lost tokens since the last call."""
+        restarted, self.num_restarted = self.num_restarted, 0
+        return restarted
+
+    def _try_to_restore(self, group: Group, sample: Sample) -> bool:
+        try:
+            return self._restore(group, sample)
+        except Exception as error:  # of the user's code
+            logger.warning(f"{sample} could not be restored: {error!r}.")
+            return False
+
+    def _restore(self, group: Group, sample: Sample) -> bool:
+        """Bring it back for one sample, in a thread. Returns whether that was possible."""
+        raise NotImplementedError
+
+
 @dataclass(kw_only=True, eq=False)
-class Environments:
+class Environments(Restorable):
     """Resets, restores and reuses the environment instances of one process. Its methods run in any thread."""
+
+    lost_because = (
+        "the checkpoint does not hold the states of their environments (`_april_state`, `replay_environments`)"
+    )
 
     factories: dict[str | None, Callable[[], Any]]
     by_name: bool  # whether the column `environment` of a row names its factory
@@ -57,7 +105,6 @@ class Environments:
     saves_states: bool
     replays: bool  # whether to repeat the recorded calls of instances without a saved state
     threads: Executor
-    num_restarted: int = 0  # since the last `take_restarted`
     _occupied: dict[tuple[int, int], Occupied] = field(default_factory=dict)  # by sample
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -94,33 +141,6 @@ class Environments:
         for group in groups:
             for sample in group.samples:
                 self._put_back(self._occupied.pop(sample.key))
-
-    def restore(self, groups: Sequence[Group]) -> list[Sample]:
-        """Bring back the environments of unscored groups from a checkpoint; returns samples that must start again."""
-        lacking = [
-            (group, sample)
-            for group in groups
-            if group.score is None
-            for sample in group.samples
-            if sample.conversation is not None and not sample.conversation.awaits_reset
-        ]
-        threads = DaemonThreads("trl-april-environments")
-        restored = list(threads.map(lambda pair: self._restore(*pair), lacking))
-        threads.shutdown()
-        lost = [sample for (_, sample), is_back in zip(lacking, restored, strict=True) if not is_back]
-        self.num_restarted = sum(len(sample) > 0 for sample in lost)
-        if self.num_restarted:
-            logger.warning(
-                f"{self.num_restarted} samples with {sum(map(len, lost)):,} tokens start again: the checkpoint does "
-                "not hold the states of their environments. See `_april_state` and `replay_environments` in "
-                "docs/tools.md."
-            )
-        return lost
-
-    def take_restarted(self) -> int:
-        """Samples that lost tokens since the last call, since a checkpoint did not hold their environments."""
-        restarted, self.num_restarted = self.num_restarted, 0
-        return restarted
 
     def _occupy(self, group: Group) -> Occupied:
         name = group.row.get("environment") if self.by_name else None
@@ -171,14 +191,10 @@ class Environments:
         conversation = sample.conversation
         assert conversation is not None
         occupied = self._occupy(group)
-        try:
-            if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
-                occupied.instance._april_restore(copy.deepcopy(conversation.environment))
-            elif not self.replays or not self._replay(occupied, group, sample):
-                self._put_back(occupied)
-                return False
-        except Exception as error:  # of the user's code
-            logger.warning(f"The environment of {sample} could not be restored: {error!r}.")
+        if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
+            occupied.instance._april_restore(copy.deepcopy(conversation.environment))
+        elif not self.replays or not self._replay(occupied, group, sample):
+            self._put_back(occupied)
             return False
         self._occupied[sample.key] = occupied
         return True

@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from accelerate.logging import get_logger
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from ..errors import ConfigError
 from ..pool.samples import FinishReason, Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
-from ..rollout.daemon_threads import DaemonThreads
+from .environments import Restorable
 from .tools import is_json
 
-
-logger = get_logger(__name__)
 
 CANCEL_SECONDS = 1.0  # for coroutines to end
 
@@ -142,18 +139,19 @@ class _Episode:
         self._task.cancel()
 
 
-class RolloutTurns:
+class RolloutTurns(Restorable):
     """Runs the coroutine of each sample between its turns; an `Act` of the driver.
 
     `tokenize` returns the token ids of a prompt, in any thread. `context_length` is the server's, in tokens.
     """
+
+    lost_because = "given the recorded turns, their rollouts did not ask for the same ones"
 
     def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]], context_length: int) -> None:
         self._rollout, self._tokenize, self._context_length = rollout, tokenize, context_length
         _, self._loop, ready = start_event_loop_in_daemon(name="trl-april-rollout-functions")
         ready.wait()
         self._episodes: dict[tuple[int, int], _Episode] = {}
-        self._num_restarted = 0
 
     def __call__(self, group: Group, sample: Sample) -> TurnResult | ResetResult:
         conversation = sample.conversation
@@ -176,31 +174,6 @@ class RolloutTurns:
                 )
         del self._episodes[sample.key]
         return TurnResult([], [], columns=event.columns)
-
-    def restore(self, groups: Sequence[Group]) -> list[Sample]:
-        """Run the coroutines of samples from a checkpoint up to where they were; returns those that start again."""
-        lacking = [
-            (group, sample)
-            for group in groups
-            for sample in group.samples
-            if sample.finish_reason is None and sample.conversation and not sample.conversation.awaits_reset
-        ]
-        threads = DaemonThreads("trl-april-replays")
-        replayed = list(threads.map(lambda pair: self._replay(*pair), lacking))
-        threads.shutdown()
-        lost = [sample for (_, sample), is_back in zip(lacking, replayed, strict=True) if not is_back]
-        self._num_restarted = sum(len(sample) > 0 for sample in lost)
-        if self._num_restarted:
-            logger.warning(
-                f"{self._num_restarted} samples with {sum(map(len, lost)):,} tokens start again: given the recorded "
-                "turns, their rollouts did not ask for the same ones. See docs/tools.md."
-            )
-        return lost
-
-    def take_restarted(self) -> int:
-        """Samples that lost tokens since the last call, since their rollouts could not be repeated."""
-        restarted, self._num_restarted = self._num_restarted, 0
-        return restarted
 
     def close(self) -> None:
         """Cancel the coroutines, without waiting for one that blocks."""
@@ -226,21 +199,17 @@ class RolloutTurns:
             )
         return event
 
-    def _replay(self, group: Group, sample: Sample) -> bool:
+    def _restore(self, group: Group, sample: Sample) -> bool:
         """Give a new coroutine the recorded turns. Returns whether it asked for the same ones."""
+        if sample.finish_reason is not None:
+            return True
         prompt_ids, token_ids, logprobs = group.prompt_ids_of(sample), sample.token_ids, sample.logprobs
-        try:
-            episode = self._begin(group)
-            event = episode.next()
-            is_same = event == prompt_ids
-            for start, end, next_start in _complete_turns(sample):
-                if not is_same:
-                    break
-                event = episode.answer(token_ids[start:end], logprobs[start:end], FinishReason.STOP)
-                is_same = event == [*prompt_ids, *token_ids[:next_start]]
-        except Exception as error:  # of the user's code
-            logger.warning(f"The rollout of {sample} could not be repeated: {error!r}.")
-            return False
+        episode = self._begin(group)
+        is_same = episode.next() == prompt_ids
+        for start, end, next_start in _complete_turns(sample):
+            if is_same:
+                asked = episode.answer(token_ids[start:end], logprobs[start:end], FinishReason.STOP)
+                is_same = asked == [*prompt_ids, *token_ids[:next_start]]
         if is_same:
             self._episodes[sample.key] = episode
         else:
