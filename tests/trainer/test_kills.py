@@ -31,6 +31,8 @@ def journals(forker, server, tiny_model_dir, tmp_path_factory) -> list[list[dict
             "save_steps": 1,
             "save_total_limit": 2,
             "max_completion_length": 200,
+            # Three of seven groups stay after every round. Of eight, the other four may all be the next batch.
+            "over_provisioning": 1.75,
             "weight_sync_dir": str(folder),  # what is killed in the middle of a sync leaves files
         },
     }

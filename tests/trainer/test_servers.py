@@ -167,8 +167,14 @@ def test_two_processes_on_two_servers_of_which_one_dies(pair, forker, tiny_model
     """Each process continues its own samples on the other server."""
     mortal = pair.base_urls[1]
 
+    def is_busy() -> bool:
+        try:
+            return int(version_of(mortal)) >= 2 and gauge(mortal, "num_requests_running") >= 4
+        except requests.RequestException:  # the server does not answer in time
+            return False
+
     def kill() -> None:
-        while version_of(mortal) != "2" or gauge(mortal, "num_requests_running") < 4:
+        while not is_busy():
             time.sleep(0.02)
         os.killpg(pair._others[0].pid, signal.SIGKILL)
 
@@ -184,6 +190,8 @@ def test_two_processes_on_two_servers_of_which_one_dies(pair, forker, tiny_model
     parts = [index for one in results for done in one["rounds"] for group in done for index in group["samples"]]
     assert len(trained) == len(parts) == 6 * 16, "no sample is lost or trained twice"
     log = [entry for entry in results[0]["log"] if "april/servers_lost" in entry]
-    assert [entry["april/servers_lost"] for entry in log] == [0, 0, 1, 1, 1, 1]
-    counts = [sum(entry[f"april/server/{number}/requests"] for entry in log[:2]) for number in (0, 1)]
+    lost = [entry["april/servers_lost"] for entry in log]
+    alive = lost.index(1)
+    assert lost == [0] * alive + [1] * (6 - alive) and alive >= 2
+    counts = [sum(entry[f"april/server/{number}/requests"] for entry in log[:alive]) for number in (0, 1)]
     assert min(counts) > 0.4 * sum(counts) > 10
