@@ -29,7 +29,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ MOST_UPDATES_PER_ROUND = 4
 # With a long tail, large micro-batches would be mostly padding.
 MICRO_BATCH_SIZE = 4
 LEARNING_RATE = 1e-4
+OBJECTIVE = {"loss_type": "dapo", "beta": 0.0}  # TRL's defaults
 PAPERS_SCHEDULE = {"overlap_generation": False, "resume_kv": "recompute"}
 HELD_OUT = 2048  # quantiles of the lengths, each with a prompt that is not trained on
 # The task's rule instead of contains_answer.
@@ -221,50 +222,28 @@ class Sizes:
 
 
 class Bench:
-    """The warm start, the server, and the runs on it."""
+    """Runs that begin with the same weights, one after the other on the same server."""
 
-    def __init__(
-        self, sizes: Sizes, overrides: dict[str, Any], overrides_of_both: dict[str, Any], folder: Path, base_url: str
-    ) -> None:
-        self.sizes = sizes
-        self.overrides, self.overrides_of_both = overrides, overrides_of_both
-        self.model_dir = folder / "warm_start"
-        self.base_url = base_url
-        self.tokenizer = build_tokenizer()
+    def __init__(self, sizes: Sizes, model: Any, model_dir: Path, base_url: str) -> None:
+        self.sizes, self.model_dir, self.base_url = sizes, model_dir, base_url
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+        self.before = self.evaluate(model)
 
     def train(self, recipe: str, seed: int, mode: str, steps: int, recorder: Recorder) -> tuple[Recording, Any]:
         """Train once."""
-        options, reward_funcs = options_of(recipe, mode, self.overrides, self.overrides_of_both)
-        return train(
-            mode,
-            model_dir=self.model_dir,
-            # More rows than are trained, since dynamic sampling rejects some.
-            dataset=task.training_dataset(4 * max(steps, MOST_UPDATES_PER_ROUND) * STANDARD.groups, seed + 1),
-            base_url=self.base_url,
-            output_dir=self.model_dir.parent / "trainer",
-            reward_funcs=reward_funcs,
-            make_trainer=partial(RecordingTrainer, recorder=recorder),
-            max_steps=steps,
-            seed=seed,
-            **options,
-        )
+        raise NotImplementedError
 
     def evaluate(self, model: Any) -> ExpectedReward:
         """Expected reward on the same held-out prompts for all models."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)  # the server is idle
-        try:
-            return expected_reward(model.eval(), self.tokenizer, task.held_out_numbers(HELD_OUT))
-        finally:
-            torch.set_num_threads(threads)
+        raise NotImplementedError
 
-    def run(self, recipe: str, seed: int, mode: str, before: ExpectedReward) -> Run:
+    def run(self, recipe: str, seed: int, mode: str) -> Run:
         """Train once and evaluate the copies of the weights."""
         recorder = Recorder(self.sizes.every)
         steps = self.sizes.steps if mode == SYNCHRONOUS else self.sizes.april_steps
         recording, model = self.train(recipe, seed, mode, steps, recorder)
-        curve = [(0, 0.0, before.reward)]
-        after = before
+        after = self.before
+        curve = [(0, 0.0, after.reward)]
         for step, (seconds, weights) in recorder.snapshots.items():
             model.load_state_dict(weights)
             after = self.evaluate(model)
@@ -285,6 +264,46 @@ class Bench:
             lengths=recorder.lengths,
             weights=sorted((age, *sums) for age, sums in recorder.weights.items()),
         )
+
+
+class RecipeBench(Bench):
+    """Runs of the recipes on the demo's task."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        overrides: dict[str, Any],
+        overrides_of_both: dict[str, Any],
+        model: Any,
+        folder: Path,
+        base_url: str,
+    ) -> None:
+        self.overrides, self.overrides_of_both = overrides, overrides_of_both
+        super().__init__(sizes, model, folder / "warm_start", base_url)
+
+    def train(self, recipe: str, seed: int, mode: str, steps: int, recorder: Recorder) -> tuple[Recording, Any]:
+        options, reward_funcs = options_of(recipe, mode, self.overrides, self.overrides_of_both)
+        return train(
+            mode,
+            model_dir=self.model_dir,
+            # More rows than are trained, since dynamic sampling rejects some.
+            dataset=task.training_dataset(4 * max(steps, MOST_UPDATES_PER_ROUND) * STANDARD.groups, seed + 1),
+            base_url=self.base_url,
+            output_dir=self.model_dir.parent / "trainer",
+            reward_funcs=reward_funcs,
+            make_trainer=partial(RecordingTrainer, recorder=recorder),
+            max_steps=steps,
+            seed=seed,
+            **options,
+        )
+
+    def evaluate(self, model: Any) -> ExpectedReward:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or 1)  # the server is idle
+        try:
+            return expected_reward(model.eval(), self.tokenizer, task.held_out_numbers(HELD_OUT))
+        finally:
+            torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -316,16 +335,12 @@ def schedule(recipes: list[str], seeds: int, modes: tuple[str, ...]) -> list[tup
 
 
 def measure(
-    sizes: Sizes,
-    recipes: list[str],
-    seeds: int,
-    overrides: dict[str, Any],
-    overrides_of_both: dict[str, Any],
+    settings: dict[str, Any],
+    planned: list[tuple[str, int, str]],
     path: Path,
-    modes: tuple[str, ...] = (SYNCHRONOUS, APRIL),
+    start: Callable[[], AbstractContextManager[Bench]],
 ) -> list[Run]:
-    """All runs. Runs that `path` already holds are not repeated."""
-    settings = {"sizes": asdict(sizes), "overrides": overrides, "overrides_of_both": overrides_of_both}
+    """All planned runs, with a recipe, seed and mode each. Runs that `path` already holds are not repeated."""
     runs: list[Run] = []
     if path.exists():
         earlier, results = read_json(path)
@@ -337,20 +352,18 @@ def measure(
         runs = [Run.from_dict(result) for result in results]
         print(f"{path} holds {len(runs)} runs already.")
     done = {(run.recipe, run.seed, run.mode) for run in runs}
-    left = [planned for planned in schedule(recipes, seeds, modes) if planned not in done]
+    left = [one for one in planned if one not in done]
     if not left:
         return runs
-    with warm_started(sizes) as (model, folder, base_url):
-        bench = Bench(sizes, overrides, overrides_of_both, folder, base_url)
-        before = bench.evaluate(model)
+    with start() as bench:
         print("warm-up run, which compiles ...", flush=True)
         bench.train(left[0][0], 0, APRIL, 1, Recorder(1))
         for recipe, seed, mode in left:
-            run = bench.run(recipe, seed, mode, before)
+            run = bench.run(recipe, seed, mode)
             runs.append(run)
             write_json(path, settings, [asdict(run) for run in runs])
             print(
-                f"{recipe}, seed {seed}, {mode}: {run.seconds:.0f} s, reward {before.reward:.3f} -> "
+                f"{recipe}, seed {seed}, {mode}: {run.seconds:.0f} s, reward {run.curve[0][2]:.3f} -> "
                 f"{run.reward_after:.3f}, {run.solved_after:.0%} without a mistake",
                 flush=True,
             )
@@ -410,7 +423,14 @@ def main() -> None:
                 print(f"    {option}: {value} ({recipe.get(option, 'not set')})")
         overrides, of_both = dict(arguments.overrides), dict(arguments.overrides_of_both)
         modes = (SYNCHRONOUS, APRIL, *([PAPER] if arguments.paper else []))
-        runs = measure(sizes, arguments.recipes, arguments.seeds, overrides, of_both, path, modes)
+
+        @contextmanager
+        def start() -> Iterator[RecipeBench]:
+            with warm_started(sizes) as (model, folder, base_url):
+                yield RecipeBench(sizes, overrides, of_both, model, folder, base_url)
+
+        settings = {"sizes": asdict(sizes), "overrides": overrides, "overrides_of_both": of_both}
+        runs = measure(settings, schedule(arguments.recipes, arguments.seeds, modes), path, start)
     print(f"\n{tables(runs)}")
     picture = path.with_suffix(".png")
     draw(runs, picture)

@@ -7,8 +7,8 @@
 `default` has our default options, `ours-B-F` a staleness bound B and a factor F; `trl-B-R` is TRL's trainer with a
 bound B and R requests in flight. All start from the same warm start and use the same vLLM server one after the other,
 in an order that changes with the seed. They take batches of 8 groups of 6 samples of the demo's task with the same
-learning rate. Results are written after every run, so a stopped benchmark resumes. Expected rewards are as in
-learning.py.
+learning rate and objective, the mean over all tokens without a reference model. Results are written after every run,
+so a stopped benchmark resumes. Expected rewards are as in learning.py.
 
 What is not equal: TRL's trainer drops samples beyond its bound and takes groups as they finish; ours trains every row.
 TRL's generates in a process of its own, ours in a thread. `trl_async_on_cpu.py` lists what TRL's is given here.
@@ -29,7 +29,16 @@ from typing import Any
 import torch
 import transformers
 from intervals import first_reached
-from learning import LEARNING_RATE, MAX_COMPLETION_LENGTH, Bench, Recorder, Sizes, _Copies, warm_started
+from learning import (
+    LEARNING_RATE,
+    MAX_COMPLETION_LENGTH,
+    OBJECTIVE,
+    RecipeBench,
+    Recorder,
+    Sizes,
+    _Copies,
+    warm_started,
+)
 from report import markdown, read_json, write_json
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_async_on_cpu import NotingQueue, WeightFiles, as_conversation, converses, countdown_reward, supply
@@ -69,14 +78,14 @@ def contestant(text: str) -> str:
     return text
 
 
-class Comparison(Bench):
+class Comparison(RecipeBench):
     """The trainings of all contestants from one warm start."""
 
-    def compare(self, name: str, seed: int, before: float) -> Run:
+    def compare(self, name: str, seed: int) -> Run:
         """Train once, and evaluate the copies of the weights."""
         recorder = Recorder(self.sizes.every)
         run, model = (self._theirs if name.startswith("trl") else self._ours)(name, seed, recorder)
-        curve = [(0, 0.0, before)]
+        curve = [(0, 0.0, self.before.reward)]
         for step, (seconds, weights) in recorder.snapshots.items():
             model.load_state_dict(weights)
             curve.append((step, seconds, self.evaluate(model).reward))
@@ -155,15 +164,14 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
         return runs
     supply()
     with warm_started(sizes) as (model, folder, base_url):
-        bench = Comparison(sizes, {}, {}, folder, base_url)
-        before = bench.evaluate(model).reward
+        bench = Comparison(sizes, {}, OBJECTIVE, model, folder, base_url)
         for name, seed in left:
-            run = bench.compare(name, seed, before)
+            run = bench.compare(name, seed)
             runs.append(run)
             write_json(path, settings, [asdict(one) for one in runs])
             print(
                 f"{name}, seed {seed}: {run.seconds:.0f} s, {run.trained_tokens / run.seconds:.0f} tok/s, "
-                f"reward {before:.3f} -> {run.curve[-1][2]:.3f}",
+                f"reward {run.curve[0][2]:.3f} -> {run.curve[-1][2]:.3f}",
                 flush=True,
             )
     return runs

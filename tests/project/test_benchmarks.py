@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import random
 import sys
 from array import array
 from dataclasses import asdict
@@ -15,6 +16,8 @@ import tail
 import torch
 from datasets import Dataset
 from expected_reward import expected_reward
+from gym_tasks import TASKS, answer, question
+from gym_tasks import build_tokenizer as build_gym_tokenizer
 from intervals import at, effective_share, first_reached, interval, lower_bound, smoothed
 from learning_comparison import APRIL, SYNCHRONOUS, Run, compare, pairs_of, pooled_weights, tables
 from report import read_json, write_json
@@ -243,6 +246,29 @@ class TestGpu:
         monkeypatch.setattr(sys, "argv", [*sys.argv, "--rounds", "9"])
         with pytest.raises(SystemExit, match="other options"):
             gpu.main()
+
+
+@pytest.mark.parametrize("gym", TASKS.values(), ids=list(TASKS))
+def test_worked_solutions_are_right_without_slips_and_fit(gym):
+    entries = list(gym.entries(40, seed=1))
+    assert entries == list(gym.entries(40, seed=1)) != list(gym.entries(40, seed=2))
+    tokenizer = build_gym_tokenizer(TASKS.values())
+
+    def scores(slip_rate):
+        texts = [gym.solve(entry, random.Random(0), slip_rate) for entry in entries]
+        ids = [tokenizer(question(entry) + text)["input_ids"] for entry, text in zip(entries, texts, strict=True)]
+        assert tokenizer.unk_token_id not in {one for row in ids for one in row}
+        assert tokenizer.batch_decode(ids) == [question(one) + text for one, text in zip(entries, texts, strict=True)]
+        assert max(len(tokenizer(text)["input_ids"]) for text in texts) < gym.max_completion_length
+        return gym.reward()(texts, entries)
+
+    assert scores(0.0) == [1.0] * 40
+    assert sum(scores(0.3)) < 36
+
+
+def test_an_answer_that_is_no_expression_is_not_evaluated():
+    assert answer("1+2=3\n(1+2)*3") == "(1+2)*3"
+    assert answer("exit()") == answer("1+2=") == answer("") == ""
 
 
 @pytest.mark.parametrize(

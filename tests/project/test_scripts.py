@@ -38,6 +38,24 @@ def test_pictures_have_as_many_squares_as_their_answers_say():
     assert squares["is_right"]([[{"content": "So 3"}]], ["3"]) == [1.0]
 
 
+def test_puzzles_are_scored_by_their_own_rules_and_run_no_code(tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts" / "puzzles.py"))
+    puzzles = script["Puzzles"](["chain_sum", "countdown"], count=8)
+    rows = puzzles.rows
+    assert rows["prompt"] == script["Puzzles"](["chain_sum", "countdown"], count=8).rows["prompt"]
+    entries = [puzzles.tasks[task][index] for task, index in zip(rows["task"], rows["index"], strict=True)]
+    assert all(entry["question"] in row["prompt"][0]["content"] for entry, row in zip(entries, rows, strict=True))
+
+    def scores(texts):
+        return puzzles.score([[{"content": text}] for text in texts], rows["task"], rows["index"])
+
+    assert scores([f"So.\nAnswer: {entry['answer']}" for entry in entries]) == [1.0] * 16
+    assert scores([entry["answer"] for entry in entries]) == [0.0] * 16
+    touched = tmp_path / "touched"
+    code = f"Answer: __import__('pathlib').Path({str(touched)!r}).touch()"
+    assert max(scores([code] * 16)) < 1.0 and not touched.exists()
+
+
 def test_the_game_rewards_few_guesses_and_continues_where_it_was():
     game, rewards = GUESS["Game"](), []
     for guesses in ([700], [5, 700], [900, 5, 700], [690], [5], []):

@@ -14,7 +14,37 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
+from datasets import Dataset
+
+from tests.trainer.test_tools_on_server import calling_tokenizer, distinct
 from tests.trainer.test_trainer import RecordingTrainer, distinct_characters, make_config, rows_of
+
+
+class Calls:
+    """An environment that counts its calls, and takes its time for each."""
+
+    def reset(self, **row: Any) -> None:
+        self.calls = 0
+
+    def count(self, digits: int) -> str:
+        """Counts digits.
+
+        Args:
+            digits: How many.
+
+        Returns:
+            The number of the call, and how many there were.
+        """
+        self.calls += 1
+        time.sleep(min(2.0, random.lognormvariate(-3.0, 1.5)))
+        return f"{self.calls}: there were {digits}"
+
+    def _april_state(self) -> int:
+        return self.calls
+
+    def _april_restore(self, state: int) -> None:
+        self.calls = state
 
 
 class JournalTrainer(RecordingTrainer):
@@ -29,7 +59,11 @@ class JournalTrainer(RecordingTrainer):
             "kind": kind,
             "step": self.state.global_step,
             "groups": {
-                group.group_id: [group.row["number"], [sample.token_ids.tolist() for sample in group.samples]]
+                group.group_id: [
+                    group.row["number"],
+                    [sample.token_ids.tolist() for sample in group.samples],
+                    [results_of(sample) for sample in group.samples],
+                ]
                 for group in groups
             },
         }
@@ -46,13 +80,31 @@ class JournalTrainer(RecordingTrainer):
         return done
 
 
+def results_of(sample: Any) -> list[str]:
+    messages = sample.conversation.messages if sample.conversation else []
+    return [message["content"] for message in messages if message["role"] == "tool"]
+
+
 def train(spec: dict[str, Any], journal: Path) -> None:
     folder = Path(spec["folder"])
     args = make_config(SimpleNamespace(base_url=spec["url"]), folder, **spec["options"])
-    trainer = JournalTrainer(spec["model"], distinct_characters, args, rows_of(spec["rows"]), journal=journal)
+    if spec["acts"]:
+        rows = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "number": n} for n in range(spec["rows"])]
+        trainer = JournalTrainer(
+            spec["model"], distinct, args, Dataset.from_list(rows), processing_class=calling_tokenizer(),
+            environment_factory=Calls, journal=journal,
+        )  # fmt: skip
+    else:
+        trainer = JournalTrainer(spec["model"], distinct_characters, args, rows_of(spec["rows"]), journal=journal)
     started = any(path.name == "trainer_state.json" for path in folder.glob("checkpoint-*/*"))
     trainer.train(resume_from_checkpoint=started)
     Path(f"{journal}.done").touch()
+
+
+def kill_engine(server: int) -> None:
+    """Kill vLLM's engine process. The server starts again."""
+    children = psutil.Process(server).children(recursive=True)
+    next(child for child in children if "EngineCore" in child.name() or "EngineCore" in child.cmdline()[0]).kill()
 
 
 def main() -> None:
@@ -78,6 +130,9 @@ def main() -> None:
                 if os.waitpid(child, os.WNOHANG)[0]:
                     sys.exit(f"Attempt {attempt} ended before it was killed.")
             time.sleep(rng.uniform(0.0, spec["seconds"]))
+            if spec["server"] and attempt % 6 == 5:
+                kill_engine(spec["server"])
+                time.sleep(rng.uniform(0.0, spec["seconds"]))
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             if Path(f"{journal}.done").exists():

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import random
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import requests
@@ -82,6 +84,49 @@ def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, t
     assert set(logged(trainer, "servers_lost")) == {0.0}
     assert [version_of(url) for url in pair.base_urls] == ["7", "7"]
     check_exact(trainer, tiny_model_dir)
+
+
+@contextmanager
+def stalls(servers: LocalServer) -> Iterator[None]:
+    """One of the servers stands still for up to 0.3 s, again and again."""
+    rng, ended = random.Random(0), threading.Event()
+    groups = [servers.pid, servers._others[0].pid]
+
+    def stall() -> None:
+        while not ended.wait(rng.uniform(0.0, 0.5)):
+            group = rng.choice(groups)
+            os.killpg(group, signal.SIGSTOP)
+            time.sleep(rng.uniform(0.0, 0.3))
+            os.killpg(group, signal.SIGCONT)
+
+    thread = threading.Thread(target=stall)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_hundred_rounds_with_servers_that_stand_still(pair, forker, tiny_model_dir, tmp_path, processes):
+    options = {"max_steps": 100, "max_completion_length": 24, "overlap_generation": True, "resume_kv": "keep"}
+    runs = [{"name": "stalls", "kind": "train", "rows": 400, "options": options}]
+    with stalls(pair):
+        launched = launch_preloaded(
+            forker, processes, runs, tmp_path, model=tiny_model_dir, url=pair.base_url, timeout=400
+        )
+    results = launched.results("stalls", processes)
+    parts = [
+        (group["number"], index)
+        for one in results for done in one["rounds"] for group in done for index in group["samples"]
+    ]  # fmt: skip
+    assert len(set(parts)) == len(parts) == 100 * 16, "no sample is lost or trained twice"
+    assert [one["left"] for one in results] == [0] * processes
+    log = [entry for entry in results[0]["log"] if "april/servers_lost" in entry]
+    assert {entry["april/servers_lost"] for entry in log} == {0.0}
+    counts = [sum(entry[f"april/server/{number}/requests"] for entry in log) for number in (0, 1)]
+    assert min(counts) > 0.4 * sum(counts)
 
 
 class HalfKilledTrainer(RecordingTrainer):

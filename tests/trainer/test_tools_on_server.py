@@ -35,6 +35,15 @@ class CallingTokenizer(PreTrainedTokenizerFast):
         return message
 
 
+def calling_tokenizer() -> CallingTokenizer:
+    tokenizer = CallingTokenizer(
+        tokenizer_object=build_tokenizer().backend_tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        unk_token="<unk>", padding_side="left", chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.response_template = {}  # TRL then asks the tokenizer to parse
+    return tokenizer
+
+
 def count(digits: int) -> str:
     """Says how many digits there were.
 
@@ -56,11 +65,7 @@ def distinct(completions, **kwargs):
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_every_token_has_the_log_probability_of_its_version(server, tiny_model_dir, tmp_path, kv):
-    tokenizer = CallingTokenizer(
-        tokenizer_object=build_tokenizer().backend_tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
-        unk_token="<unk>", padding_side="left", chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    tokenizer.response_template = {}  # TRL then asks the tokenizer to parse
+    tokenizer = calling_tokenizer()
     CALLS.clear()
     args = make_config(
         server, tmp_path, max_steps=4, max_completion_length=300, max_tool_calling_iterations=4, num_generations=4,

@@ -1,0 +1,233 @@
+"""Two tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) for a small model that is made here.
+
+- `chain_sum`: sums and differences of up to 31 terms. The worked solution has one line per term.
+- `countdown`: an expression of three given numbers that equals a target. The worked solution tries random
+  expressions until one fits, so its length has a long tail, also within a group.
+
+Questions, right answers and scores are reasoning-gym's. The last line of a completion is scored. The teacher of the
+warm start makes mistakes, which leaves something to learn.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, islice
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+SLIP_RATE = 0.04  # of the teacher, per line
+MAX_LENGTH = 1024
+BATCH, MICRO_BATCH, RATE, WARM_UP_STEPS = 32, 8, 2e-3, 50
+HELD_OUT_SEED = 10**9  # reasoning-gym adds the index of a question to the seed
+# A word, a digit or a single character. Numbers are read digit by digit.
+PIECE = r" ?[A-Za-z]+|\d|[^A-Za-z\d]"
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GymTask:
+    """
+    A task of reasoning-gym.
+
+    Args:
+        name (`str`):
+            Name of the generator.
+        variants (`tuple[tuple[float, dict], ...]`):
+            Settings of the generator, each with its share of the questions.
+        solve (`Callable[[dict, random.Random, float], str]`):
+            Worked solution of an entry, with mistakes at a rate per line.
+        max_completion_length (`int`):
+            In tokens.
+        warm_start_steps (`int`):
+            Steps after which about half of the answers are right.
+    """
+
+    name: str
+    variants: tuple[tuple[float, dict[str, Any]], ...]
+    solve: Callable[[Entry, random.Random, float], str]
+    max_completion_length: int
+    warm_start_steps: int
+
+    def entries(self, count: int, seed: int) -> Iterator[Entry]:
+        """Questions of all variants in random order."""
+        from reasoning_gym import create_dataset
+
+        rng = random.Random(seed)
+        shares = [share for share, _ in self.variants]
+        chosen = rng.choices(range(len(shares)), shares, k=count)
+        datasets = [
+            create_dataset(self.name, seed=(seed + 1) * 1_000_000, size=count, **settings)
+            for _, settings in self.variants
+        ]
+        for index, variant in enumerate(chosen):
+            yield datasets[variant][index]
+
+    def dataset(self, count: int, seed: int) -> Dataset:
+        """Rows with `prompt`, and the whole question in `entry`, for the reward function."""
+        entries = list(self.entries(count, seed))
+        return Dataset.from_dict({"prompt": [question(entry) for entry in entries], "entry": entries})
+
+    def reward(self) -> Callable[..., list[float]]:
+        """Reward function of the trainer: reasoning-gym's score of the last line."""
+        from reasoning_gym import get_score_answer_fn
+
+        score = get_score_answer_fn(self.name)
+
+        def gym_reward(completions: list[str], entry: list[Entry], **columns: Any) -> list[float]:
+            return [score(answer(text), one) for text, one in zip(completions, entry, strict=True)]
+
+        return gym_reward
+
+
+def question(entry: Entry) -> str:
+    """The question without the rules for the form of the answer, which the warm start teaches."""
+    return entry["question"].split("\n\nFinal answer format")[0] + "\n"
+
+
+def answer(completion: str) -> str:
+    """The part of a completion that is scored: what follows the last line break or equals sign."""
+    last = re.split(r"[\n=]", completion)[-1]
+    # Scores of reasoning-gym may evaluate their input as Python.
+    return last if re.fullmatch(r"[\d+\-*() ]{1,40}", last) else ""
+
+
+def _slip(value: int, rng: random.Random, rate: float) -> int:
+    return value + rng.choice([-10, -1, 1, 10]) if rng.random() < rate else value
+
+
+def _solve_chain_sum(entry: Entry, rng: random.Random, slip_rate: float) -> str:
+    first, *rest = entry["metadata"]["expression"].split(" ")
+    total, lines = int(first), []
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        result = _slip(total + (int(term) if sign == "+" else -int(term)), rng, slip_rate)
+        lines.append(f"{total}{sign}{term}={result}")
+        total = result
+    return "\n".join(lines)
+
+
+OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+def _solve_countdown(entry: Entry, rng: random.Random, slip_rate: float) -> str:
+    numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
+    attempts = [
+        (first, second, third, inner, outer)
+        for i, j in combinations(range(3), 2)
+        for first, second in ((numbers[i], numbers[j]), (numbers[j], numbers[i]))
+        for inner in OPERATIONS
+        if inner == "-" or first == numbers[i]  # a sum or product in one order only
+        for third in (numbers[3 - i - j],)
+        for outer in OPERATIONS
+    ]
+    rng.shuffle(attempts)
+    lines = []
+    for first, second, third, inner, outer in attempts:
+        between = _slip(OPERATIONS[inner](first, second), rng, slip_rate)
+        result = _slip(OPERATIONS[outer](between, third), rng, slip_rate)
+        lines.append(f"{first}{inner}{second}={between},{between}{outer}{third}={result}")
+        if result == target:
+            lines.append(f"({first}{inner}{second}){outer}{third}")
+            break
+    return "\n".join(lines)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        GymTask(
+            "chain_sum",
+            tuple(
+                (share, {"min_terms": fewest, "max_terms": 2 * fewest - 1, "min_digits": 1, "max_digits": 2})
+                for share, fewest in ((0.4, 2), (0.3, 4), (0.2, 8), (0.1, 16))
+            ),
+            _solve_chain_sum,
+            max_completion_length=480,
+            warm_start_steps=600,
+        ),
+        GymTask(
+            "countdown",
+            ((1.0, {
+                "min_numbers": 3, "max_numbers": 3, "min_value": 1, "max_value": 12, "min_target": 1,
+                "max_target": 150, "operators": ("+", "-", "*"),
+            }),),
+            _solve_countdown,
+            max_completion_length=800,
+            warm_start_steps=600,
+        ),
+    )
+}  # fmt: skip
+
+
+def build_tokenizer(tasks: Iterable[GymTask]) -> PreTrainedTokenizerFast:
+    """A tokenizer with the words of the questions, and single digits and signs."""
+    texts = [question(entry) for task in tasks for entry in task.entries(100, HELD_OUT_SEED)]
+    pieces = sorted({*re.findall(PIECE, "".join(texts)), *"0123456789+-*/()=,. \n"})
+    tokenizer = Tokenizer(WordLevel({one: index for index, one in enumerate([PAD, EOS, UNKNOWN, *pieces])}, UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left",
+        model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 of 2.2 million parameters with random weights in float32; seed torch before."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=5,
+        num_attention_heads=6, num_key_value_heads=6, head_dim=32, max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, initializer_range=0.06,
+        tie_word_embeddings=False, dtype="float32", bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, task: GymTask, steps: int, seed: int) -> None:
+    """Train a model in place on worked solutions with mistakes."""
+    rng = random.Random(seed)
+    entries = task.entries(steps * BATCH, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / WARM_UP_STEPS) * (0.1 + 0.45 * (1.0 + math.cos(math.pi * step / steps))),
+    )
+    model.train()
+    for step in range(steps):
+        examples = []
+        for entry in islice(entries, BATCH):
+            asked = tokenizer(question(entry))["input_ids"]
+            solved = tokenizer(task.solve(entry, rng, SLIP_RATE) + EOS)["input_ids"]
+            examples.append((len(asked), torch.tensor(asked + solved)))
+        examples.sort(key=lambda example: len(example[1]))
+        labelled = sum(len(ids) - asked for asked, ids in examples)
+        total = 0.0
+        for start in range(0, BATCH, MICRO_BATCH):
+            chunk = examples[start : start + MICRO_BATCH]
+            ids = pad_sequence([one for _, one in chunk], batch_first=True, padding_value=tokenizer.pad_token_id)
+            labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
+            for row, (asked, _) in enumerate(chunk):
+                labels[row, :asked] = -100
+            logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / labelled
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if (step + 1) % 50 == 0:
+            print(f"    warm start, step {step + 1} of {steps}, loss {total:.3f}", flush=True)

@@ -1,0 +1,129 @@
+"""Where off-policy training breaks: learning rates, staleness bounds and corrections, until synchronous training wins.
+
+    python benchmarks/stress.py                                     # all cells, 5 seeds: hours
+    python benchmarks/stress.py --rates 1e-3 --bounds 16 --seeds 2
+    python benchmarks/stress.py --quick                             # a few steps, as a smoke test
+
+The demo's task from one warm start on one server, with `overlap_generation` and `resume_kv="keep"`. For each learning
+rate, synchronous training and, for each bound, training with every correction: `none`, the four modes of
+`vllm_importance_sampling_mode`, and `opsm`, `token_truncate` with `off_policy_mask_threshold=0.05`. The factor is what
+the bound allows, at most 4. Expected rewards are as in learning.py. Results are written after every run, so a stopped
+benchmark resumes, also with more cells or seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from intervals import at, effective_share, interval
+from learning import OBJECTIVE, RecipeBench, Recorder, Run, Sizes, measure, warm_started
+from learning_comparison import APRIL, SYNCHRONOUS, pooled_weights
+from report import markdown
+
+from trl_april.commands.demo_training import Recording
+
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "none": {"vllm_importance_sampling_correction": False},
+    **{
+        mode: {"vllm_importance_sampling_mode": mode}
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
+    "opsm": {"vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.05},
+}
+
+
+def mode_of(bound: int, correction: str) -> str:
+    return f"{bound} {correction}"
+
+
+class StressBench(RecipeBench):
+    """Runs whose recipe is a learning rate, and whose mode is synchronous, or a bound and a correction."""
+
+    def train(self, recipe: str, seed: int, mode: str, steps: int, recorder: Recorder) -> tuple[Recording, Any]:
+        self.overrides_of_both = OBJECTIVE | {"learning_rate": float(recipe)}
+        if mode in (SYNCHRONOUS, APRIL):  # APRIL is the warm-up run
+            return super().train("grpo", seed, mode, steps, recorder)
+        bound, correction = mode.split()
+        self.overrides = {"max_staleness": int(bound), "over_provisioning": min(4.0, int(bound) + 1.0)}
+        self.overrides |= CORRECTIONS[correction]
+        return super().train("grpo", seed, APRIL, steps, recorder)
+
+
+@contextmanager
+def started(sizes: Sizes) -> Iterator[StressBench]:
+    with warm_started(sizes) as (model, folder, base_url):
+        yield StressBench(sizes, {}, {}, model, folder, base_url)
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Rewards against the synchronous runs of the same rate and seed, and the weights by which it can be told."""
+    synchronous = {(run.recipe, run.seed): run for run in runs if run.mode == SYNCHRONOUS}
+    rows = []
+    for recipe, mode in dict.fromkeys((run.recipe, run.mode) for run in runs):
+        cell = [run for run in runs if (run.recipe, run.mode) == (recipe, mode)]
+        rewards = [run.rewards[-1] for run in cell]
+        pairs = [(run, synchronous[recipe, run.seed]) for run in cell if (recipe, run.seed) in synchronous]
+        differences = [run.rewards[-1] - other.rewards[-1] for run, other in pairs]
+        # Where the faster of the two ends.
+        in_time = [at(other.times, other.rewards, run.times[-1]) for run, other in pairs]
+        ahead = [run.rewards[-1] - reward for (run, _), reward in zip(pairs, in_time, strict=True)]
+        mean, half = interval(differences) if differences else (0.0, 0.0)
+        weights = pooled_weights(cell)
+        every = [sum(column) for column in zip(*weights.values(), strict=True)]
+        oldest, sums = max(weights.items(), default=(0, ()))
+        bound, _, correction = mode.partition(" ")
+        rows.append([
+            recipe, bound, correction, str(len(cell)), f"{statistics.fmean(rewards):.3f}",
+            "" if mode == SYNCHRONOUS else f"{mean:+.3f} ± {half:.3f}",
+            "" if mode == SYNCHRONOUS else f"{statistics.fmean(ahead):+.3f}" if ahead else "",
+            f"{statistics.fmean(run.staleness_mean for run in cell):.1f}, {max(run.staleness_max for run in cell)}",
+            f"{effective_share(*every):.3f}" if every else "",
+            f"{effective_share(*sums):.3f} ({oldest})" if sums else "",
+        ])  # fmt: skip
+    header = (
+        "learning rate", "bound", "correction", "seeds", "reward", "minus synchronous", "at equal wall-clock",
+        "age, mean and oldest", "effective sample size", "of the oldest tokens (age)",
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", default=["1e-4", "1e-3", "3e-3"], metavar="RATE", help="learning rates")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[5, 16], help="staleness bounds")
+    parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40, help="optimiser steps of each training")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
+    arguments = parser.parse_args()
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # the other half of the cores is for the server
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    steps = 2 if arguments.quick else arguments.steps
+    sizes = Sizes(steps=steps, april_steps=steps, every=2)
+    cells = [mode_of(bound, one) for bound in arguments.bounds for one in arguments.corrections]
+    planned = [
+        (rate, seed, mode)
+        for seed in range(1 if arguments.quick else arguments.seeds)
+        for rate in arguments.rates
+        for mode in [SYNCHRONOUS, *cells][:: 1 if seed % 2 == 0 else -1]
+    ]
+    settings = {"sizes": asdict(sizes)}
+    runs = measure(settings, planned, arguments.output_dir / "stress.json", partial(started, sizes))
+    print(f"\n{table(runs)}")
+
+
+if __name__ == "__main__":
+    main()
