@@ -4,11 +4,11 @@
     python benchmarks/peers.py --contestants synchronous default trl-4-96 --seeds 1
     python benchmarks/peers.py --quick                              # a few steps, as a smoke test
 
-`default` has our default options, `ours-B-F` a staleness bound B and a factor F; `trl-B-R` is TRL's trainer with a
-bound B and R requests in flight. All start from the same warm start and use the same vLLM server one after the other,
-in an order that changes with the seed. They take batches of 8 groups of 6 samples of the demo's task with the same
-learning rate and objective, the mean over all tokens without a reference model. Results are written after every run,
-so a stopped benchmark resumes. Expected rewards are as in learning.py.
+`default` has our default options (bound 8, factor 3), `ours-B-F` a staleness bound B and a factor F, and `trl-B-R` is
+TRL's trainer with a bound B and R requests in flight. All start from the same warm start and use the same vLLM server
+one after the other, in an order that changes with the seed. They take batches of 8 groups of 6 samples of the demo's
+task with the same learning rate and objective, the mean over all tokens without a reference model. Results are written
+after every run, so a stopped benchmark resumes. Expected rewards are as in learning.py.
 
 What is not equal: TRL's trainer drops samples beyond its bound and takes groups as they finish; ours trains every row.
 TRL's generates in a process of its own, ours in a thread. `trl_async_on_cpu.py` lists what TRL's is given here.
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from intervals import first_reached
+from intervals import first_reached, lower_bound
 from learning import (
     LEARNING_RATE,
     MAX_COMPLETION_LENGTH,
@@ -46,6 +46,7 @@ from trl_async_on_cpu import NotingQueue, WeightFiles, as_conversation, converse
 from trl_april.commands import demo_training as task
 from trl_april.commands.demo import STANDARD
 from trl_april.commands.demo_training import build_tokenizer
+from trl_april.config import AprilOptions
 
 
 SYNCHRONOUS, DEFAULT = "synchronous", "default"
@@ -92,7 +93,8 @@ class Comparison(RecipeBench):
         return Run(contestant=name, seed=seed, curve=curve, **run)
 
     def _ours(self, name: str, seed: int, recorder: Recorder) -> tuple[dict[str, Any], Any]:
-        self.overrides = {"max_staleness": 5, "over_provisioning": 2.0}
+        defaults = AprilOptions()
+        self.overrides = {"max_staleness": defaults.max_staleness, "over_provisioning": defaults.over_provisioning}
         if name.startswith("ours"):
             _, bound, factor = name.split("-")
             self.overrides = {"max_staleness": int(bound), "over_provisioning": float(factor)}
@@ -178,32 +180,40 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Medians over the seeds, and of the time to the reward that the synchronous training of the seed ends with."""
-    goals = {run.seed: run.curve[-1][2] for run in runs if run.contestant == SYNCHRONOUS}
+    """Against the synchronous training of the same seed; times and rates are medians."""
+    synchronous = {run.seed: run for run in runs if run.contestant == SYNCHRONOUS}
     rows = []
     for name in dict.fromkeys(run.contestant for run in runs):
         mine = [run for run in runs if run.contestant == name]
-        times = []
+        times, gains, ratios = [], [], []
         for run in mine:
-            _, seconds, rewards = zip(*run.curve, strict=True)
-            times.append(first_reached(seconds, rewards, goals.get(run.seed, math.inf)))
-        reached = [seconds for seconds in times if seconds < math.inf]
+            if other := synchronous.get(run.seed):
+                _, seconds, rewards = zip(*run.curve, strict=True)
+                times.append(first_reached(seconds, rewards, other.curve[-1][2]) / other.seconds)
+                gains.append(run.curve[-1][2] - other.curve[-1][2])
+                ratios.append(run.trained_tokens / run.seconds / (other.trained_tokens / other.seconds))
+        reached = sum(time < math.inf for time in times)
         rates = [run.trained_tokens / run.seconds for run in mine]
         rows.append(
             [
                 name,
                 str(len(mine)),
                 f"{statistics.median(run.seconds for run in mine):.0f}",
-                f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})",
-                f"{statistics.median(run.dropped_tokens for run in mine):.0f}",
+                f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+                f"{statistics.median(ratios):.2f}" if ratios else "",
+                f"{statistics.median(run.dropped_tokens for run in mine):,.0f}",
                 f"{statistics.fmean(run.mean_length for run in mine):.0f}",
                 str(max(run.oldest for run in mine)),
                 f"{statistics.fmean(run.curve[-1][2] for run in mine):.3f}",
-                f"{statistics.median(reached):.0f} ({len(reached)} of {len(times)})" if reached else "never",
+                f"{statistics.fmean(gains):+.3f} ({lower_bound(gains):+.3f})" if gains else "",
+                f"{statistics.median(times):.0%} ({reached} of {len(times)})" if reached else "never",
             ]
         )
-    header = ["contestant", "seeds", "seconds", "trained tok/s (range)", "dropped tokens", "mean length", "oldest"]
-    return markdown([*header, "reward after", "seconds to synchronous training's reward (runs)"], rows)
+    header = (
+        "contestant", "seeds", "seconds", "trained tok/s (range)", "of synchronous", "dropped tokens", "mean length",
+        "oldest", "reward after", "minus synchronous (at least, 95 %)", "synchronous reward reached after (runs)",
+    )  # fmt: skip
+    return markdown(header, rows)
 
 
 def main() -> None:

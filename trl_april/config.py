@@ -19,6 +19,7 @@ from .tuning.factor_chooser import START
 logger = get_logger(__name__)
 
 WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
+FACTOR = 3.0  # the default
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
 
 
@@ -26,16 +27,16 @@ RESUME_KV = ("auto", "recompute", "reuse", "keep")
 class AprilOptions:
     """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them."""
 
-    # Never `None`, but with `None` in the type HfArgumentParser accepts text, and without it only numbers.
     over_provisioning: float | str | None = field(
-        default=2.0,
+        default=None,
         metadata={
             "help": "Prompt groups in flight as a factor of those that a batch needs, at least 1.0. 1.0 is "
-            "synchronous GRPO through the same code. `'auto'` chooses it during training."
+            "synchronous GRPO through the same code. `'auto'` chooses it during training. Defaults to 3.0, or the "
+            "most that `max_staleness` allows."
         },
     )
     max_staleness: int | None = field(
-        default=5,
+        default=8,
         metadata={
             "help": "Bound on the age of a trained token, in policy versions (version at training minus version at "
             "sampling). `None` lifts it."
@@ -163,6 +164,9 @@ class AprilOptions:
         return replace(self, overlap_generation=overlaps, resume_kv=kv)
 
     def __post_init__(self) -> None:
+        if self.over_provisioning is None:
+            bound = self.max_staleness if self.staleness_policy == "wait" else None
+            self.over_provisioning = FACTOR if bound is None else max(1.0, min(FACTOR, bound + 1.0))
         self.over_provisioning = factor = factor_of(self.over_provisioning)  # a command line passes text
         # "auto" respects any bound.
         check_bound(1.0 if isinstance(factor, str) else factor, self.max_staleness, self.staleness_policy)
@@ -247,13 +251,14 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     `loss_type="dapo"` keeps TRL's meaning, the aggregation; `trl-april grpo --recipe dapo` adds the rest of DAPO.
 
     Parameters:
-        over_provisioning (`float` or `str`, *optional*, defaults to `2.0`):
+        over_provisioning (`float` or `str`, *optional*):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
-            synchronous GRPO through the same code. `"auto"` starts with 2.0 and then chooses the factor with the
+            synchronous GRPO through the same code. Defaults to 3.0, or with a guaranteed bound on staleness to at most
+            `max_staleness + 1`. `"auto"` starts with 2.0 and then chooses the factor with the
             highest predicted throughput of trained tokens, from the requests in flight and the server's speed measured
             so far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
             round.
-        max_staleness (`int` or `None`, *optional*, defaults to `5`):
+        max_staleness (`int` or `None`, *optional*, defaults to `8`):
             Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
             version at sampling. `None` lifts it. The paper observed at most 5.
         staleness_policy (`str`, *optional*, defaults to `"wait"`):

@@ -74,6 +74,7 @@ def make_trainer(
     spec: dict[str, Any], run: dict[str, Any], *, reward: Any = distinct_characters, trainer_class=RecordingTrainer
 ) -> RecordingTrainer:
     options = {"overlap_generation": False, "resume_kv": "recompute", "vllm_server_base_url": spec["url"]}
+    options |= {"over_provisioning": 2.0, "max_staleness": 5}
     options |= OPTIONS | run.get("options", {})
     batch = run.get("batch", 16)
     options.setdefault(

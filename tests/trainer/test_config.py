@@ -39,8 +39,8 @@ def own(args: APRILGRPOConfig) -> dict:
 
 def test_the_fields_and_their_defaults():
     assert own(APRILGRPOConfig("out", **CPU)) == {
-        "over_provisioning": 2.0,
-        "max_staleness": 5,
+        "over_provisioning": 3.0,
+        "max_staleness": 8,
         "staleness_policy": "wait",
         "resume_kv": "auto",
         "overlap_generation": "auto",
@@ -101,6 +101,7 @@ def test_options_come_from_the_config_or_are_the_defaults():
         ({"over_provisioning": 1.0}, False, "reuse"),  # synchronous
         ({"over_provisioning": "auto"}, True, "keep"),
         ({"max_staleness": 0, "over_provisioning": "auto"}, False, "reuse"),
+        ({"max_staleness": 0}, False, "reuse"),  # the default factor is then 1.0
         ({"max_staleness": None}, True, "keep"),
         ({"over_provisioning": 1.0, "overlap_generation": True, "resume_kv": "recompute"}, True, "recompute"),
     ],
@@ -153,7 +154,6 @@ def test_a_saved_config_makes_the_same_config_again():
             ["over_provisioning is 4.5", "max_staleness=3", "at most 4", "Lower it, or raise"],
         ),
         ({"over_provisioning": "fast"}, ["over_provisioning is 'fast'", "at least 1.0", "'auto'"]),
-        ({"over_provisioning": None}, ["over_provisioning is None", "a number", "'auto'"]),
         ({"over_provisioning": True}, ["over_provisioning is True", "a number"]),
         ({"max_staleness": -1}, ["max_staleness is -1", "cannot be negative", "None"]),
         ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
@@ -194,6 +194,14 @@ def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
 
 
 @pytest.mark.parametrize(
+    ("options", "factor"),
+    [({}, 3.0), ({"max_staleness": 1}, 2.0), ({"max_staleness": 0, "staleness_policy": "mask"}, 3.0)],
+)
+def test_the_default_factor_is_what_the_bound_allows(options, factor):
+    assert AprilOptions(**options).over_provisioning == factor
+
+
+@pytest.mark.parametrize(
     ("options", "start", "steps"),
     [
         ({}, 2.0, 1),
@@ -202,14 +210,14 @@ def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
         ({"max_staleness": 3}, 1.0, 4),
         ({"max_staleness": 5}, 2.0, 4),
         ({"max_staleness": 3, "staleness_policy": "mask"}, 1.0, 4),
-        ({"over_provisioning": 3.0}, 2.0, 4),
+        ({"over_provisioning": 3.0, "max_staleness": 5}, 2.0, 4),
         ({"over_provisioning": 3.0, "staleness_policy": "ignore"}, 3.0, 4),
     ],
 )
 def test_the_factor_is_lowered_to_the_bound(options, start, steps, caplog):
     """With a warning, unless "auto" still has a choice. `steps` optimiser steps train a batch."""
     assert AprilOptions(**{"over_provisioning": "auto", **options}).bounded_factor(steps) == start
-    if options == {"over_provisioning": 3.0}:
+    if options == {"over_provisioning": 3.0, "max_staleness": 5}:
         assert "over_provisioning is lowered from 3.0 to 2: " in caplog.text
     elif start > 1 or steps == 1:
         assert not caplog.records

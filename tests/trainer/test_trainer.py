@@ -75,6 +75,8 @@ def make_config(server: LocalServer, output_dir: Path, **options) -> APRILGRPOCo
         "save_strategy": "no",
         "bf16": False,
         "disable_tqdm": True,
+        "over_provisioning": 2.0,
+        "max_staleness": 5,
         "overlap_generation": False,  # most tests look at one round after the other
         "resume_kv": "recompute",
     }

@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     factors, modes = [1.25, 1.5, 2.0, 3.0], [mode.value for mode in Mode]
     add("--factors", nargs="+", default=factors, metavar="F", help="over-provisioning factors, or `auto`")
     add("--modes", nargs="+", choices=modes, default=modes[1:], metavar="MODE", help="modes to compare (default: all)")
-    add("--max-staleness", type=bound, default=5, metavar="N", help=f"bound of the pool, or `none` {default}")
+    add("--max-staleness", type=bound, default=8, metavar="N", help=f"bound of the pool, or `none` {default}")
     add("--max-staleness-mean", type=float, metavar="X", help="bound on the mean staleness of the recommendation")
     large = f"for batches of more than {LARGE} samples"
     add("--warmup", type=int, metavar="N", help=f"warm-up rounds (default: {ROUNDS[0]}, {LARGE_ROUNDS[0]} {large})")

@@ -182,7 +182,7 @@ class Scenario:
     train_seconds: float = field(default=0.0, metadata={"least": 0, "help": "training on a batch"})
     sync_seconds: float = field(default=0.0, metadata={"least": 0, "help": "weight sync after training"})
     updates_per_batch: int = field(default=1, metadata={"least": 1, "help": "policy versions (steps) per batch"})
-    max_staleness: int | None = 5
+    max_staleness: int | None = 8
     warmup: int = field(default=4, metadata={"least": 0})
     rounds: int = field(default=8, metadata={"least": 1})
     seed: int = field(default=0, metadata={"help": "seed of the lengths"})
