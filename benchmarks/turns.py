@@ -8,7 +8,7 @@ Contestants:
 - `lockstep` is TRL's tool loop on our engine: every turn of the batch waits for its longest completion, and then for
   its slowest tool. Its tools run at once, as TRL's asynchronous ones do; TRL calls others one after the other.
 - `per-sample` is the pool with `over_provisioning=1.0`: each sample continues by itself, and the batch is waited for.
-- `default` is the default schedule: factor 2, `overlap_generation`, `resume_kv="keep"`.
+- `default` is the default schedule at factor 2: `overlap_generation`, `resume_kv="keep"`.
 
 Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, and the weight sync is left out. A
 sample has 1 to `--most-turns` turns. Lengths of turns and times of tools are lognormal, the same for every contestant,

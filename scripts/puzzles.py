@@ -49,7 +49,8 @@ class Puzzles:
         return puzzles.score_answer(answer, puzzles[index])
 
 
-def main(argv: list[str]) -> APRILGRPOTrainer:
+def main(argv: list[str] | None = None) -> APRILGRPOTrainer:
+    argv = sys.argv[1:] if argv is None else argv
     args = TrlParser(APRILGRPOConfig).parse_args_and_config(argv[2:])[0]
     puzzles = Puzzles(argv[1].split(","), count=4096)
     trainer = APRILGRPOTrainer(argv[0], puzzles.score, args, puzzles.rows)
@@ -58,4 +59,4 @@ def main(argv: list[str]) -> APRILGRPOTrainer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -33,7 +33,7 @@ def test_table_advice_and_files(tmp_path, capsys):
     assert first["gain"] == 1.0
     assert first["trained_tokens_per_second"] == pytest.approx(first["trained_tokens"] / first["seconds"])
     assert sum(grid["results"][2]["staleness"].values()) == pytest.approx(1.0)
-    assert grid["recommendation"]["settings"]["max_staleness"] == 5
+    assert grid["recommendation"]["settings"]["max_staleness"] == 8
     assert image.read_bytes().startswith(b"\x89PNG")
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.splitlines() == lines, "the same command prints the same"

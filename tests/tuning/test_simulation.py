@@ -185,13 +185,13 @@ def test_the_fastest_configuration_that_can_be_trained_is_recommended():
     )
     assert advice.gain == 3.0
     assert advice.settings == {
-        "over_provisioning": 2.0, "max_staleness": 5, "resume_kv": "reuse", "overlap_generation": True,
+        "over_provisioning": 2.0, "max_staleness": 8, "resume_kv": "reuse", "overlap_generation": True,
     }  # fmt: skip
 
 
 def test_auto_can_be_recommended():
     grid = grid_of(result_of(Mode.ABORT, 2.0, 1200, {0: 1}), result_of(Mode.ABORT, 2.9, 2000, {0: 1}, is_chosen=True))
-    assert recommend(grid).settings == {"over_provisioning": "auto", "max_staleness": 5}
+    assert recommend(grid).settings == {"over_provisioning": "auto", "max_staleness": 8}
 
 
 def test_recommendation_keeps_both_bounds_on_staleness():
