@@ -130,7 +130,7 @@ def main() -> None:
                 if os.waitpid(child, os.WNOHANG)[0]:
                     sys.exit(f"Attempt {attempt} ended before it was killed.")
             time.sleep(rng.uniform(0.0, spec["seconds"]))
-            if spec["server"] and attempt % 6 == 5:
+            if spec["server"] and attempt % 5 == 4:
                 kill_engine(spec["server"])
                 time.sleep(rng.uniform(0.0, spec["seconds"]))
             os.kill(child, signal.SIGKILL)

@@ -5,7 +5,7 @@ The environment variable APRIL_KILLS is the number of kills, for a longer test t
 
 import json
 import os
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from trl_april import LocalServer
 
 pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(1200)]
 
-KILLS = int(os.environ.get("APRIL_KILLS", "6"))
+KILLS = int(os.environ.get("APRIL_KILLS", "5"))
 STEPS = 2 * KILLS + 4
 FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
 
@@ -29,13 +29,13 @@ class Killed(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["text", "environment"])
-def killed(request, forker, tiny_model_dir, tmp_path_factory) -> Killed:
-    """With an environment, the server is killed as well, in every sixth attempt."""
+def killed(request, forker, server, tiny_model_dir, tmp_path_factory) -> Killed:
+    """With an environment, the server is killed as well, in every fifth attempt."""
     folder = tmp_path_factory.mktemp("kills")
     acts = request.param == "environment"
-    for server in own_server(tiny_model_dir) if acts else [request.getfixturevalue("server")]:
+    with own_server(tiny_model_dir) if acts else nullcontext(server) as used:
         spec = {
-            "url": server.base_url,
+            "url": used.base_url,
             "model": tiny_model_dir,
             "folder": str(folder),
             "rows": 4 * STEPS,
@@ -43,7 +43,7 @@ def killed(request, forker, tiny_model_dir, tmp_path_factory) -> Killed:
             "seed": 40,
             "seconds": 1.0,
             "acts": acts,
-            "server": server.pid if acts else None,
+            "server": used.pid if acts else None,
             "options": {
                 "max_steps": STEPS,
                 "save_strategy": "steps",
@@ -62,9 +62,8 @@ def killed(request, forker, tiny_model_dir, tmp_path_factory) -> Killed:
     return Killed(acts, [read(path) for path in sorted(folder.glob("journal-*.jsonl"))])
 
 
-def own_server(model_dir: str) -> Iterator[LocalServer]:
-    with LocalServer(model_dir, vllm_args=FLAGS, quiet=True, restart=True) as server:
-        yield server
+def own_server(model_dir: str) -> LocalServer:
+    return LocalServer(model_dir, vllm_args=FLAGS, quiet=True, restart=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

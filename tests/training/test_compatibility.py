@@ -134,8 +134,9 @@ def test_options_without_effect_are_named_when_april_is_off():
     assert "importance_sampling" not in without_effect(config(vllm_importance_sampling_mode="sequence_mask"))
     assert "importance_sampling" not in without_effect(config(use_vllm=False))
     assert "no effect: over_provisioning, stream_interval." in without_effect(
-        config(over_provisioning=3.0, stream_interval=8)
+        config(over_provisioning=2.0, stream_interval=8)
     )
+    assert "no effect: max_staleness." in without_effect(config(max_staleness=1))
 
 
 # Refused arguments
