@@ -45,7 +45,7 @@ class GymBench(Bench):
     def __init__(self, task: GymTask, sizes: Sizes, model_dir: Path, base_url: str) -> None:
         self.task = task
         rows = task.dataset(HELD_OUT, HELD_OUT_SEED)
-        self.questions, self.entries = rows["prompt"], rows["entry"]
+        self.questions, self.entries = list(rows["prompt"]), list(rows["entry"])
         super().__init__(sizes, transformers.AutoModelForCausalLM.from_pretrained(model_dir), model_dir, base_url)
 
     def train(self, recipe: str, seed: int, mode: str, steps: int, recorder: Recorder) -> tuple[Recording, Any]:
@@ -77,7 +77,7 @@ class GymBench(Bench):
         shutil.rmtree(folder)
         asked = {
             "model": str(self.model_dir), "prompt": self.tokenizer(self.questions)["input_ids"], "temperature": 1.0,
-            "max_tokens": self.task.max_completion_length, "seed": 0,
+            "max_tokens": self.task.max_completion_length,
         }  # fmt: skip
         choices = sorted(self._post("v1/completions", asked)["choices"], key=lambda choice: choice["index"])
         scores = self.task.reward()([choice["text"] for choice in choices], self.entries)
