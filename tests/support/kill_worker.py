@@ -101,8 +101,10 @@ def train(spec: dict[str, Any], journal: Path) -> None:
     Path(f"{journal}.done").touch()
 
 
-def kill_engine(server: int) -> None:
-    """Kill vLLM's engine process. The server starts again."""
+def kill_engine(url: str) -> None:
+    """Kill vLLM's engine process. The server starts again, as another process."""
+    port = int(url.rsplit(":", 1)[1])
+    (server,) = {one.pid for one in psutil.net_connections("tcp") if one.laddr.port == port and one.status == "LISTEN"}
     children = psutil.Process(server).children(recursive=True)
     next(child for child in children if "EngineCore" in child.name() or "EngineCore" in child.cmdline()[0]).kill()
 
@@ -130,8 +132,8 @@ def main() -> None:
                 if os.waitpid(child, os.WNOHANG)[0]:
                     sys.exit(f"Attempt {attempt} ended before it was killed.")
             time.sleep(rng.uniform(0.0, spec["seconds"]))
-            if spec["server"] and attempt % 5 == 4:
-                kill_engine(spec["server"])
+            if spec["acts"] and attempt % 5 == 4:
+                kill_engine(spec["url"])
                 time.sleep(rng.uniform(0.0, spec["seconds"]))
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

@@ -43,7 +43,6 @@ def killed(request, forker, server, tiny_model_dir, tmp_path_factory) -> Killed:
             "seed": 40,
             "seconds": 1.0,
             "acts": acts,
-            "server": used.pid if acts else None,
             "options": {
                 "max_steps": STEPS,
                 "save_strategy": "steps",
