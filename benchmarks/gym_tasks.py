@@ -100,8 +100,8 @@ def question(entry: Entry) -> str:
 def answer(completion: str) -> str:
     """The part of a completion that is scored: what follows the last line break or equals sign."""
     last = re.split(r"[\n=]", completion)[-1]
-    # Scores of reasoning-gym may evaluate their input as Python.
-    return last if re.fullmatch(r"[\d+\-*() ]{1,40}", last) else ""
+    # Scores of reasoning-gym may evaluate their input as Python, where 9**9**9 never ends.
+    return last if re.fullmatch(r"(?!.*\*\*)[0-9+\-*() ]{1,40}", last) else ""
 
 
 def _slip(value: int, rng: random.Random, rate: float) -> int:

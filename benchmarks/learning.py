@@ -370,6 +370,23 @@ def measure(
     return runs
 
 
+def training_parser(description: str) -> argparse.ArgumentParser:
+    """Options that the benchmarks of whole trainings share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimiser steps of each training")
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
+    return parser
+
+
+def prepare() -> None:
+    """Leave half of the cores to the server, and the terminal to the results."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -412,10 +429,7 @@ def main() -> None:
         if arguments.quick:
             # With a shorter warm start every reward is 0, and dynamic sampling finds no group to train on.
             sizes = Sizes(steps=4, april_steps=4, every=2)
-        # The other half of the cores is for the server.
-        torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        prepare()
         for name in arguments.recipes:
             recipe, _ = load(name)
             print(f"{name}, overrides (and the recipe's values):")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import statistics
 from collections.abc import Sequence
@@ -37,6 +36,8 @@ from learning import (
     Recorder,
     Sizes,
     _Copies,
+    prepare,
+    training_parser,
     warm_started,
 )
 from report import markdown, read_json, write_json
@@ -217,19 +218,12 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = training_parser(__doc__)
     parser.add_argument("--contestants", nargs="+", type=contestant, default=CONTESTANTS, metavar="NAME")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimiser steps of each training")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
-    parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
     options = parser.parse_args()
-    sizes = Sizes(steps=options.steps, april_steps=options.steps)
-    if options.quick:
-        sizes = Sizes(steps=4, april_steps=4)
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # the other half is for the server
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    steps = 4 if options.quick else options.steps
+    prepare()
+    sizes = Sizes(steps=steps, april_steps=steps)
     print(f"\n{table(measure(sizes, options.contestants, options.seeds, options.output_dir / 'peers.json'))}")
 
 

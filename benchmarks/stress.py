@@ -13,20 +13,15 @@ benchmark resumes, also with more cells or seeds.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from intervals import at, effective_share, interval
-from learning import OBJECTIVE, RecipeBench, Recorder, Run, Sizes, measure, warm_started
+from learning import OBJECTIVE, RecipeBench, Recorder, Run, Sizes, measure, prepare, training_parser, warm_started
 from learning_comparison import APRIL, SYNCHRONOUS, pooled_weights
 from report import markdown
 
@@ -99,18 +94,12 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = training_parser(__doc__)
     parser.add_argument("--rates", nargs="+", default=["1e-4", "1e-3", "3e-3"], metavar="RATE", help="learning rates")
     parser.add_argument("--bounds", type=int, nargs="+", default=[5, 16], help="staleness bounds")
     parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps of each training")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
-    parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
     arguments = parser.parse_args()
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # the other half of the cores is for the server
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare()
     steps = 2 if arguments.quick else arguments.steps
     sizes = Sizes(steps=steps, april_steps=steps, every=2)
     cells = [mode_of(bound, one) for bound in arguments.bounds for one in arguments.corrections]

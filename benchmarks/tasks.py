@@ -11,7 +11,6 @@ the copies of its weights are loaded into the vLLM server, which samples an answ
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -27,7 +26,7 @@ import torch
 import transformers
 from expected_reward import ExpectedReward
 from gym_tasks import HELD_OUT_SEED, MAX_LENGTH, TASKS, GymTask, build_model, build_tokenizer, warm_start
-from learning import Bench, Recorder, RecordingTrainer, Sizes, measure, schedule
+from learning import Bench, Recorder, RecordingTrainer, Sizes, measure, prepare, schedule, training_parser
 from learning_comparison import APRIL, SYNCHRONOUS, tables
 
 from trl_april import LocalServer
@@ -109,16 +108,10 @@ def started(task: GymTask, sizes: Sizes, folder: Path) -> Iterator[GymBench]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = training_parser(__doc__)
     parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps of each training")
-    parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
-    parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
     arguments = parser.parse_args()
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # the other half of the cores is for the server
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare()
     task = TASKS[arguments.task]
     steps = 2 if arguments.quick else arguments.steps
     sizes = Sizes(steps, steps, every=4, warm_start_steps=5 if arguments.quick else task.warm_start_steps)

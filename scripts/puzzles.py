@@ -21,7 +21,7 @@ from trl_april import APRILGRPOConfig, APRILGRPOTrainer
 INSTRUCTION = '\n\nThink step by step. Then write "Answer:" and the answer alone.'
 # Their scores evaluate the answer as Python.
 EVALUATED = {"countdown", "puzzle24"}
-EXPRESSION = r"[\d+\-*/() ]{1,80}"
+EXPRESSION = r"(?!.*\*\*)[0-9+\-*/() ]{1,80}"  # a power such as 9**9**9 would never end
 
 
 class Puzzles:

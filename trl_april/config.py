@@ -19,8 +19,8 @@ from .tuning.factor_chooser import START
 logger = get_logger(__name__)
 
 WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
-FACTOR = 3.0  # the default
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
+DEFAULT_FACTOR = 3.0
 
 
 @dataclass
@@ -166,7 +166,7 @@ class AprilOptions:
     def __post_init__(self) -> None:
         if self.over_provisioning is None:
             bound = self.max_staleness if self.staleness_policy == "wait" else None
-            self.over_provisioning = FACTOR if bound is None else max(1.0, min(FACTOR, bound + 1.0))
+            self.over_provisioning = DEFAULT_FACTOR if bound is None else max(1.0, min(DEFAULT_FACTOR, bound + 1.0))
         self.over_provisioning = factor = factor_of(self.over_provisioning)  # a command line passes text
         # "auto" respects any bound.
         check_bound(1.0 if isinstance(factor, str) else factor, self.max_staleness, self.staleness_policy)
@@ -253,11 +253,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     Parameters:
         over_provisioning (`float` or `str`, *optional*):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
-            synchronous GRPO through the same code. Defaults to 3.0, or with a guaranteed bound on staleness to at most
-            `max_staleness + 1`. `"auto"` starts with 2.0 and then chooses the factor with the
-            highest predicted throughput of trained tokens, from the requests in flight and the server's speed measured
-            so far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
-            round.
+            synchronous GRPO through the same code. Defaults to 3.0, or under `"wait"` to `max_staleness + 1` if that
+            is less. `"auto"` starts with 2.0 and then chooses the factor with the highest predicted throughput of
+            trained tokens, from the requests in flight and the server's speed measured so far. It respects
+            `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each round.
         max_staleness (`int` or `None`, *optional*, defaults to `8`):
             Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
             version at sampling. `None` lifts it. The paper observed at most 5.

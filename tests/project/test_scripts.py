@@ -54,6 +54,7 @@ def test_puzzles_are_scored_by_their_own_rules_and_run_no_code(tmp_path):
     touched = tmp_path / "touched"
     code = f"Answer: __import__('pathlib').Path({str(touched)!r}).touch()"
     assert max(scores([code] * 16)) < 1.0 and not touched.exists()
+    assert scores(["Answer: 9**9**9**9"] * 16) == [0.0] * 16  # and comes back
 
 
 def test_the_game_rewards_few_guesses_and_continues_where_it_was():
