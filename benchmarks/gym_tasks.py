@@ -1,11 +1,12 @@
 """Two tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) for a small model that is made here.
 
-- `chain_sum`: sums and differences of up to 31 terms. The worked solution has one line per term.
+- `gcd`: the greatest common divisor of two numbers. The worked solution subtracts the smaller one from the larger until
+  they are equal, so its length has a long tail between questions.
 - `countdown`: an expression of three given numbers that equals a target. The worked solution tries random
   expressions until one fits, so its length has a long tail, also within a group.
 
 Questions, right answers and scores are reasoning-gym's. The last line of a completion is scored. The teacher of the
-warm start makes mistakes, which leaves something to learn.
+warm start may give up after every line and answer at a guess, which leaves something to learn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-SLIP_RATE = 0.04  # of the teacher, per line
+GIVES_UP = 0.06  # the teacher's probability, per line
 MAX_LENGTH = 1024
 BATCH, MICRO_BATCH, RATE, WARM_UP_STEPS = 32, 8, 2e-3, 50
 HELD_OUT_SEED = 10**9  # reasoning-gym adds the index of a question to the seed
@@ -45,10 +46,10 @@ class GymTask:
     Args:
         name (`str`):
             Name of the generator.
-        variants (`tuple[tuple[float, dict], ...]`):
-            Settings of the generator, each with its share of the questions.
+        settings (`dict`):
+            Of the generator.
         solve (`Callable[[dict, random.Random, float], str]`):
-            Worked solution of an entry, with mistakes at a rate per line.
+            Worked solution of an entry, which is given up with a probability per line.
         max_completion_length (`int`):
             In tokens.
         warm_start_steps (`int`):
@@ -56,24 +57,17 @@ class GymTask:
     """
 
     name: str
-    variants: tuple[tuple[float, dict[str, Any]], ...]
+    settings: dict[str, Any]
     solve: Callable[[Entry, random.Random, float], str]
     max_completion_length: int
     warm_start_steps: int
 
     def entries(self, count: int, seed: int) -> Iterator[Entry]:
-        """Questions of all variants in random order."""
+        """Questions, others for each seed."""
         from reasoning_gym import create_dataset
 
-        rng = random.Random(seed)
-        shares = [share for share, _ in self.variants]
-        chosen = rng.choices(range(len(shares)), shares, k=count)
-        datasets = [
-            create_dataset(self.name, seed=(seed + 1) * 1_000_000, size=count, **settings)
-            for _, settings in self.variants
-        ]
-        for index, variant in enumerate(chosen):
-            yield datasets[variant][index]
+        questions = create_dataset(self.name, seed=(seed + 1) * 1_000_000, size=count, **self.settings)
+        return (questions[index] for index in range(count))
 
     def dataset(self, count: int, seed: int) -> Dataset:
         """Rows with `prompt`, and the whole question in `entry`, for the reward function."""
@@ -104,24 +98,19 @@ def answer(completion: str) -> str:
     return last if re.fullmatch(r"(?!.*\*\*)[0-9+\-*() ]{1,40}", last) else ""
 
 
-def _slip(value: int, rng: random.Random, rate: float) -> int:
-    return value + rng.choice([-10, -1, 1, 10]) if rng.random() < rate else value
-
-
-def _solve_chain_sum(entry: Entry, rng: random.Random, slip_rate: float) -> str:
-    first, *rest = entry["metadata"]["expression"].split(" ")
-    total, lines = int(first), []
-    for sign, term in zip(rest[::2], rest[1::2], strict=True):
-        result = _slip(total + (int(term) if sign == "+" else -int(term)), rng, slip_rate)
-        lines.append(f"{total}{sign}{term}={result}")
-        total = result
-    return "\n".join(lines)
+def _solve_gcd(entry: Entry, rng: random.Random, gives_up: float) -> str:
+    first, second = entry["metadata"]["numbers"]
+    lines = [f"{first} {second}"]
+    while first != second and rng.random() >= gives_up:
+        first, second = (first - second, second) if first > second else (first, second - first)
+        lines.append(f"{first} {second}")
+    return "\n".join([*lines, str(min(first, second))])
 
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
-def _solve_countdown(entry: Entry, rng: random.Random, slip_rate: float) -> str:
+def _solve_countdown(entry: Entry, rng: random.Random, gives_up: float) -> str:
     numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
     attempts = [
         (first, second, third, inner, outer)
@@ -135,34 +124,30 @@ def _solve_countdown(entry: Entry, rng: random.Random, slip_rate: float) -> str:
     rng.shuffle(attempts)
     lines = []
     for first, second, third, inner, outer in attempts:
-        between = _slip(OPERATIONS[inner](first, second), rng, slip_rate)
-        result = _slip(OPERATIONS[outer](between, third), rng, slip_rate)
+        between = OPERATIONS[inner](first, second)
+        result = OPERATIONS[outer](between, third)
         lines.append(f"{first}{inner}{second}={between},{between}{outer}{third}={result}")
-        if result == target:
-            lines.append(f"({first}{inner}{second}){outer}{third}")
+        if result == target or rng.random() < gives_up:
             break
-    return "\n".join(lines)
+    return "\n".join([*lines, f"({first}{inner}{second}){outer}{third}"])
 
 
 TASKS = {
     task.name: task
     for task in (
         GymTask(
-            "chain_sum",
-            tuple(
-                (share, {"min_terms": fewest, "max_terms": 2 * fewest - 1, "min_digits": 1, "max_digits": 2})
-                for share, fewest in ((0.4, 2), (0.3, 4), (0.2, 8), (0.1, 16))
-            ),
-            _solve_chain_sum,
-            max_completion_length=480,
-            warm_start_steps=600,
+            "gcd",
+            {"min_value": 1, "max_value": 99},
+            _solve_gcd,
+            max_completion_length=640,
+            warm_start_steps=300,
         ),
         GymTask(
             "countdown",
-            ((1.0, {
-                "min_numbers": 3, "max_numbers": 3, "min_value": 1, "max_value": 12, "min_target": 1,
-                "max_target": 150, "operators": ("+", "-", "*"),
-            }),),
+            {
+                "min_numbers": 3, "max_numbers": 3, "min_value": 1, "max_value": 9, "min_target": 1,
+                "max_target": 60, "operators": ("+", "-", "*"),
+            },
             _solve_countdown,
             max_completion_length=800,
             warm_start_steps=600,
@@ -185,10 +170,10 @@ def build_tokenizer(tasks: Iterable[GymTask]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of 2.2 million parameters with random weights in float32; seed torch before."""
+    """A Qwen3 of 2.3 million parameters with random weights in float32; seed torch before."""
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=5,
-        num_attention_heads=6, num_key_value_heads=6, head_dim=32, max_position_embeddings=MAX_LENGTH,
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=640, num_hidden_layers=3,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=32, max_position_embeddings=MAX_LENGTH,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0}, initializer_range=0.06,
         tie_word_embeddings=False, dtype="float32", bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -210,7 +195,7 @@ def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, task: GymTask, st
         examples = []
         for entry in islice(entries, BATCH):
             asked = tokenizer(question(entry))["input_ids"]
-            solved = tokenizer(task.solve(entry, rng, SLIP_RATE) + EOS)["input_ids"]
+            solved = tokenizer(task.solve(entry, rng, GIVES_UP) + EOS)["input_ids"]
             examples.append((len(asked), torch.tensor(asked + solved)))
         examples.sort(key=lambda example: len(example[1]))
         labelled = sum(len(ids) - asked for asked, ids in examples)

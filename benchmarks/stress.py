@@ -6,9 +6,11 @@
 
 The demo's task from one warm start on one server, with `overlap_generation` and `resume_kv="keep"`. For each learning
 rate, synchronous training and, for each bound, training with every correction: `none`, the four modes of
-`vllm_importance_sampling_mode`, and `opsm`, `token_truncate` with `off_policy_mask_threshold=0.05`. The factor is what
-the bound allows, at most 4. Expected rewards are as in learning.py. Results are written after every run, so a stopped
-benchmark resumes, also with more cells or seeds.
+`vllm_importance_sampling_mode`, `opsm`, which is `token_truncate` with `off_policy_mask_threshold=0.05`, and two that
+are not options: `geometric` drops sequences whose geometric mean of the ratios is not within 1 % of 1, `dppo` tokens
+whose probability has moved by more than 0.15 in the direction of their advantage (arXiv 2602.04879). The factor is
+what the bound allows, at most 4. Expected rewards are as in learning.py. Results are written after every run, so a
+stopped benchmark resumes, also with more cells or seeds.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from intervals import at, effective_share, interval
 from learning import OBJECTIVE, RecipeBench, Recorder, Run, Sizes, measure, prepare, training_parser, warm_started
 from learning_comparison import APRIL, SYNCHRONOUS, pooled_weights
 from report import markdown
 
 from trl_april.commands.demo_training import Recording
+from trl_april.training.correction import TrainingPassCorrection
 
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -36,6 +41,24 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     },
     "opsm": {"vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.05},
 }
+
+
+class GeometricMask(TrainingPassCorrection):
+    def _weights(self, micro_batch: dict[str, Any], log_ratio: torch.Tensor) -> torch.Tensor:
+        tokens = micro_batch["completion_mask"].sum(dim=1, keepdim=True).clamp(min=1)
+        outside = (log_ratio.sum(dim=1, keepdim=True) / tokens).abs() > 0.01
+        return log_ratio.exp().clamp(max=self._highest).masked_fill(outside, 0.0)
+
+
+class DivergenceMask(TrainingPassCorrection):
+    def _weights(self, micro_batch: dict[str, Any], log_ratio: torch.Tensor) -> torch.Tensor:
+        sampled = micro_batch["sampling_per_token_logps"].exp()
+        moved = sampled * (log_ratio.exp() - 1.0) * micro_batch["advantages"].sign()[:, None]
+        return log_ratio.exp().masked_fill(moved > 0.15, 0.0)
+
+
+WEIGHTS = {"geometric": GeometricMask, "dppo": DivergenceMask}
+NAMES = [*CORRECTIONS, *WEIGHTS]
 
 
 def mode_of(bound: int, correction: str) -> str:
@@ -51,8 +74,9 @@ class StressBench(RecipeBench):
             return super().train("grpo", seed, mode, steps, recorder)
         bound, correction = mode.split()
         self.overrides = {"max_staleness": int(bound), "over_provisioning": min(4.0, int(bound) + 1.0)}
-        self.overrides |= CORRECTIONS[correction]
-        return super().train("grpo", seed, APRIL, steps, recorder)
+        self.overrides |= CORRECTIONS.get(correction, {})
+        with patch("trl_april.session.TrainingPassCorrection", WEIGHTS.get(correction, TrainingPassCorrection)):
+            return super().train("grpo", seed, APRIL, steps, recorder)
 
 
 @contextmanager
@@ -97,11 +121,11 @@ def main() -> None:
     parser = training_parser(__doc__)
     parser.add_argument("--rates", nargs="+", default=["1e-4", "1e-3", "3e-3"], metavar="RATE", help="learning rates")
     parser.add_argument("--bounds", type=int, nargs="+", default=[5, 16], help="staleness bounds")
-    parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
+    parser.add_argument("--corrections", nargs="+", choices=NAMES, default=NAMES)
     arguments = parser.parse_args()
     prepare()
     steps = 2 if arguments.quick else arguments.steps
-    sizes = Sizes(steps=steps, april_steps=steps, every=2)
+    sizes = Sizes(steps=steps, april_steps=steps, every=4)
     cells = [mode_of(bound, one) for bound in arguments.bounds for one in arguments.corrections]
     planned = [
         (rate, seed, mode)

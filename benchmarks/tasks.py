@@ -1,8 +1,8 @@
 """Training on two tasks of reasoning-gym with and without APRIL, over several seeds.
 
-    python benchmarks/tasks.py chain_sum                # 5 seeds of 40 steps, synchronous and with default options
+    python benchmarks/tasks.py gcd                # 5 seeds of 40 steps, synchronous and with default options
     python benchmarks/tasks.py countdown --seeds 2
-    python benchmarks/tasks.py chain_sum --quick        # a few steps, as a smoke test
+    python benchmarks/tasks.py gcd --quick        # a few steps, as a smoke test
 
 `gym_tasks.py` has the tasks and the model. The first run of a task trains the model on worked solutions, which takes
 minutes, and keeps it in --output-dir. A stopped benchmark resumes. Rewards are reasoning-gym's. After each training,
@@ -64,6 +64,7 @@ class GymBench(Bench):
             max_completion_length=self.task.max_completion_length,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
+            scale_rewards="batch",  # reasoning-gym gives a little for some wrong answers
             **({"over_provisioning": 1.0} if mode == SYNCHRONOUS else {}),
         )
 

@@ -9,9 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import games
 import learning
 import peers
 import pytest
+import stress
 import tail
 import torch
 from datasets import Dataset
@@ -249,13 +251,13 @@ class TestGpu:
 
 
 @pytest.mark.parametrize("gym", TASKS.values(), ids=list(TASKS))
-def test_worked_solutions_are_right_without_slips_and_fit(gym):
+def test_worked_solutions_are_right_unless_given_up_and_fit(gym):
     entries = list(gym.entries(40, seed=1))
     assert entries == list(gym.entries(40, seed=1)) != list(gym.entries(40, seed=2))
     tokenizer = build_gym_tokenizer(TASKS.values())
 
-    def scores(slip_rate):
-        texts = [gym.solve(entry, random.Random(0), slip_rate) for entry in entries]
+    def scores(gives_up):
+        texts = [gym.solve(entry, random.Random(0), gives_up) for entry in entries]
         ids = [tokenizer(question(entry) + text)["input_ids"] for entry, text in zip(entries, texts, strict=True)]
         assert tokenizer.unk_token_id not in {one for row in ids for one in row}
         assert tokenizer.batch_decode(ids) == [question(one) + text for one, text in zip(entries, texts, strict=True)]
@@ -264,6 +266,37 @@ def test_worked_solutions_are_right_without_slips_and_fit(gym):
 
     assert scores(0.0) == [1.0] * 40
     assert sum(scores(0.3)) < 36
+
+
+def test_games_of_the_warm_start_end_and_can_be_written():
+    tokenizer, endings = games.build_tokenizer(), []
+    for seed in range(40):
+        assert games.played(seed) == games.played(seed)
+        prompt, turns = games.played(seed)
+        endings += [turn["content"] for turn in turns if turn["role"] == "tool"][-1:]
+        ids = tokenizer.apply_chat_template([*prompt, *turns], tools=[games.GAMES["Game"](games.NAME).play])[
+            "input_ids"
+        ]
+        assert tokenizer.unk_token_id not in ids and len(ids) < 1000
+    assert {"The game is over.", "The target number is higher."} <= set(endings)  # some give up
+
+
+def test_masks_by_hand():
+    """Of sequences with geometric means of 1 and 1.04, and of tokens that moved by 0.2 with and against it."""
+    batch = {
+        "completion_mask": torch.tensor([[1, 1], [1, 1]]),
+        "advantages": torch.tensor([1.0, -1.0]),
+        "sampling_per_token_logps": torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log(),
+    }
+    args = APRILGRPOConfig("unused", use_cpu=True, bf16=False)
+    ratio = torch.tensor([[1.25, 0.8], [1.4, 0.6]])
+    (first, second) = stress.GeometricMask(args, batch)._weights(batch, torch.tensor([[1.25, 0.8], [1.3, 0.83]]).log())
+    assert first.tolist() == pytest.approx([1.25, 0.8]) and second.tolist() == [0.0, 0.0]
+    weights = stress.DivergenceMask(args, batch)._weights(batch, ratio.log())
+    assert weights.flatten().tolist() == pytest.approx([1.25, 0.8, 1.4, 0.0])
+    ratio[0, 0] = 1.4
+    weights = stress.DivergenceMask(args, batch)._weights(batch, ratio.log())
+    assert weights.flatten().tolist() == pytest.approx([0.0, 0.8, 1.4, 0.0])
 
 
 def test_an_answer_that_is_no_expression_is_not_evaluated():

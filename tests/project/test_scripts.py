@@ -1,7 +1,8 @@
 """Example scripts: the tools, the data, the rewards, and a step of training on the fake server."""
 
+import random
 import runpy
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.support.tool_calling import END, TOKENIZER, ToolScript, call
 from trl_april.weights.canary import trainer_logprobs
 
 
-CALCULATOR, GUESS = (runpy.run_path(str(ROOT / "scripts" / f"{name}.py")) for name in ("calculator", "guess"))
+CALCULATOR, GAMES = (runpy.run_path(str(ROOT / "scripts" / f"{name}.py")) for name in ("calculator", "games"))
 
 
 def test_the_tool_calculates_and_runs_no_code():
@@ -57,25 +58,47 @@ def test_puzzles_are_scored_by_their_own_rules_and_run_no_code(tmp_path):
     assert scores(["Answer: 9**9**9**9"] * 16) == [0.0] * 16  # and comes back
 
 
-def test_the_game_rewards_few_guesses_and_continues_where_it_was():
-    game, rewards = GUESS["Game"](), []
-    for guesses in ([700], [5, 700], [900, 5, 700], [690], [5], []):
-        game.reset(number=700)
-        answers = [game.guess(number) for number in guesses]
-        rewards.append(game.get_reward())
-        other = GUESS["Game"]()
-        other._april_restore(game._april_state())
-        assert vars(other) == vars(game)
-    assert answers == [] and rewards[0] == 1 and all(more > less for more, less in pairwise(rewards))
-    assert [game.guess(number) for number in (5, 900, 700)] == ["Higher.", "Lower.", "Right."]
-    with pytest.raises(ValueError, match="an integer"):
-        game.guess("5")
+def test_a_game_is_repeated_by_its_seed_and_moves_in_any_thread():
+    def play(seed):
+        game = GAMES["Game"]("Mastermind-v0")
+        observation = game.reset(seed=seed)
+        said = [game.play(code) for code in ("[1 2 3 4]", "[3 4 5 6]", "[1 3 5 2]")]
+        return observation, said, game.get_reward()
+
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(play, [*range(20)] * 5))
+    assert together == [play(seed) for seed in range(20)] * 5
+    assert len({str(said) for _, said, _ in together}) > 1
+    random.seed(0)
+    expected = random.random()
+    random.seed(0)
+    play(3)
+    assert random.random() == expected  # of everybody else
+
+
+def test_a_game_has_a_reward_when_it_is_over():
+    game = GAMES["Game"]("GuessTheNumber-v0")
+    assert "between 1 and 20" in game.reset(seed=0)
+    low, high = 1, 20
+    while (said := game.play(f"[{(low + high) // 2}]")) != "The game is over.":
+        assert game.get_reward() == 0
+        low, high = ((low + high) // 2 + 1, high) if "higher" in said else (low, (low + high) // 2 - 1)
+    assert game.get_reward() == 1
+    with pytest.raises(ValueError, match="the game is over"):
+        game.play("[20]")
+    game.reset(seed=0)
+    assert "invalid move" in game.play("twenty") and game.get_reward() == 0
+    assert game.play("twenty") == "The game is over."
 
 
 @pytest.mark.parametrize(
-    ("script", "made"), [(CALCULATOR, call("calculate", expression="6 * 7")), (GUESS, call("guess", number=500))]
+    ("script", "names", "made"),
+    [
+        (CALCULATOR, [], call("calculate", expression="6 * 7")),
+        (GAMES, ["GuessTheNumber-v0"], call("play", move="[7]")),
+    ],
 )
-def test_a_step_of_training(tmp_path, one_thread, script, made):
+def test_a_step_of_training(tmp_path, one_thread, script, names, made):
     model = build_model(vocab_size=len(TOKENIZER))
     for part in (model, build_chat_tokenizer()):
         part.save_pretrained(tmp_path / "model")
@@ -89,6 +112,6 @@ def test_a_step_of_training(tmp_path, one_thread, script, made):
             "report_to": "none", "save_strategy": "no", "logging_steps": 1,
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        trainer = script["main"]([str(tmp_path / "model"), *words])
+        trainer = script["main"]([str(tmp_path / "model"), *names, *words])
     (entry, _) = trainer.state.log_history
     assert trainer.april_enabled and (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (0.5, 0.0)

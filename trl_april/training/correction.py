@@ -67,24 +67,27 @@ class TrainingPassCorrection:
         """
         logps = logps.detach()
         log_ratio = _log_ratio(micro_batch, logps)
-        if self._mode.startswith("sequence"):
-            log_ratio = log_ratio.sum(dim=1, keepdim=True)
-        ratio = torch.exp(log_ratio)
-        if self._mode.endswith("truncate"):
-            weights = ratio.clamp(min=self._lowest, max=self._highest)
-        else:
-            outside = torch.zeros_like(ratio, dtype=torch.bool)
-            if self._lowest is not None:
-                outside |= ratio < self._lowest
-            if self._highest is not None:
-                outside |= ratio > self._highest
-            weights = ratio.masked_fill(outside, 0.0)
+        weights = self._weights(micro_batch, log_ratio)
         micro_batch["importance_sampling_ratio"] = weights
         for name, values in (("old_per_token_logps", logps), ("importance_sampling_ratio", weights)):
             whole = self._filled.setdefault(name, values.new_zeros(len(self._batch[ROWS]), values.size(1)))
             whole[micro_batch[ROWS]] = values
         self._left -= len(logps)
         return None if self._left else {**self._batch, **self._filled}
+
+    def _weights(self, micro_batch: dict[str, Any], log_ratio: torch.Tensor) -> torch.Tensor:
+        """As TRL's, from the log of the ratio, `(B, T)`, which is 0 outside of the loss."""
+        if self._mode.startswith("sequence"):
+            log_ratio = log_ratio.sum(dim=1, keepdim=True)
+        ratio = torch.exp(log_ratio)
+        if self._mode.endswith("truncate"):
+            return ratio.clamp(min=self._lowest, max=self._highest)
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self._lowest is not None:
+            outside |= ratio < self._lowest
+        if self._highest is not None:
+            outside |= ratio > self._highest
+        return ratio.masked_fill(outside, 0.0)
 
 
 def sampling_metrics(batch: dict[str, Any], processes: Processes) -> dict[str, float]:
