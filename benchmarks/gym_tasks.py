@@ -1,7 +1,7 @@
 """Two tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym) for a small model that is made here.
 
-- `gcd`: the greatest common divisor of two numbers. The worked solution subtracts the smaller one from the larger until
-  they are equal, so its length has a long tail between questions.
+- `gcd`: the greatest common divisor of two numbers. The worked solution subtracts the smaller one from the larger
+  until they are equal, so its length has a long tail between questions.
 - `countdown`: an expression of three given numbers that equals a target. The worked solution tries random
   expressions until one fits, so its length has a long tail, also within a group.
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from intervals import first_reached, lower_bound
+from intervals import at, first_reached, lower_bound
 from learning import (
     LEARNING_RATE,
     MAX_COMPLETION_LENGTH,
@@ -180,20 +180,27 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
     return runs
 
 
+def _after_a_third(run: Run) -> float:
+    steps, _, rewards = zip(*run.curve, strict=True)
+    return at(steps, rewards, steps[-1] / 3)
+
+
 def table(runs: Sequence[Run]) -> str:
     """Against the synchronous training of the same seed; times and rates are medians."""
     synchronous = {run.seed: run for run in runs if run.contestant == SYNCHRONOUS}
     rows = []
     for name in dict.fromkeys(run.contestant for run in runs):
         mine = [run for run in runs if run.contestant == name]
-        times, gains, ratios = [], [], []
+        times, gains, early, ratios = [], [], [], []
         for run in mine:
             if other := synchronous.get(run.seed):
                 _, seconds, rewards = zip(*run.curve, strict=True)
                 times.append(first_reached(seconds, rewards, other.curve[-1][2]) / other.seconds)
                 gains.append(run.curve[-1][2] - other.curve[-1][2])
+                early.append(_after_a_third(run) - _after_a_third(other))
                 ratios.append(run.trained_tokens / run.seconds / (other.trained_tokens / other.seconds))
         reached = sum(time < math.inf for time in times)
+        middle = statistics.median(times) if times else math.inf
         rates = [run.trained_tokens / run.seconds for run in mine]
         rows.append(
             [
@@ -206,13 +213,15 @@ def table(runs: Sequence[Run]) -> str:
                 f"{statistics.fmean(run.mean_length for run in mine):.0f}",
                 str(max(run.oldest for run in mine)),
                 f"{statistics.fmean(run.curve[-1][2] for run in mine):.3f}",
+                f"{statistics.fmean(early):+.3f} ({lower_bound(early):+.3f})" if early else "",
                 f"{statistics.fmean(gains):+.3f} ({lower_bound(gains):+.3f})" if gains else "",
-                f"{statistics.median(times):.0%} ({reached} of {len(times)})" if reached else "never",
+                (f"{middle:.0%} " if middle < math.inf else "") + f"({reached} of {len(times)})",
             ]
         )
     header = (
         "contestant", "seeds", "seconds", "trained tok/s (range)", "of synchronous", "dropped tokens", "mean length",
-        "oldest", "reward after", "minus synchronous (at least, 95 %)", "synchronous reward reached after (runs)",
+        "oldest", "reward after", "minus synchronous after a third of the steps (at least, 95 %)",
+        "at the end (at least, 95 %)", "synchronous reward reached after (runs)",
     )  # fmt: skip
     return markdown(header, rows)
 

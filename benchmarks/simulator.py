@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py --calibrate --modes abort reuse overlap both discard uninterrupted --json rollout.json
     python benchmarks/simulator.py rollout.json --json simulator.json --plot simulator.png
+    python benchmarks/simulator.py --beginning 40 120 400    # trained lengths by thirds of a run, simulated only
 
 Each turn of a cell is simulated with its own lengths and with the server's speed measured between its blocks. The
 table compares generated tokens per second, since within few rounds the pool may gain or lose finished tokens. In the
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from calibration import Calibration
-from report import write_json
+from report import markdown, write_json
 from rollout import LONGEST, PROMPT_LENGTH, SHORTEST
 from rollout_report import AUTO, Measurement, Report, auto_by_best, cells_of, rows, table
 
 from trl_april.tuning.scenario import Lognormal, Scenario
 from trl_april.tuning.simulation import Mode, run
+from trl_april.tuning.step_time import EXAMPLE, parse_step_time
 
 
 KV_BLOCK = 128  # of vLLM on a CPU
@@ -93,6 +95,28 @@ def described(report: Report, cells: list[dict[str, Any]]) -> str:
     return f"{table(found, COLUMNS)}\n\nWithin 15 %: {within} of {len(cells)} cells."
 
 
+def beginning(rounds: int, seeds: int = 8) -> list[list[str]]:
+    """Mean lengths that each third of a run trains, and the whole, by those of synchronous rounds."""
+
+    def lengths(mode: Mode, factor: float, bound: int, third: int, seed: int) -> float:
+        scenario = Scenario(
+            parse_step_time(EXAMPLE), Lognormal(150, 1.0, SHORTEST, LONGEST), max_sequences=256, train_seconds=0.3,
+            max_staleness=bound, warmup=third * (rounds // 3), rounds=rounds // 3, seed=seed,
+        )  # fmt: skip
+        result = run(scenario, mode, factor)
+        return result.trained_tokens / result.groups
+
+    found = []
+    for factor, bound in ((3.0, 8), (2.0, 5)):
+        ratios = [
+            statistics.fmean(lengths(Mode.KEEP, factor, bound, third, seed) for seed in range(seeds))
+            / statistics.fmean(lengths(Mode.SYNCHRONOUS, 1.0, bound, third, seed) for seed in range(seeds))
+            for third in range(3)
+        ]
+        found.append([str(rounds), f"{factor:g}, {bound}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return found
+
+
 def plot(cells: list[dict[str, Any]], path: Path) -> None:
     """Simulated over measured."""
     from matplotlib.figure import Figure
@@ -112,13 +136,22 @@ def plot(cells: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("report", type=Path, help="the file that benchmarks/rollout.py --calibrate --json wrote")
+    parser.add_argument(
+        "report", type=Path, nargs="?", help="the file that benchmarks/rollout.py --calibrate --json wrote"
+    )
+    parser.add_argument("--beginning", type=int, nargs="+", metavar="ROUNDS", help="lengths by thirds of such runs")
     parser.add_argument("--json", type=Path, help="also write the cells here")
     parser.add_argument("--plot", type=Path, help="draw simulated over measured")
     parser.add_argument(
         "--no-stalls", action="store_true", help="simulate requests that do not stall the engine's steps"
     )
     options = parser.parse_args()
+    if (options.report is None) != bool(options.beginning):
+        parser.error("give either the file of a measurement or --beginning")
+    if options.beginning:
+        header = ("rounds", "factor, bound", "first third", "second", "last")
+        print(markdown(header, [row for rounds in options.beginning for row in beginning(rounds)]))
+        return
     report = Report.read(options.report)
     if not report.calibrations:
         parser.error(f"{options.report} has no calibrations; measure with benchmarks/rollout.py --calibrate")

@@ -115,7 +115,7 @@ def main() -> None:
     prepare()
     task = TASKS[arguments.task]
     steps = 2 if arguments.quick else arguments.steps
-    sizes = Sizes(steps, steps, every=4, warm_start_steps=5 if arguments.quick else task.warm_start_steps)
+    sizes = Sizes(steps, steps, every=5, warm_start_steps=5 if arguments.quick else task.warm_start_steps)
     folder = arguments.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     planned = schedule([task.name], 1 if arguments.quick else arguments.seeds, (SYNCHRONOUS, APRIL))
