@@ -38,3 +38,7 @@ class CheckpointError(AprilError, ValueError):
 
 class PeerError(AprilError, RuntimeError):
     """Another process of the training run failed or died."""
+
+
+class NothingToTrain(AprilError):
+    """Training resumes at its end. Never leaves the trainer."""

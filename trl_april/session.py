@@ -29,8 +29,6 @@ from .data.source import Row, RowSource
 from .distributed.processes import Processes
 from .distributed.signals import StopRequest
 from .engine.sampling import sampling_of
-from .engine.servers import ServersEngine
-from .engine.vllm import VLLMEngine
 from .errors import CheckpointError, PoolError
 from .pool.pool import Pool
 from .pool.samples import Group
@@ -42,7 +40,7 @@ from .rollout.round import Round
 from .rollout.rounds import Rounds
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
-from .training.construction import api_key
+from .training.construction import rollout_engine
 from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
 from .training.rollout_function import RolloutTurns
@@ -136,14 +134,7 @@ class RolloutSession:
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
         sampling = sampling_of(args, eos_token_ids)
-        self._engine = ServersEngine(
-            server.servers.addresses,
-            lambda address: VLLMEngine(
-                address, server.server_info.model, sampling, stream_interval=options.stream_interval,
-                vocab_size=plan.vocab_size, api_key=api_key(), adapter=lambda: server.adapter,
-            ),
-            is_sticky=options.resume_kv != "recompute", rank=processes.rank, on_lost=server.servers.leave_out,
-        )  # fmt: skip
+        self._engine = rollout_engine(options, sampling, server, plan.vocab_size, processes.rank)
         self._dynamic = None
         if scorer is not None:
             self._dynamic = DynamicSampling(

@@ -29,7 +29,7 @@ from .config import AprilOptions
 from .distributed.processes import processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .engine.images import returning_images
-from .errors import ServerError
+from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
 from .session import RolloutSession
@@ -47,10 +47,6 @@ from .weights.recovery import Recovery
 
 
 logger = get_logger(__name__)
-
-
-class NothingToTrain(Exception):
-    """Training resumes at its end."""
 
 
 class APRILGRPOTrainer(GRPOTrainer):
@@ -103,6 +99,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     _tag_names = ["trl", "grpo", "april"]
     _name = "APRIL"
     _paper = construction.PAPER
+    _evaluation: Any = None  # while one with tools, environments or a rollout function runs
 
     def __init__(
         self,
@@ -125,7 +122,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         args = args or construction.default_arguments(model)
         overridden, has_environments = compatibility.ignored_overrides(type(self)), environment_factory is not None
         stock_because = compatibility.why_stock(args, train_dataset, rollout_func, has_environments, overridden)
-        compatibility.check_rollout(rollout, args, stock_because, tools or environment_factory)
+        compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
@@ -200,10 +197,11 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
-        if self.april_enabled and (self.tools or self._rollout):
-            compatibility.check_evaluation(self.args, has_rollout=self._rollout is not None)
-        with self._processes.watched() if self.april_enabled else nullcontext():
+        if not self.april_enabled:
             return super().evaluation_loop(*args, **kwargs)
+        with self._processes.watched(), session_parts.evaluation(self) as rollouts:
+            with construction.replaced(self, _evaluation=rollouts):
+                return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # In training, `inputs` are the rows of stock GRPO's next batch; the pool trains each row when it is finished.
@@ -218,7 +216,11 @@ class APRILGRPOTrainer(GRPOTrainer):
                     with profiling_context(self, "sync_weights"):
                         recovery.sync_weights()
                     self._last_loaded_step = self.state.global_step
-                return recovery.with_weights(partial(super()._generate_and_score_completions, inputs))
+                if self._evaluation is None:
+                    return recovery.with_weights(partial(super()._generate_and_score_completions, inputs))
+                changes = self._evaluation.generate(inputs, recovery)
+            with construction.replaced(self, **changes, _generate=returning_images(super()._generate)):
+                return super()._generate_and_score_completions(inputs)
         self._requested.answer(inputs)
         done = self._run_round()
         assert self._session is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections import Counter
 from typing import Any
@@ -155,6 +156,14 @@ class ToolScript:
                 break
             await stream.tokens(token_ids[start:end], logprobs[start:end], reason)
         await stream.done()
+
+
+class ByQuestion(ToolScript):
+    """Every sample of a question, `q0` to `q7`, has the turns of the same number."""
+
+    def rest(self, token_ids: list[int], index: int) -> tuple[list[int], list[float]]:
+        (question,) = re.findall(r"user\nq(\d)", TOKENIZER.decode(token_ids))
+        return super().rest(token_ids, int(question))
 
 
 class ScriptedStock(GRPOTrainer):

@@ -452,6 +452,16 @@ def train_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
     }
 
 
+def evaluate_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Each process evaluates other questions, whose samples have different numbers of turns."""
+    from tests.support import tool_calling
+
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 2}
+    sizes |= {"per_device_eval_batch_size": 8, "num_generations_eval": 2}
+    trainer = trainer_with_tools(spec, sizes, eval_dataset=tool_calling.DATASET.select(range(8)))
+    return {"reward": trainer.evaluate()["eval_reward"], "lost": trainer.vllm_generation.servers.first.is_lost}
+
+
 def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """If `hangs`, the calls of the second round never return, which a file says; otherwise training resumes."""
     from tests.support import tool_calling

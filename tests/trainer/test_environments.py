@@ -101,32 +101,6 @@ def test_samples_that_are_cut_and_resumed_keep_their_instances(fake, tmp_path, c
     assert len(trainer.pool) == 0 and sum(done.carried_tokens for done in trainer.round_history) > 0
 
 
-def test_evaluation_does_not_touch_the_instances_of_training(fake, tmp_path):
-    fake.script = ToolScript(GAME, seconds_per_chunk=0.01).stream
-    options = arguments(Counting, reward_funcs=None, tools=[], eval_dataset=DATASET.select([0]))
-    options |= {"eval_strategy": "steps", "eval_steps": 1, "over_provisioning": 2.0, "per_device_eval_batch_size": 8}
-    trainer = april(fake, tmp_path, **options)
-    script, instances, evaluate = ToolScript(GAME), [], trainer.evaluation_loop
-
-    def generate(prompt_ids, images, fields, num_generations, **kwargs):
-        found = [script.rest(ids, place % num_generations) for place, ids in enumerate(prompt_ids)]
-        return [ids for ids, _ in found], [logprobs for _, logprobs in found]
-
-    trainer._generate_single_turn = generate
-
-    def evaluation_loop(*args, **kwargs):
-        environments = trainer._session._restorable
-        ours = [occupied.instance for occupied in environments._occupied.values()]
-        output = evaluate(*args, **kwargs)
-        instances.append(len(ours))
-        assert not {*map(id, trainer.environments)} & {*map(id, [*ours, *environments.idle[None]])}
-        return output
-
-    trainer.evaluation_loop = evaluation_loop
-    trainer.train()
-    assert len(instances) == 2 and any(instances) and len(trainer.environments) == 8
-
-
 def test_each_process_scores_its_groups(fake, forker, tmp_path):
     """Instances stay where they are; scores travel to the process that trains a part of the group."""
     model = trainer_arguments()["model"]

@@ -104,10 +104,6 @@ def test_training_resumes_with_its_rollouts(fake, tmp_path):
         ({"arguments": {"rollout": reward}}, "must be a function that is defined with `async def`"),
         ({"arguments": {"tools": [reward]}}, "beside tools or environment_factory"),
         ({"use_vllm": False}, "APRIL is off: .*use_vllm.* Leave one"),
-        (
-            {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3},
-            "would generate without it. Set eval_strategy='no'",
-        ),
     ],
 )
 def test_what_a_rollout_function_cannot_be_combined_with_is_refused(fake, tmp_path, changes, message):

@@ -182,28 +182,10 @@ def test_harmful_options_are_warned_of(options, words, caplog):
     assert (words in caplog.text) if words else not caplog.records
 
 
-CHATS = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "dataset", "words"),
-    [
-        ({"eval_strategy": "steps"}, TEXT, "the prompts of the training dataset are text: 'a'.*a list of messages"),
-        (
-            {"eval_strategy": "steps"},
-            CHATS,
-            "2 processes would evaluate.*would hang.*eval_strategy='no'",
-        ),
-        ({}, CHATS, None),
-    ],
-)
-def test_tools_need_conversations_and_evaluation_in_one_process(changes, dataset, words):
-    args = TwoProcesses("out", **CPU, **changes)
-    if words is None:
-        check_tools(args, dataset)
-        return
-    with pytest.raises(ConfigError, match=words):
-        check_tools(args, dataset)
+def test_tools_need_conversations():
+    check_tools(Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2))
+    with pytest.raises(ConfigError, match="the prompts of the training dataset are text: 'a'.*a list of messages"):
+        check_tools(TEXT)
 
 
 def test_processes_that_would_train_separately_are_refused(monkeypatch):

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from transformers.trainer_utils import IntervalStrategy
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import AprilOptions
@@ -163,7 +162,7 @@ def check_arguments(
     quota = args.generation_batch_size // args.num_generations
     check_dataset(train_dataset, quota, needs_prompt=environment_factory is None)
     if tools or environment_factory is not None:
-        check_tools(args, train_dataset)
+        check_tools(train_dataset)
     limit = options.max_rejected_groups_per_round
     if limit is not None and limit < quota:
         raise ConfigError(
@@ -194,8 +193,8 @@ def check_arguments(
         )
 
 
-def check_tools(args: GRPOConfig, train_dataset: Dataset | IterableDataset | None) -> None:
-    """Raise [`ConfigError`] if the prompts are no conversations, or an evaluation would hang."""
+def check_tools(train_dataset: Dataset | IterableDataset | None) -> None:
+    """Raise [`ConfigError`] if the prompts are no conversations."""
     prompt = _first_row(train_dataset).get("prompt") if isinstance(train_dataset, (Dataset, IterableDataset)) else []
     if isinstance(prompt, str):
         raise ConfigError(
@@ -203,11 +202,9 @@ def check_tools(args: GRPOConfig, train_dataset: Dataset | IterableDataset | Non
             "chat template tells the model about its tools: make each prompt a list of messages, such as "
             "[{'role': 'user', 'content': ...}]."
         )
-    if args.eval_strategy != IntervalStrategy.NO:
-        check_evaluation(args)
 
 
-def check_rollout(rollout: Any, args: GRPOConfig, stock_because: str | None, tools: Any) -> None:
+def check_rollout(rollout: Any, stock_because: str | None, tools: Any) -> None:
     """Raise [`ConfigError`] if a rollout function cannot be used."""
     if rollout is None:
         return
@@ -218,23 +215,6 @@ def check_rollout(rollout: Any, args: GRPOConfig, stock_because: str | None, too
     if tools:
         raise ConfigError(
             "rollout is given beside tools or environment_factory. Call tools in the rollout, or leave one out."
-        )
-    if args.eval_strategy != IntervalStrategy.NO:
-        check_evaluation(args, has_rollout=True)
-
-
-def check_evaluation(args: GRPOConfig, *, has_rollout: bool = False) -> None:
-    """Raise [`ConfigError`] if an evaluation would hang with tools, or would not use the rollout function."""
-    if has_rollout:
-        raise ConfigError(
-            "rollout is given, and TRL's evaluation would generate without it. Set eval_strategy='no', and evaluate "
-            "with a loop of your own."
-        )
-    if args.world_size > 1:
-        raise ConfigError(
-            f"tools or environments are given, and {args.world_size} processes would evaluate. TRL's evaluation "
-            "waits for all of them in each turn, also for those whose samples are complete, and would hang. Set "
-            "eval_strategy='no', and evaluate checkpoints in one process."
         )
 
 

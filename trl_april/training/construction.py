@@ -27,7 +27,9 @@ from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions
 from ..distributed.processes import Processes
-from ..engine.sampling import sampling_of
+from ..engine.sampling import SamplingOptions, sampling_of
+from ..engine.servers import ServersEngine
+from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
 from ..server.embedded import EmbeddedServer, answers, choose_devices, lora_flags, server_flags
@@ -317,3 +319,17 @@ class StockNotice(TrainerCallback):
 def api_key() -> str | None:
     """Key of the server, in the variable that vLLM itself reads."""
     return os.environ.get("VLLM_API_KEY")
+
+
+def rollout_engine(
+    options: AprilOptions, sampling: SamplingOptions, server: ServerGeneration, vocab_size: int, rank: int
+) -> ServersEngine:
+    """The engine for completions on the servers that get the weights."""
+    return ServersEngine(
+        server.servers.addresses,
+        lambda address: VLLMEngine(
+            address, server.server_info.model, sampling, stream_interval=options.stream_interval,
+            vocab_size=vocab_size, api_key=api_key(), adapter=lambda: server.adapter,
+        ),
+        is_sticky=options.resume_kv != "recompute", rank=rank, on_lost=server.servers.leave_out,
+    )  # fmt: skip

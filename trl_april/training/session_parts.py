@@ -1,4 +1,4 @@
-"""What a session takes from TRL's trainer: the rows, the scoring of groups, and the turns with tools.
+"""What a session takes from TRL's trainer: rows, the scoring of groups, turns with tools, and evaluations with them.
 
 Invariant: work in threads uses a tokenizer of its own. One that another thread truncates meanwhile renders other
 tokens, without an error.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,13 @@ from ..config import AprilOptions
 from ..data.order import TrainingRows
 from ..data.source import Row
 from ..engine.images import PromptImages, images_in, prompt_of
+from ..engine.sampling import sampling_of
 from ..errors import ConfigError
 from ..rollout.daemon_threads import DaemonThreads
 from . import compatibility
+from .construction import rollout_engine
 from .environments import NO_PROMPT, Environments
+from .evaluation import Evaluation
 from .rewards import RewardScorer, checked, decode_completions, use_device
 from .rollout_function import Rollout, RolloutTurns
 from .tools import CallResults, Message, Tools, ToolTurns, check_results, tools_by_kind
@@ -157,7 +161,7 @@ def tool_turns(
         return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None), context_length)
     environments = None
     if trainer.environment_factories is not None:
-        # An evaluation, which may come while samples have theirs, constructs its own instances.
+        # An evaluation, which may come while samples have theirs, has its own instances.
         idle, trainer._environment_pool = trainer._environment_pool, {name: [] for name in trainer._environment_pool}
         environments = Environments(
             factories=trainer.environment_factories,
@@ -176,3 +180,33 @@ def tool_turns(
     return ToolTurns(
         parse, run_calls, tools, max_iterations=trainer.max_tool_calling_iterations, environments=environments
     )
+
+
+@contextmanager
+def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
+    """The completions of an evaluation, unless TRL's own method generates them: without tools and `rollout`."""
+    server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
+    turns = tool_turns(trainer, options, server.server_info.max_model_len, trainer._rollout)
+    if turns is None:
+        yield None
+        return
+    sampling = sampling_of(trainer.args, trainer.eos_token_ids)
+    vocab_size = trainer.model.config.get_text_config().vocab_size
+    found = Evaluation(
+        trainer.args,
+        turns,
+        rollout_engine(options, sampling, server, vocab_size, processes.rank),
+        sampling,
+        tokenize=tokenize_prompts(trainer, turns),
+        images_of=prompt_images(trainer, options, turns),
+        has_tools=bool(trainer.tools),
+        servers=server.servers,
+        processes=processes,
+        version=trainer.state.global_step,
+    )
+    try:
+        yield found
+    finally:
+        found.close()
+        if isinstance(turns, ToolTurns) and turns.environments is not None:
+            trainer._environment_pool = turns.environments.idle  # for the next one

@@ -1,0 +1,129 @@
+"""Evaluations with tools, environments and rollout functions, whose completions a fake server has as a script."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.support.environments import GAME, Counting
+from tests.support.fake_vllm import FakeVLLM
+from tests.support.preloaded import launch_preloaded
+from tests.support.tool_calling import CALLS, DATASET, TOKENIZER, ByQuestion, ToolScript, trainer_arguments
+from tests.trainer import test_rollout_function as rollouts
+from tests.trainer.test_environments import arguments
+from tests.trainer.test_tools import april, logs, stock
+from trl_april.trainer import APRILGRPOTrainer
+from trl_april.weights.canary import trainer_logprobs
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"per_device_eval_batch_size": 8, "num_generations_eval": 2}
+
+
+@pytest.fixture
+def fake():
+    with FakeVLLM(vocab_size=len(TOKENIZER), script=ByQuestion().stream) as server:
+        yield server
+
+
+def metrics_of(trainer):
+    assert trainer.evaluate()
+    (found,) = logs(trainer)
+    return found
+
+
+def test_metrics_equal_stock_and_no_turn_waits_for_another_sample(fake, tmp_path):
+    options = {**SIZES, "arguments": {"eval_dataset": DATASET.select(range(8))}, "log_completions": True}
+    reference = stock(tmp_path, **options)
+    reference.script = ByQuestion()
+    wanted = metrics_of(reference)
+    calls = Counter(CALLS)
+    trainer = april(fake, tmp_path, **options)
+    assert metrics_of(trainer) == pytest.approx(wanted, rel=1e-3, nan_ok=True)
+    assert wanted["eval_tools/call_frequency"] > 0 and CALLS == calls
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trl-april-eval")]
+
+
+def test_processes_whose_samples_have_different_turns_end_together(fake, forker, tmp_path):
+    """TRL's own loop would wait forever for the process whose samples are complete."""
+    model = trainer_arguments()["model"]
+    fake.prompt_logprobs = lambda ids: trainer_logprobs(model, ids, torch.device("cpu"))
+    runs = [{"name": "evaluated", "kind": "evaluate_with_tools"}]
+    launched = launch_preloaded(forker, 2, runs, tmp_path, model="", url=fake.base_url)
+    assert launched.code == 0, launched.output[-4000:]
+    first, second = launched.results("evaluated", 2)
+    reference = stock(
+        tmp_path, arguments={"eval_dataset": DATASET.select(range(8)), "reward_funcs": number_of_tokens}, **SIZES
+    )
+    reference.script = ByQuestion()
+    assert first["reward"] == second["reward"] == pytest.approx(metrics_of(reference)["eval_reward"], rel=1e-5)
+    assert [result["lost"] for result in (first, second)] == [0, 0]
+
+
+def number_of_tokens(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_samples_continue_after_an_outage(fake, tmp_path):
+    """The server is restarted, without its weights, in the middle of an evaluation."""
+    script, dropped = ByQuestion(), []
+
+    async def stream(one):
+        if len(fake.received_at("/v1/completions")) > 6 and not dropped:
+            token_ids, logprobs = script.rest(one.body["prompt"], 0)
+            dropped.append([*one.body["prompt"], *token_ids[:3]])
+            await one.tokens(token_ids[:3], logprobs[:3], None)
+            fake.weight_version = "default"
+            one.drop()
+            return
+        await script.stream(one)
+
+    fake.script = stream
+    options = {**SIZES, "arguments": {"eval_dataset": DATASET.select(range(8))}}
+    trainer = april(fake, tmp_path, **options)
+    found = metrics_of(trainer)
+    reference = stock(tmp_path, **options)
+    reference.script = ByQuestion()
+    assert found == pytest.approx(metrics_of(reference), rel=1e-3, nan_ok=True)
+    assert len(fake.received_at("/update_weight_version")) == 2
+    assert dropped[0] in [one.body["prompt"] for one in fake.received_at("/v1/completions")]
+
+
+def test_environments_are_not_those_of_training(tmp_path):
+    options = arguments(Counting, reward_funcs=None, tools=[], eval_dataset=DATASET.select([0]))
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "over_provisioning": 2.0, "per_device_eval_batch_size": 8}
+    instances = []
+
+    class Trainer(APRILGRPOTrainer):
+        def evaluation_loop(self, *args, **kwargs):
+            environments = self._session._restorable
+            ours = [occupied.instance for occupied in environments._occupied.values()]
+            output = super().evaluation_loop(*args, **kwargs)
+            instances.append((len(ours), {*map(id, self._environment_pool[None])}))
+            assert not instances[-1][1] & {*map(id, [*ours, *environments.idle[None]])}
+            return output
+
+    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(GAME, seconds_per_chunk=0.01).stream) as fake:
+        trainer = april(fake, tmp_path, Trainer, **options)
+        trainer.train()
+    assert len(instances) == 2 and any(count for count, _ in instances)
+    assert len(instances[0][1]) == 8 and instances[0][1] == instances[1][1]  # they are used again
+    evaluated = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert evaluated == [7.0] * 2  # the count of the first sample of the script
+
+
+@pytest.mark.parametrize("when", ["alone", "in training"])
+def test_a_rollout_function_is_evaluated(tmp_path, when):
+    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(rollouts.TURNS).stream) as fake:
+        question = Dataset.from_list([{"prompt": [{"role": "user", "content": "q2"}], "number": 2}])
+        options = {"per_device_eval_batch_size": 3, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+        trainer = rollouts.trainer_of(fake, tmp_path, arguments={"eval_dataset": question}, **options)
+        trainer.evaluate() if when == "alone" else trainer.train()
+    text = len("".join(rollouts.TURNS[0])) - 2 * len("<|im_end|>") + len("\nuser\nAre you sure?\nassistant\n")
+    expected = text + sum(rollouts.LENGTHS[0]) / 1000 + 2
+    found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert found == pytest.approx([expected] * (1 if when == "alone" else 2), rel=1e-5)

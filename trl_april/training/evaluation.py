@@ -1,0 +1,140 @@
+"""Evaluations with tools, environments or a rollout function, by the driver of training.
+
+In TRL's own loop each turn waits for the slowest sample of all processes, which hangs when one has no turns left.
+Invariant: a sample has the turns that it would have in training, and waits for no other one.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from trl import GRPOConfig
+
+from ..data.source import Row
+from ..distributed.processes import Processes
+from ..engine.sampling import SamplingOptions
+from ..engine.servers import ServersEngine
+from ..errors import ServerError
+from ..pool.pool import Pool
+from ..pool.samples import Group
+from ..rollout.driver import RolloutDriver
+from ..rollout.event_loop import BackgroundLoop
+from ..server.host import reserve_connections
+from ..weights.recovery import Recovery
+from ..weights.servers import SyncedServers
+from .batch import batch_rows, rollout_output
+from .rollout_function import RolloutTurns
+from .tools import ToolTurns, handed_over
+
+
+class Evaluation:
+    """Generates the completions of one evaluation, one sample for each row that TRL asks for.
+
+    `act` is what follows a turn of the model, `tokenize` and `images_of` are of dataset rows, and `version` is the
+    policy version that is evaluated. [`Evaluation.close`] leaves nothing behind but idle environments.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        act: ToolTurns | RolloutTurns,
+        engine: ServersEngine,
+        sampling: SamplingOptions,
+        *,
+        tokenize: Callable[[list[Row]], list[list[int]]],
+        images_of: Callable[[Row, list[int]], Any],
+        has_tools: bool,
+        servers: SyncedServers,
+        processes: Processes,
+        version: int,
+    ) -> None:
+        self._args, self._act, self._engine, self._sampling = args, act, engine, sampling
+        self._tokenize, self._images_of, self._has_tools = tokenize, images_of, has_tools
+        self._servers, self._processes, self._version = servers, processes, version
+        self._environments = act.environments if isinstance(act, ToolTurns) else None
+        self._run_id = secrets.token_hex(6)
+        self._next_id = 0
+        self._groups: list[Group] = []  # of the last batch, which have their environments still
+        self._loop = BackgroundLoop("trl-april-evaluation")
+
+    def generate(self, rows: list[Row], recovery: Recovery) -> dict[str, Any]:
+        """Generate a completion for each row. Returns the trainer's attributes while TRL takes and scores them.
+
+        The rows get the observations and columns that belong to their samples. A collective call. After an outage the
+        samples continue from their last tokens.
+        """
+        self._release()
+        reserve_connections(len(rows))
+        pool = Pool(
+            len(rows),
+            over_provisioning=1.0,
+            max_staleness=None,
+            has_tools=True,
+            has_environments=self._environments is not None or isinstance(self._act, RolloutTurns),
+        )
+        pool.begin_round(self._version)
+        for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
+            budget = self._args.max_completion_length
+            group = pool.admit(
+                self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1, max_completion_length=budget
+            )
+            group.images = self._images_of(row, prompt_ids)
+            self._next_id += 1
+        driver = RolloutDriver(
+            pool,
+            self._engine,
+            run_id=self._run_id,
+            seed=self._sampling.seed,
+            idle_timeout=self._args.vllm_server_timeout,
+            server_of=self._engine.server_of,
+            act=self._act,
+        )
+        try:
+            recovery.with_weights(lambda: self._run(driver))
+            with self._loop.paused():
+                self._groups = driver.take().groups
+        finally:
+            self._loop.run(driver.close())
+        rows[:] = batch_rows(self._groups)
+        attributes = handed_over(rollout_output(self._groups), self._groups, has_tools=self._has_tools)
+        if self._environments is not None:
+            instances, give = self._environments.of(self._groups), attributes["rollout_func"]
+
+            def with_instances(prompts: list[Any], trainer: Any) -> Any:
+                trainer.environments = instances  # for rewards; TRL would reset those that it had before
+                return give(prompts, trainer)
+
+            attributes["rollout_func"] = with_instances
+        return attributes
+
+    def close(self) -> None:
+        """Close connections and threads."""
+        with ExitStack() as rest:
+            rest.callback(self._loop.close)
+            rest.callback(lambda: self._loop.run(self._engine.close()))
+            if isinstance(self._act, RolloutTurns):
+                rest.callback(self._act.close)
+            self._release()
+
+    def _run(self, driver: RolloutDriver) -> None:
+        """Run or continue the only round. Raises [`ServerError`] in all processes if one has lost the server."""
+        servers, error = self._servers, None
+        self._loop.run(
+            self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes),
+        )
+        try:
+            self._loop.run(driver.generate(), poll=self._processes.check)
+        except ServerError as caught:
+            error = caught
+        (is_lost,) = self._processes.reduce_max([float(error is not None)])
+        if is_lost:
+            raise error or ServerError("Another process has lost the server.")
+
+    def _release(self) -> None:
+        if self._environments is not None:
+            self._environments.release(self._groups)
+        self._groups = []
