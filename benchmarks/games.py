@@ -4,7 +4,7 @@
     python benchmarks/games.py --quick           # a few steps, as a smoke test
 
 GuessTheNumber-v0-hardcore: a number from 1 to 50 in at most ten guesses, with the environment of scripts/games.py and
-default options. The model of 0.2 million parameters is warm-started on games of a player who follows the hints in
+default options. The model of 0.1 million parameters is warm-started on games of a player who follows the hints in
 half of the moves and may give up. Rewards are TextArena's, of the trained batches. A stopped benchmark resumes.
 """
 
@@ -16,7 +16,7 @@ import runpy
 import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import transformers
 import trl
-from gym_tasks import PIECE
+from gym_tasks import PIECE, optimizer_step
 from intervals import interval
 from learning import prepare, training_parser
-from report import markdown, read_json, write_json
+from report import earlier_results, markdown, write_json
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch.nn.utils.rnn import pad_sequence
@@ -116,10 +116,7 @@ def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, steps: int) -> No
             row[:asked] = -100
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+        optimizer_step(model, optimizer, scheduler)
         if (step + 1) % 50 == 0:
             print(f"    warm start, step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
 
@@ -212,22 +209,14 @@ def main() -> None:
     arguments = training_parser(__doc__).parse_args()
     prepare()
     steps, seeds = (4, 1) if arguments.quick else (arguments.steps, arguments.seeds)
+    settings = {"steps": steps, "warm_start_steps": 20 if arguments.quick else WARM_START_STEPS}
     folder = arguments.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    settings, path = (
-        {"steps": steps, "warm_start_steps": 20 if arguments.quick else WARM_START_STEPS},
-        folder / "games.json",
-    )
-    runs = []
-    if path.exists():
-        earlier, runs = read_json(path)
-        if earlier != settings:
-            raise SystemExit(f"{path} was measured with {earlier}, not with {settings}. Move it away.")
-    left = [seed for seed in range(seeds) if seed not in {run["seed"] for run in runs}]
-    with ExitStack() as stack:
+    path = folder / "games.json"
+    runs = earlier_results(path, settings)
+    left = sorted({*range(seeds)} - {run["seed"] for run in runs})
+    with started(folder, settings["warm_start_steps"]) if left else nullcontext() as bench:
         for seed in left:
-            if seed == left[0]:
-                bench = stack.enter_context(started(folder, settings["warm_start_steps"]))
             runs.append(run(seed, steps, *bench))
             write_json(path, settings, runs)
             print(f"seed {seed}: {runs[-1]}", flush=True)

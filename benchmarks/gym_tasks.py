@@ -47,13 +47,13 @@ class GymTask:
         name (`str`):
             Name of the generator.
         settings (`dict`):
-            Of the generator.
+            Arguments of the generator.
         solve (`Callable[[dict, random.Random, float], str]`):
             Worked solution of an entry, which is given up with a probability per line.
         max_completion_length (`int`):
             In tokens.
         warm_start_steps (`int`):
-            Steps after which about half of the answers are right.
+            Steps of the warm start.
     """
 
     name: str
@@ -63,7 +63,7 @@ class GymTask:
     warm_start_steps: int
 
     def entries(self, count: int, seed: int) -> Iterator[Entry]:
-        """Questions, others for each seed."""
+        """The first `count` questions of a seed."""
         from reasoning_gym import create_dataset
 
         questions = create_dataset(self.name, seed=(seed + 1) * 1_000_000, size=count, **self.settings)
@@ -181,8 +181,16 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
+def optimizer_step(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Apply the gradients, clipped to a norm of 1."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+
+
 def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, task: GymTask, steps: int, seed: int) -> None:
-    """Train a model in place on worked solutions with mistakes."""
+    """Train a model in place on worked solutions, some of which are given up."""
     rng = random.Random(seed)
     entries = task.entries(steps * BATCH, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
@@ -210,9 +218,6 @@ def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, task: GymTask, st
             loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / labelled
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+        optimizer_step(model, optimizer, scheduler)
         if (step + 1) % 50 == 0:
             print(f"    warm start, step {step + 1} of {steps}, loss {total:.3f}", flush=True)

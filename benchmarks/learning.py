@@ -40,7 +40,7 @@ import transformers
 import yaml
 from expected_reward import ExpectedReward, expected_reward
 from learning_comparison import APRIL, PAPER, SYNCHRONOUS, Run, draw, tables
-from report import read_json, require_matplotlib, write_json
+from report import earlier_results, read_json, require_matplotlib, write_json
 from trl.rewards import get_soft_overlong_punishment
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
@@ -341,16 +341,7 @@ def measure(
     start: Callable[[], AbstractContextManager[Bench]],
 ) -> list[Run]:
     """All planned runs, with a recipe, seed and mode each. Runs that `path` already holds are not repeated."""
-    runs: list[Run] = []
-    if path.exists():
-        earlier, results = read_json(path)
-        if earlier != settings:
-            raise SystemExit(
-                f"{path} was measured with {earlier}, not with {settings}. Move it away, or choose another "
-                "--output-dir."
-            )
-        runs = [Run.from_dict(result) for result in results]
-        print(f"{path} holds {len(runs)} runs already.")
+    runs = [Run.from_dict(result) for result in earlier_results(path, settings)]
     done = {(run.recipe, run.seed, run.mode) for run in runs}
     left = [one for one in planned if one not in done]
     if not left:

@@ -40,7 +40,7 @@ from learning import (
     training_parser,
     warm_started,
 )
-from report import markdown, read_json, write_json
+from report import earlier_results, markdown, write_json
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_async_on_cpu import NotingQueue, WeightFiles, as_conversation, converses, countdown_reward, supply
 
@@ -150,12 +150,7 @@ class Comparison(RecipeBench):
 def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[Run]:
     """All runs. Runs that `path` already holds are not repeated."""
     settings = asdict(sizes)
-    runs: list[Run] = []
-    if path.exists():
-        earlier, results = read_json(path)
-        if earlier != settings:
-            raise SystemExit(f"{path} was measured with {earlier}, not with {settings}. Choose another --output-dir.")
-        runs = [Run(**result) for result in results]
+    runs = [Run(**result) for result in earlier_results(path, settings)]
     done = {(run.contestant, run.seed) for run in runs}
     left = [
         (name, seed)

@@ -52,6 +52,23 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise SystemExit(f"{path} cannot be read as the results of a benchmark: {error!r}.") from None
 
 
+def earlier_results(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a stopped benchmark has measured before, to be continued; nothing if there is no file.
+
+    Raises:
+        SystemExit: If the file was measured with other settings.
+    """
+    if not path.exists():
+        return []
+    earlier, results = read_json(path)
+    if earlier != settings:
+        raise SystemExit(
+            f"{path} was measured with {earlier}, not with {settings}. Move it away, or choose another --output-dir."
+        )
+    print(f"{path} holds {len(results)} runs already.")
+    return results
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table.
 

@@ -21,7 +21,7 @@ from trl import TrlParser
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer
 
 
-# Games draw from Python's common random numbers, and `reset` is called in several threads.
+# Games use the global state of Python's `random`, and are called in several threads.
 RANDOM = threading.Lock()
 
 

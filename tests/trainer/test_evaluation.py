@@ -36,7 +36,7 @@ def metrics_of(trainer):
     return found
 
 
-def test_metrics_equal_stock_and_no_turn_waits_for_another_sample(fake, tmp_path):
+def test_metrics_equal_stock_with_tools(fake, tmp_path):
     options = {**SIZES, "arguments": {"eval_dataset": DATASET.select(range(8))}, "log_completions": True}
     reference = stock(tmp_path, **options)
     reference.script = ByQuestion()

@@ -76,7 +76,7 @@ class TrainingPassCorrection:
         return None if self._left else {**self._batch, **self._filled}
 
     def _weights(self, micro_batch: dict[str, Any], log_ratio: torch.Tensor) -> torch.Tensor:
-        """As TRL's, from the log of the ratio, `(B, T)`, which is 0 outside of the loss."""
+        """TRL's weights, from the log of the ratio, `(B, T)`, which is 0 outside of the loss."""
         if self._mode.startswith("sequence"):
             log_ratio = log_ratio.sum(dim=1, keepdim=True)
         ratio = torch.exp(log_ratio)

@@ -1,6 +1,6 @@
 """Evaluations with tools, environments or a rollout function, by the driver of training.
 
-In TRL's own loop each turn waits for the slowest sample of all processes, which hangs when one has no turns left.
+In TRL's own loop, each turn waits for the slowest sample of all processes, and hangs if one process has none left.
 Invariant: a sample has the turns that it would have in training, and waits for no other one.
 """
 
@@ -34,8 +34,9 @@ from .tools import ToolTurns, handed_over
 class Evaluation:
     """Generates the completions of one evaluation, one sample for each row that TRL asks for.
 
-    `act` is what follows a turn of the model, `tokenize` and `images_of` are of dataset rows, and `version` is the
-    policy version that is evaluated. [`Evaluation.close`] leaves nothing behind but idle environments.
+    `act` is called after each turn of the model. `tokenize` returns the prompt ids of dataset rows, `images_of` the
+    images of one. `has_tools` says whether TRL's trainer has any, and `version` is the policy version to evaluate.
+    After [`Evaluation.close`], only idle environments are left.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Evaluation:
         self._environments = act.environments if isinstance(act, ToolTurns) else None
         self._run_id = secrets.token_hex(6)
         self._next_id = 0
-        self._groups: list[Group] = []  # of the last batch, which have their environments still
+        self._groups: list[Group] = []  # the last batch, whose environments are still in use
         self._loop = BackgroundLoop("trl-april-evaluation")
 
     def generate(self, rows: list[Row], recovery: Recovery) -> dict[str, Any]:
-        """Generate a completion for each row. Returns the trainer's attributes while TRL takes and scores them.
+        """Generate a completion for each row. A collective call; after an outage, samples continue where they were.
 
-        The rows get the observations and columns that belong to their samples. A collective call. After an outage the
-        samples continue from their last tokens.
+        Observations of environments and columns of rollout functions are added to the rows. Returns the attributes
+        that the trainer needs while TRL takes and scores the completions.
         """
         self._release()
         reserve_connections(len(rows))
@@ -77,8 +78,8 @@ class Evaluation:
             has_environments=self._environments is not None or isinstance(self._act, RolloutTurns),
         )
         pool.begin_round(self._version)
+        budget = self._args.max_completion_length
         for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
-            budget = self._args.max_completion_length
             group = pool.admit(
                 self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1, max_completion_length=budget
             )
@@ -123,9 +124,7 @@ class Evaluation:
     def _run(self, driver: RolloutDriver) -> None:
         """Run or continue the only round. Raises [`ServerError`] in all processes if one has lost the server."""
         servers, error = self._servers, None
-        self._loop.run(
-            self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes),
-        )
+        self._loop.run(self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes))
         try:
             self._loop.run(driver.generate(), poll=self._processes.check)
         except ServerError as caught:

@@ -1,4 +1,4 @@
-"""What a session takes from TRL's trainer: rows, the scoring of groups, turns with tools, and evaluations with them.
+"""What sessions and evaluations take from TRL's trainer: the rows, the scoring of groups, and the turns with tools.
 
 Invariant: work in threads uses a tokenizer of its own. One that another thread truncates meanwhile renders other
 tokens, without an error.
@@ -184,7 +184,7 @@ def tool_turns(
 
 @contextmanager
 def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
-    """The completions of an evaluation, unless TRL's own method generates them: without tools and `rollout`."""
+    """What generates the completions of an evaluation; `None` without tools and rollout function, where TRL does."""
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
     turns = tool_turns(trainer, options, server.server_info.max_model_len, trainer._rollout)
     if turns is None:
