@@ -16,6 +16,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas
 import requests
@@ -28,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_april.server.local
-import trl_april.session
 from tests.support.proxy import Proxy
 from tests.trainer.test_trainer import distinct_characters, rows_of
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
@@ -352,12 +352,9 @@ def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
         time.sleep(pause())
         return distinct_characters(completions)
 
-    engine, trl_april.session.VLLMEngine = trl_april.session.VLLMEngine, SlowEngine
-    try:
+    with patch("trl_april.training.construction.VLLMEngine", SlowEngine):
         trainer = make_trainer(spec, run, reward=slow_reward, trainer_class=SlowTrainer)
         trainer.train()
-    finally:
-        trl_april.session.VLLMEngine = engine
     return outcome(trainer)
 
 
