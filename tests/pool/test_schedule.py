@@ -102,6 +102,60 @@ def test_room_ahead_leaves_a_batch_fewer_than_the_bound_allows():
     assert in_round(0, over_provisioning=3.0, max_staleness=None).room_ahead == 6
 
 
+class TestWithheldGroups:
+    """Batches that are complete before the trainer asks for them only age."""
+
+    @staticmethod
+    def rounds(schedule: Schedule, finished: list[int]) -> list[tuple[int, int, int]]:
+        """Rounds in which so many groups have finished when they open. Returns withheld, outstanding, finished."""
+        found = []
+        for version, number in enumerate(finished, schedule.version + 1):
+            schedule.begin_round(version)
+            schedule.learn(schedule.ids[:number])
+            schedule.withhold()
+            while schedule.room:
+                schedule.admit(schedule.last_id + 1)
+            found.append((schedule.withheld, len(schedule), len(schedule.finished)))
+            schedule.learn(schedule.needed())
+            schedule.deliver()
+            while schedule.room_ahead:
+                schedule.admit(schedule.last_id + 1)
+        return found
+
+    def trained_slowly(self, **options: object) -> Schedule:
+        return in_round(0, *range(12), quota=4, over_provisioning=3.0, max_staleness=8, **options)
+
+    def test_a_slow_trainer_ends_with_a_batch_and_a_margin(self):
+        """Of a surplus of 8 groups in eight rounds, 7 are more than the margin of one group."""
+        found = self.rounds(self.trained_slowly(), [12] * 20)
+        assert found[:7] == [(0, 12, 12)] * 7
+        assert found[7:10] == [(7, 12, 12), (7, 8, 8), (7, 5, 5)]  # nothing is thrown away, so two rounds later
+        assert found[10:] == [(7, 5, 5)] * 10
+
+    def test_a_round_that_waits_gives_back_what_it_lacks(self):
+        schedule = self.trained_slowly()
+        self.rounds(schedule, [12] * 20)
+        assert self.rounds(schedule, [2])[0][0] == 5
+        assert [withheld for withheld, *_ in self.rounds(schedule, [12] * 7)] == [5] * 7
+
+    def test_a_round_that_waits_for_a_due_group_gives_back_all(self):
+        start_versions = {0: 0} | dict.fromkeys(range(1, 10), 7)
+        schedule = holding(start_versions, *range(1, 10), version=8, quota=4, over_provisioning=3.0, max_staleness=8)
+        schedule.withheld = 7
+        schedule.withhold()
+        assert (schedule.needed(), schedule.withheld) == ([0], 0)
+
+    def test_rounds_that_wait_now_and_then_are_not_touched(self):
+        assert {withheld for withheld, *_ in self.rounds(self.trained_slowly(), ([6] * 7 + [3]) * 4)} == {0}
+        assert self.rounds(self.trained_slowly(), [6] * 8)[-1][0] == 1
+
+    def test_a_batch_is_always_admitted(self):
+        schedule = self.trained_slowly()
+        schedule.withheld = 100
+        self.rounds(schedule, [0, 4, 4])
+        assert len(schedule) == 4
+
+
 def test_requirements_by_hand():
     """Quota 2, bound 3, version 7: version 4 must go now, version 5 may wait one round, version 7 three."""
     start_versions = {0: 4, 1: 5, 2: 5, 3: 5, 4: 5, 5: 7}

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.effort import cases
 from trl_april.errors import ConfigError
+from trl_april.pool.schedule import Schedule
 from trl_april.tuning.grid import Grid, recommend, simulate_grid
 from trl_april.tuning.scenario import Lognormal, Scenario, draw
 from trl_april.tuning.simulated_clock import simulate
@@ -47,6 +48,18 @@ def test_synchronous_round_is_as_long_as_its_longest_completion():
     result = run(settings, Mode.SYNCHRONOUS, 1)
     assert result.seconds == pytest.approx(0.01 * sum(max(batch) for batch in lengths[2:]), rel=1e-6)
     assert result.trained_tokens == sum(sum(batch) for batch in lengths[2:])
+
+
+@pytest.mark.parametrize("mode", [Mode.OVERLAP, Mode.KEEP])
+def test_groups_are_not_generated_long_before_a_slow_trainer_wants_them(mode, monkeypatch):
+    """Two thirds of the age at the same speed. Where rounds wait for generation, nothing changes."""
+    slow, fast = (scenario(train_seconds=seconds, warmup=30, rounds=20) for seconds in (6.0, 0.1))
+    found = run(slow, mode, 3.0), run(fast, mode, 3.0)
+    monkeypatch.setattr(Schedule, "withhold", lambda schedule: None)
+    before = run(slow, mode, 3.0), run(fast, mode, 3.0)
+    assert found[1] == before[1]
+    assert before[0].staleness_mean > 2.9 and found[0].staleness_mean < 1.5
+    assert found[0].trained_per_second > 0.99 * before[0].trained_per_second
 
 
 def test_tokens_age_by_the_updates_of_a_batch():

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..errors import ConfigError, PoolError
 from .staleness import check_bound
+
+
+READY_ROUNDS = 8  # rounds in a row whose batches were complete before they opened, until fewer groups are admitted
+READY_MARGIN = 0.25  # finished groups that may wait besides a batch, as a part of one
 
 
 class Requirement(NamedTuple):
@@ -52,6 +56,8 @@ class Schedule:
         self.rejected: dict[int, int] = {}  # start versions of the groups rejected in this round, by id
         self.delivered: list[int] = []  # the last batch, oldest first
         self.admits_surplus = True  # whether there is room for more groups than a batch has
+        self.withheld = 0  # groups fewer than the target that are admitted, because the trainer is the bottleneck
+        self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups besides the batch, when rounds opened
         self._start_versions: dict[int, int] = {}  # of the outstanding groups; ids and versions ascend
         # Outstanding groups by start version: to count them at the end of each sample would be quadratic.
         self._outstanding: Counter[int] = Counter()
@@ -99,14 +105,37 @@ class Schedule:
                 )
         self.version, self.rejected = version, {}
 
+    def withhold(self) -> None:
+        """Admit fewer groups where batches are complete long before the trainer asks for them.
+
+        For rounds that requests run between, when the round has begun and all processes know the same finished
+        groups. Finished groups that wait for a slow trainer only age, so those that the last rounds never needed are
+        withheld. A round that lacks groups gives as many back. One that waits for a group that falls due gives back
+        all: it has a surplus because it waits.
+        """
+        surplus, missing = len(self.finished) - self.quota, len(self.needed())
+        if missing:
+            self.withheld = 0 if surplus >= 0 else max(0, self.withheld - missing)
+            self._surplus.clear()
+            return
+        self._surplus.append(surplus)
+        unneeded = min(self._surplus) - math.ceil(READY_MARGIN * self.quota)
+        if len(self._surplus) == READY_ROUNDS and unneeded > 0:
+            self.withheld += unneeded
+            self._surplus.clear()
+
+    @property
+    def _aim(self) -> int:
+        """Groups that admission fills the pool up to."""
+        return max(self.quota, self.target - self.withheld) if self.admits_surplus else self.quota
+
     @property
     def room(self) -> int:
         """Groups worth admitting now: up to the target, and none if surplus already meets the quota.
 
         A group admitted to such a round would be aborted before its first token.
         """
-        target = self.target if self.admits_surplus else self.quota
-        return 0 if self.quota_met else max(0, target - len(self))
+        return 0 if self.quota_met else max(0, self._aim - len(self))
 
     @property
     def room_ahead(self) -> int:
@@ -116,7 +145,7 @@ class Schedule:
         """
         if not self.admits_surplus:
             return 0
-        most = self.target
+        most = self._aim
         if self.bound is not None:
             most = min(most, self.quota * (self.bound // self.versions_per_round))
         return max(0, most - len(self))

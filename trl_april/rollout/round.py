@@ -82,6 +82,7 @@ class Round:
     overlap_in_flight: list[tuple[float, float]] = field(default_factory=list)
     waited: bool = True  # False if its batch was finished before it opened
     over_provisioning: float = 0.0  # target for outstanding groups as a factor of the quota
+    withheld_groups: int = 0  # of the target, since the trainer is the bottleneck
     traces: list[RequestTrace] = field(default_factory=list)  # ended requests in order, then those still running
 
     @property
@@ -128,6 +129,7 @@ class RoundRecorder:
             version,
             started=now,
             over_provisioning=self._pool.schedule.over_provisioning,
+            withheld_groups=self._pool.schedule.withheld,
             waited=False,
             overlap_in_flight=beside,
             overlap_tokens=self._opened.tokens_generated - self._tokens_at_end,

@@ -159,6 +159,7 @@ def round_metrics(
     per_second = 1 / generating if generating else 0.0
     return {
         "over_provisioning": done.over_provisioning,
+        "withheld_groups": float(done.withheld_groups),
         **maxima,
         **{name: sums[name] for name in counted},
         "generated_tokens_per_second": (sums["generated_tokens"] + sums["overlap_tokens"]) * per_second,

@@ -185,6 +185,8 @@ class _Simulation:
             if self._chooser is not None:
                 self._chooser.choose()
             self.pool.begin_round(version)
+            if self.mode.overlaps:
+                self.pool.schedule.withhold()
             self._admit(self.pool.schedule.room)
             start = clock()
             if self.mode.overlaps:
