@@ -435,6 +435,7 @@ def test_every_promised_metric_is_logged(long_run):
         "completions/launched_mean_length", "completions/trained_mean_length", "broken_streams",
         "lost_tokens_bound", "outage_seconds", "overlap_tokens", "overlap_seconds",
         "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_p99", "over_provisioning",
+        "withheld_groups",
     }  # fmt: skip
     for entry, done in zip(training, long_run.rounds, strict=True):
         logged = {key.removeprefix("april/") for key in entry if key.startswith("april/")}

@@ -118,6 +118,7 @@ def test_the_metrics_of_a_round():
     assert metrics == pytest.approx(
         {
             "over_provisioning": 1.5,
+            "withheld_groups": 0,
             "round_seconds": 4.0,
             "due_seconds": 1.5,
             "abort_seconds": 0.5,
