@@ -121,15 +121,18 @@ def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, steps: int) -> No
             print(f"    warm start, step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
 
 
-class _Resumed(transformers.TrainerCallback):
-    """Looks at the pool that came out of a checkpoint."""
+class _Stopped(transformers.TrainerCallback):
+    """Stops a training after a step, and looks at the pool that came out of a checkpoint."""
 
-    def __init__(self, trainer: APRILGRPOTrainer) -> None:
-        self.trainer, self.partial_games = trainer, 0
+    def __init__(self, trainer: APRILGRPOTrainer, last: int) -> None:
+        self.trainer, self.last, self.partial_games = trainer, last, 0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         pool = self.trainer.pool or ()
         self.partial_games = sum(0 < len(sample) and not sample.finish_reason for g in pool for sample in g.samples)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.last
 
 
 def run(seed: int, steps: int, model_dir: Path, base_url: str) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def run(seed: int, steps: int, model_dir: Path, base_url: str) -> dict[str, Any]
         log: list[dict[str, float]] = []
         for last in (half, steps):
             args = APRILGRPOConfig(
-                folder, vllm_server_base_url=base_url, seed=seed, max_steps=last, save_strategy="steps",
+                folder, vllm_server_base_url=base_url, seed=seed, max_steps=steps, save_strategy="steps",
                 save_steps=half, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, bf16=False,
                 gradient_checkpointing=False, num_generations=6, per_device_train_batch_size=12,
                 gradient_accumulation_steps=4, max_completion_length=700, max_tool_calling_iterations=GUESSES + 2,
@@ -150,15 +153,15 @@ def run(seed: int, steps: int, model_dir: Path, base_url: str) -> dict[str, Any]
                 str(model_dir), args=args, train_dataset=rows, environment_factory=partial(GAMES["Game"], NAME)
             )
             trainer.remove_callback(transformers.PrinterCallback)
-            resumed = _Resumed(trainer)
-            trainer.add_callback(resumed)
+            stopped = _Stopped(trainer, last)
+            trainer.add_callback(stopped)
             trainer.train(resume_from_checkpoint=None if last == half else True)
             log = [entry for entry in trainer.state.log_history if "reward" in entry]
     return {
         "seed": seed,
         "rewards": [entry["reward"] for entry in log],
         "calls": [entry["tools/call_frequency"] for entry in log],
-        "partial_games": resumed.partial_games,
+        "partial_games": stopped.partial_games,
         "restarted": sum(entry.get("april/restarted_samples", 0) for entry in log),
         "repeated": sum(entry.get("april/repeated_tool_steps", 0) for entry in log),
         "staleness_max": max(entry["april/staleness_max"] for entry in log),

@@ -7,16 +7,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-import psutil
 import pytest
-import requests
 
-from tests.server.test_process import wait_for
 from trl_april import cli
 from trl_april.commands.serve import run_in_foreground
 from trl_april.server.command_line import flag_value
-from trl_april.server.host import bind, lasting_port
-from trl_april.server.local import is_healthy
+from trl_april.server.host import bind
 from trl_april.server.process import session_members
 
 
@@ -156,50 +152,3 @@ def test_ignored_hangup_is_ignored():
     process.communicate(timeout=60)
     assert process.returncode == 3
     assert not session_members(pid)
-
-
-@pytest.mark.server
-@pytest.mark.long
-def test_real_server_that_is_killed_serves_again_on_its_port_and_leaves_no_orphan(tiny_model_dir, tmp_path):
-    """`test_embedded.py` kills engines. A middleware of the user's is no reason for a warning."""
-    port = lasting_port("127.0.0.1")
-    flags = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
-    flags += ["--middleware", "trl_april.server.middleware.BrowserGuard"]
-    output = tmp_path / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trl_april.cli", "serve", tiny_model_dir, "--port", str(port), *flags],
-            cwd=Path(__file__).parents[2],
-            stdout=file,
-            stderr=file,
-        )
-    sessions: list[int] = []
-
-    def is_ready() -> bool:
-        assert process.poll() is None, output.read_text()[-3000:]
-        if not is_healthy(f"http://127.0.0.1:{port}"):
-            return False
-        server, _ = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)  # and its watchdog
-        if server.pid in sessions:
-            return False  # it is dying
-        sessions.append(server.pid)
-        return True
-
-    try:
-        for kills in (True, False):
-            wait_for(is_ready, seconds=180)
-            *dead, pid = sessions
-            body = {"model": tiny_model_dir, "prompt": [5, 6], "max_tokens": 2, "logprobs": 0}
-            answer = requests.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
-            assert answer.json()["usage"]["completion_tokens"] == 2
-            assert not any(map(session_members, dead))
-            if kills:
-                os.kill(pid, signal.SIGKILL)
-        process.terminate()
-        process.wait(60)
-    finally:
-        process.kill()
-    assert len(sessions) == 2 and not any(map(session_members, sessions))
-    text = output.read_text()
-    assert text.count("is started again") == 1 and "the server was killed by SIGKILL and is" in text
-    assert "Found duplicate keys" not in text

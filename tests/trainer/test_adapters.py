@@ -111,7 +111,7 @@ class KilledTrainer(RecordingTrainer):
 def test_restarted_server_gets_the_adapter_again(tiny_model_dir, tmp_path, caplog):
     """The trainer's own server, started for the adapter. Log-probabilities stay exact."""
     args = make_config(
-        SimpleNamespace(base_url=None), tmp_path, max_steps=4, max_completion_length=400, use_cpu=True,
+        SimpleNamespace(base_url=None), tmp_path, max_steps=4, max_completion_length=200, use_cpu=True,
         generation_kwargs={"ignore_eos": True},
     )  # fmt: skip
     trainer = KilledTrainer(tiny_model_dir, distinct_characters, args, DATASET, peft_config=adapter())
@@ -119,4 +119,4 @@ def test_restarted_server_gets_the_adapter_again(tiny_model_dir, tmp_path, caplo
     trainer.train()
     assert trainer.vllm_generation.weight_sync == "adapter"
     assert caplog.text.count("Sending the trainer's weights again") == 1
-    assert check_logprobs(trainer) > 5000 and len(trainer.pool) == 0
+    assert check_logprobs(trainer) > 2500 and len(trainer.pool) == 0

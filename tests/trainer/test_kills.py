@@ -16,7 +16,7 @@ from trl_april import LocalServer
 
 pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(1200)]
 
-KILLS = int(os.environ.get("APRIL_KILLS", "5"))
+KILLS = int(os.environ.get("APRIL_KILLS", "4"))
 STEPS = 2 * KILLS + 4
 FLAGS = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
 

@@ -84,7 +84,7 @@ class TestKeysAndValues:
             before = reused_tokens(server)
             trainer = make_trainer(
                 server, tiny_model_dir, tmp_path_factory.mktemp(kv), resume_kv=kv, overlap_generation=True,
-                over_provisioning=5.0, max_completion_length=700, max_steps=5,
+                over_provisioning=5.0, max_completion_length=500, generation_kwargs={"ignore_eos": True}, max_steps=5,
             )  # fmt: skip
             trainer.train()
             runs[kv] = trainer, reused_tokens(server) - before
