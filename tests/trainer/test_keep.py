@@ -218,10 +218,10 @@ class TestEndpoint:
 @pytest.fixture
 def keeping(server, tiny_model_dir, tmp_path, monkeypatch):
     """A trainer whose first step is short beside the completions of the second one, which run in its weight sync."""
-    limit_lengths(monkeypatch, lambda group_id: 1200 if group_id else 8)
+    limit_lengths(monkeypatch, lambda group_id: 2000 if group_id else 8)
     return make_trainer(
         server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=1.0,
-        max_completion_length=1200, per_device_train_batch_size=4, generation_kwargs={"ignore_eos": True}, max_steps=2,
+        max_completion_length=2000, per_device_train_batch_size=4, generation_kwargs={"ignore_eos": True}, max_steps=2,
     )  # fmt: skip
 
 

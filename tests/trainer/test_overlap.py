@@ -4,6 +4,7 @@ import pytest
 import requests
 from transformers import TrainerCallback
 
+from tests.trainer.test_keep import limit_lengths
 from tests.trainer.test_trainer import check_logprobs, make_trainer, wait_until_idle
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.rounds import Rounds
@@ -84,9 +85,11 @@ class TestKeysAndValues:
             before = reused_tokens(server)
             trainer = make_trainer(
                 server, tiny_model_dir, tmp_path_factory.mktemp(kv), resume_kv=kv, overlap_generation=True,
-                over_provisioning=5.0, max_completion_length=500, generation_kwargs={"ignore_eos": True}, max_steps=5,
+                over_provisioning=5.0, max_completion_length=700, generation_kwargs={"ignore_eos": True}, max_steps=5,
             )  # fmt: skip
-            trainer.train()
+            with pytest.MonkeyPatch.context() as patch:  # after the first groups, all others have whole blocks
+                limit_lengths(patch, lambda group_id: min(700, 180 * (1 + group_id)))
+                trainer.train()
             runs[kv] = trainer, reused_tokens(server) - before
         return runs
 

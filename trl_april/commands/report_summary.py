@@ -214,8 +214,8 @@ def _sentences(s: Summary) -> Iterator[str]:
         idle = f"The engine was idle for {s.engine_idle:.0%} of the time"
         if s.options.get("overlap_generation"):
             yield (
-                f"{idle} although overlap_generation is on: the trainer is the bottleneck. Give it more devices, "
-                "fewer of them to the engine, or longer completions."
+                f"{idle} although overlap_generation is on: the trainer is the bottleneck. Give it more of the "
+                "devices."
             )
         else:
             yield f"{idle} while the trainer worked: set overlap_generation=True, so that requests run meanwhile."
