@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.checkpoint.test_resume import SAVED, assert_continued, numbers, saved_groups
-from tests.trainer.test_overlap import counter
+from tests.trainer.test_overlap import counter, limit_lengths
 from tests.trainer.test_trainer import make_trainer, rows_of, wait_until_idle
 from trl_april.engine.protocol import GenerationRequest, RequestMaker
 from trl_april.engine.sampling import sampling_options
@@ -76,16 +76,6 @@ def note_starts(monkeypatch) -> dict[tuple[int, int], list[int]]:
 
     monkeypatch.setattr(RequestMaker, "make", noted)
     return starts
-
-
-def limit_lengths(monkeypatch, length) -> None:
-    """Completions that ignore the end token have `length(group_id)` tokens."""
-    make = RequestMaker.make
-
-    def limited(maker, group, sample, version):
-        return replace(make(maker, group, sample, version), max_tokens=length(group.group_id) - len(sample))
-
-    monkeypatch.setattr(RequestMaker, "make", limited)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Overlap and the reuse of KV blocks on the real server: nothing lost, exact versions, exact log-probabilities."""
 
+from dataclasses import replace
+
 import pytest
 import requests
 from transformers import TrainerCallback
 
-from tests.trainer.test_keep import limit_lengths
 from tests.trainer.test_trainer import check_logprobs, make_trainer, wait_until_idle
+from trl_april.engine.protocol import RequestMaker
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.rounds import Rounds
 
@@ -23,6 +25,16 @@ def counter(server, name: str) -> float:
 
 def reused_tokens(server) -> float:
     return counter(server, "vllm:prefix_cache_hits_total")
+
+
+def limit_lengths(monkeypatch, length) -> None:
+    """Completions that ignore the end token have `length(group_id)` tokens."""
+    make = RequestMaker.make
+
+    def limited(maker, group, sample, version):
+        return replace(make(maker, group, sample, version), max_tokens=length(group.group_id) - len(sample))
+
+    monkeypatch.setattr(RequestMaker, "make", limited)
 
 
 class TestOverlap:
@@ -85,10 +97,11 @@ class TestKeysAndValues:
             before = reused_tokens(server)
             trainer = make_trainer(
                 server, tiny_model_dir, tmp_path_factory.mktemp(kv), resume_kv=kv, overlap_generation=True,
-                over_provisioning=5.0, max_completion_length=700, generation_kwargs={"ignore_eos": True}, max_steps=5,
+                over_provisioning=3.0, max_completion_length=1500, generation_kwargs={"ignore_eos": True}, max_steps=3,
             )  # fmt: skip
-            with pytest.MonkeyPatch.context() as patch:  # after the first groups, all others have whole blocks
-                limit_lengths(patch, lambda group_id: min(700, 180 * (1 + group_id)))
+            # When the first batch of four groups is finished, the others have whole blocks, and far to go.
+            with pytest.MonkeyPatch.context() as patch:
+                limit_lengths(patch, lambda group_id: 300 if group_id < 4 else 1500)
                 trainer.train()
             runs[kv] = trainer, reused_tokens(server) - before
         return runs
