@@ -37,7 +37,7 @@ from .training import compatibility, construction, session_parts
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.callbacks import StepCallback, print_lines
 from .training.correction import can_correct_in_training
-from .training.micro_batches import PASSES, arranged, without_padding
+from .training.micro_batches import PASSES, arranged, sees_images, without_padding
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.rollout_function import Rollout
 from .training.run_log import outline
@@ -233,7 +233,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         changes = {
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
-            **handed_over(output, done.groups, has_tools=bool(self.tools)),
+            **handed_over(output, done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
             "_generate": returning_images(super()._generate),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
@@ -283,7 +283,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        if not self.april_enabled or kwargs.get("num_images") is not None or depends_on_width(self.model.config):
+        if not self.april_enabled or sees_images(kwargs) or depends_on_width(self.model.config):
             found = score(*args, **kwargs)
         else:
             parts = None if micro_batch is None else micro_batch.get(PASSES)

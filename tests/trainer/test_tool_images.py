@@ -8,6 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 from datasets import Dataset
+from trl.trainer import grpo_trainer
 
 from tests.support.fake_vllm import FakeVLLM, pixels_digest
 from tests.support.tiny_vision import CHAT_IMAGE, build_chat_processor, build_vision_model, picture
@@ -236,6 +237,53 @@ def test_environments_with_images_equal_stock(fake, tmp_path, monkeypatch, datas
     for ours, theirs in zip(logs(trainer), logs(reference), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, nan_ok=True)
     assert min(check_requests(fake, reference)) == 1 + (dataset is PARTS)
+
+
+class Dark(Gallery):
+    """Begins with the dataset's pictures only."""
+
+    def reset(self, **row) -> None:
+        pass
+
+
+class Humming:
+    """Has other tools."""
+
+    def reset(self, **row) -> None:
+        pass
+
+    def hum(self) -> str:
+        """Hums."""
+        return "hm"
+
+
+def test_prompts_with_images_are_rendered_with_the_tools_of_their_environments(fake, tmp_path, monkeypatch):
+    """TRL renders them once more for the loss, as long as no tool has returned an image."""
+    turns = [["Plain." + END], ["Other." + END]]
+    fake.script, rendered, render = ToolScript(turns).stream, [], grpo_trainer.apply_chat_template
+    monkeypatch.setattr(Requesting, "script", ToolScript(turns))
+
+    def record(example, *args, tools, **kwargs):
+        rendered.append([tool.__name__ for tool in tools])
+        return render(example, *args, tools=tools, **kwargs)
+
+    monkeypatch.setattr(grpo_trainer, "apply_chat_template", record)
+    rows = IMAGES.add_column("environment", ["dark", "humming"] * 4)
+    options = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1, "shuffle_dataset": False}
+
+    def given():
+        factories = {"dark": Dark, "humming": Humming}
+        return {**arguments(rows, tools=[multiply], environment_factory=factories), **options}
+
+    reference = train_stock(tmp_path, monkeypatch, **given())
+    wanted, rendered[:] = rendered[:], []
+    trainer = april(fake, tmp_path, **{**OPTIONS, **given()})
+    factories = trainer.environment_factories
+    trainer.train()
+    assert rendered == wanted == [["multiply", "look"]] * 2 + [["multiply", "hum"]] * 2
+    for name, values in trainer.batches[0].items():
+        assert name not in reference.batches[0] or torch.equal(values, reference.batches[0][name]), name
+    assert trainer.environment_factories is factories
 
 
 def test_an_image_that_is_no_picture_ends_training(fake, tmp_path):

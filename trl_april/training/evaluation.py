@@ -100,7 +100,12 @@ class Evaluation:
         finally:
             self._loop.run(driver.close())
         rows[:] = batch_rows(self._groups)
-        attributes = handed_over(rollout_output(self._groups), self._groups, has_tools=self._has_tools)
+        attributes = handed_over(
+            rollout_output(self._groups),
+            self._groups,
+            has_tools=self._has_tools,
+            factories=None if self._environments is None else self._environments.factories,
+        )
         if self._environments is not None:
             instances, give = self._environments.of(self._groups), attributes["rollout_func"]
 

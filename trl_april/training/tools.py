@@ -178,20 +178,29 @@ def is_json(value: Any) -> bool:
 # Finished samples in TRL's form
 
 
-def handed_over(output: dict[str, list[list[Any]]], groups: Sequence[Group], *, has_tools: bool) -> dict[str, Any]:
+def handed_over(
+    output: dict[str, list[list[Any]]],
+    groups: Sequence[Group],
+    *,
+    has_tools: bool,
+    factories: dict[str | None, Any] | None = None,
+) -> dict[str, Any]:
     """The trainer's attributes while TRL takes a batch.
 
     It would reset environments again, which the rewards, computed before, do not need any more. It would also call
-    the tools again, and generate after them.
+    the tools again, and generate after them. The `factories` of environments are hidden until then: afterwards TRL
+    renders each prompt with images with the tools of its own environment.
     """
-    attributes = {"environment_factories": None, "environments": None}
-    if not has_tools:
-        return {**attributes, "rollout_func": lambda prompts, trainer: output}
-    return {
-        **attributes,
-        "rollout_func": lambda prompts, trainer: first_turns(output, groups),
-        "_tool_call_loop": lambda *args: loop_results(output, groups),
-    }
+
+    def rollout_func(prompts: list[Any], trainer: Any) -> Any:
+        if factories is not None:
+            names = [group.row.get("environment") for group in groups for _ in group.samples]
+            trainer.environment_factories = factories
+            trainer._batch_environments = names if trainer._multi_environment else [None] * len(names)
+        return first_turns(output, groups) if has_tools else output
+
+    attributes = {"environment_factories": None, "environments": None, "rollout_func": rollout_func}
+    return {**attributes, "_tool_call_loop": lambda *args: loop_results(output, groups)} if has_tools else attributes
 
 
 def messages_of(groups: Sequence[Group]) -> list[list[Message]]:
