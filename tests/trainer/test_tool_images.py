@@ -172,7 +172,6 @@ def check_requests(fake, reference, start=0):
 def test_batches_rewards_metrics_and_images_equal_stock(fake, tmp_path, monkeypatch, dataset):
     reference = train_stock(tmp_path, monkeypatch, **arguments(dataset))
     trainer = april(fake, tmp_path, **OPTIONS, **arguments(dataset))
-    assert trainer._options.resume_kv == "reuse"  # requests with images are not kept
     looks = LOOKS.copy()
     trainer.train()
     check_batches(trainer, reference)
@@ -295,6 +294,7 @@ def test_an_image_that_is_no_picture_ends_training(fake, tmp_path):
         """
         return [{"type": "image", "image": "picture.png"}]
 
-    trainer = april(fake, tmp_path, **OPTIONS, **arguments(TEXT, tools=[look]))
+    trainer = april(fake, tmp_path, **OPTIONS, **arguments(TEXT, tools=[look]), overlap_generation=True)
+    assert trainer._options.resume_kv == "reuse"  # requests with images are not kept through a sync
     with pytest.raises(ConfigError, match="'picture.png' as an image in a result of the tool 'look'"):
         trainer.train()
