@@ -28,6 +28,7 @@ from .data.plan import TrainingPlan
 from .data.source import Row, RowSource
 from .distributed.processes import Processes
 from .distributed.signals import StopRequest
+from .engine.protocol import ImagesOf
 from .engine.sampling import sampling_of
 from .errors import CheckpointError, PoolError
 from .pool.pool import Pool
@@ -71,7 +72,7 @@ class RolloutSession:
         *,
         rows: TrainingRows,
         tokenize: Callable[[list[Row]], list[list[int]]],
-        images_of: Callable[[Row, list[int]], Any],
+        images_of: ImagesOf,
         vocab_size: int,
         eos_token_ids: Sequence[int | None],
         server: ServerGeneration,
@@ -128,7 +129,7 @@ class RolloutSession:
         # A checkpoint written under a higher target can hold more groups than this one.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         connections = reserve_connections(groups_here * plan.num_generations)
-        admission = Admission(plan, self._source, rows.read, tokenize, processes.owns, images_of)
+        admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
         if processes.rank == 0:
             admission.check_longest(rows.longest_prompts(CHECKED_PROMPTS, silent=self._silent))
         if saved is not None:
@@ -156,6 +157,7 @@ class RolloutSession:
             overlap=options.overlap_generation,
             resume_kv=options.resume_kv,
             server_of=self._engine.server_of,
+            images_of=images_of,
             act=act,
         )
         self._loop = BackgroundLoop("trl-april-rollouts")
@@ -236,7 +238,8 @@ class RolloutSession:
         def on_taken(done: Round) -> None:
             self._in_training.append((micro_step, done.groups))
             for group in done.groups:
-                group.images = None  # in the form of the engine they are large, and their rows have them
+                for one in (group, *group.samples):
+                    one.images.clear()  # in the form of the engine they are large, and rows and messages have them
             if self._chooser is not None:
                 self._chooser.observe(done)
 

@@ -37,7 +37,7 @@ from .training import compatibility, construction, session_parts
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.callbacks import StepCallback, print_lines
 from .training.correction import can_correct_in_training
-from .training.micro_batches import PASSES, arranged, without_padding
+from .training.micro_batches import PASSES, arranged, sees_images, without_padding
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.rollout_function import Rollout
 from .training.run_log import outline
@@ -120,8 +120,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         rollout: Rollout | None = None,
     ) -> None:
         args = args or construction.default_arguments(model)
-        overridden, has_environments = compatibility.ignored_overrides(type(self)), environment_factory is not None
-        stock_because = compatibility.why_stock(args, train_dataset, rollout_func, has_environments, overridden)
+        stock_because = compatibility.why_stock(args, rollout_func, compatibility.ignored_overrides(type(self)))
         compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
@@ -130,8 +129,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
             self._options = AprilOptions.of(args).with_schedule(keeps=not compatibility.has_images(train_dataset))
-            # Each process scores the groups whose environments it has.
-            self._options.score_during_generation |= environment_factory is not None
+            self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)
         else:
@@ -149,6 +147,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             )  # fmt: skip
             if self.april_enabled:
                 compatibility.check_model(self.model)
+                if self._is_vlm and (tools or environment_factory):  # which may return images
+                    self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
             self.add_callback(construction.StockNotice(stock_because))
         else:
@@ -233,7 +233,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         changes = {
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
-            **handed_over(output, done.groups, has_tools=bool(self.tools)),
+            **handed_over(output, done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
             "_generate": returning_images(super()._generate),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
@@ -283,7 +283,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        if not self.april_enabled or kwargs.get("num_images") is not None or depends_on_width(self.model.config):
+        if not self.april_enabled or sees_images(kwargs) or depends_on_width(self.model.config):
             found = score(*args, **kwargs)
         else:
             parts = None if micro_batch is None else micro_batch.get(PASSES)
@@ -347,7 +347,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._options,
             rows=session_parts.training_rows(self),
             tokenize=session_parts.tokenize_prompts(self, turns),
-            images_of=session_parts.prompt_images(self, self._options, turns),
+            images_of=session_parts.sample_images(self, self._options, turns),
             vocab_size=self.model.config.get_text_config().vocab_size,
             eos_token_ids=self.eos_token_ids,
             server=server,

@@ -7,6 +7,9 @@ across a resumed prompt, whose first `prompt_length` tokens are the prompt prope
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import io
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,9 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from PIL import Image
 
 
 HANG_GUARD = 20.0  # seconds; nothing here takes that long unless it hangs
+
+
+def data_url_image(url: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
+def pixels_digest(image: Image.Image) -> str:
+    return hashlib.blake2b(f"{image.mode}{image.size}".encode() + image.tobytes(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -49,15 +61,20 @@ class Stream:
         self, token_ids: list[int], logprobs: Any = None, finish_reason: str | None = None, **other: Any
     ) -> bytes:
         """One event as vLLM writes it; the first one of a stream echoes the prompt."""
+        logprobs = [-1.0] * len(token_ids) if logprobs is None else logprobs
+        found: dict[str, Any] = {
+            "text_offset": [0] * len(token_ids),
+            "token_logprobs": logprobs,
+            "tokens": [f"token_id:{token_id}" for token_id in token_ids],
+            "top_logprobs": [None] * len(token_ids),
+        }
+        if "features" in self.body:
+            pairs = zip(token_ids, logprobs, strict=True)
+            found = {"content": [{"token": f"token_id:{token_id}", "logprob": value} for token_id, value in pairs]}
         choice: dict[str, Any] = {
             "index": 0,
             "text": "",
-            "logprobs": {
-                "text_offset": [0] * len(token_ids),
-                "token_logprobs": [-1.0] * len(token_ids) if logprobs is None else logprobs,
-                "tokens": [f"token_id:{token_id}" for token_id in token_ids],
-                "top_logprobs": [None] * len(token_ids),
-            },
+            "logprobs": found,
             "finish_reason": finish_reason,
             "stop_reason": None,
             "token_ids": token_ids,
@@ -156,12 +173,15 @@ class FakeVLLM:
         for path in ("health", "version", "metrics", "v1/models"):
             app.router.add_get(f"/{path}", getattr(self, "_" + path.removeprefix("v1/")))
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions/render", self._render)
+        app.router.add_post("/inference/v1/generate", self._generate)
         if self.max_loras:
             app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
             app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         if self.dev_endpoints:
             for path in ("server_info", "weight_info"):
                 app.router.add_get(f"/{path}", getattr(self, f"_{path}"))
+            app.router.add_post("/reset_encoder_cache", self._reset_encoder_cache)
             for path in ("abort_requests", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
                 app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
         # As in vLLM, a client that leaves ends its requests.
@@ -245,6 +265,9 @@ class FakeVLLM:
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         return web.json_response({"success": not self._streams})
 
+    async def _reset_encoder_cache(self, request: web.Request) -> web.Response:
+        return web.Response()
+
     async def _abort_requests(self, request: web.Request) -> web.Response:
         # Unknown ids are counted and ignored; no ids at all mean all requests.
         names = (await request.json()).get("request_ids") or list(self._streams)
@@ -276,10 +299,28 @@ class FakeVLLM:
             choice["prompt_logprobs"] = [None, *({str(token_id): {"logprob": value}} for token_id, value in logprobs)]
         return web.json_response({"id": "cmpl-check", "model": self.model, "choices": [choice]})
 
-    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def _render(self, request: web.Request) -> web.Response:
+        """Features whose hashes are those of the pixels."""
+        (message,) = (await request.json())["messages"]
+        hashes = [pixels_digest(data_url_image(part["image_url"]["url"])) for part in message["content"]]
+        features = {
+            "mm_hashes": {"image": hashes},
+            "mm_placeholders": {"image": [{"offset": 7, "length": 1} for _ in hashes]},  # of a prompt of its own
+            "kwargs_data": {"image": [f"pixels of {name}" for name in hashes]},
+            "mm_metadata": None,
+        }
+        return web.json_response({"features": features})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        body |= {**body["sampling_params"], "prompt": body["token_ids"]}
+        return await self._stream(request, body, f"generate-tokens-{request.headers['X-Request-Id']}")
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], name: str | None = None) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        stream = Stream(f"cmpl-{request.headers['X-Request-Id']}-0", body, request, response)
+        name = name or f"cmpl-{request.headers['X-Request-Id']}-0"
+        stream = Stream(name, body, request, response)
         self._streams[stream.request_id] = stream
         try:
             await (self.script or self.generate)(stream)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import trl
 from PIL import Image
 from tokenizers import AddedToken
 from transformers import (
@@ -12,13 +13,14 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedTokenizerFast,
     Qwen3Config,
 )
 
-from tests.support.tiny import build_model, build_tokenizer
+from tests.support.tiny import build_chat_tokenizer, build_model, build_tokenizer
 
 
-IMAGE = "<image>"
+IMAGE, CHAT_IMAGE = "<image>", "<|image_pad|>"
 # Without role markers, so that prompts stay short. TRL wants a token between two images.
 TEMPLATE = (
     "{{ bos_token }}"
@@ -35,11 +37,24 @@ def build_processor() -> LlavaProcessor:
     """A processor with 16 tokens for each image of 32 by 32 pixels."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(IMAGE, special=True, normalized=False)])
+    return _processor(tokenizer, TEMPLATE, IMAGE)
+
+
+def _processor(tokenizer: PreTrainedTokenizerFast, template: str, image_token: str) -> LlavaProcessor:
     images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     return LlavaProcessor(
-        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", chat_template=TEMPLATE,
-        num_additional_image_tokens=1,
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", chat_template=template,
+        num_additional_image_tokens=1, image_token=image_token,
     )  # fmt: skip
+
+
+def build_chat_processor() -> LlavaProcessor:
+    """The same with the chat template of Qwen3-VL, which renders calls of tools and images among their results."""
+    tokenizer = build_chat_tokenizer()
+    markers = ("<|vision_start|>", "<|vision_end|>", CHAT_IMAGE)
+    tokenizer.add_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3_vl.jinja"
+    return _processor(tokenizer, template.read_text(), CHAT_IMAGE)
 
 
 def save_tiny_vision_model(path: str | Path) -> str:

@@ -143,7 +143,7 @@ class ToolScript:
 
     async def stream(self, stream: Stream) -> None:
         """Answer a request to the fake server, chunk by chunk until it is aborted; groups differ in speed."""
-        group, index = map(int, stream.request_id.split("-")[-4:-2])
+        group, index = map(int, stream.request.headers["X-Request-Id"].split("-")[-3:-1])
         token_ids, logprobs = self.rest(stream.body["prompt"], index)
         stop = min(len(token_ids), stream.body["max_tokens"])
         interval = stream.body["stream_interval"]

@@ -6,8 +6,10 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 
-from tests.support.tiny_vision import picture, save_tiny_vision_model
+from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
+from tests.trainer.test_tools_on_server import calling_tokenizer
 from tests.trainer.test_trainer import RecordingTrainer, make_config, wait_until_idle
+from trl_april.data.message_json import decode_messages
 from trl_april.engine.images import images_in, prompt_of
 from trl_april.errors import ConfigError
 from trl_april.server.local import LocalServer
@@ -36,6 +38,13 @@ WITH_PARTS = Dataset.from_list(
 )  # fmt: skip
 
 
+WITH_CALLS = TEMPLATE.replace(
+    "{% if message['role'] == 'assistant' %}",
+    "{% if message['role'] == 'assistant' %}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function'] }}{% endfor %}",
+)
+
+
 @pytest.fixture(scope="module")
 def vision_model_dir(tmp_path_factory):
     return save_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
@@ -50,18 +59,19 @@ def server(vision_model_dir):
 
 
 def distinct(completions, **kwargs):
-    return [float(len(set(messages[0]["content"]))) for messages in completions]
+    return [float(len(set(messages[0]["content"])) + len(messages)) for messages in completions]
 
 
 def check_logprobs(trainer: RecordingTrainer) -> int:
-    """Compare each token with its version's weights and the images of its prompt, to 1e-4; returns their number."""
+    """Compare each token with its version's weights and its images, to 1e-4; returns their number."""
     compared = 0
     for version, weights in trainer.weights.items():
         trainer.model.load_state_dict(weights, strict=False)
         for group in trainer.trained_groups:
-            images = images_in(prompt_of(group.row))
-            pixels = trainer.processing_class.image_processor(images, return_tensors="pt")["pixel_values"]
             for sample in group.samples:
+                of_tools = images_in(decode_messages(sample.conversation.messages)) if sample.conversation else None
+                images = images_in(prompt_of(group.row)) + (of_tools or [])
+                pixels = trainer.processing_class.image_processor(images, return_tensors="pt")["pixel_values"]
                 here = torch.tensor([one == version for one in sample.versions])
                 if not here.any():
                     continue
@@ -82,7 +92,7 @@ def check_training_pass(trainer: RecordingTrainer) -> None:
     assert differences and 0 < max(differences) < 1e-4
 
 
-def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, trainer_class=RecordingTrainer, **options):
+def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, arguments=None, **options):
     # Three times as many groups as a round needs, of long completions: some are always cut.
     defaults = {
         "max_steps": 5,
@@ -91,9 +101,10 @@ def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, traine
         "over_provisioning": 3.0,
     }
     args = make_config(server, output_dir, **{**defaults, **options})
-    trainer = trainer_class(
-        model=model, reward_funcs=distinct, args=args, train_dataset=dataset, eval_dataset=dataset.select(range(2))
-    )
+    trainer = RecordingTrainer(
+        model=model, reward_funcs=distinct, args=args, train_dataset=dataset, eval_dataset=dataset.select(range(2)),
+        **(arguments or {}),
+    )  # fmt: skip
     assert trainer.april_enabled
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -119,6 +130,40 @@ def test_every_token_has_the_log_probability_of_its_version_and_images(server, v
     else:
         check_training_pass(trainer)
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
+    assert wait_until_idle(server) == 0
+
+
+def count(digits: int) -> list:
+    """Draws how many digits there were.
+
+    Args:
+        digits: How many.
+    """
+    return [{"type": "text", "text": "so"}, {"type": "image", "image": picture(100 + digits)}]
+
+
+@pytest.mark.parametrize("kv", ["recompute", "reuse"])
+def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path, kv):
+    """Prompts have one image or two, and the results of each turn another."""
+    rate = 1e-3 if kv == "recompute" else 0.0
+    processor = build_processor()
+    processor.tokenizer = calling_tokenizer(build_processor().tokenizer.backend_tokenizer)
+    processor.chat_template = WITH_CALLS
+    trainer = train(
+        server, vision_model_dir, tmp_path, resume_kv=kv, learning_rate=rate, max_tool_calling_iterations=3,
+        arguments={"processing_class": processor, "tools": [count]},
+        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    samples = [sample for group in trainer.trained_groups for sample in group.samples]
+    assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
+    after = [one for one in samples if images_in(one.conversation.messages) and one.segments[-1].version is not None]
+    assert any(one.conversation.iterations > 1 for one in after)
+    # Cut and resumed after an image.
+    assert any(len(one.segments) > 2 * one.conversation.iterations + 1 for one in after)
+    if not rate:
+        check_training_pass(trainer)
+    # In an evaluation, too.
+    assert any("eval_tools/call_frequency" in entry for entry in trainer.state.log_history)
     assert wait_until_idle(server) == 0
 
 

@@ -26,7 +26,6 @@ from tests.support.tool_calling import (
     trainer_arguments,
 )
 from trl_april.config import APRILGRPOConfig
-from trl_april.errors import ConfigError
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.weights.canary import trainer_logprobs
 
@@ -158,21 +157,6 @@ def test_processes_share_groups_with_tools(fake, forker, tmp_path):
         assert content == samples[index][2:], place
     assert {entry["tools/call_frequency"] for entry in results[0]["log"]} == {11 / 8}
     assert {round(entry["tools/failure_frequency"], 6) for entry in results[0]["log"]} == {round(5 / 11, 6)}
-
-
-def test_an_image_of_a_tool_ends_training(fake, tmp_path):
-    def multiply(a: int, b: int) -> list:
-        """Draws.
-
-        Args:
-            a: The width.
-            b: The height.
-        """
-        return [{"type": "image", "image": "pixels"}]
-
-    trainer = april(fake, tmp_path, arguments={"tools": [multiply]})
-    with pytest.raises(ConfigError, match="'multiply' returned an image.*GRPOTrainer"):
-        trainer.train()
 
 
 def test_a_tool_that_hangs_blocks_neither_a_checkpoint_nor_the_exit(fake, forker, tmp_path):

@@ -35,10 +35,11 @@ class CallingTokenizer(PreTrainedTokenizerFast):
         return message
 
 
-def calling_tokenizer() -> CallingTokenizer:
+def calling_tokenizer(backend=None) -> CallingTokenizer:
     tokenizer = CallingTokenizer(
-        tokenizer_object=build_tokenizer().backend_tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
-        unk_token="<unk>", padding_side="left", chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
+        tokenizer_object=backend or build_tokenizer().backend_tokenizer, pad_token="<pad>", bos_token="<bos>",
+        eos_token="<eos>", unk_token="<unk>", padding_side="left", chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )  # fmt: skip
     tokenizer.response_template = {}  # TRL then asks the tokenizer to parse
     return tokenizer

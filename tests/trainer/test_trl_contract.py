@@ -291,6 +291,16 @@ def test_images_of_prompts():
     assert '"messages": to_openai_messages(messages), "max_tokens": 1}' in features
 
 
+def test_images_of_tools():
+    """`training.tools` collects them as TRL's loop does, which processes them only if the trainer has tools."""
+    loop = inspect.getsource(GRPOTrainer._tool_call_loop)
+    assert loop.count('tool_images[idx_with_tool].append(part["image"])') == 1
+    assert loop.count("if self._is_vlm and self.tools and any(imgs for imgs in tool_images):") == 1
+    assert loop.count("self.tools") == 2 and "per_prompt_tools = [self.tools] * len(idxs_with_tool)" in loop
+    assert "images = [(existing or []) + new for existing, new in zip(images, tool_images, strict=True)]" in GENERATE
+    assert SCORE.count("if self.tools and any(imgs for imgs in tool_images) and self._is_vlm:") == 2
+
+
 def test_the_interface_of_vllm_generation():
     """ServerGeneration overrides three of these and calls the others."""
     assert parameters(VLLMGeneration._init_vllm) == [] == parameters(VLLMGeneration.sync_weights)

@@ -326,7 +326,11 @@ def test_an_instance_whose_tool_is_late_is_discarded(tmp_path):
     [
         ({"a": Counting}, {"environment": "b"}, "environment='b', and environment_factory has 'a'"),
         (type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}), {}, "does not fit into the server's"),
-        (type("Odd", (Counting,), {"reset": lambda self, **row: [{1}]}), {}, "reset of Odd returned .* JSON cannot"),
+        (
+            type("Odd", (Counting,), {"reset": lambda self, **row: [{1}]}),
+            {},
+            "reset of Odd returned .* cannot hold a builtins.set",
+        ),
         (type("Odd", (Saved,), {"_april_state": lambda self: {1: 2}}), {}, "_april_state of Odd returned {1: 2}"),
         (type("Image", (Counting,), {"reset": lambda self, **row: [{"type": "image", "image": "x"}]}), {}, "an image"),
     ],

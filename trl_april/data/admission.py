@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from ..pool.pool import Pool
@@ -32,13 +31,12 @@ class NewGroup:
     num_generations: int = 0
     max_completion_length: int = 0
     row_index: int | None = None
-    images: Any = None  # of the prompt, as the engine takes them
 
     def admit_to(self, pool: Pool) -> None:
         if self.row is None:
             pool.schedule.admit(self.group_id)
             return
-        group = pool.admit(
+        pool.admit(
             self.group_id,
             self.row,
             self.prompt_ids,
@@ -46,15 +44,13 @@ class NewGroup:
             max_completion_length=self.max_completion_length,
             row_index=self.row_index,
         )
-        group.images = self.images
 
 
 class Admission:
     """Makes groups of dataset rows. `owns` says whether a group belongs to this process.
 
     `tokenize` returns the token ids of the prompts of rows, the same as in stock GRPO and in evaluation. With
-    environments it returns no ids yet, since the reset of a sample's environment has a part in its prompt. `images_of`
-    returns the images of a row with these token ids in the form that the engine takes, `None` if it has none.
+    environments it returns no ids yet, since the reset of a sample's environment has a part in its prompt.
     """
 
     def __init__(
@@ -64,10 +60,9 @@ class Admission:
         read_row: Callable[[RowRef], Row],
         tokenize: Callable[[list[Row]], list[list[int]]],
         owns: Callable[[int], bool],
-        images_of: Callable[[Row, list[int]], Any] = lambda row, prompt_ids: None,
     ) -> None:
         self._plan, self._source = plan, source
-        self._read_row, self._tokenize, self._owns, self._images_of = read_row, tokenize, owns, images_of
+        self._read_row, self._tokenize, self._owns = read_row, tokenize, owns
         self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
 
     def check_longest(self, indices: Sequence[int]) -> None:
@@ -125,7 +120,6 @@ class Admission:
         self._elsewhere = {group.group_id: group.row for group in elsewhere}
         for group in groups:
             self._check_resumed(group)
-            group.images = self._images_of(group.row, group.prompt_ids)
 
     def row_of(self, group_id: int) -> Row:
         """The row of another process's outstanding group."""
@@ -163,8 +157,7 @@ class Admission:
         row_index = ref if isinstance(ref, int) else None
         if plan.saves_checkpoints and row_index is None:
             encode_row(row)  # fails now, not at the first checkpoint
-        images = self._images_of(row, prompt_ids)
-        return NewGroup(group_id, row, prompt_ids, plan.num_generations, budget, row_index, images)
+        return NewGroup(group_id, row, prompt_ids, plan.num_generations, budget, row_index)
 
     def _check_resumed(self, group: Group) -> None:
         plan, name = self._plan, f"Group {group.group_id} of the checkpoint"

@@ -34,7 +34,7 @@ def encode_row(row: dict[str, Any]) -> dict[str, Any]:
     encoded = {}
     for column, value in row.items():
         try:
-            encoded[column] = _encode(value)
+            encoded[column] = encode_value(value)
         except (RecursionError, TypeError) as error:
             found = error if isinstance(error, TypeError) else "lists or dicts that are nested too deep"
             raise ConfigError(
@@ -47,19 +47,20 @@ def encode_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def decode_row(encoded: dict[str, Any]) -> dict[str, Any]:
     """The row that [`encode_row`] was given. Other input raises an error of any kind, but runs and imports nothing."""
-    return {column: _decode(value) for column, value in encoded.items()}
+    return {column: decode_value(value) for column, value in encoded.items()}
 
 
-def _encode(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
+    """A value that JSON can hold, for any value of a row; `TypeError` if there is none."""
     kind = type(value)
     if kind is int and value.bit_length() > _MAX_BITS:
         raise TypeError(f"an int of {value.bit_length()} bits")
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [_encode(item) for item in value]
+        return [encode_value(item) for item in value]
     if kind is dict and all(type(key) is str and not key.startswith(MARK) for key in value):
-        return {key: _encode(item) for key, item in value.items()}
+        return {key: encode_value(item) for key, item in value.items()}
     if kind.__module__.startswith("PIL."):
         return {MARK + "image": _encode_image(value)}
     for name, (of_kind, encode, _) in _KINDS.items():
@@ -70,13 +71,14 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def _decode(value: Any) -> Any:
+def decode_value(value: Any) -> Any:
+    """The value that [`encode_value`] was given."""
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [decode_value(item) for item in value]
     if not isinstance(value, dict):
         return value
     if not any(key.startswith(MARK) for key in value):
-        return {key: _decode(item) for key, item in value.items()}
+        return {key: decode_value(item) for key, item in value.items()}
     ((mark, inner),) = value.items()
     if mark == MARK + "scalar" and inner[1] == []:
         return _decode_array(inner)[()]
@@ -95,7 +97,7 @@ def _from_text(value: str) -> bytes:
 
 def _encode_array(array: np.ndarray) -> list[Any]:
     if array.dtype == object:  # as `datasets` hands out values that are no numbers, with the format "numpy"
-        return ["object", list(array.shape), [_encode(item) for item in array.flat]]
+        return ["object", list(array.shape), [encode_value(item) for item in array.flat]]
     # A type of another package has more to it than its name.
     if array.dtype.kind not in _ARRAY_KINDS or np.dtype(array.dtype.str) != array.dtype:
         raise TypeError(f"a numpy array of {array.dtype}")
@@ -107,7 +109,7 @@ def _decode_array(encoded: list[Any]) -> np.ndarray:
     if name == "object":
         items = np.empty(len(data), dtype=object)
         for position, item in enumerate(data):  # at once, lists of equal lengths would become more dimensions
-            items[position] = _decode(item)
+            items[position] = decode_value(item)
         return items.reshape(shape)
     dtype = np.dtype(name) if type(name) is str else np.dtype("O")
     if dtype.kind not in _ARRAY_KINDS or dtype.str != name:
@@ -195,11 +197,15 @@ def _decode_pandas(encoded: list[Any]) -> Any:
 
 # Name -> (type, or package and name of a type that need not be imported, to JSON, from JSON).
 _KINDS: dict[str, tuple[type | str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "tuple": (tuple, lambda value: [_encode(item) for item in value], lambda value: tuple(map(_decode, value))),
+    "tuple": (
+        tuple,
+        lambda value: [encode_value(item) for item in value],
+        lambda value: tuple(map(decode_value, value)),
+    ),
     "dict": (
         dict,
-        lambda value: [[_encode(key), _encode(item)] for key, item in value.items()],
-        lambda value: {_decode(key): _decode(item) for key, item in value},
+        lambda value: [[encode_value(key), encode_value(item)] for key, item in value.items()],
+        lambda value: {decode_value(key): decode_value(item) for key, item in value},
     ),
     "bytes": (bytes, _to_text, _from_text),
     "datetime": (datetime.datetime, _encode_datetime, _decode_datetime),

@@ -1,23 +1,28 @@
-"""Images of prompts: as TRL reads them from dataset rows, and as the features that a vLLM server takes with token ids.
+"""Images of samples: as TRL finds them in messages, and as the features that a vLLM server takes with token ids.
 
-Invariant: the features of a prompt are computed once, and every request for it has the same ones. So a resumed sample
-continues with the images that it began with.
+Invariant: every request of a sample has the images of its prompt and of all its results so far, in this order. Their
+features are computed once, so a resumed sample continues with the images that it has seen.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
-import orjson
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 from trl.generation.vllm_client import to_openai_messages
 
+from ..data.message_json import Message
+from ..data.row_json import decode_value
 from ..errors import ConfigError
+from ..pool.samples import Group, Sample
 
 
 Features = dict[str, Any]  # vLLM's: processed images, their hashes and their places among the token ids
+Place = Callable[[Features, list[int]], Features]  # points features at the image tokens among token ids
+Render = Callable[[list[Any]], Awaitable[Features]]  # asks a server for the features of a conversation
 
 
 def prompt_of(row: dict[str, Any]) -> Any:
@@ -39,6 +44,7 @@ def images_in(prompt: Any) -> list[Any] | None:
         part
         for message in (prompt if isinstance(prompt, list) else ())
         for part in (message["content"] if isinstance(message.get("content"), list) else ())
+        if isinstance(part, dict)
     ]
     return [part["image"] for part in parts if part.get("type") == "image" and "image" in part] or None
 
@@ -48,28 +54,83 @@ def returning_images(generate: Callable[[list[Any]], tuple[Any, ...]]) -> Callab
 
     def generate_with_images(prompts: list[Any]) -> tuple[Any, ...]:
         *found, _, tool_images = generate(prompts)
-        images = [images_in(prompt) for prompt in prompts]
+        of_tools = tool_images or [[] for _ in prompts]  # without tools there is no list for each
+        both = zip(prompts, of_tools, strict=True)
+        images = [(images_in(prompt) or []) + new or None for prompt, new in both]
         return (*found, images if any(images) else None, tool_images)
 
     return generate_with_images
 
 
-class PromptImages:
-    """The images of one prompt. `place` points features at the image tokens of `prompt_ids`, as TRL does."""
+class PlacedImages:
+    """Images in a part of a sample that begins at token `start` of its prompt and has these `token_ids`."""
 
-    def __init__(
-        self, images: list[Any], prompt_ids: list[int], place: Callable[[Features, list[int]], Features]
-    ) -> None:
-        self._images, self._prompt_ids, self._place = images, prompt_ids, place
-        self._features: bytes | None = None
+    def __init__(self, images: list[Any], token_ids: list[int], start: int, place: Place) -> None:
+        self._images, self._token_ids, self._start, self._place = images, token_ids, start, place
+        self._features: Features | None = None
         self._computed = asyncio.Lock()  # all samples of a group start at once
 
-    async def features(self, render: Callable[[list[Any]], Awaitable[Features]]) -> orjson.Fragment:
-        """The features as JSON. `render` asks a server for those of a conversation."""
+    async def features(self, render: Render) -> Features:
+        """The features of these images, at their places among all token ids of the sample."""
         async with self._computed:
             if self._features is None:
-                parts = [{"type": "image", "image": image} for image in self._images]
-                messages = await asyncio.to_thread(to_openai_messages, [{"role": "user", "content": parts}])
-                placed = self._place(await render(messages), self._prompt_ids)
-                self._features = orjson.dumps(placed)
-        return orjson.Fragment(self._features)
+                features = self._place(await render(await asyncio.to_thread(self._message)), self._token_ids)
+                for place in features["mm_placeholders"]["image"]:
+                    place["offset"] += self._start
+                self._features = features
+        return self._features
+
+    def _message(self) -> list[Any]:
+        parts = [{"type": "image", "image": decode_value(image)} for image in self._images]
+        messages: list[Any] = to_openai_messages([{"role": "user", "content": parts}])
+        return messages
+
+
+async def joined_features(images: Sequence[PlacedImages], render: Render) -> Features:
+    """The features of all images of a request."""
+    found = [await one.features(render) for one in images]
+    return {
+        name: value and {kind: [item for one in found for item in one[name][kind]] for kind in value}
+        for name, value in found[0].items()
+    }
+
+
+class SampleImages:
+    """Finds the images of samples. `check` is called where there are any, and raises an error if that is unsupported.
+
+    Samples whose prompt is the group's share its images.
+    """
+
+    def __init__(self, place: Place, check: Callable[[], None] = lambda: None) -> None:
+        self._place, self._check = place, check
+
+    def __call__(self, group: Group, sample: Sample) -> list[PlacedImages]:
+        """The images of the prompt, then those of the results of each turn."""
+        prompt_ids, conversation = group.prompt_ids_of(sample), sample.conversation
+        row = group.row
+        if conversation is not None and conversation.prompt is not None:
+            row = {**row, "prompt": conversation.prompt}
+        of_prompt = group.images if prompt_ids is group.prompt_ids else sample.images
+        parts = [(of_prompt, 0, prompt_ids, images_in(prompt_of(row)))]
+        for start, token_ids, results in _results(sample):
+            parts.append((sample.images, len(prompt_ids) + start, token_ids, images_in(results)))
+        found = []
+        for known, start, token_ids, images in parts:
+            if images is not None:
+                if start not in known:
+                    known[start] = PlacedImages(images, token_ids, start, self._place)
+                found.append(known[start])
+        if found:
+            self._check()
+        return found
+
+
+def _results(sample: Sample) -> Iterator[tuple[int, list[int], list[Message]]]:
+    """Of each turn that results of tools follow, where they start in the completion, their token ids and messages."""
+    messages = () if sample.conversation is None else sample.conversation.messages
+    runs = (list(run) for is_tool, run in groupby(messages, lambda one: one["role"] == "tool") if is_tool)
+    start = 0
+    for segment in sample.segments:
+        if segment.version is None:
+            yield start, sample.token_ids[start : start + segment.length].tolist(), next(runs, [])
+        start += segment.length

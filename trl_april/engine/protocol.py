@@ -7,7 +7,7 @@ with `finish_reason="abort"`; a request that finished in the same instant ends w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ class GenerationRequest:
     cache_salt: str  # requests share KV blocks only with requests of the same salt
     seed: int | None = None  # of this request's sampling
     sample: tuple[int, int] | None = None  # key of the sample: requests of one sample share KV blocks
-    images: Any = None  # of the prompt, if it has any: `engine.images.PromptImages`
+    images: Sequence[Any] = ()  # among `token_ids`, if there are any: `engine.images.PlacedImages`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,14 @@ class Chunk:
     token_ids: list[int]  # new tokens, possibly none
     logprobs: list[float]  # of each token, under the distribution it was sampled from
     finish_reason: str | None = None  # "stop", "length" or "abort" in the last chunk, `None` before
+
+
+ImagesOf = Callable[[Group, Sample], Sequence[Any]]  # the images that a sample has seen, as the engine takes them
+
+
+def no_images(group: Group, sample: Sample) -> Sequence[Any]:
+    """An `ImagesOf` for samples of text."""
+    return ()
 
 
 class ServerLost(ServerError):
@@ -48,12 +56,20 @@ class RequestMaker:
     `run_id` is the prefix of request ids and cache salts. Under `resume_kv="recompute"` the salt is the current policy
     version, so KV blocks of other weights are never hit, even if a cache reset fails. Under `"reuse"` and `"keep"` a
     resumed sample keeps the salt of its first segment and finds the blocks of all its segments, if the engine still
-    has them.
+    has them. `images_of` returns the images that a sample has seen.
     """
 
-    def __init__(self, run_id: str, seed: int | None = None, *, resume_kv: str = "recompute") -> None:
+    def __init__(
+        self,
+        run_id: str,
+        seed: int | None = None,
+        *,
+        resume_kv: str = "recompute",
+        images_of: ImagesOf = no_images,
+    ) -> None:
         self._run_id = run_id
         self._seed = seed
+        self._images_of = images_of
         self._reuses_kv = resume_kv != "recompute"
         self._made = 0
 
@@ -70,7 +86,7 @@ class RequestMaker:
             cache_salt=f"{self._run_id}-{salt}",
             seed=None if self._seed is None else derive_seed(self._seed, sample),
             sample=sample.key,
-            images=group.images,
+            images=self._images_of(group, sample),
         )
 
 

@@ -19,6 +19,7 @@ from ..errors import EngineError, ServerError
 from ..server.command_line import GENERATED_TOKENS_PATH
 from ..server.traffic import certificates
 from .event_stream import EventStream
+from .images import joined_features
 from .protocol import Chunk, GenerationRequest
 from .sampling import JSON, SamplingOptions
 
@@ -65,7 +66,7 @@ class VLLMEngine:
         self._streams: set[aiohttp.StreamReader] = set()  # being read
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        if request.images is not None:
+        if request.images:
             self._with_images.add(request.request_id)
         try:
             path, data = await self._asked_for(request)
@@ -105,16 +106,16 @@ class VLLMEngine:
         }
         if request.seed is not None:
             sampling["seed"] = request.seed
-        if request.images is None:
+        if not request.images:
             # `return_tokens_as_token_ids` spares the server the text of every token.
             body = {**sampling, **body, "prompt": request.token_ids, "return_tokens_as_token_ids": True}
         else:
-            features = await request.images.features(self._render)
+            features = await joined_features(request.images, self._render)
             sampling["detokenize"] = False
             body |= {"token_ids": request.token_ids, "features": features, "sampling_params": sampling}
         if (adapter := self._adapter()) is not None:
             body["model"] = adapter
-        path = "/v1/completions" if request.images is None else GENERATE_PATH
+        path = GENERATE_PATH if request.images else "/v1/completions"
         return path, orjson.dumps(body, option=JSON)
 
     async def _render(self, messages: list[Any]) -> dict[str, Any]:

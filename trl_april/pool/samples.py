@@ -54,14 +54,15 @@ class Segment:
 class Conversation:
     """The turns of a sample that alternates between the model and tools, and of its environment, if it has one."""
 
-    messages: list[dict[str, Any]] = field(default_factory=list)  # after the prompt, of complete turns: JSON-like
+    # After the prompt, of complete turns. Like the prompt, in the form of `data.message_json`.
+    messages: list[dict[str, Any]] = field(default_factory=list)
     turn_start: int = 0  # index of the first completion token of the current turn
     iterations: int = 0  # turns whose tools were called
     calls: int = 0  # tool calls so far
     failures: int = 0  # of them, those that failed
     turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
     awaits_reset: bool = False  # whether the environment must be reset first
-    prompt: list[dict[str, Any]] | None = None  # messages, if they differ from the dataset row's: JSON-like
+    prompt: list[dict[str, Any]] | None = None  # messages, if they differ from the dataset row's
     prompt_ids: list[int] | None = None  # if the environment was reset; the group then has none
     environment: Any = None  # its state after the last complete turn, if it can be saved: JSON-like
     columns: dict[str, Any] | None = None  # that its rollout function returned for reward functions: JSON-like
@@ -97,6 +98,7 @@ class Sample:
     finish_reason: FinishReason | None = None
     segment_open: bool = False
     conversation: Conversation | None = None
+    images: dict[int, Any] = field(default_factory=dict)  # beyond the group's, as the engine takes them; not saved
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
         """Append tokens that the current request generated under `version`: all of them, or none and an error.
@@ -210,7 +212,7 @@ class Group:
     samples: list[Sample]
     score: Score | None = None
     row_index: int | None = None
-    images: Any = None  # of the prompt, as the engine takes them; not saved
+    images: dict[int, Any] = field(default_factory=dict)  # of the prompt, as the engine takes them; not saved
 
     @property
     def state(self) -> SampleState:

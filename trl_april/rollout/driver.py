@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from ..distributed.quota import SharedQuota
-from ..engine.protocol import RequestMaker, RolloutEngine
+from ..engine.protocol import ImagesOf, RequestMaker, RolloutEngine, no_images
 from ..errors import EngineError, PoolError, RoundSuspended, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
@@ -49,6 +49,7 @@ class RolloutDriver:
         overlap: bool = False,  # whether requests continue after a round closes, until `cut`
         resume_kv: str = "recompute",
         server_of: Callable[[str], str | None] = lambda request_id: None,  # address by request id, for several servers
+        images_of: ImagesOf = no_images,
         act: Act | None = None,  # what follows a turn of the model; the pool has tools exactly if it is given
         threads: Executor | None = None,  # that it is called in; daemon threads by default
     ) -> None:
@@ -63,7 +64,7 @@ class RolloutDriver:
         self._flight = InFlight(
             pool,
             engine,
-            RequestMaker(run_id, seed, resume_kv=resume_kv),
+            RequestMaker(run_id, seed, resume_kv=resume_kv, images_of=images_of),
             on_sample_ended=self._sample_ended,
             on_task_ended=self._task_ended,
             on_error=self._fail,

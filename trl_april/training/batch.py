@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ..data.message_json import decode_messages
 from ..engine.servers import Traffic
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
@@ -39,7 +40,7 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
             rows.append(copy.deepcopy(group.row))
             if sample.conversation is not None:
                 if sample.conversation.prompt is not None:
-                    rows[-1]["prompt"] = copy.deepcopy(sample.conversation.prompt)
+                    rows[-1]["prompt"] = decode_messages(sample.conversation.prompt)
                 rows[-1] |= copy.deepcopy(sample.conversation.columns or {})
     return rows
 

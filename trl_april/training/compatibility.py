@@ -33,13 +33,7 @@ LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vesp
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
 
 
-def why_stock(
-    args: GRPOConfig,
-    train_dataset: Dataset | IterableDataset | None,
-    rollout_func: Any = None,
-    has_environments: bool = False,
-    overridden: Sequence[str] = (),
-) -> str | None:
+def why_stock(args: GRPOConfig, rollout_func: Any = None, overridden: Sequence[str] = ()) -> str | None:
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
     if not args.use_vllm:
         return "use_vllm is False, and partial rollouts need a server (use_vllm=True, APRILGRPOConfig's default)"
@@ -49,8 +43,6 @@ def why_stock(
         return f"a subclass overrides {' and '.join(overridden)}, which partial rollouts do not call"
     if args.world_size > 1 and not dist.is_initialized():
         return f"the {args.world_size} processes do not form a torch.distributed process group"
-    if has_environments and has_images(train_dataset):
-        return "the dataset has images, which partial rollouts do not support with environments yet"
     return None
 
 

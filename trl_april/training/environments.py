@@ -16,6 +16,8 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
+from ..data.message_json import encode_messages
+from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult
@@ -172,12 +174,14 @@ class Environments(Restorable):
             **{key: value for key, value in row.items() if key != "environment" or not self.by_name}
         )
         prompt = with_observation(copy.deepcopy(group.row.get("prompt", NO_PROMPT)), observation)
-        if not is_json(prompt):
+        try:
+            encoded = encode_messages(prompt)
+        except TypeError as error:
             raise ConfigError(
-                f"reset of {type(occupied.instance).__name__} returned {observation!r:.200}, which JSON cannot hold. "
-                "Return text or a list of text blocks."
-            )
-        prompt_ids = self.tokenize(prompt, occupied.name)
+                f"reset of {type(occupied.instance).__name__} returned {observation!r:.200}. A checkpoint cannot hold "
+                f"{error}. Return text, or a list of blocks of text and images."
+            ) from None
+        prompt_ids = self.tokenize(prompt_of({**group.row, "prompt": prompt}), occupied.name)
         if len(prompt_ids) + group.max_completion_length > self.context_length:
             raise ConfigError(
                 f"After the reset of its environment, the prompt of group {group.group_id} has {len(prompt_ids)} "
@@ -185,7 +189,7 @@ class Environments(Restorable):
                 f"context of {self.context_length} tokens. Shorten prompts or observations, lower "
                 "max_completion_length, or restart the server with a larger --max-model-len."
             )
-        return None if observation is None and "prompt" in group.row else prompt, prompt_ids
+        return None if observation is None and "prompt" in group.row else encoded, prompt_ids
 
     def _restore(self, group: Group, sample: Sample) -> bool:
         conversation = sample.conversation

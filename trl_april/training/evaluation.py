@@ -16,6 +16,7 @@ from trl import GRPOConfig
 
 from ..data.source import Row
 from ..distributed.processes import Processes
+from ..engine.protocol import ImagesOf
 from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
 from ..errors import ServerError
@@ -35,8 +36,8 @@ class Evaluation:
     """Generates the completions of one evaluation, one sample for each row that TRL asks for.
 
     `act` is called after each turn of the model. `tokenize` returns the prompt ids of dataset rows, `images_of` the
-    images of one. `has_tools` says whether TRL's trainer has any, and `version` is the policy version to evaluate.
-    After [`Evaluation.close`], only idle environments are left.
+    images that a sample has seen. `has_tools` says whether TRL's trainer has any, and `version` is the policy version
+    to evaluate. After [`Evaluation.close`], only idle environments are left.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Evaluation:
         sampling: SamplingOptions,
         *,
         tokenize: Callable[[list[Row]], list[list[int]]],
-        images_of: Callable[[Row, list[int]], Any],
+        images_of: ImagesOf,
         has_tools: bool,
         servers: SyncedServers,
         processes: Processes,
@@ -80,10 +81,7 @@ class Evaluation:
         pool.begin_round(self._version)
         budget = self._args.max_completion_length
         for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
-            group = pool.admit(
-                self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1, max_completion_length=budget
-            )
-            group.images = self._images_of(row, prompt_ids)
+            pool.admit(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1, max_completion_length=budget)
             self._next_id += 1
         driver = RolloutDriver(
             pool,
@@ -92,6 +90,7 @@ class Evaluation:
             seed=self._sampling.seed,
             idle_timeout=self._args.vllm_server_timeout,
             server_of=self._engine.server_of,
+            images_of=self._images_of,
             act=self._act,
         )
         try:
@@ -101,7 +100,12 @@ class Evaluation:
         finally:
             self._loop.run(driver.close())
         rows[:] = batch_rows(self._groups)
-        attributes = handed_over(rollout_output(self._groups), self._groups, has_tools=self._has_tools)
+        attributes = handed_over(
+            rollout_output(self._groups),
+            self._groups,
+            has_tools=self._has_tools,
+            factories=None if self._environments is None else self._environments.factories,
+        )
         if self._environments is not None:
             instances, give = self._environments.of(self._groups), attributes["rollout_func"]
 

@@ -11,7 +11,7 @@ gradient that it has with all the padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -47,14 +47,21 @@ def arranged(
 
     `multiple` is that of TRL's `pad_to_multiple_of`. A collective call.
     """
-    has_images = micro_batches[0].get("num_images") is not None  # their tensors are not by sample
-    if not has_images and can_be_regrouped(
+    if not sees_images(micro_batches[0]) and can_be_regrouped(
         trainer_class, args, has_entropy_bonus=has_entropy_bonus, has_aux_loss=has_aux_loss
     ):
         micro_batches = like_lengths_together(micro_batches, args.gradient_accumulation_steps, multiple)
     if can_be_split(trainer_class, args, is_sharded=is_sharded, has_aux_loss=has_aux_loss):
         plan_passes(micro_batches, reduce_max, multiple)
     return micro_batches
+
+
+def sees_images(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch, or the arguments of its forward pass, has tensors that are not by sample and token.
+
+    Where the model has sampled an image token, TRL removes all images and leaves the types of tokens.
+    """
+    return any(batch.get(name) is not None for name in ("num_images", "token_type_ids", "mm_token_type_ids"))
 
 
 def can_be_regrouped(

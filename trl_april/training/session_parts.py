@@ -22,7 +22,7 @@ from trl.extras.profiling import profiling_context
 from ..config import AprilOptions
 from ..data.order import TrainingRows
 from ..data.source import Row
-from ..engine.images import PromptImages, images_in, prompt_of
+from ..engine.images import SampleImages, prompt_of
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError
 from ..rollout.daemon_threads import DaemonThreads
@@ -32,7 +32,7 @@ from .environments import NO_PROMPT, Environments
 from .evaluation import Evaluation
 from .rewards import RewardScorer, checked, decode_completions, use_device
 from .rollout_function import Rollout, RolloutTurns
-from .tools import CallResults, Message, Tools, ToolTurns, check_results, tools_by_kind
+from .tools import CallResults, Message, Tools, ToolTurns, check_images, encode_results, tools_by_kind
 
 
 def training_rows(trainer: GRPOTrainer) -> TrainingRows:
@@ -56,28 +56,22 @@ def tokenize_prompts(
     return lambda rows: [[] for _ in rows]
 
 
-def prompt_images(
-    trainer: GRPOTrainer, options: AprilOptions, turns: ToolTurns | RolloutTurns | None
-) -> Callable[[Row, list[int]], PromptImages | None]:
-    """The images of a row with these prompt ids, as the engine takes them."""
+def sample_images(trainer: GRPOTrainer, options: AprilOptions, turns: ToolTurns | RolloutTurns | None) -> SampleImages:
+    """The images of samples, as the engine takes them."""
 
-    def images_of(row: Row, prompt_ids: list[int]) -> PromptImages | None:
-        if (images := images_in(prompt_of(row))) is None:
-            return None
+    def check() -> None:
         if not trainer._is_vlm:
             raise ConfigError(
-                "The training dataset has images, and the model or its processing_class takes text only. Train a "
-                "vision-language model with its processor."
+                "A prompt has images, and the model or its processing_class takes text only. Train a vision-language "
+                "model with its processor."
             )
-        if trainer.environment_factories is not None or isinstance(turns, RolloutTurns):
+        if isinstance(turns, RolloutTurns):
             raise ConfigError(
-                "The training dataset has images, which partial rollouts support neither with environments nor with a "
-                "rollout function yet. Train with TRL's GRPOTrainer."
+                "A prompt has images, which a rollout function does not support yet. Train with TRL's GRPOTrainer."
             )
         compatibility.check_images(options)
-        return PromptImages(images, prompt_ids, trainer.vllm_generation._place_features)
 
-    return images_of
+    return SampleImages(trainer.vllm_generation._place_features, check)
 
 
 def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None = None) -> RewardScorer:
@@ -111,13 +105,6 @@ def tool_turns(
     render, threads = view._get_tool_suffix_ids, DaemonThreads("trl-april-tool")
     timeout = options.tool_timeout
 
-    def render_results(messages: list[Message]) -> list[int]:
-        check_results(messages)
-        with lock:
-            return render(messages)
-
-    view._get_tool_suffix_ids = render_results
-
     def parse(token_ids: list[int], prefix: list[int], environment: str | None) -> Message:
         with lock:
             if not view.tools:  # of an environment without methods; TRL then parses only what it has a format for
@@ -131,30 +118,34 @@ def tool_turns(
         prompt_ids: list[int], token_ids: list[int], message: Message, budget: int, tools: Tools
     ) -> CallResults:
         use_device(trainer.accelerator.device)
-        step, prompts = copy.copy(view), []
+        step, prompts, encoded = copy.copy(view), [], []
+
+        def render_results(messages: list[Message]) -> list[int]:
+            encoded.extend(encode_results(messages, takes_images=trainer._is_vlm))
+            with lock:
+                return render(messages)
 
         def generate(prompts_with_results: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             prompts.extend(prompts_with_results)
             return [[]], [[]]
 
         step.max_completion_length, step._generate_single_turn = budget, generate
+        step._get_tool_suffix_ids = render_results
+        step.tools = []  # else TRL would process images for the forward pass of the next turn
         step._sync_tool_dicts, step._async_tool_dicts = [tools.functions], [tools.coroutines]
         step._batch_environments = [tools.environment]
-        _, (messages,), (results,), _, calls, failures, _ = step._tool_call_loop(
+        _, _, (results,), _, calls, failures, _ = step._tool_call_loop(
             [[]], [prompt_ids], [token_ids], [[message]], [[0.0] * len(token_ids)], None, {}
         )
-        return CallResults(results[len(token_ids) :], messages[1:], calls, failures, fit=bool(prompts))
+        fit = bool(prompts)
+        return CallResults(results[len(token_ids) :], encoded if fit else [], calls, failures, fit)
 
     def tokenize(prompt: list[Message], environment: str | None) -> list[int]:
+        check_images(prompt, "a prompt with the observation of an environment", takes_images=trainer._is_vlm)
         step = copy.copy(view)
         step._batch_environments = [environment]
         with lock:
-            (prompt_ids,), images, _ = step._tokenize_prompts([prompt])
-        if images is not None:
-            raise ConfigError(
-                "reset of an environment returned an image, which partial rollouts do not support yet. Return text, "
-                "or train with TRL's GRPOTrainer."
-            )
+            (prompt_ids,), _, _ = step._tokenize_prompts([prompt])
         return list(prompt_ids)
 
     if rollout is not None:
@@ -198,7 +189,7 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
         rollout_engine(options, sampling, server, vocab_size, processes.rank),
         sampling,
         tokenize=tokenize_prompts(trainer, turns),
-        images_of=prompt_images(trainer, options, turns),
+        images_of=sample_images(trainer, options, turns),
         has_tools=bool(trainer.tools),
         servers=server.servers,
         processes=processes,

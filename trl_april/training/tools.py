@@ -6,13 +6,14 @@ Invariant: a tool is called once for each call in a turn, and never again when t
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor, wait
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..data.message_json import Message, decode_messages, encode_messages
+from ..engine.images import images_in
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
@@ -21,7 +22,6 @@ from ..rollout.acting import ResetResult, TurnResult
 if TYPE_CHECKING:
     from .environments import Environments
 
-Message = dict[str, Any]
 Tool = Callable[..., Any]
 
 
@@ -29,7 +29,7 @@ class CallResults(NamedTuple):
     """The results of the calls in a turn."""
 
     token_ids: list[int]  # as the chat template renders them, up to where the assistant answers
-    messages: list[Message]
+    messages: list[Message]  # in the form of `data.message_json`
     calls: int
     failures: int
     fit: bool  # whether they fit into the remaining budget; without that, tokens and messages are empty
@@ -137,21 +137,32 @@ def _too_late(name: str, timeout: float) -> TimeoutError:
     return TimeoutError(f"{name} did not return within {timeout:g} seconds.")
 
 
-def check_results(messages: Sequence[Message]) -> None:
-    """Raise [`ConfigError`] for results of tools that a resumed sample or a checkpoint cannot hold."""
+def check_images(messages: list[Message], whose: str, *, takes_images: bool) -> None:
+    """Raise [`ConfigError`] for images in messages that the model or the server does not take."""
+    for image in images_in(messages) or ():
+        if not takes_images:
+            raise ConfigError(
+                f"There is an image in {whose}, and the model or its processing_class takes text only. Use text, or "
+                "train a vision-language model with its processor."
+            )
+        if not type(image).__module__.startswith("PIL."):  # which need not be installed
+            raise ConfigError(f"There is {image!r:.200} as an image in {whose}. Use a PIL.Image.")
+
+
+def encode_results(messages: Sequence[Message], *, takes_images: bool) -> list[Message]:
+    """Results of tools as samples hold them. Raises [`ConfigError`] for a result that cannot be used."""
+    encoded = []
     for message in messages:
-        content, name = message["content"], message["name"]
-        parts = content if isinstance(content, list) else ()
-        if any(isinstance(part, dict) and part.get("type") == "image" for part in parts):
+        name = message["name"]
+        check_images([message], f"a result of the tool {name!r}", takes_images=takes_images)
+        try:
+            encoded += encode_messages([message])
+        except TypeError as error:
             raise ConfigError(
-                f"The tool {name!r} returned an image, which partial rollouts do not support yet. Return text, or "
-                "train with TRL's GRPOTrainer."
-            )
-        if not is_json(content):
-            raise ConfigError(
-                f"The tool {name!r} returned a list that JSON cannot hold: {content!r:.200}. TRL passes lists to the "
-                "chat template as they are. Return text or a list of text blocks."
-            )
+                f"The tool {name!r} returned a list, and a checkpoint cannot hold {error} in it. TRL passes lists to "
+                "the chat template as they are. Return text, or a list of blocks of text and images."
+            ) from None
+    return encoded
 
 
 def is_json(value: Any) -> bool:
@@ -165,26 +176,35 @@ def is_json(value: Any) -> bool:
 # Finished samples in TRL's form
 
 
-def handed_over(output: dict[str, list[list[Any]]], groups: Sequence[Group], *, has_tools: bool) -> dict[str, Any]:
+def handed_over(
+    output: dict[str, list[list[Any]]],
+    groups: Sequence[Group],
+    *,
+    has_tools: bool,
+    factories: dict[str | None, Any] | None = None,
+) -> dict[str, Any]:
     """The trainer's attributes while TRL takes a batch.
 
     It would reset environments again, which the rewards, computed before, do not need any more. It would also call
-    the tools again, and generate after them.
+    the tools again, and generate after them. The `factories` of environments are hidden until then: afterwards TRL
+    renders each prompt with images with the tools of its own environment.
     """
-    attributes = {"environment_factories": None, "environments": None}
-    if not has_tools:
-        return {**attributes, "rollout_func": lambda prompts, trainer: output}
-    return {
-        **attributes,
-        "rollout_func": lambda prompts, trainer: first_turns(output, groups),
-        "_tool_call_loop": lambda *args: loop_results(output, groups),
-    }
+
+    def rollout_func(prompts: list[Any], trainer: Any) -> Any:
+        if factories is not None:
+            names = [group.row.get("environment") for group in groups for _ in group.samples]
+            trainer.environment_factories = factories
+            trainer._batch_environments = names if trainer._multi_environment else [None] * len(names)
+        return first_turns(output, groups) if has_tools else output
+
+    attributes = {"environment_factories": None, "environments": None, "rollout_func": rollout_func}
+    return {**attributes, "_tool_call_loop": lambda *args: loop_results(output, groups)} if has_tools else attributes
 
 
 def messages_of(groups: Sequence[Group]) -> list[list[Message]]:
-    """The messages of each sample after its prompt. Copies, since reward functions may change them."""
+    """The messages of each sample after its prompt, as TRL has them. Reward functions may change them."""
     conversations = [sample.conversation for group in groups for sample in group.samples]
-    return [copy.deepcopy(conversation.messages) for conversation in conversations if conversation is not None]
+    return [decode_messages(conversation.messages) for conversation in conversations if conversation is not None]
 
 
 def first_turns(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
@@ -200,14 +220,15 @@ def first_turns(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> 
 def loop_results(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> tuple[Any, ...]:
     """What TRL's `_tool_call_loop` returns for a batch whose tools were called already."""
     conversations = [sample.conversation for group in groups for sample in group.samples if sample.conversation]
+    messages = messages_of(groups)
     return (
         output["env_mask"],
-        messages_of(groups),
+        messages,
         output["completion_ids"],
         output["logprobs"],
         sum(conversation.calls for conversation in conversations),
         sum(conversation.failures for conversation in conversations),
-        [[] for _ in conversations],  # no images
+        [images_in(one) or [] for one in messages],
     )
 
 
