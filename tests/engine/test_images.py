@@ -13,7 +13,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.engine.test_vllm import HANG_GUARD, collect
 from tests.support.raw_server import Answer, Asked, RawServer
-from trl_april.data.message_json import encode_messages
+from trl_april.data.row_json import encode_messages
 from trl_april.engine.images import (
     PlacedImages,
     SampleImages,

@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Image, Value
 from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
 from tests.trainer.test_tools_on_server import calling_tokenizer
 from tests.trainer.test_trainer import RecordingTrainer, make_config, wait_until_idle
-from trl_april.data.message_json import decode_messages
+from trl_april.data.row_json import decode_messages
 from trl_april.engine.images import images_in, prompt_of
 from trl_april.errors import ConfigError
 from trl_april.server.local import LocalServer

@@ -27,7 +27,7 @@ from tests.support.tool_calling import (
     trainer_arguments,
 )
 from trl_april.config import AprilOptions
-from trl_april.data.message_json import decode_messages
+from trl_april.data.row_json import decode_messages
 from trl_april.errors import ConfigError
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
 from trl_april.training.batch import completion_columns, rollout_output

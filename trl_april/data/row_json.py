@@ -1,22 +1,27 @@
-"""Rows of a stream as JSON and back: a row that was written is read back equal in values and types.
+"""Rows of a stream, and messages of the pool, as JSON and back: equal in values and types.
 
-JSON alone would turn tuples into lists and keys into strings, and has no bytes, dates or arrays.
+JSON alone would turn tuples into lists and keys into strings, and has no bytes, dates, arrays or images. Invariant:
+messages in the pool have this form, so that they can be saved and sent as they are: the screen that a tool returned
+stays as it was when the tool returned it.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import datetime
 import decimal
 import io
 import zoneinfo
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError
 
+
+Message = dict[str, Any]
 
 MARK = "$"  # marks a type that JSON lacks: {"$bytes": "..."}
 _PLAIN = (bool, int, float, str, type(None))
@@ -48,6 +53,23 @@ def encode_row(row: dict[str, Any]) -> dict[str, Any]:
 def decode_row(encoded: dict[str, Any]) -> dict[str, Any]:
     """The row that [`encode_row`] was given. Other input raises an error of any kind, but runs and imports nothing."""
     return {column: decode_value(value) for column, value in encoded.items()}
+
+
+def encode_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages with contents that JSON can hold. Raises `TypeError` for a content of which there is none."""
+    try:
+        return [_with_content(message, encode_value) for message in messages]
+    except RecursionError:
+        raise TypeError("lists or dicts that are nested too deep") from None
+
+
+def decode_messages(encoded: Sequence[Message]) -> list[Message]:
+    """The messages that [`encode_messages`] was given, as copies."""
+    return [_with_content(copy.deepcopy(message), decode_value) for message in encoded]
+
+
+def _with_content(message: Message, change: Any) -> Message:
+    return {**message, "content": change(message["content"])} if "content" in message else message
 
 
 def encode_value(value: Any) -> Any:

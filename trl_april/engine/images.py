@@ -14,8 +14,7 @@ from typing import Any
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 from trl.generation.vllm_client import to_openai_messages
 
-from ..data.message_json import Message
-from ..data.row_json import decode_value
+from ..data.row_json import Message, decode_value
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 

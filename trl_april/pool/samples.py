@@ -54,7 +54,7 @@ class Segment:
 class Conversation:
     """The turns of a sample that alternates between the model and tools, and of its environment, if it has one."""
 
-    # After the prompt, of complete turns. Like the prompt, in the form of `data.message_json`.
+    # After the prompt, of complete turns. Like the prompt, in the form of `data.row_json`.
     messages: list[dict[str, Any]] = field(default_factory=list)
     turn_start: int = 0  # index of the first completion token of the current turn
     iterations: int = 0  # turns whose tools were called

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ..data.message_json import decode_messages
+from ..data.row_json import decode_messages
 from ..engine.servers import Traffic
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState

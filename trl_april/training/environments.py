@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from ..data.message_json import encode_messages
+from ..data.row_json import encode_messages
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, wait
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.message_json import Message, decode_messages, encode_messages
+from ..data.row_json import Message, decode_messages, encode_messages
 from ..engine.images import images_in
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
@@ -29,7 +29,7 @@ class CallResults(NamedTuple):
     """The results of the calls in a turn."""
 
     token_ids: list[int]  # as the chat template renders them, up to where the assistant answers
-    messages: list[Message]  # in the form of `data.message_json`
+    messages: list[Message]  # in the form of `data.row_json`
     calls: int
     failures: int
     fit: bool  # whether they fit into the remaining budget; without that, tokens and messages are empty
