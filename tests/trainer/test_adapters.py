@@ -1,6 +1,5 @@
 """LoRA training whose adapter travels alone, on real servers."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.support.tiny import build_model
-from tests.trainer.test_embedded import kill_engine
 from tests.trainer.test_overlap import counter
 from tests.trainer.test_trainer import (
     DATASET,
@@ -20,7 +18,6 @@ from tests.trainer.test_trainer import (
     make_config,
     make_trainer,
     rows_of,
-    wait_for_tokens,
 )
 from trl_april import LocalServer
 from trl_april.weights.adapters import write_adapter
@@ -97,26 +94,3 @@ def test_adapter_of_a_quantized_model(tiny_model_dir, tmp_path):
     mismatch = [entry["april/sync_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(mismatch) == 3 and all(1e-4 < one < 0.2 for one in mismatch)
     assert sum(done.carried_tokens for done in trainer.rounds) > 0 == len(trainer.pool)
-
-
-class KilledTrainer(RecordingTrainer):
-    """The engine of its own server is killed in the middle of the second round."""
-
-    def _run_round(self):
-        if self.state.global_step == 1:
-            threading.Thread(target=lambda: (wait_for_tokens(self), kill_engine(self))).start()
-        return super()._run_round()
-
-
-def test_restarted_server_gets_the_adapter_again(tiny_model_dir, tmp_path, caplog):
-    """The trainer's own server, started for the adapter. Log-probabilities stay exact."""
-    args = make_config(
-        SimpleNamespace(base_url=None), tmp_path, max_steps=4, max_completion_length=200, use_cpu=True,
-        generation_kwargs={"ignore_eos": True},
-    )  # fmt: skip
-    trainer = KilledTrainer(tiny_model_dir, distinct_characters, args, DATASET, peft_config=adapter())
-    caplog.set_level("WARNING", "trl_april")
-    trainer.train()
-    assert trainer.vllm_generation.weight_sync == "adapter"
-    assert caplog.text.count("Sending the trainer's weights again") == 1
-    assert check_logprobs(trainer) > 2500 and len(trainer.pool) == 0
