@@ -2,13 +2,14 @@
 
     python benchmarks/turns.py                              # 8 groups of 4, up to 8 turns, sigma 1
     python benchmarks/turns.py --turns 1 --rounds 4 --json result.json
-    python benchmarks/turns.py --hang 60                    # one tool call in a hundred sleeps for a minute
+    python benchmarks/turns.py --contestants default hanging --hang 6 --rounds 24 --block 12
 
 Contestants:
 - `lockstep` is TRL's tool loop on our engine: every turn of the batch waits for its longest completion, and then for
   its slowest tool. Its tools run at once, as TRL's asynchronous ones do; TRL calls others one after the other.
 - `per-sample` is the pool with `over_provisioning=1.0`: each sample continues by itself, and the batch is waited for.
-- `default` is the default schedule at factor 2: `overlap_generation`, `resume_kv="keep"`.
+- `default` is the default schedule: `overlap_generation`, `resume_kv="keep"`, factor 3, bound 8.
+- `hanging` is the same, but the first tool of one sample in a hundred sleeps for `--hang` seconds.
 
 Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, and the weight sync is left out. A
 sample has 1 to `--most-turns` turns. Lengths of turns and times of tools are lognormal, the same for every contestant,
@@ -43,7 +44,7 @@ from trl_april.rollout.acting import TurnResult
 from trl_april.rollout.driver import RolloutDriver
 
 
-CONTESTANTS = ("lockstep", "per-sample", "default")
+CONTESTANTS = ("lockstep", "per-sample", "default", "hanging")
 BUDGET = CONTEXT - PROMPT_LENGTH - 1
 RESULT = [5] * 12  # token ids of a tool's result
 
@@ -54,6 +55,7 @@ class Script:
 
     options: argparse.Namespace
     seed: int
+    hang: float = 0.0  # seconds
 
     def turns(self, key: tuple[int, int]) -> int:
         return random.Random(f"{self.seed}/{key}").randint(1, self.options.most_turns)
@@ -65,8 +67,8 @@ class Script:
 
     def tool_seconds(self, key: tuple[int, int], turn: int) -> float:
         chance = random.Random(f"{self.seed}/{key}/{turn}/tool")
-        if self.options.hang and turn == 0 and chance.random() < 0.01:
-            return self.options.hang
+        if turn == 0 and chance.random() < 0.01 and self.hang:
+            return self.hang
         return min(2.0, self.options.tool_median * chance.lognormvariate(0.0, self.options.sigma))
 
 
@@ -90,15 +92,17 @@ class Contestant:
 
     def __init__(self, name: str, options: argparse.Namespace, base_url: str, model: str, turn: int) -> None:
         self.name, self._options = name, options
-        self._script = Script(options, options.seed + turn)
+        self._script = Script(options, options.seed + turn, options.hang if name == "hanging" else 0.0)
         sampling = sampling_options(generation_kwargs={"ignore_eos": True})
         self._engine = ScriptedTurns(base_url, model, sampling, stream_interval=64)
         self._engine.script, self._engine.turn_of = self._script, {}
         self._pause = pause_of(base_url)
         self._prompts, self._rows, self._version = random.Random(options.seed), count(), 0
-        self._overlaps = name == "default"
+        self._overlaps = name in ("default", "hanging")
         self.tokens, self.seconds = 0, 0.0
-        self._pool = Pool(options.quota, over_provisioning=2.0 if self._overlaps else 1.0, has_tools=True)
+        self._pool = Pool(
+            options.quota, over_provisioning=3.0 if self._overlaps else 1.0, max_staleness=8, has_tools=True
+        )  # fmt: skip
         self._driver = RolloutDriver(
             self._pool, self._engine, run_id=uuid.uuid4().hex, act=self._act, overlap=self._overlaps,
             resume_kv="keep" if self._overlaps else "reuse",
@@ -131,6 +135,8 @@ class Contestant:
             await asyncio.to_thread(self._pause.end)
         self._pool.begin_round(self._version)
         self._version += 1
+        if self._overlaps:
+            self._pool.schedule.withhold()
         self._admit(self._pool.schedule.room)
         done = await self._driver.run_round()
         if self._overlaps:
@@ -204,11 +210,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS[:3]))
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the logarithms of lengths and tool times")
     parser.add_argument("--median", type=int, default=40, help="median length of a turn in tokens")
     parser.add_argument("--tool-median", type=float, default=0.3, help="median seconds of a tool, at most 2")
-    parser.add_argument("--hang", type=float, default=0.0, help="seconds of one tool call in a hundred first turns")
+    parser.add_argument("--hang", type=float, default=60.0, help="seconds of a tool that hangs")
     parser.add_argument("--most-turns", type=int, default=8)
     parser.add_argument("--quota", type=int, default=8, help="groups per batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")
