@@ -97,7 +97,7 @@ class TestKeysAndValues:
             before = reused_tokens(server)
             trainer = make_trainer(
                 server, tiny_model_dir, tmp_path_factory.mktemp(kv), resume_kv=kv, overlap_generation=True,
-                over_provisioning=3.0, max_completion_length=1500, generation_kwargs={"ignore_eos": True}, max_steps=3,
+                over_provisioning=2.0, max_completion_length=1500, generation_kwargs={"ignore_eos": True}, max_steps=2,
             )  # fmt: skip
             # When the first batch of four groups is finished, the others have whole blocks, and far to go.
             with pytest.MonkeyPatch.context() as patch:
