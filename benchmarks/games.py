@@ -3,10 +3,10 @@
     python benchmarks/games.py                   # 5 seeds of 40 steps
     python benchmarks/games.py --quick           # a few steps, as a smoke test
 
-GuessTheNumber-v0: a number from 1 to 20 in about ten guesses, with the environment of scripts/games.py and default
-options. The model of 0.1 million parameters is warm-started on games of a player who follows the hints in half of the
-moves and may give up, which gets no reward. Rewards are TextArena's, of the trained batches. A stopped benchmark
-resumes.
+GuessTheNumber-v0: a number from 1 to 20 in at most eleven guesses, with the environment of scripts/games.py and
+default options. The model of 0.1 million parameters is warm-started on games of a player who follows the hints in half
+of the moves and may give up, which gets no reward. Rewards are TextArena's, of the trained batches. A stopped
+benchmark resumes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trl_april.pool.samples import SampleState
 
 
 ROOT = Path(__file__).parents[1]
-NAME, NUMBERS, GUESSES = "GuessTheNumber-v0", 20, 11  # TextArena ends a game after ten guesses and one more
+NAME, NUMBERS, GUESSES = "GuessTheNumber-v0", 20, 11  # the eleventh ends a game
 GAMES = runpy.run_path(str(ROOT / "scripts" / "games.py"))
 GIVES_UP, FOLLOWS_HINTS = 0.15, 0.5  # the player's probabilities per move
 WARM_START_STEPS, WARM_START_BATCH, WARM_START_RATE = 400, 8, 4e-3
@@ -124,7 +124,7 @@ def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, steps: int) -> No
 
 
 class _Stop(transformers.TrainerCallback):
-    """Stops a training after a step, with games in the pool. With fewer `max_steps` it would end with an empty one."""
+    """Stops a training after a step, with games in the pool. With fewer `max_steps` the pool would be empty."""
 
     def __init__(self, after: int) -> None:
         self.after = after

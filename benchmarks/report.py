@@ -53,7 +53,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def earlier_results(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a stopped benchmark has measured before, to be continued; nothing if there is no file.
+    """The results of a stopped benchmark, which continues from them. Empty without a file.
 
     Raises:
         SystemExit: If the file was measured with other settings.

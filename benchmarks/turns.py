@@ -2,13 +2,13 @@
 
     python benchmarks/turns.py                              # 8 groups of 4, up to 8 turns, sigma 1
     python benchmarks/turns.py --turns 1 --rounds 4 --json result.json
-    python benchmarks/turns.py --contestants default hanging --hang 6 --rounds 24 --block 12
+    python benchmarks/turns.py --contestants default hanging --turns 1 --rounds 20 --block 20 --hang 6
 
 Contestants:
 - `lockstep` is TRL's tool loop on our engine: every turn of the batch waits for its longest completion, and then for
   its slowest tool. Its tools run at once, as TRL's asynchronous ones do; TRL calls others one after the other.
 - `per-sample` is the pool with `over_provisioning=1.0`: each sample continues by itself, and the batch is waited for.
-- `default` is the default schedule: `overlap_generation`, `resume_kv="keep"`, factor 3, bound 8.
+- `default` is the schedule of the default options: `overlap_generation`, `resume_kv="keep"`.
 - `hanging` is the same, but the first tool of one sample in a hundred sleeps for `--hang` seconds.
 
 Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, and the weight sync is left out. A
@@ -35,6 +35,7 @@ import requests
 from calibration import pause_of
 from rollout import CONTEXT, PROMPT_LENGTH, server
 
+from trl_april.config import AprilOptions
 from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.engine.sampling import sampling_options
 from trl_april.engine.vllm import VLLMEngine
@@ -44,6 +45,7 @@ from trl_april.rollout.acting import TurnResult
 from trl_april.rollout.driver import RolloutDriver
 
 
+DEFAULTS = AprilOptions()
 CONTESTANTS = ("lockstep", "per-sample", "default", "hanging")
 BUDGET = CONTEXT - PROMPT_LENGTH - 1
 RESULT = [5] * 12  # token ids of a tool's result
@@ -101,7 +103,8 @@ class Contestant:
         self._overlaps = name in ("default", "hanging")
         self.tokens, self.seconds = 0, 0.0
         self._pool = Pool(
-            options.quota, over_provisioning=3.0 if self._overlaps else 1.0, max_staleness=8, has_tools=True
+            options.quota, over_provisioning=DEFAULTS.bounded_factor(1) if self._overlaps else 1.0,
+            max_staleness=DEFAULTS.max_staleness, has_tools=True,
         )  # fmt: skip
         self._driver = RolloutDriver(
             self._pool, self._engine, run_id=uuid.uuid4().hex, act=self._act, overlap=self._overlaps,

@@ -1,8 +1,8 @@
 """Rows of a stream, and messages of the pool, as JSON and back: equal in values and types.
 
-JSON alone would turn tuples into lists and keys into strings, and has no bytes, dates, arrays or images. Invariant:
-messages in the pool have this form, so that they can be saved and sent as they are: the screen that a tool returned
-stays as it was when the tool returned it.
+JSON alone would turn tuples into lists and keys into strings, and has no bytes, dates, arrays or images. Messages in
+the pool have this form, so that they can be saved and sent as they are. It also copies them: a picture that a tool
+returned does not change when the tool draws on it later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def decode_row(encoded: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages with contents that JSON can hold. Raises `TypeError` for a content of which there is none."""
+    """Encode the contents of messages for JSON. Raises `TypeError` for a content that JSON cannot hold."""
     try:
         return [_with_content(message, encode_value) for message in messages]
     except RecursionError:
@@ -73,7 +73,7 @@ def _with_content(message: Message, change: Any) -> Message:
 
 
 def encode_value(value: Any) -> Any:
-    """A value that JSON can hold, for any value of a row; `TypeError` if there is none."""
+    """Encode a value of a row for JSON. Raises `TypeError` for a type that cannot be read back."""
     kind = type(value)
     if kind is int and value.bit_length() > _MAX_BITS:
         raise TypeError(f"an int of {value.bit_length()} bits")
@@ -94,7 +94,7 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """The value that [`encode_value`] was given."""
+    """The value that [`encode_value`] was given. Other input raises an error of any kind."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):

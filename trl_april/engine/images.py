@@ -53,7 +53,7 @@ def returning_images(generate: Callable[[list[Any]], tuple[Any, ...]]) -> Callab
 
     def generate_with_images(prompts: list[Any]) -> tuple[Any, ...]:
         *found, _, tool_images = generate(prompts)
-        of_tools = tool_images or [[] for _ in prompts]  # without tools there is no list for each
+        of_tools = tool_images or [[] for _ in prompts]  # TRL returns none without tools
         both = zip(prompts, of_tools, strict=True)
         images = [(images_in(prompt) or []) + new or None for prompt, new in both]
         return (*found, images if any(images) else None, tool_images)
@@ -62,7 +62,7 @@ def returning_images(generate: Callable[[list[Any]], tuple[Any, ...]]) -> Callab
 
 
 class PlacedImages:
-    """Images in a part of a sample that begins at token `start` of its prompt and has these `token_ids`."""
+    """Images among these `token_ids`, which are a sample's from token `start` of its prompt on."""
 
     def __init__(self, images: list[Any], token_ids: list[int], start: int, place: Place) -> None:
         self._images, self._token_ids, self._start, self._place = images, token_ids, start, place
@@ -95,7 +95,7 @@ async def joined_features(images: Sequence[PlacedImages], render: Render) -> Fea
 
 
 class SampleImages:
-    """Finds the images of samples. `check` is called where there are any, and raises an error if that is unsupported.
+    """Finds the images of samples. `check` raises an error where images are unsupported.
 
     Samples whose prompt is the group's share its images.
     """
@@ -125,7 +125,7 @@ class SampleImages:
 
 
 def _results(sample: Sample) -> Iterator[tuple[int, list[int], list[Message]]]:
-    """Of each turn that results of tools follow, where they start in the completion, their token ids and messages."""
+    """The start in the completion, the token ids and the messages of the results of each turn."""
     messages = () if sample.conversation is None else sample.conversation.messages
     runs = (list(run) for is_tool, run in groupby(messages, lambda one: one["role"] == "tool") if is_tool)
     start = 0

@@ -17,8 +17,8 @@ from ..errors import ConfigError, PoolError
 from .staleness import check_bound
 
 
-READY_ROUNDS = 8  # rounds in a row whose batches were complete before they opened, until fewer groups are admitted
-READY_MARGIN = 0.25  # finished groups that may wait besides a batch, as a part of one
+READY_ROUNDS = 8  # rounds in a row that open with more finished groups than they need, before groups are withheld
+READY_MARGIN = 0.25  # of a batch: finished groups that a round may have left over
 
 
 class Requirement(NamedTuple):
@@ -56,8 +56,8 @@ class Schedule:
         self.rejected: dict[int, int] = {}  # start versions of the groups rejected in this round, by id
         self.delivered: list[int] = []  # the last batch, oldest first
         self.admits_surplus = True  # whether there is room for more groups than a batch has
-        self.withheld = 0  # groups fewer than the target that are admitted, because the trainer is the bottleneck
-        self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups besides the batch, when rounds opened
+        self.withheld = 0  # groups that the pool has fewer than its target, because the trainer is the bottleneck
+        self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups beyond the batch, as the last rounds opened
         self._start_versions: dict[int, int] = {}  # of the outstanding groups; ids and versions ascend
         # Outstanding groups by start version: to count them at the end of each sample would be quadratic.
         self._outstanding: Counter[int] = Counter()
@@ -106,12 +106,12 @@ class Schedule:
         self.version, self.rejected = version, {}
 
     def withhold(self) -> None:
-        """Admit fewer groups where batches are complete long before the trainer asks for them.
+        """Lower the number of groups to admit if the trainer is the bottleneck, or raise it again.
 
-        For rounds that requests run between, when the round has begun and all processes know the same finished
-        groups. Finished groups that wait for a slow trainer only age, so those that the last rounds never needed are
-        withheld. A round that lacks groups gives as many back. One that waits for a group that falls due gives back
-        all: it has a surplus because it waits.
+        Call it at the beginning of a round, when all processes know the same finished groups, and only if requests
+        run between rounds. Finished groups that wait for a slow trainer age without need. So groups that none of the
+        last rounds needed are withheld. A round that lacks groups releases as many. A round that waits for a group
+        that falls due releases all, since its surplus comes from the wait, not from a slow trainer.
         """
         surplus, missing = len(self.finished) - self.quota, len(self.needed())
         if missing:

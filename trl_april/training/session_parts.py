@@ -32,7 +32,7 @@ from .environments import NO_PROMPT, Environments
 from .evaluation import Evaluation
 from .rewards import RewardScorer, checked, decode_completions, use_device
 from .rollout_function import Rollout, RolloutTurns
-from .tools import CallResults, Message, Tools, ToolTurns, check_images, encode_results, tools_by_kind
+from .tools import CallResults, Message, Tools, ToolTurns, check_message_images, encode_results, tools_by_kind
 
 
 def training_rows(trainer: GRPOTrainer) -> TrainingRows:
@@ -141,7 +141,7 @@ def tool_turns(
         return CallResults(results[len(token_ids) :], encoded if fit else [], calls, failures, fit)
 
     def tokenize(prompt: list[Message], environment: str | None) -> list[int]:
-        check_images(prompt, "a prompt with the observation of an environment", takes_images=trainer._is_vlm)
+        check_message_images(prompt, "a prompt with the observation of an environment", takes_images=trainer._is_vlm)
         step = copy.copy(view)
         step._batch_environments = [environment]
         with lock:

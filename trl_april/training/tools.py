@@ -137,16 +137,16 @@ def _too_late(name: str, timeout: float) -> TimeoutError:
     return TimeoutError(f"{name} did not return within {timeout:g} seconds.")
 
 
-def check_images(messages: list[Message], whose: str, *, takes_images: bool) -> None:
-    """Raise [`ConfigError`] for images in messages that the model or the server does not take."""
+def check_message_images(messages: list[Message], whose: str, *, takes_images: bool) -> None:
+    """Raise [`ConfigError`] for images in messages that the model or a checkpoint does not take."""
     for image in images_in(messages) or ():
         if not takes_images:
             raise ConfigError(
-                f"There is an image in {whose}, and the model or its processing_class takes text only. Use text, or "
+                f"Found an image in {whose}, and the model or its processing_class takes text only. Use text, or "
                 "train a vision-language model with its processor."
             )
         if not type(image).__module__.startswith("PIL."):  # which need not be installed
-            raise ConfigError(f"There is {image!r:.200} as an image in {whose}. Use a PIL.Image.")
+            raise ConfigError(f"Found {image!r:.200} as an image in {whose}. An image must be a PIL.Image.")
 
 
 def encode_results(messages: Sequence[Message], *, takes_images: bool) -> list[Message]:
@@ -154,7 +154,7 @@ def encode_results(messages: Sequence[Message], *, takes_images: bool) -> list[M
     encoded = []
     for message in messages:
         name = message["name"]
-        check_images([message], f"a result of the tool {name!r}", takes_images=takes_images)
+        check_message_images([message], f"a result of the tool {name!r}", takes_images=takes_images)
         try:
             encoded += encode_messages([message])
         except TypeError as error:
@@ -186,8 +186,8 @@ def handed_over(
     """The trainer's attributes while TRL takes a batch.
 
     It would reset environments again, which the rewards, computed before, do not need any more. It would also call
-    the tools again, and generate after them. The `factories` of environments are hidden until then: afterwards TRL
-    renders each prompt with images with the tools of its own environment.
+    the tools again, and generate after them. The `factories` of environments are back after that, when TRL renders
+    prompts with images, each with the tools of its own environment.
     """
 
     def rollout_func(prompts: list[Any], trainer: Any) -> Any:
