@@ -170,8 +170,9 @@ class HalfKilledTrainer(RecordingTrainer):
         async def received() -> int:
             return self.received + server.traffic.tokens
 
+        while not (running := server.running):  # after a sync, it may have none for a moment
+            time.sleep(0.001)
         generated = gauge(self.url, "generation_tokens_total")
-        running = server.running
         os.killpg(self.mortal.pid, signal.SIGKILL)
         self.cut = max(running, server.running)
         while server.running:
