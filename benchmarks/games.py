@@ -133,20 +133,26 @@ class _Stop(transformers.TrainerCallback):
         control.should_training_stop |= state.global_step == self.after
 
 
-def run(seed: int, steps: int, model_dir: Path, base_url: str) -> dict[str, Any]:
+def training_args(folder: str | Path, base_url: str, **options: Any) -> APRILGRPOConfig:
+    """Default options, for batches of 8 groups of 6 games."""
+    return APRILGRPOConfig(
+        str(folder), vllm_server_base_url=base_url, save_strategy="steps", logging_steps=1, report_to=[],
+        disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False, num_generations=6,
+        per_device_train_batch_size=12, gradient_accumulation_steps=4, max_completion_length=700,
+        max_tool_calling_iterations=GUESSES + 2, learning_rate=2e-4, lr_scheduler_type="constant", **options,
+    )  # fmt: skip
+
+
+def run(seed: int, steps: int, model_dir: Path, server: LocalServer) -> dict[str, Any]:
     """Train to the middle, and from its checkpoint to the end in another trainer."""
     half = steps // 2
     rows = GAMES["games"](4 * steps * 8).map(lambda row: {"seed": TRAINING_SEEDS * (seed + 1) + row["seed"]})
     with tempfile.TemporaryDirectory(prefix="trl_april_games_") as folder:
         log: list[dict[str, float]] = []
         for last in (half, steps):
-            args = APRILGRPOConfig(
-                folder, vllm_server_base_url=base_url, seed=seed, max_steps=steps, save_strategy="steps",
-                save_steps=half, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, bf16=False,
-                gradient_checkpointing=False, num_generations=6, per_device_train_batch_size=12,
-                gradient_accumulation_steps=4, max_completion_length=700, max_tool_calling_iterations=GUESSES + 2,
-                learning_rate=2e-4, lr_scheduler_type="constant", replay_environments=True,
-            )  # fmt: skip
+            args = training_args(
+                folder, server.base_url, seed=seed, max_steps=steps, save_steps=half, replay_environments=True
+            )
             trainer = APRILGRPOTrainer(
                 str(model_dir), args=args, train_dataset=rows, environment_factory=partial(GAMES["Game"], NAME)
             )
@@ -169,8 +175,8 @@ def run(seed: int, steps: int, model_dir: Path, base_url: str) -> dict[str, Any]
 
 
 @contextmanager
-def started(folder: Path, warm_start_steps: int) -> Iterator[tuple[Path, str]]:
-    """The folder of the warm-started model, and the address of a server for it."""
+def started(folder: Path, warm_start_steps: int, *, restart: bool = False) -> Iterator[tuple[Path, LocalServer]]:
+    """The folder of the warm-started model, and a server for it."""
     model_dir = folder / "warm_start_games"
     if not (model_dir / "model.safetensors").exists():
         torch.manual_seed(0)
@@ -179,8 +185,9 @@ def started(folder: Path, warm_start_steps: int) -> Iterator[tuple[Path, str]]:
         warm_start(model, tokenizer, warm_start_steps)
         save(model, tokenizer, model_dir)
     vllm_args = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
-    with LocalServer(model_dir, vllm_args=vllm_args, log_file=folder / "server_games.log", quiet=True) as server:
-        yield model_dir, server.base_url
+    log_file = folder / "server_games.log"
+    with LocalServer(model_dir, vllm_args=vllm_args, log_file=log_file, quiet=True, restart=restart) as server:
+        yield model_dir, server
 
 
 def quarters(runs: list[dict[str, Any]], name: str) -> list[list[float]]:

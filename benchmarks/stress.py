@@ -1,7 +1,7 @@
 """Where off-policy training breaks: learning rates, staleness bounds and corrections, until synchronous training wins.
 
     python benchmarks/stress.py                                     # all cells, 5 seeds: hours
-    python benchmarks/stress.py --rates 1e-3 --bounds 16 --seeds 2
+    python benchmarks/stress.py --rates 4e-4 --bounds 16 --seeds 2
     python benchmarks/stress.py --quick                             # a few steps, as a smoke test
 
 The demo's task from one warm start on one server, with `overlap_generation` and `resume_kv="keep"`. For each learning
@@ -34,13 +34,18 @@ from trl_april.training.correction import TrainingPassCorrection
 
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
-    "none": {"vllm_importance_sampling_correction": False},
-    **{
-        mode: {"vllm_importance_sampling_mode": mode}
-        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-    },
+    mode: {"vllm_importance_sampling_mode": mode}
+    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+} | {
     "opsm": {"vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.05},
 }
+
+
+class NoCorrection(TrainingPassCorrection):
+    """As without `vllm_importance_sampling_correction`, but the ratios can be recorded."""
+
+    def _weights(self, micro_batch: dict[str, Any], log_ratio: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(log_ratio)
 
 
 class GeometricMask(TrainingPassCorrection):
@@ -57,8 +62,8 @@ class DivergenceMask(TrainingPassCorrection):
         return log_ratio.exp().masked_fill(moved > 0.15, 0.0)
 
 
-WEIGHTS = {"geometric": GeometricMask, "dppo": DivergenceMask}
-NAMES = [*CORRECTIONS, *WEIGHTS]
+WEIGHTS = {"none": NoCorrection, "geometric": GeometricMask, "dppo": DivergenceMask}
+NAMES = ["none", *CORRECTIONS, "geometric", "dppo"]
 
 
 def mode_of(bound: int, correction: str) -> str:
@@ -119,7 +124,7 @@ def table(runs: Sequence[Run]) -> str:
 
 def main() -> None:
     parser = training_parser(__doc__)
-    parser.add_argument("--rates", nargs="+", default=["1e-4", "1e-3", "3e-3"], metavar="RATE", help="learning rates")
+    parser.add_argument("--rates", nargs="+", default=["1e-4", "2e-4", "4e-4"], metavar="RATE", help="learning rates")
     parser.add_argument("--bounds", type=int, nargs="+", default=[5, 16], help="staleness bounds")
     parser.add_argument("--corrections", nargs="+", choices=NAMES, default=NAMES)
     arguments = parser.parse_args()

@@ -150,6 +150,8 @@ BAD = [
     ({"at_bound": 0.6}, "60% of the trained tokens are 5 versions old"),
     ({"engine_idle": 0.38}, "idle for 38% of the time.*set overlap_generation=True"),
     ({"engine_idle": 0.38, "options": {"overlap_generation": True}}, "although overlap_generation is on"),
+    # More groups would be withheld as well.
+    ({"withheld": 6.5, "half_empty": 0.5, "engine_idle": 0.4}, "^6.5 groups were withheld .*more of the devices"),
     ({"lengths": {0.5: 100.0, 0.99: 120.0}}, "Lengths are even.*over_provisioning=1.0"),
     ({"lengths": {0.5: 100.0, 0.99: 120.0}, "over_provisioning": 1.0}, "APRIL gains little.$"),
     (shares(sync=0.2), 'took 20% of the time .0.5 s each.*weight_sync="nccl"'),
@@ -219,6 +221,7 @@ def test_table_of_two_runs_shows_the_change(folders):
     assert found["time in sync"][0] == ["3%", "6%"]
     assert found["staleness, mean"][0][0] == "0.00 versions"
     assert re.fullmatch(r"[+-]\d+ points", found["engine idle"][1])
+    assert "groups withheld, mean" not in found
     assert found["rounds, or entries of the trainer's log"] == [["14", "14"], ""]
     assert "server unavailable" not in found
     found = {name: row for name, *row in rows([summarize(read_run(folders["without"])), summaries[1]])}

@@ -1,6 +1,7 @@
 """The benchmarks without a server: statistics, tables, pictures, and refused arguments."""
 
 import importlib
+import json
 import math
 import random
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import games
+import kills
 import learning
 import peers
 import pytest
@@ -279,6 +281,17 @@ def test_games_of_the_warm_start_end_and_can_be_written():
         ]
         assert tokenizer.unk_token_id not in ids and len(ids) < 1000
     assert {"The game is over.", "The target number is higher."} <= set(endings)  # some give up
+
+
+def test_a_slow_game_continues_from_its_state(monkeypatch):
+    monkeypatch.setattr(kills.time, "sleep", lambda seconds: None)
+    before, after = kills.SlowGame(games.NAME), kills.SlowGame(games.NAME)
+    before.reset(seed=3)
+    said = [before.play(f"[{guess}]") for guess in (1, 20, 4)]
+    after._april_restore(json.loads(json.dumps(before._april_state())))
+    assert after._april_state() == before._april_state() == {"seed": 3, "moves": ["[1]", "[20]", "[4]"]}
+    assert [after.play(f"[{guess}]") for guess in (9, 12)] == [before.play(f"[{guess}]") for guess in (9, 12)]
+    assert len(set(said)) > 1 and kills.SlowGame.play.__doc__ == games.GAMES["Game"].play.__doc__
 
 
 def test_masks_by_hand():

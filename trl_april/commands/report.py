@@ -122,6 +122,7 @@ def rows(summaries: Sequence[Summary]) -> list[tuple[str, list[str], str]]:
         ("reward, first fifth of the rounds", lambda s: s.reward_first, "{:.3g}".format, ""),
         ("reward, last fifth of the rounds", lambda s: s.reward_last, "{:.3g}".format, ""),
         ("over_provisioning", lambda s: s.over_provisioning, "{:g}".format, ""),
+        ("groups withheld, mean", lambda s: s.withheld or None, "{:.3g}".format, ""),
         ("requests in flight, mean", lambda s: s.in_flight_mean, "{:.3g}".format, "ratio"),
         ("engine idle", lambda s: s.engine_idle, "{:.0%}".format, "points"),
         *(

@@ -52,6 +52,7 @@ class Summary:
     abort_seconds: float | None = None
     due_seconds: float | None = None
     over_provisioning: float | None = None  # of the last round
+    withheld: float = 0.0  # mean number of groups
     outage_seconds: float = 0.0
     broken_streams: float = 0.0
     tool_seconds: float | None = None  # of the longest step of tools
@@ -96,6 +97,7 @@ def summarize(run: Run) -> Summary:
         abort_seconds=_mean(rounds, "abort_seconds"),
         due_seconds=_mean(rounds, "due_seconds"),
         over_provisioning=rounds[-1].metrics.get("over_provisioning"),
+        withheld=_mean(rounds, "withheld_groups") or 0.0,
         outage_seconds=_sum(rounds, "outage_seconds") or 0.0,
         broken_streams=_sum(rounds, "broken_streams") or 0.0,
         tool_seconds=max((one.metrics.get("tool_seconds_max", 0.0) for one in rounds), default=0.0) or None,
@@ -195,7 +197,12 @@ def advice(summary: Summary) -> list[str]:
 
 def _sentences(s: Summary) -> Iterator[str]:
     factor, bound, shares = s.over_provisioning or 1.0, s.options.get("max_staleness"), s.shares
-    if (s.half_empty or 0.0) >= HALF_EMPTY and s.options.get("over_provisioning") != "auto":
+    if s.withheld >= 1:
+        yield (
+            f"{s.withheld:.3g} groups were withheld on average, since batches were finished before the trainer asked "
+            "for them: give the trainer more of the devices."
+        )
+    elif (s.half_empty or 0.0) >= HALF_EMPTY and s.options.get("over_provisioning") != "auto":
         waits = f"For {s.half_empty:.0%} of the time, rounds ran with less than half of their requests in flight"
         yield from _long_tail(s, factor, bound, waits)
     if (s.at_bound or 0.0) >= AT_BOUND and factor > 1:
@@ -210,7 +217,7 @@ def _sentences(s: Summary) -> Iterator[str]:
             f"others were finished ({shares['due groups']:.0%} of the time): raise max_staleness if rewards and "
             "effective sample size tolerate it, or lower over_provisioning."
         )
-    if (s.engine_idle or 0.0) >= IDLE:
+    if (s.engine_idle or 0.0) >= IDLE and s.withheld < 1:
         idle = f"The engine was idle for {s.engine_idle:.0%} of the time"
         if s.options.get("overlap_generation"):
             yield (
