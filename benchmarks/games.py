@@ -175,8 +175,8 @@ def run(seed: int, steps: int, model_dir: Path, server: LocalServer) -> dict[str
 
 
 @contextmanager
-def started(folder: Path, warm_start_steps: int, *, restart: bool = False) -> Iterator[tuple[Path, LocalServer]]:
-    """The folder of the warm-started model, and a server for it."""
+def started(folder: Path, warm_start_steps: int, *flags: str, **options: Any) -> Iterator[tuple[Path, LocalServer]]:
+    """The folder of the warm-started model, and a server for it, with additional flags and options."""
     model_dir = folder / "warm_start_games"
     if not (model_dir / "model.safetensors").exists():
         torch.manual_seed(0)
@@ -184,9 +184,9 @@ def started(folder: Path, warm_start_steps: int, *, restart: bool = False) -> It
         model = build_model(tokenizer)
         warm_start(model, tokenizer, warm_start_steps)
         save(model, tokenizer, model_dir)
-    vllm_args = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
+    vllm_args = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager", *flags]
     log_file = folder / "server_games.log"
-    with LocalServer(model_dir, vllm_args=vllm_args, log_file=log_file, quiet=True, restart=restart) as server:
+    with LocalServer(model_dir, vllm_args=vllm_args, log_file=log_file, quiet=True, **options) as server:
         yield model_dir, server
 
 

@@ -100,6 +100,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
+def wait_for_lines(journal: Path, count: int, process: Any) -> None:
+    """Wait until a journal has so many lines. A process that hangs does not keep the benchmark from ending."""
+    deadline = time.monotonic() + 5 * SECONDS
+    while process.is_alive() and len(lines(journal)) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def run(steps: int, kills: int, server_kills: int, model_dir: Path, server: Any) -> dict[str, Any]:
     """Train with kills. The last attempt ends by itself."""
     rng = random.Random(0)
@@ -112,13 +119,12 @@ def run(steps: int, kills: int, server_kills: int, model_dir: Path, server: Any)
             process.start()
             if attempt < kills:
                 journal = folder / f"journal-{attempt:03d}.jsonl"
-                least, deadline = rng.randint(0, max(1, steps // kills)), time.monotonic() + 5 * SECONDS
-                while process.is_alive() and len(lines(journal)) < least and time.monotonic() < deadline:
-                    time.sleep(0.02)
+                wait_for_lines(journal, rng.randint(0, max(1, steps // kills)), process)
                 time.sleep(rng.uniform(0.0, 3.0))
-                if attempt in with_server:
+                if attempt in with_server:  # the trainer survives it, and trains another step
+                    number = len(lines(journal))
                     kill_engine(server.pid)
-                    time.sleep(rng.uniform(0.0, 3.0))
+                    wait_for_lines(journal, number + 2, process)
                 if not process.is_alive():
                     sys.exit(f"Attempt {attempt} ended before it was killed.")
                 process.kill()

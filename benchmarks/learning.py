@@ -39,6 +39,7 @@ import torch
 import transformers
 import yaml
 from expected_reward import ExpectedReward, expected_reward
+from intervals import effective_share
 from learning_comparison import APRIL, PAPER, SYNCHRONOUS, Run, draw, tables
 from report import earlier_results, read_json, require_matplotlib, write_json
 from trl.rewards import get_soft_overlong_punishment
@@ -142,6 +143,9 @@ class Recorder:
         weights (`dict[int, list[float]]`):
             By the age of tokens in policy versions: their number, the sum of their importance weights, and the sum of
             the squares. A token's weight is its probability under the trained policy, divided by the recorded one.
+        old_tokens (`list[tuple[int, float, float]]`):
+            For every batch with tokens of at least three versions, the step, and the mean and effective sample size of
+            their importance ratios.
         snapshots (`dict[int, tuple[float, dict]]`):
             By optimiser step, the seconds since the start and the weights of the model.
         started (`float`):
@@ -151,6 +155,7 @@ class Recorder:
     every: int
     lengths: list[tuple[int, float]] = field(default_factory=list)
     weights: dict[int, list[float]] = field(default_factory=dict)
+    old_tokens: list[tuple[int, float, float]] = field(default_factory=list)
     snapshots: dict[int, tuple[float, dict[str, torch.Tensor]]] = field(default_factory=dict)
     started: float = 0.0
 
@@ -159,15 +164,18 @@ class Recorder:
         samples = [sample for group in groups for sample in group.samples]
         self.lengths.append((version, sum(map(len, samples)) / len(samples)))
         log_ratios = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).double()
+        old = [0, 0.0, 0.0]
         for row, sample in enumerate(samples):
             in_loss = batch["completion_mask"][row, : len(sample)].bool()
             ages = version - torch.tensor(sample.versions)
             for age in ages[in_loss].unique().tolist():
                 weights = log_ratios[row, : len(sample)][in_loss & (ages == age)].exp()
-                sums = self.weights.setdefault(age, [0, 0.0, 0.0])
-                sums[0] += len(weights)
-                sums[1] += weights.sum().item()
-                sums[2] += weights.square().sum().item()
+                for sums in (self.weights.setdefault(age, [0, 0.0, 0.0]), *([old] if age >= 3 else [])):
+                    sums[0] += len(weights)
+                    sums[1] += weights.sum().item()
+                    sums[2] += weights.square().sum().item()
+        if old[0]:
+            self.old_tokens.append((version, old[1] / old[0], effective_share(*old)))
 
     def copy_weights(self, model: torch.nn.Module, step: int, *, is_last: bool) -> None:
         """Copy the weights every few steps and at the end."""
@@ -263,6 +271,7 @@ class Bench:
             curve=curve,
             lengths=recorder.lengths,
             weights=sorted((age, *sums) for age, sums in recorder.weights.items()),
+            old_tokens=recorder.old_tokens,
         )
 
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,6 +58,9 @@ class Run:
             For every batch, the first step that trains it, and the mean length of its completions.
         weights (`list[tuple[int, float, float, float]]`):
             Age, number of tokens, sum of their importance weights, sum of the squares.
+        old_tokens (`list[tuple[int, float, float]]`):
+            For every batch with tokens of at least three versions, the step, and the mean and effective sample size of
+            their importance ratios. Empty in files of before.
     """
 
     recipe: str
@@ -74,11 +77,13 @@ class Run:
     curve: list[tuple[int, float, float]]
     lengths: list[tuple[int, float]]
     weights: list[tuple[int, float, float, float]]
+    old_tokens: list[tuple[int, float, float]] = field(default_factory=list)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`, also after a round trip through JSON."""
-        lists = {name: [tuple(entry) for entry in values[name]] for name in ("curve", "lengths", "weights")}
+        names = ("curve", "lengths", "weights", "old_tokens")
+        lists = {name: [tuple(entry) for entry in values.get(name, [])] for name in names}
         return cls(**{**values, **lists})
 
     @property

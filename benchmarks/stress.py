@@ -103,21 +103,23 @@ def table(runs: Sequence[Run]) -> str:
         in_time = [at(other.times, other.rewards, run.times[-1]) for run, other in pairs]
         ahead = [run.rewards[-1] - reward for (run, _), reward in zip(pairs, in_time, strict=True)]
         mean, half = interval(differences) if differences else (0.0, 0.0)
-        weights = pooled_weights(cell)
-        every = [sum(column) for column in zip(*weights.values(), strict=True)]
-        oldest, sums = max(weights.items(), default=(0, ()))
+        every = [sum(column) for column in zip(*pooled_weights(cell).values(), strict=True)]
+        lowest = min(((size, step) for run in cell for step, _, size in run.old_tokens), default=None)
+        best = max((reward, step) for run in cell for reward, step in zip(run.rewards, run.steps, strict=True))
         bound, _, correction = mode.partition(" ")
         rows.append([
             recipe, bound, correction, str(len(cell)), f"{statistics.fmean(rewards):.3f}",
-            "" if mode == SYNCHRONOUS else f"{mean:+.3f} ± {half:.3f}",
+            "" if mode == SYNCHRONOUS else f"{mean:+.3f} ± {half:.3f}" if len(pairs) > 1 else f"{mean:+.3f}",
             "" if mode == SYNCHRONOUS else f"{statistics.fmean(ahead):+.3f}" if ahead else "",
+            f"{best[0]:.3f} ({best[1]:.0f})",
             f"{statistics.fmean(run.staleness_mean for run in cell):.1f}, {max(run.staleness_max for run in cell)}",
             f"{effective_share(*every):.3f}" if every else "",
-            f"{effective_share(*sums):.3f} ({oldest})" if sums else "",
+            f"{lowest[0]:.2f} ({lowest[1]})" if lowest else "",
         ])  # fmt: skip
     header = (
         "learning rate", "bound", "correction", "seeds", "reward", "minus synchronous", "at equal wall-clock",
-        "age, mean and oldest", "effective sample size", "of the oldest tokens (age)",
+        "best reward of a seed (step)", "age, mean and oldest", "effective sample size of all ratios",
+        "of those of age 3+, lowest of a batch (step)",
     )  # fmt: skip
     return markdown(header, rows)
 

@@ -30,6 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trl_april.server.local
 from tests.support.proxy import Proxy
+from tests.trainer import test_trainer
 from tests.trainer.test_trainer import distinct_characters, rows_of
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.engine.vllm import VLLMEngine
@@ -140,6 +141,18 @@ def train(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(spec, run)
     trainer.train(resume_from_checkpoint=run.get("resume"))
     return outcome(trainer)
+
+
+def train_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Compares every token of this process with the weights of its version."""
+    trainer = make_trainer(spec, run, trainer_class=test_trainer.RecordingTrainer)
+    trainer.train()
+    generation = trainer.vllm_generation
+    return {
+        **outcome(trainer),
+        "compared": test_trainer.check_logprobs(trainer),
+        "weight_sync": generation.weight_sync,
+    }
 
 
 def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from tests.support.preloaded import launch_preloaded
 from tests.support.tiny import build_model
 from tests.trainer.test_overlap import counter
 from tests.trainer.test_trainer import (
@@ -64,6 +65,21 @@ def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir
     assert 1 <= max(ages) <= 3 and len(trainer.pool) == 0
     assert any("eval_reward" in entry for entry in trainer.state.log_history)
     assert trainer.vllm_generation.sync_mismatch < 1e-4
+
+
+def test_two_processes_sample_from_the_same_adapters(lora_server, forker, tiny_model_dir, tmp_path):
+    """With DDP the first process sends the adapters, and requests of both live through the syncs."""
+    options = {"max_steps": 6, "max_completion_length": 400, "over_provisioning": 3.0, "max_staleness": 3}
+    options |= {"overlap_generation": True, "resume_kv": "keep"}
+    run = {"name": "adapters", "kind": "train_and_compare", "lora": True, "options": options}
+    launched = launch_preloaded(forker, 2, [run], tmp_path, model=tiny_model_dir, url=lora_server.base_url)
+    results = launched.results("adapters", 2)
+    assert [result["weight_sync"] for result in results] == ["adapter"] * 2
+    assert min(result["compared"] for result in results) > 500
+    versions = [v for one in results for done in one["rounds"] for group in done for v in group["versions"]]
+    assert max(map(len, versions)) > 1
+    numbers = [group["number"] for one in results for done in one["rounds"] for group in done]
+    assert sorted(set(numbers)) == sorted(numbers) and len(numbers) == 6 * 4
 
 
 def test_adapters_share_no_kv_blocks(lora_server, tiny_model_dir, tmp_path):
