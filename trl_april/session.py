@@ -42,7 +42,7 @@ from .rollout.rounds import Rounds
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
 from .training.construction import rollout_engine
-from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics
+from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics, warning_of_drift
 from .training.rewards import RewardScorer
 from .training.rollout_function import RolloutTurns
 from .training.run_log import RunLog, run_options
@@ -98,6 +98,7 @@ class RolloutSession:
         self._silent = args.disable_tqdm or processes.rank > 0
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
+        self._warned_of_drift = False
         self.pool = Pool(
             plan.groups_per_round,
             over_provisioning=options.bounded_factor(plan.versions_per_round),
@@ -271,6 +272,9 @@ class RolloutSession:
             return {}
         metrics = correction_metrics(batch, done.groups, done.version, processes=self._processes)
         self.run_log.note(metrics)
+        if not self._warned_of_drift and (text := warning_of_drift(metrics, self._options.max_staleness)):
+            self._warned_of_drift = True
+            logger.warning(f"Step {done.version}: {text}")
         return metrics
 
     def correct_in_training(self, args: GRPOConfig, batch: dict[str, Any], done: Round) -> None:

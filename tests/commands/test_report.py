@@ -162,7 +162,7 @@ BAD = [
     ({"sample_sizes": {"age_1": 0.5}}, "1 version old.*lower over_provisioning"),
     (
         {"sample_sizes": {"age_1": 0.9, "age_2": 0.7, "age_3+": 0.41}},
-        "3 versions old or older have.*0.41.*lower max_staleness to 2",
+        "3 versions old or older had.*0.41.*lower max_staleness to 2",
     ),
     # A bound of two versions would leave nothing to carry over from one round to the next.
     ({"sample_sizes": {"age_3+": 0.41}, "options": {"versions_per_round": 16}}, "lower over_provisioning"),

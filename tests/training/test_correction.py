@@ -1,12 +1,18 @@
 """Metrics of the importance-sampling correction, computed by hand."""
 
+import logging
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 
+from trl_april.distributed.processes import OneProcess
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Segment
-from trl_april.training.correction import correction_metrics
+from trl_april.session import RolloutSession
+from trl_april.training.correction import correction_metrics, warning_of_drift
 
 
 def sample(index: int, *segments: tuple[int, int]) -> Sample:
@@ -51,12 +57,12 @@ def test_metrics_by_age():
     assert metrics["correction/carried_tokens"] == 4
 
 
-def test_the_mean_ratio_is_taken_before_truncation():
+def test_figures_of_the_ratio_are_taken_before_truncation():
     groups = [group(sample(0, (0, 2), (1, 1)))]
     metrics = correction_metrics(batch([[5.0, 1.0, 1.0]], [[3.0, 1.0, 1.0]]), groups, 1)
     assert metrics["correction/age_1/clipped_fraction"] == pytest.approx(0.5)
     assert metrics["correction/age_1/mean_ratio"] == pytest.approx(3.0)
-    assert metrics["correction/age_1/effective_sample_size"] == pytest.approx(4**2 / (2 * 10))
+    assert metrics["correction/age_1/effective_sample_size"] == pytest.approx(6**2 / (2 * 26))
     assert metrics["correction/age_0/clipped_fraction"] == 0.0
 
 
@@ -64,7 +70,42 @@ def test_masked_tokens_are_counted():
     groups = [group(sample(0, (0, 3), (1, 1)))]
     metrics = correction_metrics(batch([[5.0, 7.0, 1.0, 9.0]], [[0.0, 0.0, 1.0, 0.0]]), groups, 1)
     assert metrics["correction/age_1/clipped_fraction"] == pytest.approx(2 / 3)
-    assert metrics["correction/age_0/effective_sample_size"] == 0.0
+    assert metrics["correction/age_0/effective_sample_size"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "sizes, share, words",
+    [
+        ({"age_1": 0.7, "age_2": 0.6, "age_3+": 0.9}, 0.2, None),
+        (
+            {"age_1": 0.7, "age_3+": 0.44},
+            0.2,
+            "Tokens of age 3 or older have an effective sample size of 0.44, below 0.6",
+        ),
+        ({"age_1": 0.5, "age_3+": 0.44}, 0.2, r"Tokens of age 1 have .* or max_staleness .now 8..$"),
+        ({"age_0": 0.1, "age_3+": 0.44}, 0.04, None),  # too few tokens to tell
+    ],
+)
+def test_a_policy_that_moves_too_fast_is_warned_of(sizes, share, words):
+    metrics = {}
+    for name, size in sizes.items():
+        metrics |= {f"correction/{name}/effective_sample_size": size, f"correction/{name}/tokens_fraction": share}
+    said = warning_of_drift(metrics, 8)
+    assert (said is None) if words is None else re.match(words, said)
+
+
+def test_a_training_is_warned_once(caplog):
+    PartialState()  # the logger asks it for the rank
+    session = SimpleNamespace(
+        _processes=OneProcess(), _options=SimpleNamespace(max_staleness=8), _warned_of_drift=False,
+        run_log=SimpleNamespace(note=lambda metrics: None),
+    )  # fmt: skip
+    for version, ratios in ((1, [1.0, 1.0, 1.0]), (2, [9.0, 0.1, 1.0]), (3, [9.0, 0.1, 1.0])):
+        done = SimpleNamespace(groups=[group(sample(0, (version - 1, 2), (version, 1)))], version=version)
+        with caplog.at_level(logging.WARNING):
+            RolloutSession.correction(session, batch([ratios]), done)
+        assert len(caplog.records) == min(version - 1, 1)
+    assert "Step 2: Tokens of age 1 have an effective sample size of 0.51" in caplog.messages[0]
 
 
 def test_a_ratio_per_sequence_counts_for_all_its_tokens():

@@ -21,7 +21,7 @@ HALF_EMPTY = 0.20  # of the wall-clock; a synchronous round of even lengths has 
 AT_BOUND = 0.25  # of the trained tokens; a few belong to the longest completions
 IDLE = 0.30  # of the wall-clock; overlap costs some staleness, so it must be worth it
 EVEN = 1.5  # 99th percentile of the lengths over their median
-SAMPLE_SIZE = 0.6  # of tokens of one age
+SAMPLE_SIZE, SHARE = 0.6, 0.05  # of tokens of one age, as in trl_april.training.correction
 SYNC, SCORING, ABORT, DUE = 0.10, 0.15, 0.05, 0.10  # of the wall-clock
 REJECTED = 0.5  # of the generated tokens; DAPO's own runs reach it
 
@@ -45,7 +45,7 @@ class Summary:
     staleness_max: float | None = None
     at_bound: float | None = None  # part of the trained tokens as old as `max_staleness` allows
     lengths: dict[float, float] = field(default_factory=dict)  # quantiles 0.5, 0.9 and 0.99, in tokens
-    sample_sizes: dict[str, float] = field(default_factory=dict)  # mean effective sample size by age, from 0 to 1
+    sample_sizes: dict[str, float] = field(default_factory=dict)  # lowest effective sample size by age, from 0 to 1
     reward_first: float | None = None  # mean of the first fifth of the rounds
     reward_last: float | None = None
     sync_seconds: float | None = None  # mean per round
@@ -73,7 +73,7 @@ def summarize(run: Run) -> Summary:
     rejected = _sum(rounds, "rejected_tokens")
     of_rounds = phases(run)
     total = sum(sum(one.values()) for one in of_rounds)
-    sizes = {name: _mean(rounds, f"correction/{name}/effective_sample_size") for name in AGE_NAMES}
+    sizes = {name: _lowest_sample_size(rounds, name) for name in AGE_NAMES}
     return Summary(
         rounds=len(rounds),
         steps=len(run.steps) or None,
@@ -183,6 +183,12 @@ def _mean(rounds: Sequence[RunRound], name: str, *, weight: str | None = None) -
     return sum(metrics[name] * x for metrics, x in zip(known, weights, strict=True)) / total if total else None
 
 
+def _lowest_sample_size(rounds: Sequence[RunRound], age: str) -> float | None:
+    """Of the batches with a few percent of tokens of this age: a few tokens may have any sample size."""
+    size, share = (f"correction/{age}/{name}" for name in ("effective_sample_size", "tokens_fraction"))
+    return min((m[size] for one in rounds if size in (m := one.metrics) and m.get(share, 1.0) >= SHARE), default=None)
+
+
 def advice(summary: Summary) -> list[str]:
     """What to change, the most promising first, or one sentence if there is nothing to change."""
     if summary.rounds < FEW_ROUNDS:
@@ -239,8 +245,8 @@ def _sentences(s: Summary) -> Iterator[str]:
             # A bound below the versions of a round would leave nothing to carry over.
             can_be_bound = age > s.options.get("versions_per_round", 1)
             yield (
-                f"Tokens {_versions(age)} old{' or older' if age == 3 else ''} have an effective sample size of "
-                f"{size:.2f}: the policy moves fast, and they teach little. Lower the learning rate, or lower "
+                f"Tokens {_versions(age)} old{' or older' if age == 3 else ''} had an effective sample size of "
+                f"{size:.2f} in a batch: the policy moves too fast for them. Lower the learning rate, or lower "
                 f"{f'max_staleness to {age - 1}' if can_be_bound else 'over_provisioning'}."
             )
             break

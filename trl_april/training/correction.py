@@ -20,6 +20,8 @@ from ..pool.samples import Group
 
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
+# By benchmarks/stress.py, training collapses below it. A few tokens may have any sample size.
+LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.6, 0.05
 ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
 
 # Between scoring and loss. A subclass that overrides one may read what only the second pass brings.
@@ -126,12 +128,14 @@ def correction_metrics(
         - `tokens_fraction`: share of the batch's tokens;
         - `mean_ratio`: mean of the ratio, before it is truncated or masked;
         - `clipped_fraction`: share of the tokens whose ratio was truncated or masked;
-        - `effective_sample_size`: `(sum w)^2 / (n sum w^2)` of the weights `w` as applied, from 0 to 1 (Kish 1965).
+        - `effective_sample_size`: `(sum r)^2 / (n sum r^2)` of the tokens' ratios `r` before they are truncated or
+          masked, from 0 to 1 (Kish 1965). It falls when the policy moves fast.
     """
     processes = processes or OneProcess()
     weights = batch["importance_sampling_ratio"].float()
     mask = _loss_mask(batch)
     log_ratio = _log_ratio(batch, batch["old_per_token_logps"]).float()
+    token_ratio = torch.exp(log_ratio)
     if weights.shape[1] == 1:  # one per sequence
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
     ratio = torch.exp(log_ratio).expand(mask.shape)
@@ -150,24 +154,44 @@ def correction_metrics(
     sums = []
     for bucket in buckets.values():
         chosen = mask & bucket
-        applied, raw = weights[chosen], ratio[chosen]
+        applied, raw, of_tokens = weights[chosen], ratio[chosen], token_ratio[chosen]
         clipped = ~torch.isclose(applied, raw)
-        sums += [len(raw), raw.sum().item(), clipped.sum().item(), applied.sum().item(), applied.square().sum().item()]
+        sums += [
+            len(raw),
+            raw.sum().item(),
+            clipped.sum().item(),
+            of_tokens.sum().item(),
+            of_tokens.square().sum().item(),
+        ]
     sums += [mask.sum().item(), (mask & (ages > 0)).sum().item()]
 
     *sums, total, carried_tokens = processes.reduce_sum(sums)
     metrics = {}
     for position, name in enumerate(buckets):
-        count, raw_sum, clipped_count, applied_sum, squares = sums[5 * position : 5 * position + 5]
+        count, raw_sum, clipped_count, ratio_sum, squares = sums[5 * position : 5 * position + 5]
         if count:
             metrics |= {
                 f"correction/{name}/tokens_fraction": count / total,
                 f"correction/{name}/mean_ratio": raw_sum / count,
                 f"correction/{name}/clipped_fraction": clipped_count / count,
-                f"correction/{name}/effective_sample_size": applied_sum**2 / (count * squares) if squares else 0.0,
+                f"correction/{name}/effective_sample_size": ratio_sum**2 / (count * squares) if squares else 0.0,
             }
     metrics["correction/carried_tokens"] = carried_tokens
     return metrics
+
+
+def warning_of_drift(metrics: dict[str, float], max_staleness: int | None) -> str | None:
+    """What to say if the policy moves too fast for its carried tokens, by the metrics of a batch's correction."""
+    for age, name in enumerate(AGES[1:], 1):
+        size = metrics.get(f"correction/{name}/effective_sample_size", 1.0)
+        if size < LEAST_SAMPLE_SIZE and metrics[f"correction/{name}/tokens_fraction"] >= LEAST_FRACTION:
+            older = " or older" if age == len(AGES) - 1 else ""
+            return (
+                f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, below {LEAST_SAMPLE_SIZE}: "
+                "the policy moves too fast for them, and training may collapse. Lower learning_rate, or max_staleness "
+                f"(now {max_staleness})."
+            )
+    return None
 
 
 def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
