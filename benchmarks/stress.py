@@ -30,7 +30,7 @@ from learning_comparison import APRIL, SYNCHRONOUS, pooled_weights
 from report import markdown
 
 from trl_april.commands.demo_training import Recording
-from trl_april.training.correction import TrainingPassCorrection
+from trl_april.training.correction import LEAST_SAMPLE_SIZE, TrainingPassCorrection
 
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -104,7 +104,8 @@ def table(runs: Sequence[Run]) -> str:
         ahead = [run.rewards[-1] - reward for (run, _), reward in zip(pairs, in_time, strict=True)]
         mean, half = interval(differences) if differences else (0.0, 0.0)
         every = [sum(column) for column in zip(*pooled_weights(cell).values(), strict=True)]
-        lowest = min(((size, step) for run in cell for step, _, size in run.old_tokens), default=None)
+        low = [step for run in cell for step, _, size in run.old_tokens if size < LEAST_SAMPLE_SIZE]
+        batches = sum(len(run.old_tokens) for run in cell)
         best = max((reward, step) for run in cell for reward, step in zip(run.rewards, run.steps, strict=True))
         bound, _, correction = mode.partition(" ")
         rows.append([
@@ -114,12 +115,12 @@ def table(runs: Sequence[Run]) -> str:
             f"{best[0]:.3f} ({best[1]:.0f})",
             f"{statistics.fmean(run.staleness_mean for run in cell):.1f}, {max(run.staleness_max for run in cell)}",
             f"{effective_share(*every):.3f}" if every else "",
-            f"{lowest[0]:.2f} ({lowest[1]})" if lowest else "",
+            f"{len(low)} of {batches}" + (f" (step {min(low)})" if low else "") if batches else "",
         ])  # fmt: skip
     header = (
         "learning rate", "bound", "correction", "seeds", "reward", "minus synchronous", "at equal wall-clock",
         "best reward of a seed (step)", "age, mean and oldest", "effective sample size of all ratios",
-        "of those of age 3+, lowest of a batch (step)",
+        f"batches with one below {LEAST_SAMPLE_SIZE} for age 3+ (the first)",
     )  # fmt: skip
     return markdown(header, rows)
 

@@ -159,13 +159,13 @@ BAD = [
     (shares(rewards=0.3), "Reward functions took 30% of the time: make the slowest one"),
     (shares(**{"log-probabilities": 0.3}), "took 30% of the time: raise per_device_train_batch_size"),
     (shares(abort=0.08), "took 0.1 s to end .*8% of the time.*doctor"),
-    ({"sample_sizes": {"age_1": 0.5}}, "1 version old.*lower over_provisioning"),
+    ({"sample_sizes": {"age_1": 0.5}}, "1 version old.*or over_provisioning"),
     (
         {"sample_sizes": {"age_1": 0.9, "age_2": 0.7, "age_3+": 0.41}},
-        "3 versions old or older had.*0.41.*lower max_staleness to 2",
+        "3 versions old or older had.*0.41.*or max_staleness to 2",
     ),
     # A bound of two versions would leave nothing to carry over from one round to the next.
-    ({"sample_sizes": {"age_3+": 0.41}, "options": {"versions_per_round": 16}}, "lower over_provisioning"),
+    ({"sample_sizes": {"age_3+": 0.41}, "options": {"versions_per_round": 16}}, "or over_provisioning"),
     ({"rejected": 0.7}, "rejected 70%"),
     ({"outage_seconds": 12.0}, "unavailable for 12 s"),
     ({"broken_streams": 3.0}, "3 streams broke"),

@@ -133,7 +133,12 @@ def rows(summaries: Sequence[Summary]) -> list[tuple[str, list[str], str]]:
         ("trained tokens carried over", lambda s: s.carried, "{:.0%}".format, "points"),
         ("staleness, mean", lambda s: s.staleness_mean, "{:.2f} versions".format, ""),
         ("staleness, maximum", lambda s: s.staleness_max, "{:.0f} versions".format, ""),
-        ("effective sample size, minimum", lambda s: min(s.sample_sizes.values(), default=None), "{:.2f}".format, ""),
+        (
+            "effective sample size, second lowest",
+            lambda s: min(s.sample_sizes.values(), default=None),
+            "{:.2f}".format,
+            "",
+        ),
         ("length, median", lambda s: s.lengths.get(0.5), "{:,.0f} tokens".format, "ratio"),
         ("length, 99th percentile", lambda s: s.lengths.get(0.99), "{:,.0f} tokens".format, "ratio"),
         ("weight sync", lambda s: s.sync_seconds, duration, "ratio"),

@@ -45,7 +45,7 @@ class Summary:
     staleness_max: float | None = None
     at_bound: float | None = None  # part of the trained tokens as old as `max_staleness` allows
     lengths: dict[float, float] = field(default_factory=dict)  # quantiles 0.5, 0.9 and 0.99, in tokens
-    sample_sizes: dict[str, float] = field(default_factory=dict)  # lowest effective sample size by age, from 0 to 1
+    sample_sizes: dict[str, float] = field(default_factory=dict)  # second lowest effective sample size by age, 0 to 1
     reward_first: float | None = None  # mean of the first fifth of the rounds
     reward_last: float | None = None
     sync_seconds: float | None = None  # mean per round
@@ -73,7 +73,7 @@ def summarize(run: Run) -> Summary:
     rejected = _sum(rounds, "rejected_tokens")
     of_rounds = phases(run)
     total = sum(sum(one.values()) for one in of_rounds)
-    sizes = {name: _lowest_sample_size(rounds, name) for name in AGE_NAMES}
+    sizes = {name: _low_sample_size(rounds, name) for name in AGE_NAMES}
     return Summary(
         rounds=len(rounds),
         steps=len(run.steps) or None,
@@ -183,10 +183,11 @@ def _mean(rounds: Sequence[RunRound], name: str, *, weight: str | None = None) -
     return sum(metrics[name] * x for metrics, x in zip(known, weights, strict=True)) / total if total else None
 
 
-def _lowest_sample_size(rounds: Sequence[RunRound], age: str) -> float | None:
-    """Of the batches with a few percent of tokens of this age: a few tokens may have any sample size."""
+def _low_sample_size(rounds: Sequence[RunRound], age: str) -> float | None:
+    """The second lowest, since an outlier may give one batch any, of the batches with enough tokens of this age."""
     size, share = (f"correction/{age}/{name}" for name in ("effective_sample_size", "tokens_fraction"))
-    return min((m[size] for one in rounds if size in (m := one.metrics) and m.get(share, 1.0) >= SHARE), default=None)
+    found = sorted(m[size] for one in rounds if size in (m := one.metrics) and m.get(share, 1.0) >= SHARE)
+    return found[min(1, len(found) - 1)] if found else None
 
 
 def advice(summary: Summary) -> list[str]:
@@ -246,7 +247,7 @@ def _sentences(s: Summary) -> Iterator[str]:
             can_be_bound = age > s.options.get("versions_per_round", 1)
             yield (
                 f"Tokens {_versions(age)} old{' or older' if age == 3 else ''} had an effective sample size of "
-                f"{size:.2f} in a batch: the policy moves too fast for them. Lower the learning rate, or lower "
+                f"{size:.2f} or less in two batches: the policy moves too fast for them. Lower learning_rate, or "
                 f"{f'max_staleness to {age - 1}' if can_be_bound else 'over_provisioning'}."
             )
             break

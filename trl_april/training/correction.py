@@ -20,7 +20,8 @@ from ..pool.samples import Group
 
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
-# By benchmarks/stress.py, training collapses below it. A few tokens may have any sample size.
+# In benchmarks/stress.py, trainings that collapse have several batches below it, others at most one. A few tokens may
+# have any sample size.
 LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.6, 0.05
 ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
 
@@ -188,8 +189,8 @@ def warning_of_drift(metrics: dict[str, float], max_staleness: int | None) -> st
             older = " or older" if age == len(AGES) - 1 else ""
             return (
                 f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, below {LEAST_SAMPLE_SIZE}: "
-                "the policy moves too fast for them, and training may collapse. Lower learning_rate, or max_staleness "
-                f"(now {max_staleness})."
+                "the policy has moved far since they were sampled. Where this repeats, training may collapse: lower "
+                f"learning_rate, or max_staleness (now {max_staleness})."
             )
     return None
 
