@@ -99,10 +99,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, steps: int) -> None:
-    """Train a model in place on games of the player."""
+def warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, steps: int, template: str | None = None) -> None:
+    """Train a model in place on games of the player, written with this template or else the tokenizer's."""
     tools = [GAMES["Game"](NAME).play]
-    encode = partial(tokenizer.apply_chat_template, tools=tools, return_dict=False)
+    encode = partial(tokenizer.apply_chat_template, tools=tools, return_dict=False, chat_template=template)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_START_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, WARM_START_RATE, total_steps=steps, pct_start=0.2)
     model.train()
@@ -175,14 +175,16 @@ def run(seed: int, steps: int, model_dir: Path, server: LocalServer) -> dict[str
 
 
 @contextmanager
-def started(folder: Path, warm_start_steps: int, *flags: str, **options: Any) -> Iterator[tuple[Path, LocalServer]]:
+def started(
+    folder: Path, warm_start_steps: int, *flags: str, template: str | None = None, **options: Any
+) -> Iterator[tuple[Path, LocalServer]]:
     """The folder of the warm-started model, and a server for it, with additional flags and options."""
-    model_dir = folder / "warm_start_games"
+    model_dir = folder / ("warm_start_games" if template is None else "warm_start_games_template")
     if not (model_dir / "model.safetensors").exists():
         torch.manual_seed(0)
         tokenizer = build_tokenizer()
         model = build_model(tokenizer)
-        warm_start(model, tokenizer, warm_start_steps)
+        warm_start(model, tokenizer, warm_start_steps, template)
         save(model, tokenizer, model_dir)
     vllm_args = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager", *flags]
     log_file = folder / "server_games.log"

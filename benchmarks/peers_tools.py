@@ -12,7 +12,9 @@ Prompts are prefilled in one piece (`--max-num-batched-tokens`): TRL's requests 
 prompt vLLM fails on a CPU with those ("CPU Generator does not use offset").
 
 What is not equal, beside what peers.py names: for TRL's trainer, `max_completion_length` limits a turn, for ours the
-whole game.
+whole game. TRL's renders the messages of a game anew in every turn, and leaves tokens out of the loss that come out
+differently; ours continues with the sampled tokens. So the warm start is written with TRL's template for
+training, in which earlier turns stay as they were sampled.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import requests
 import transformers
 from games import GAMES, GUESSES, NAME, WARM_START_STEPS, build_tokenizer, started, training_args
 from kills import SlowGame
 from learning import OBJECTIVE, prepare, training_parser
 from peers import DEFAULT, SYNCHRONOUS, contestant
 from report import earlier_results, markdown, write_json
+from trl.chat_template_utils import get_training_chat_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_async_on_cpu import NotingQueue, WeightFiles, supply
 
@@ -76,6 +80,12 @@ def train_theirs(args: Any, rows: Any, model_dir: Path, base_url: str) -> dict[s
     }
 
 
+def generated_tokens(base_url: str) -> float:
+    """All tokens that the server has generated."""
+    lines = requests.get(f"{base_url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+
 def run(name: str, seed: int, steps: int, model_dir: Path, base_url: str) -> dict[str, Any]:
     """Train once."""
     rows = GAMES["games"](4 * steps * GROUPS).map(lambda row: {"seed": 10**6 * (seed + 1) + row["seed"]})
@@ -90,15 +100,17 @@ def run(name: str, seed: int, steps: int, model_dir: Path, base_url: str) -> dic
                 vllm_server_base_url=base_url, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
                 save_strategy="no", disable_tqdm=True, logging_steps=1,
             )  # fmt: skip
-            found = train_theirs(theirs, rows, model_dir, base_url)
+            train = partial(train_theirs, theirs, rows, model_dir, base_url)
         else:
             options: dict[str, Any] = {"over_provisioning": 1.0} if name == SYNCHRONOUS else {}
             if name.startswith("ours"):
                 _, bound, factor = name.split("-")
                 options = {"max_staleness": int(bound), "over_provisioning": float(factor)}
             args = training_args(folder, base_url, seed=seed, max_steps=steps, **OBJECTIVE, **options)
-            found = train_ours(args, rows, model_dir)
-    return {"contestant": name, "seed": seed, **found}
+            train = partial(train_ours, args, rows, model_dir)
+        before = generated_tokens(base_url)
+        found = train()
+    return {"contestant": name, "seed": seed, "generated_tokens": generated_tokens(base_url) - before, **found}
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -116,12 +128,14 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             name, str(len(mine)), f"{statistics.median(run['seconds'] for run in mine):.0f}",
             f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
             f"{statistics.median(ratios):.2f}" if ratios else "",
+            f"{statistics.median(run['generated_tokens'] / run['seconds'] for run in mine):,.0f}",
             f"{statistics.median(run['dropped_tokens'] for run in mine):,.0f}",
             f"{statistics.fmean(run['trained_tokens'] / len(run['rewards']) for run in mine) / SAMPLES:.0f}",
             f"{max(run['oldest'] for run in mine):.0f}", ", ".join(f"{statistics.fmean(part):.3f}" for part in parts),
         ])  # fmt: skip
     header = (
-        "contestant", "seeds", "seconds", "trained tok/s (range)", "of synchronous", "dropped tokens", "mean length",
+        "contestant", "seeds", "seconds", "trained tok/s (range)", "of synchronous", "generated tok/s",
+        "dropped tokens", "mean length",
         "oldest", "reward of the batches, first and second half",
     )  # fmt: skip
     return markdown(header, rows)
@@ -143,7 +157,9 @@ def main() -> None:
     planned = [(name, seed) for seed in range(seeds) for name in names[:: 1 if seed % 2 == 0 else -1]]
     if left := [one for one in planned if one not in done]:
         supply()
-        with started(folder, settings["warm_start_steps"], "--max-num-batched-tokens", "32768") as (model_dir, server):
+        template = get_training_chat_template(build_tokenizer())
+        flags = ("--max-num-batched-tokens", "32768")
+        with started(folder, settings["warm_start_steps"], *flags, template=template) as (model_dir, server):
             for name, seed in left:
                 runs.append(run(name, seed, steps, model_dir, server.base_url))
                 write_json(path, settings, runs)
