@@ -65,6 +65,8 @@ class RolloutSession:
         CheckpointError: If the rollouts of the checkpoint cannot be resumed.
     """
 
+    _warned_of_drift = False
+
     def __init__(
         self,
         args: GRPOConfig,
@@ -98,7 +100,6 @@ class RolloutSession:
         self._silent = args.disable_tqdm or processes.rank > 0
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
-        self._warned_of_drift = False
         self.pool = Pool(
             plan.groups_per_round,
             over_provisioning=options.bounded_factor(plan.versions_per_round),
