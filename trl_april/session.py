@@ -273,7 +273,7 @@ class RolloutSession:
             return {}
         metrics = correction_metrics(batch, done.groups, done.version, processes=self._processes)
         self.run_log.note(metrics)
-        if not self._warned_of_drift and (text := warning_of_drift(metrics, self._options.max_staleness)):
+        if not self._warned_of_drift and (text := warning_of_drift(metrics)):
             self._warned_of_drift = True
             logger.warning(f"Step {done.version}: {text}")
         return metrics

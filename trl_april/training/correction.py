@@ -181,7 +181,7 @@ def correction_metrics(
     return metrics
 
 
-def warning_of_drift(metrics: dict[str, float], max_staleness: int | None) -> str | None:
+def warning_of_drift(metrics: dict[str, float]) -> str | None:
     """What to say if the policy moves too fast for its carried tokens, by the metrics of a batch's correction."""
     for age, name in enumerate(AGES[1:], 1):
         size = metrics.get(f"correction/{name}/effective_sample_size", 1.0)
@@ -190,7 +190,7 @@ def warning_of_drift(metrics: dict[str, float], max_staleness: int | None) -> st
             return (
                 f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, below {LEAST_SAMPLE_SIZE}: "
                 "the policy has moved far since they were sampled. Where this repeats, training may collapse: lower "
-                f"learning_rate, or max_staleness (now {max_staleness})."
+                "learning_rate, or max_staleness."
             )
     return None
 
