@@ -60,7 +60,7 @@ class Run:
             Age, number of tokens, sum of their importance weights, sum of the squares.
         old_tokens (`list[tuple[int, float, float]]`):
             For every batch with tokens of at least three versions, the step, and the mean and effective sample size of
-            their importance ratios. Empty in files of before.
+            their importance ratios. Empty in older files.
     """
 
     recipe: str

@@ -5,7 +5,7 @@
     python benchmarks/peers_tools.py --quick                             # a few steps, as a smoke test
 
 Game and model are those of games.py, and a move takes as long as in kills.py. Contestants are those of peers.py:
-`synchronous` (here every sample takes its turns by itself, which TRL's loop does not), `default`, `ours-B-F`, and
+`synchronous` (no sample waits for the turns of another, as it would in TRL's loop), `default`, `ours-B-F`, and
 `trl-B-R`. Batches have 8 groups of 6 games. Trained tokens are those of the model. A stopped benchmark resumes.
 
 Prompts are prefilled in one piece (`--max-num-batched-tokens`): TRL's requests have seeds, and in the middle of a
@@ -13,8 +13,8 @@ prompt vLLM fails on a CPU with those ("CPU Generator does not use offset").
 
 What is not equal, beside what peers.py names: for TRL's trainer, `max_completion_length` limits a turn, for ours the
 whole game. TRL's renders the messages of a game anew in every turn, and leaves tokens out of the loss that come out
-differently; ours continues with the sampled tokens. So the warm start is written with TRL's template for
-training, in which earlier turns stay as they were sampled.
+differently; ours continues with the sampled tokens. So the warm start uses TRL's template for training, which keeps
+earlier turns as they were sampled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 
 import requests
 import transformers
-from games import GAMES, GUESSES, NAME, WARM_START_STEPS, build_tokenizer, started, training_args
-from kills import SlowGame
+from games import GAMES, GUESSES, NAME, TRAINING_SEEDS, WARM_START_STEPS, build_tokenizer, started, training_args
+from kills import GROUPS, SlowGame
 from learning import OBJECTIVE, prepare, training_parser
 from peers import DEFAULT, SYNCHRONOUS, contestant
 from report import earlier_results, markdown, write_json
@@ -40,7 +40,7 @@ from trl_async_on_cpu import NotingQueue, WeightFiles, supply
 from trl_april import APRILGRPOTrainer
 
 
-GROUPS, GAMES_PER_GROUP, MICRO_BATCH = 8, 6, 12
+GAMES_PER_GROUP, MICRO_BATCH = 6, 12
 SAMPLES = GROUPS * GAMES_PER_GROUP
 CONTESTANTS = [SYNCHRONOUS, DEFAULT, "trl-4-96", "trl-8-96", "trl-16-96"]
 
@@ -88,7 +88,7 @@ def generated_tokens(base_url: str) -> float:
 
 def run(name: str, seed: int, steps: int, model_dir: Path, base_url: str) -> dict[str, Any]:
     """Train once."""
-    rows = GAMES["games"](4 * steps * GROUPS).map(lambda row: {"seed": 10**6 * (seed + 1) + row["seed"]})
+    rows = GAMES["games"](4 * steps * GROUPS).map(lambda row: {"seed": TRAINING_SEEDS * (seed + 1) + row["seed"]})
     with tempfile.TemporaryDirectory(prefix="trl_april_peers_") as folder:
         if name.startswith("trl"):
             _, bound, in_flight = name.split("-")
@@ -135,8 +135,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         ])  # fmt: skip
     header = (
         "contestant", "seeds", "seconds", "trained tok/s (range)", "of synchronous", "generated tok/s",
-        "dropped tokens", "mean length",
-        "oldest", "reward of the batches, first and second half",
+        "dropped tokens", "mean length", "oldest", "reward of the batches, first and second half",
     )  # fmt: skip
     return markdown(header, rows)
 

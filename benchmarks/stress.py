@@ -63,7 +63,7 @@ class DivergenceMask(TrainingPassCorrection):
 
 
 WEIGHTS = {"none": NoCorrection, "geometric": GeometricMask, "dppo": DivergenceMask}
-NAMES = ["none", *CORRECTIONS, "geometric", "dppo"]
+NAMES = [*CORRECTIONS, *WEIGHTS]
 
 
 def mode_of(bound: int, correction: str) -> str:

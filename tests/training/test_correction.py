@@ -96,10 +96,8 @@ def test_a_policy_that_moves_too_fast_is_warned_of(sizes, share, words):
 
 def test_a_training_is_warned_once(caplog):
     PartialState()  # the logger asks it for the rank
-    session = SimpleNamespace(
-        _processes=OneProcess(), _warned_of_drift=False,
-        run_log=SimpleNamespace(note=lambda metrics: None),
-    )  # fmt: skip
+    run_log = SimpleNamespace(note=lambda metrics: None)
+    session = SimpleNamespace(_processes=OneProcess(), _warned_of_drift=False, run_log=run_log)
     for version, ratios in ((1, [1.0, 1.0, 1.0]), (2, [9.0, 0.1, 1.0]), (3, [9.0, 0.1, 1.0])):
         done = SimpleNamespace(groups=[group(sample(0, (version - 1, 2), (version, 1)))], version=version)
         with caplog.at_level(logging.WARNING):

@@ -20,8 +20,8 @@ from ..pool.samples import Group
 
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
-# In benchmarks/stress.py, trainings that collapse have several batches below it, others at most one. A few tokens may
-# have any sample size.
+# In benchmarks/stress.py, most trainings that collapsed had several batches below it, others at most one. A few tokens
+# may have any sample size.
 LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.6, 0.05
 ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
 
