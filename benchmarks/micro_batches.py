@@ -1,12 +1,13 @@
-"""Speed of training with similar lengths in one micro-batch and one forward pass, compared with TRL's.
+"""Speed of training with each prompt once and little padding, compared with TRL's micro-batches.
 
     python benchmarks/micro_batches.py                  # 32 samples per optimiser step, with a median of 100 tokens
     python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
 
 The trainer scores a batch and computes the gradients of an optimiser step. Only the rollouts are simulated: random
-completions of lognormal lengths. Four ways take turns on the same batches, all of them without the padding after the
-longest completion of a forward pass: ours, one forward pass per micro-batch, the same with samples in TRL's shuffled
-order, and ours with TRL's second forward pass for the correction. A ratio compares seconds on the same batch.
+completions of lognormal lengths, 4 of a prompt. Four ways take turns on the same batches: ours; rows side by side, in
+micro-batches of similar length; the same with samples in TRL's shuffled order; and ours with TRL's second forward pass
+for the correction. A forward pass of none of them has columns after its longest completion. A ratio compares seconds
+on the same batch. Positions are the rows times columns of all forward passes, per token of prompts and completions.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from trl_april.pool.pool import Pool
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
 from trl_april.training.run_log import RunLog
+from trl_april.training.session_parts import rows_in_blocks
 
 
-PROMPT_LENGTH = 8
 NUM_GENERATIONS = 4
 LONGEST = 2000
 
@@ -75,15 +76,15 @@ def lengths_of(sigma: float, median: float, count: int, seed: int) -> list[int]:
     return [min(LONGEST, max(1, round(generator.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
 
 
-def round_of(lengths: list[int]) -> Round:
-    """A finished round of random completions of these lengths, sampled by the present policy."""
+def round_of(lengths: list[int], prompt: int) -> Round:
+    """A finished round of random completions of these lengths, sampled by the present policy, of random prompts."""
     generator = random.Random(0)
     pool = Pool(len(lengths) // NUM_GENERATIONS, over_provisioning=1.0)
     pool.begin_round(0)
     for group_id in range(len(lengths) // NUM_GENERATIONS):
         pool.admit(
-            group_id, {"prompt": "1" * PROMPT_LENGTH}, [5] * PROMPT_LENGTH, num_generations=NUM_GENERATIONS,
-            max_completion_length=LONGEST,
+            group_id, {"prompt": ""}, [generator.randrange(3, 14) for _ in range(prompt)],
+            num_generations=NUM_GENERATIONS, max_completion_length=LONGEST,
         )  # fmt: skip
     for (_, sample), length in zip(pool.ready(), lengths, strict=True):
         pool.start(sample)
@@ -92,19 +93,15 @@ def round_of(lengths: list[int]) -> Round:
     return Round(0, groups=pool.take())
 
 
-def whole() -> AbstractContextManager[Any]:
-    """Train each micro-batch in one forward pass."""
-    return mock.patch("trl_april.training.micro_batches.can_be_split", lambda *args, **kwargs: False)
+def side_by_side() -> AbstractContextManager[Any]:
+    """Compute the rows of a micro-batch beside each other."""
+    return mock.patch("trl_april.training.session_parts.attention_in_blocks", lambda models: nullcontext())
 
 
 @contextmanager
 def trl_order() -> Iterator[None]:
     """Keep the order of TRL's shuffling, too."""
-
-    def unsorted(mask: torch.Tensor, multiple: int) -> torch.Tensor:
-        return torch.arange(len(mask))
-
-    with whole(), mock.patch("trl_april.training.micro_batches.widest_first", unsorted):
+    with side_by_side(), mock.patch("trl_april.trainer.can_be_regrouped", lambda *args, **kwargs: False):
         yield
 
 
@@ -113,9 +110,10 @@ def two_passes() -> AbstractContextManager[Any]:
     return mock.patch("trl_april.trainer.can_correct_in_training", lambda *args: False)
 
 
+SHOWN = ("of_trl", "side_by_side", "ours")
 CONTESTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "ours": nullcontext,
-    "whole": whole,
+    "side_by_side": side_by_side,
     "of_trl": trl_order,
     "two_passes": two_passes,
 }
@@ -135,7 +133,7 @@ def make_trainer(folder: str, samples: int, size: int) -> Trainer:
         model=build_model(tokenizer),
         reward_funcs=lambda completions, **kwargs: [float(len(set(text))) for text in completions],
         args=args,
-        train_dataset=Dataset.from_list([{"prompt": "1" * PROMPT_LENGTH}] * samples),
+        train_dataset=Dataset.from_list([{"prompt": ""}] * samples),
         processing_class=tokenizer,
     )
     trainer.model.train()
@@ -146,32 +144,34 @@ def make_trainer(folder: str, samples: int, size: int) -> Trainer:
 
 def step(trainer: Trainer, made: Round) -> tuple[float, int]:
     """Score a round and compute the gradients of its optimiser step. Returns seconds and positions."""
-    trainer.next_round, trainer.positions, trainer._step = made, 0, 0
+    trainer.next_round, trainer._step = made, 0
     rows = [{"prompt": ""}] * trainer.args.generation_batch_size
     trainer.model.zero_grad()
-    began = time.perf_counter()
-    for _ in range(trainer.args.gradient_accumulation_steps):
-        trainer.training_step(trainer.model, rows, None)
-    return time.perf_counter() - began, trainer.positions
+    with rows_in_blocks(trainer):
+        trainer.positions = 0
+        began = time.perf_counter()
+        for _ in range(trainer.args.gradient_accumulation_steps):
+            trainer.training_step(trainer.model, rows, None)
+        return time.perf_counter() - began, trainer.positions
 
 
-def measure(sigma: float, size: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(sigma: float, size: int, prompt: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contestants in turn, with a new batch in each turn."""
-    found: dict[str, list[float]] = {name: [] for name in [*CONTESTANTS, *(f"{name}_padding" for name in CONTESTANTS)]}
+    names = list(CONTESTANTS)
+    found: dict[str, list[float]] = {name: [] for name in [*names, *(f"{name}_positions" for name in names)]}
     with tempfile.TemporaryDirectory(prefix="trl_april_micro_batches_") as folder:
         trainer = make_trainer(folder, options.samples, size)
-        step(trainer, round_of(lengths_of(sigma, options.median, options.samples, seed=0)))  # warm-up
+        step(trainer, round_of(lengths_of(sigma, options.median, options.samples, seed=0), prompt))  # warm-up
         for turn in range(options.turns):
             lengths = lengths_of(sigma, options.median, options.samples, seed=turn + 1)
-            made = round_of(lengths)
-            tokens = sum(lengths) + len(lengths) * PROMPT_LENGTH
-            names = list(CONTESTANTS)
+            made = round_of(lengths, prompt)
+            tokens = sum(lengths) + len(lengths) * prompt
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 with CONTESTANTS[name]():
                     seconds, positions = step(trainer, made)
                 found[name].append(seconds)
-                found[f"{name}_padding"].append(1 - tokens * (1 + (name == "two_passes")) / positions)
-    return {"sigma": sigma, "size": size, **found}
+                found[f"{name}_positions"].append(positions / tokens)
+    return {"prompt": prompt, "sigma": sigma, "size": size, **found}
 
 
 def row(result: dict[str, Any]) -> list[str]:
@@ -181,15 +181,11 @@ def row(result: dict[str, Any]) -> list[str]:
         ratios = [other / ours for other, ours in zip(result[name], result["ours"], strict=True)]
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
-    paddings = [f"{statistics.fmean(result[f'{name}_padding']):.0%}" for name in ("of_trl", "whole", "ours")]
-    ratios = [ratio(name) for name in ("of_trl", "whole", "two_passes")]
+    positions = [f"{statistics.fmean(result[f'{name}_positions']):.2f}" for name in SHOWN]
     return [
-        f"{result['sigma']:g}",
-        str(result["size"]),
-        *paddings,
-        f"{statistics.median(result['ours']):.2f}",
-        *ratios,
-    ]
+        str(result["prompt"]), f"{result['sigma']:g}", str(result["size"]), *positions,
+        f"{statistics.median(result['ours']):.2f}", *map(ratio, ("of_trl", "side_by_side", "two_passes")),
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -200,6 +196,7 @@ def main() -> None:
     parser.add_argument("--median", type=float, default=100.0, help="median tokens of a completion")
     parser.add_argument("--samples", type=int, default=32, help="samples of an optimiser step")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="samples of a micro-batch")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 400], help="tokens of a prompt")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path, help="file for all measurements")
     options = parser.parse_args()
@@ -211,9 +208,14 @@ def main() -> None:
             )
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     transformers.logging.set_verbosity_error()
-    results = [measure(sigma, size, options) for sigma in options.sigma for size in options.sizes]
-    header = ["sigma", "micro-batch", "padding, TRL's order", "like lengths", "ours", "seconds, ours"]
-    header += ["TRL's order / ours (range)", "like lengths / ours", "second pass / ours"]
+    results = [
+        measure(sigma, size, prompt, options)
+        for prompt in options.prompts
+        for sigma in options.sigma
+        for size in options.sizes
+    ]
+    header = ["prompt", "sigma", "micro-batch", "positions, TRL's order", "side by side", "ours", "seconds, ours"]
+    header += ["TRL's order / ours (range)", "side by side / ours", "second pass / ours"]
     print(markdown(header, [row(result) for result in results]))
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name != "json"}

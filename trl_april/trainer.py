@@ -37,7 +37,8 @@ from .training import compatibility, construction, session_parts
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.callbacks import StepCallback, print_lines
 from .training.correction import can_correct_in_training
-from .training.micro_batches import PASSES, arranged, sees_images, without_padding
+from .training.forward_pass import base_attention, without_padding
+from .training.micro_batches import can_be_regrouped, regrouped, sees_images
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.rollout_function import Rollout
 from .training.run_log import outline
@@ -257,37 +258,35 @@ class APRILGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        # Overridden to group and split micro-batches by length, and to notice a subclass that generates by itself.
+        # Overridden to choose which samples share a micro-batch, and to notice a subclass that generates by itself.
         before = self._buffered_inputs
         self._requested.ask(generation_batch if self.april_enabled and self.model.training else None)
         inputs = super()._prepare_inputs(generation_batch)
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
-        self._buffered_inputs = arranged(
-            self._buffered_inputs,
-            type(self),
-            self.args,
-            is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled,
-            has_entropy_bonus=self._entropy_bonus_enabled,
-            has_aux_loss=self.aux_loss_enabled,
-            reduce_max=self._processes.reduce_max,
-            multiple=self.pad_to_multiple_of,
-        )
+        if not sees_images(self._buffered_inputs[0]) and can_be_regrouped(
+            type(self), self.args, has_entropy_bonus=self._entropy_bonus_enabled, has_aux_loss=self.aux_loss_enabled
+        ):
+            self._buffered_inputs = regrouped(
+                self._buffered_inputs,
+                self.args.gradient_accumulation_steps,
+                self.pad_to_multiple_of,
+                by_prompt=base_attention(self.model) is not None,
+            )
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        # Overridden because TRL pads every micro-batch to the longest completion of the whole batch: with a long tail,
-        # most of the computation. Images and some models depend on the width. Overridden, too, to
-        # correct a micro-batch by its training forward pass. For this pass alone TRL wants entropies.
+        # Overridden because TRL computes a prompt for each of its completions, and pads these to the longest of the
+        # whole batch. Images and some models depend on the width. Overridden, too, to correct a micro-batch by its
+        # training forward pass. For this pass alone TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
         if not self.april_enabled or sees_images(kwargs) or depends_on_width(self.model.config):
             found = score(*args, **kwargs)
         else:
-            parts = None if micro_batch is None else micro_batch.get(PASSES)
-            found = without_padding(score, *args, parts=parts, multiple=self.pad_to_multiple_of, **kwargs)
+            found = without_padding(score, *args, multiple=self.pad_to_multiple_of, **kwargs)
         if micro_batch is not None:
             self._log_metrics(self._session.correct(micro_batch, found[0]), prefix="")
         return found
@@ -315,7 +314,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.args.output_dir, self._get_output_dir, self._processes, resume_from_checkpoint
         )
         try:
-            return super().train(self._checkpoints.resumed_from, *args, **kwargs)
+            with session_parts.rows_in_blocks(self):
+                return super().train(self._checkpoints.resumed_from, *args, **kwargs)
         except NothingToTrain:
             logger.warning(f"{self._checkpoints.resumed_from} is the end of its training: nothing is left to train.")
             return self._finalize_training(None, 0, time.time())

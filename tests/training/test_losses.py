@@ -8,7 +8,9 @@ and the weights of each version, and computes in float64, one sample at a time, 
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import fmean, stdev
 
 import pytest
@@ -24,7 +26,9 @@ from trl_april.pool.samples import FinishReason, Group
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH
 from trl_april.training.correction import METHODS, can_correct_in_training
-from trl_april.training.micro_batches import PASSES, can_be_regrouped, can_be_split
+from trl_april.training.forward_pass import base_attention
+from trl_april.training.micro_batches import can_be_regrouped
+from trl_april.training.session_parts import rows_in_blocks
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,7 +170,7 @@ def make_april(loss_type: str, model_dir, output_dir, **options) -> MixedTrainer
     return MixedTrainer(model=model_dir, reward_funcs=reward, args=args, train_dataset=dataset)
 
 
-def optimisation_step(trainer, policies: Policies):
+def optimisation_step(trainer, policies: Policies, *, in_blocks: bool = True):
     """Score a generation batch under the newest version, load the trained weights, and run the second optimiser step.
 
     Returns:
@@ -179,16 +183,18 @@ def optimisation_step(trainer, policies: Policies):
     # TRL shuffles. With this seed losses are not close to 0, where relative errors would be rounding.
     torch.manual_seed(0)
     trainer._step = 0
-    trainer._prepare_inputs(rows)
-    load(trainer.model, policies.weights[NOW])
-    trainer._step = ACCUMULATION
-    trainer.model.zero_grad()
     loss, held = torch.zeros(()), []
-    for _ in range(ACCUMULATION):
-        inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
-        rows_held = zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)
-        held.append([tuple(ids[mask.bool()].tolist()) for ids, mask in rows_held])
-        loss = loss + trainer.training_step(trainer.model, rows, None)
+    with rows_in_blocks(trainer) if in_blocks else nullcontext():  # in training they are
+        assert (base_attention(trainer.model) is not None) == in_blocks
+        trainer._prepare_inputs(rows)
+        load(trainer.model, policies.weights[NOW])
+        trainer._step = ACCUMULATION
+        trainer.model.zero_grad()
+        for _ in range(ACCUMULATION):
+            inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
+            rows_held = zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)
+            held.append([tuple(ids[mask.bool()].tolist()) for ids, mask in rows_held])
+            loss = loss + trainer.training_step(trainer.model, rows, None)
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, held
 
 
@@ -368,27 +374,23 @@ DEPEND_ON_MICRO_BATCHES = [
 
 class TestMicroBatches:
     def steps(self, trainer, policies, groups, monkeypatch):
-        """An optimiser step with our micro-batches, and with TRL's."""
+        """An optimiser step with our micro-batches and forward passes, and with TRL's."""
         trainer.groups = groups
-        monkeypatch.setattr(
-            "trl_april.training.micro_batches.POSITIONS_PER_PASS", {"cpu": 2}
-        )  # splits short ones, too
+        monkeypatch.setattr("trl_april.training.forward_pass.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
         ours = optimisation_step(trainer, policies)
-        assert all(len(one[PASSES]) > 1 for one in trainer._buffered_inputs)
-        with monkeypatch.context() as patched:
-            for name in ("can_be_regrouped", "can_be_split"):
-                patched.setattr(f"trl_april.training.micro_batches.{name}", lambda *args, **kwargs: False)
-            return ours, optimisation_step(trainer, policies)
+        monkeypatch.setattr("trl_april.trainer.can_be_regrouped", lambda *args, **kwargs: False)
+        return ours, optimisation_step(trainer, policies, in_blocks=False)
 
     @pytest.mark.parametrize("loss_type", [loss for loss in LOSSES if loss != "bnpo"])
-    def test_similar_lengths_share_a_micro_batch_and_gradients_do_not_depend_on_it(
+    def test_samples_of_a_prompt_share_a_micro_batch_and_gradients_do_not_depend_on_it(
         self, loss_type, policies, groups, tiny_model_dir, tmp_path, monkeypatch
     ):
         trainer = make_april(loss_type, tiny_model_dir, tmp_path, pad_to_multiple_of=1)
         ours, of_trl = self.steps(trainer, policies, groups, monkeypatch)
         (loss, gradients, held), (expected_loss, expected, held_by_trl) = ours, of_trl
-        lengths = [len(completion) for micro_batch in held for completion in micro_batch]
-        assert lengths == sorted(lengths, reverse=True)
+        group_of = {tuple(sample.token_ids.tolist()): group.group_id for group in groups for sample in group.samples}
+        prompts = [group_of[completion] for micro_batch in held for completion in micro_batch]
+        assert len(list(groupby(prompts))) == len(set(prompts))
         assert held != held_by_trl and sorted(sum(held, [])) == sorted(sum(held_by_trl, []))
         assert loss.item() == pytest.approx(expected_loss.item(), rel=TOLERANCE, abs=0)
         for name, gradient in gradients.items():
@@ -418,16 +420,6 @@ class TestMicroBatches:
         for name in ("_compute_loss", "compute_loss"):
             assert not regrouped(type("Own", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None}))
 
-    def test_micro_batches_are_not_split_where_a_pass_costs_more_or_the_loss_is_of_all_rows(self):
-        def is_split(cls=MixedTrainer, is_sharded=False, has_aux_loss=False, **options) -> bool:
-            args = APRILGRPOConfig("out", bf16=False, use_cpu=True, **options)
-            return can_be_split(cls, args, is_sharded=is_sharded, has_aux_loss=has_aux_loss)
-
-        assert is_split() and is_split(gradient_checkpointing_kwargs={"use_reentrant": False})
-        assert not is_split(is_sharded=True) and not is_split(has_aux_loss=True) and not is_split(torch_compile=True)
-        assert not is_split(gradient_checkpointing_kwargs={"use_reentrant": True})
-        assert not is_split(type("Own", (GRPOTrainer,), {"_compute_loss": lambda self, *args: None}))
-
 
 # One forward pass
 
@@ -448,7 +440,10 @@ class TestTrainingPass:
     """A batch of one optimiser step: its correction needs no forward pass of its own."""
 
     def train(self, trainer, policies, groups) -> tuple:
-        """Loss, gradients, metrics and number of forward passes of an optimiser step, in float64."""
+        """Loss, gradients, metrics and number of forward passes of an optimiser step, in float64.
+
+        Without blocks: norms are in float32, and so depend on the shape of a pass.
+        """
         load(trainer.model.double(), policies.weights[VERSIONS - 1])
         trainer.model.train().zero_grad()
         if trainer.beta:
@@ -472,8 +467,6 @@ class TestTrainingPass:
 
     def assert_equal(self, loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch) -> None:
         options = {"steps_per_generation": ACCUMULATION, **options}
-        # Norms are in float32 and so depend on the shape of a pass.
-        monkeypatch.setattr("trl_april.training.micro_batches.can_be_split", lambda *args, **kwargs: False)
         trainer = make_april(loss_type, tiny_model_dir, tmp_path, **options)
         loss, gradients, metrics, passes = self.train(trainer, policies, groups)
         monkeypatch.setattr("trl_april.trainer.can_correct_in_training", lambda *args: False)

@@ -1,4 +1,4 @@
-"""What sessions and evaluations take from TRL's trainer: the rows, the scoring of groups, and the turns with tools.
+"""What sessions and evaluations take from TRL's trainer: rows, models, the scoring of groups, and turns with tools.
 
 Invariant: work in threads uses a tokenizer of its own. One that another thread truncates meanwhile renders other
 tokens, without an error.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,24 @@ from ..engine.images import SampleImages, prompt_of
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError
 from ..rollout.daemon_threads import DaemonThreads
+from ..weights.canary import depends_on_width
 from . import compatibility
 from .construction import rollout_engine
 from .environments import NO_PROMPT, Environments
 from .evaluation import Evaluation
+from .forward_pass import attention_in_blocks
 from .rewards import RewardScorer, checked, decode_completions, use_device
 from .rollout_function import Rollout, RolloutTurns
 from .tools import CallResults, Message, Tools, ToolTurns, check_message_images, encode_results, tools_by_kind
+
+
+def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
+    """Let the models of a trainer compute their rows in [blocks](forward_pass.py), while it trains, if they can."""
+    # Sharded models are not whole before training, and compiled ones would be compiled for each layout.
+    cannot = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.torch_compile
+    if cannot or trainer.aux_loss_enabled or depends_on_width(trainer.model.config):
+        return nullcontext()
+    return attention_in_blocks(model for model in (trainer.model, trainer.ref_model) if model is not None)
 
 
 def training_rows(trainer: GRPOTrainer) -> TrainingRows:

@@ -1,0 +1,294 @@
+"""Forward passes with each prompt once and little padding: the same values and gradients as with all of it."""
+
+import itertools
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import PartialState
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Qwen3Config
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_april.training import forward_pass
+from trl_april.training.forward_pass import (
+    attention_in_blocks,
+    base_attention,
+    cheapest_parts,
+    columns_needed,
+    widest_first,
+    without_padding,
+)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT, COMPLETION = 3, 20
+LENGTHS = (2, 5, 20, 1, 7)
+PartialState(cpu=True)  # of the logger
+
+# TRL's method, without a trainer.
+trl_score = partial(
+    GRPOTrainer._get_per_token_logps_and_entropies,
+    SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext, is_main_process=True)),
+)
+
+
+def test_columns_reach_to_the_last_token():
+    mask = torch.zeros(3, 10, dtype=torch.long)
+    mask[1, :4] = 1
+    mask[2, 6] = 1  # masked columns before it are kept
+    assert columns_needed(mask, 1).tolist() == [1, 4, 7]  # at least one
+    assert columns_needed(mask, 4).tolist() == [4, 4, 8]
+    assert columns_needed(mask).tolist() == [8, 8, 8]
+    lengths = torch.arange(1, 5000)
+    widths = columns_needed(torch.arange(5000) < lengths[:, None])
+    assert (widths >= lengths).all() and (widths <= torch.maximum(lengths * 17 / 16, lengths + 7)).all()
+    assert len(widths.unique()) < 120
+    assert columns_needed(mask.bool(), 4).tolist() == [4, 4, 8]
+
+
+def test_the_widest_come_first_with_their_group():
+    mask = torch.arange(9) < torch.tensor([3, 8, 5, 1, 8, 6])[:, None]
+    assert widest_first(mask, 1).tolist() == [1, 4, 5, 2, 0, 3]
+    assert widest_first(mask, 1, groups=torch.tensor([0, 2, 0, 2, 1, 1])).tolist() == [4, 5, 1, 3, 2, 0]
+
+
+def test_parts_cost_the_least():
+    for count in range(1, 7):
+        for widths in itertools.combinations_with_replacement([90, 40, 39, 10, 1], count):
+            made = cheapest_parts(widths, 30)
+            assert sum(made) == count
+
+            def cost(parts, widths=widths):
+                starts = [0, *itertools.accumulate(parts)]
+                return sum(rows * widths[start] + 30 for rows, start in zip(parts, starts, strict=False))
+
+            divided = (
+                [end - start for start, end in itertools.pairwise((0, *cuts, count))]
+                for number in range(count)
+                for cuts in itertools.combinations(range(1, count), number)
+            )
+            assert cost(made) == min(map(cost, divided))
+
+
+# Rows side by side
+
+
+class Model(torch.nn.Module):
+    """A causal model that records the `widths` of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(11, 4, dtype=torch.float64)
+        self.head = torch.nn.Linear(4, 11, dtype=torch.float64)
+        self.widths: list[int] = []
+
+    def forward(self, input_ids, attention_mask):
+        self.widths.append(input_ids.size(1))
+        seen = (self.embedding(input_ids) * attention_mask[..., None]).cumsum(dim=1)
+        return self.head(torch.tanh(seen)).log_softmax(dim=-1)
+
+
+def stock(model, input_ids, attention_mask, logits_to_keep, *, compute_entropy=False, compute_aux_loss=False):
+    """TRL's computation for one micro-batch."""
+    logs = model(input_ids, attention_mask)
+    chosen = logs[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
+    entropy = -(logs[:, :-1].exp() * logs[:, :-1]).sum(-1)
+    aux_loss = logs[:, 0].mean()
+    return (
+        chosen[:, -logits_to_keep:],
+        entropy[:, -logits_to_keep:] if compute_entropy else None,
+        aux_loss if compute_aux_loss else None,
+    )
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(0, 11, (len(LENGTHS), PROMPT + COMPLETION), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, :2] = 0  # a shorter prompt, padded on its left
+    for row, length in enumerate(LENGTHS):
+        attention_mask[row, PROMPT + length :] = 0
+    return input_ids, attention_mask
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 5, 8])
+def test_values_and_gradients_are_those_with_padding(batch, batch_size):
+    input_ids, attention_mask = batch
+    mask = attention_mask[:, PROMPT:]
+    model, wide = Model(), Model()
+    expected, entropy, _ = stock(wide, input_ids, attention_mask, COMPLETION, compute_entropy=True)
+    found, found_entropy, aux_loss = without_padding(
+        stock, model, input_ids, attention_mask, COMPLETION, batch_size, multiple=1, compute_entropy=True
+    )
+    assert found.shape == found_entropy.shape == (len(LENGTHS), COMPLETION)
+    torch.testing.assert_close(found * mask, expected * mask)
+    torch.testing.assert_close(found_entropy * mask, entropy * mask)
+    assert aux_loss is None
+    for logps, chosen in ((found, model), (expected, wide)):
+        (logps * mask).sum().backward()
+        assert chosen.embedding.weight.grad.abs().sum() > 0
+    torch.testing.assert_close(model.embedding.weight.grad, wide.embedding.weight.grad)
+
+
+def test_a_pass_has_the_width_of_its_longest_completion(batch):
+    model = Model()
+    without_padding(stock, model, *batch, COMPLETION, 2, multiple=1)
+    assert model.widths == [PROMPT + 20, PROMPT + 5, PROMPT + 1]  # 20 and 7, 5 and 2, 1
+    model.widths.clear()
+    without_padding(stock, model, *batch, COMPLETION, 2, multiple=8)
+    assert model.widths == [PROMPT + 20, PROMPT + 8, PROMPT + 8]
+
+
+def test_the_auxiliary_loss_is_returned_if_requested(batch):
+    _, entropies, aux_loss = without_padding(stock, Model(), *batch, COMPLETION, 2, compute_aux_loss=True)
+    assert entropies is None and aux_loss.shape == ()
+
+
+def test_a_micro_batch_without_tokens_is_scored(batch):
+    """All of its completions may be truncated and masked."""
+    input_ids, attention_mask = batch
+    attention_mask[:, PROMPT:] = 0
+    logps, _, _ = without_padding(stock, Model(), input_ids, attention_mask, COMPLETION, 2, multiple=1)
+    assert logps.shape == (len(LENGTHS), COMPLETION)
+
+
+# Rows in blocks
+
+
+def build(model_type: str, **options):
+    """A random model whose log-probabilities differ much between tokens."""
+    config = AutoConfig.for_model(
+        model_type, vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model.train()
+
+
+@pytest.fixture
+def groups():
+    """Rows of three prompts, padded on their left, with completions of 1 to 20 tokens, and one without any."""
+    generator = torch.Generator().manual_seed(1)
+    owners, lengths = [0, 1, 0, 2, 2, 0, 1], [20, 3, 1, 9, 0, 4, 17]
+    input_ids = torch.randint(3, 60, (len(owners), PROMPT + COMPLETION), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    for row, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
+        input_ids[row, :PROMPT] = input_ids[owners.index(owner), :PROMPT]
+        attention_mask[row, :owner] = 0
+        attention_mask[row, PROMPT + length :] = 0
+    return input_ids, attention_mask
+
+
+def values_and_gradients(model, input_ids, attention_mask, **options):
+    mask = attention_mask[:, PROMPT:]
+    logps, entropies, _ = without_padding(
+        trl_score, model, input_ids, attention_mask, COMPLETION, compute_entropy=True, **options
+    )
+    model.zero_grad()
+    ((logps * mask).square().sum() + (entropies * mask).sum()).backward()
+    gradients = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    return logps.detach() * mask, entropies.detach() * mask, gradients
+
+
+MODEL_TYPES = ["qwen3", "llama", "gemma", "phi", "qwen3_moe"]
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("checkpoints", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+    @pytest.mark.parametrize("model_type", MODEL_TYPES)
+    def test_values_and_gradients_are_those_with_padding(self, model_type, checkpoints, groups, monkeypatch):
+        monkeypatch.setattr(forward_pass, "POSITIONS_PER_BLOCK", {"cpu": 2})
+        model = build(model_type)
+        expected = values_and_gradients(model, *groups)
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
+            model.enable_input_require_grads()
+        with attention_in_blocks([model]):
+            assert base_attention(model) == "sdpa"
+            for options in ({}, {"batch_size": 3}, {"multiple": 1}):
+                found = values_and_gradients(model, *groups, **options)
+                for one, other in zip(found, expected, strict=True):
+                    assert (one - other).norm() <= 2e-5 * other.norm()
+        assert base_attention(model) is None and model.config._attn_implementation == "sdpa"
+
+    def test_each_prompt_is_computed_once_and_padding_hardly(self, groups, monkeypatch):
+        monkeypatch.setattr(forward_pass, "POSITIONS_PER_BLOCK", {"cpu": 0})
+        model, shapes = build("qwen3"), []
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        with attention_in_blocks([model]):
+            shapes.clear()
+            values_and_gradients(model, *groups, multiple=1)
+        # Three prompts but for their last tokens. A completion begins with that token, and ends before its own last.
+        assert shapes == [(1, 3 * (PROMPT - 1) + sum([20, 3, 1, 9, 1, 4, 17]))]
+
+    def test_prompts_of_one_token(self, groups):
+        input_ids, attention_mask = (one[:, PROMPT - 1 :] for one in groups)
+        model, mask = build("llama"), attention_mask[:, 1:]
+        expected, _, _ = without_padding(trl_score, model, input_ids, attention_mask, COMPLETION)
+        with attention_in_blocks([model]):
+            found, _, _ = without_padding(trl_score, model, input_ids, attention_mask, COMPLETION)
+        torch.testing.assert_close(found * mask, expected * mask)
+
+    def test_models_that_cannot_are_left_alone(self):
+        models = [
+            build("gemma2"),  # a sliding window in every other layer
+            build("mistral", sliding_window=8),
+            build("opt", word_embed_proj_dim=16, ffn_dim=32),  # counts positions in the mask
+            AutoModelForCausalLM.from_config(
+                Qwen3Config(vocab_size=60, hidden_size=16, num_hidden_layers=1), attn_implementation="eager"
+            ),
+        ]
+        before = [model.config._attn_implementation for model in models]
+        with attention_in_blocks(models):
+            assert [base_attention(model) for model in models] == [None] * len(models)
+            assert [model.config._attn_implementation for model in models] == before
+
+    def test_a_model_that_misreads_blocks_is_left_alone(self, monkeypatch):
+        """Such as one that passes nothing on to its attention."""
+        plain = forward_pass._attention
+        monkeypatch.setattr(
+            forward_pass, "_attention", lambda *args, april_blocks=None, **kwargs: plain(*args, **kwargs)
+        )
+        model = build("qwen3")
+        with attention_in_blocks([model]):
+            assert base_attention(model) is None
+
+    def test_the_attention_of_a_model_is_restored_after_an_error(self):
+        model = build("qwen3")
+        with pytest.raises(RuntimeError), attention_in_blocks([model]):
+            raise RuntimeError
+        assert model.config._attn_implementation == "sdpa" and model.training
+
+    def test_a_saved_model_knows_nothing_of_it(self, tmp_path):
+        model = build("qwen3")
+        with attention_in_blocks([model]):
+            model.save_pretrained(tmp_path)
+        assert "april" not in (tmp_path / "config.json").read_text()
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+    def test_models_with_absolute_positions(self, groups):
+        config = GPT2Config(
+            vocab_size=60, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2
+        )
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        expected = values_and_gradients(model, *groups)
+        with attention_in_blocks([model]):
+            assert base_attention(model) == "sdpa"
+            for one, other in zip(values_and_gradients(model, *groups), expected, strict=True):
+                assert (one - other).norm() <= 2e-5 * other.norm()

@@ -1,0 +1,340 @@
+"""The forward pass of a micro-batch: each prompt once, and little padding.
+
+TRL computes the prompt again for each completion of a group, and pads all of them to the longest one. Here the rows of
+a forward pass lie one behind the other in a single row of the model: first the prompts, then the completions in blocks
+of similar length. Only attention is told of the blocks. Everything else in a transformer looks at one position at a
+time. A model that does not allow this, or whose log-probabilities differ, has its rows side by side, without the
+columns after the longest completion.
+
+Invariant: every token has the log-probability and the gradient that it has with all the padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import causal_mask_function
+
+
+logger = get_logger(__name__)
+
+# Widths are rounded up by at most 1/16, so that allocators and compilers see few shapes.
+PER_DOUBLING, FEWEST_COLUMNS = 16, 8
+# What a block costs beside its positions (rows times columns), as a number of positions.
+POSITIONS_PER_BLOCK = {"cpu": 32}
+POSITIONS_PER_BLOCK_ON_GPUS = 256
+IN_BLOCKS = "april_blocks_"  # before the name of the attention that computes each block
+ATTENTIONS = ("sdpa",)  # that were tested with blocks
+# Of log-probabilities in blocks from those without, in nats. A model that misreads blocks is off by several nats.
+LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 0.01, 0.25
+
+PerToken = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def without_padding(
+    per_token: Callable[..., PerToken],
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    batch_size: int | None = None,
+    *,
+    multiple: int | None = None,
+    **kwargs: Any,
+) -> PerToken:
+    """TRL's `_get_per_token_logps_and_entropies` (`per_token`), in forward passes of `batch_size` rows, or in one.
+
+    Prompts are padded on their left and completions on their right. `multiple` is that of TRL's `pad_to_multiple_of`.
+    Omitted columns are 0. Entropies and the auxiliary loss are `None` unless TRL computes them.
+    """
+    mask = attention_mask[:, -logits_to_keep:]
+    base, prompts = base_attention(model), None
+    if base is not None:
+        prompts = same_prompts(input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep])
+    order = widest_first(mask, multiple, groups=prompts)
+    found = []
+    for rows in order.split(batch_size or len(order)):
+        ids, of_pass, omitted = input_ids[rows], attention_mask[rows], 0
+        if base is None:
+            omitted = logits_to_keep - int(columns_needed(mask[rows], multiple).max())
+            width = ids.size(1) - omitted
+            ids, of_pass, called = ids[:, :width], of_pass[:, :width], model
+        else:
+            called = partial(_call_in_blocks, model, base, logits_to_keep, multiple)
+        logps, entropies, aux_loss = per_token(called, ids, of_pass, logits_to_keep - omitted, **kwargs)
+        padded = None if entropies is None else pad(entropies, (0, omitted))
+        found.append((pad(logps, (0, omitted)), padded, aux_loss))
+    logps, entropies, aux_losses = zip(*found, strict=True)
+    back = order.argsort()
+    return (
+        torch.cat(logps)[back],
+        None if entropies[0] is None else torch.cat(entropies)[back],
+        None if aux_losses[0] is None else torch.stack(aux_losses).mean(),
+    )
+
+
+def columns_needed(completion_mask: torch.Tensor, multiple: int | None = None) -> torch.Tensor:
+    """Columns that hold all tokens of each row of a `(B, T)` mask, rounded up, from 1 to `T`.
+
+    They are multiples of `multiple`; by default of 8, or of a power of two from 1/32 to 1/16 of the width.
+    """
+    columns = torch.arange(1, completion_mask.size(1) + 1, device=completion_mask.device)
+    last = ((completion_mask != 0) * columns).amax(dim=1).clamp(min=1)
+    if multiple is None:
+        unit = (2 ** (last.double().log2().floor() - math.log2(PER_DOUBLING))).long().clamp(min=FEWEST_COLUMNS)
+    else:
+        unit = torch.full_like(last, multiple)
+    return ((last + unit - 1) // unit * unit).clamp(max=completion_mask.size(1))
+
+
+def widest_first(
+    completion_mask: torch.Tensor, multiple: int | None = None, *, groups: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Indices of the rows, those that need the most columns first. Equally wide rows keep their order.
+
+    With `groups`, a number for each row, rows of a group stay together, and the group with the widest row comes first.
+    """
+    widths = columns_needed(completion_mask, multiple)
+    order = widths.argsort(descending=True, stable=True)
+    if groups is None:
+        return order
+    widest = torch.zeros(int(groups.max()) + 1, dtype=widths.dtype, device=widths.device)
+    widest = widest.scatter_reduce(0, groups, widths, "amax")
+    places = torch.empty_like(widest).scatter_(
+        0, widest.argsort(descending=True, stable=True), torch.arange(len(widest), device=widths.device)
+    )
+    return order[places[groups[order]].argsort(stable=True)]
+
+
+def same_prompts(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> torch.Tensor:
+    """A number for each row of `(B, P)` prompts, the same for the same prompt."""
+    return torch.unique(prompt_ids.masked_fill(prompt_mask == 0, -1), dim=0, return_inverse=True)[1]
+
+
+def cheapest_parts(widths: Sequence[int], cost_of_part: float) -> list[int]:
+    """Cut rows of decreasing widths into parts. A part costs its rows times its largest width, and a constant."""
+    costs, starts = [0.0], [0]  # of the first rows, and where their last part starts
+    for end in range(1, len(widths) + 1):
+        cost, start = min((costs[at] + (end - at) * widths[at] + cost_of_part, at) for at in range(end))
+        costs.append(cost)
+        starts.append(start)
+    cuts = [len(widths)]
+    while cuts[-1]:
+        cuts.append(starts[cuts[-1]])
+    return [end - start for start, end in pairwise(reversed(cuts))]
+
+
+# Blocks
+
+
+class Block(NamedTuple):
+    """Rows of the same width, one behind the other. `mask` is in the form of their attention."""
+
+    rows: torch.Tensor  # of the forward pass
+    width: int
+    prompts: torch.Tensor  # of each row
+    mask: Any
+
+
+class Blocks:
+    """The layout of a forward pass: the prompts without their last token, then the completions.
+
+    A row of a completion starts with the last token of its prompt and ends before its own last token, so that each
+    position predicts a token of the completion.
+    """
+
+    def __init__(
+        self, attention_mask: torch.Tensor, prompts: torch.Tensor, kept: int, base: str, multiple: int | None
+    ):
+        self.prefix = attention_mask.size(1) - kept - 1  # columns of the prompts
+        mask_of = partial(_mask, base)
+        rows = torch.arange(len(prompts), device=prompts.device)
+        self.firsts = torch.zeros(int(prompts.max()) + 1, dtype=torch.long, device=prompts.device)
+        self.firsts[prompts] = rows  # a row of each prompt
+        self.prompt_mask = mask_of(attention_mask[self.firsts, : self.prefix], 0) if self.prefix else None
+        widths = columns_needed(attention_mask[:, -kept:], multiple)
+        order = widths.argsort(descending=True, stable=True)
+        sorted_widths = widths[order].tolist()
+        cost = POSITIONS_PER_BLOCK.get(widths.device.type, POSITIONS_PER_BLOCK_ON_GPUS)
+        counts = cheapest_parts(sorted_widths, cost)
+        self.blocks = []
+        for start, of_block in zip([0, *accumulate(counts)], order.split(counts), strict=False):
+            width = sorted_widths[start]
+            mask = mask_of(attention_mask[of_block, : self.prefix + width], self.prefix)
+            self.blocks.append(Block(of_block, width, prompts[of_block], mask))
+        self.lengths = [len(self.firsts) * self.prefix, *(len(one.rows) * one.width for one in self.blocks)]
+
+    def pack(self, values: torch.Tensor, *, start: int = 0) -> torch.Tensor:
+        """`(B, prefix + kept)` values as `(1, N)`, those of a completion from column `prefix + start` on."""
+        found = [values[self.firsts, : self.prefix].flatten()]
+        found += [
+            values[one.rows, self.prefix + start : self.prefix + start + one.width].flatten() for one in self.blocks
+        ]
+        return torch.cat(found)[None]
+
+    def unpack(self, values: torch.Tensor, kept: int) -> torch.Tensor:
+        """`(1, N)` values of completions as `(B, kept)`."""
+        _, *of_blocks = values[0].split(self.lengths)
+        found = [
+            pad(one.view(-1, block.width), (0, kept - block.width))
+            for one, block in zip(of_blocks, self.blocks, strict=True)
+        ]
+        return torch.cat(found)[torch.cat([block.rows for block in self.blocks]).argsort()]
+
+    def attend(
+        self, attend: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of `(1, heads, N, D)` queries, each to its own row and its prompt. Returns `(1, N, heads, D)`."""
+        of_prompts, *of_blocks = zip(*(one[0].split(self.lengths, dim=1) for one in (query, key, value)), strict=True)
+        found = []
+        if self.prefix:
+            query, prompt_key, prompt_value = (_in_rows(one, self.prefix) for one in of_prompts)
+            found.append(attend(query, prompt_key, prompt_value, self.prompt_mask)[0].flatten(0, 1))
+        for block, parts in zip(self.blocks, of_blocks, strict=True):
+            query, key, value = (_in_rows(one, block.width) for one in parts)
+            if self.prefix:
+                key = torch.cat([prompt_key[block.prompts], key], dim=2)
+                value = torch.cat([prompt_value[block.prompts], value], dim=2)
+            found.append(attend(query, key, value, block.mask)[0].flatten(0, 1))
+        return torch.cat(found)[None]
+
+
+def _in_rows(states: torch.Tensor, width: int) -> torch.Tensor:
+    """`(heads, rows * width, D)` as `(rows, heads, width, D)`."""
+    return states.unflatten(1, (-1, width)).transpose(0, 1)
+
+
+def _mask(base: str, attention_mask: torch.Tensor, offset: int) -> Any:
+    """A causal mask of queries from column `offset` on, in the form of an attention."""
+    rows, columns = attention_mask.shape
+    return AttentionMaskInterface()[base](
+        batch_size=rows, q_length=columns - offset, kv_length=columns, q_offset=offset, kv_offset=0,
+        mask_function=causal_mask_function, attention_mask=attention_mask.bool(), device=attention_mask.device,
+    )  # fmt: skip
+
+
+def _call_in_blocks(
+    model: torch.nn.Module,
+    base: str,
+    kept: int,
+    multiple: int | None,
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    labels: torch.Tensor,
+    **kwargs: Any,
+) -> SimpleNamespace:
+    """A model's call by TRL, with its rows in blocks."""
+    prompts = same_prompts(input_ids[:, :-kept], attention_mask[:, :-kept])
+    blocks = Blocks(attention_mask, prompts, kept, base, multiple)
+    positions = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
+    output = model(
+        input_ids=blocks.pack(input_ids),
+        attention_mask=input_ids.new_ones(1, 1, 1, 1),  # no mask is made for one of four dimensions
+        position_ids=blocks.pack(positions),
+        shift_labels=blocks.pack(labels, start=1),  # -100 in prompts
+        april_blocks=blocks,
+        **kwargs,
+    )
+    entropy = None if output.entropy is None else blocks.unpack(output.entropy, kept)
+    return SimpleNamespace(log_probs=blocks.unpack(output.log_probs, kept), entropy=entropy)
+
+
+def _attention(
+    base: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    april_blocks: Blocks | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    attend = partial(AttentionInterface()[base], module)
+    if april_blocks is None:
+        return attend(query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    return april_blocks.attend(partial(attend, **kwargs), query, key, value), None
+
+
+# Models
+
+
+def base_attention(model: torch.nn.Module) -> str | None:
+    """The attention that computes each block of a model in [`attention_in_blocks`], else `None`."""
+    config = getattr(getattr(model, "module", model), "config", None)  # DDP's is in its module
+    name = str(getattr(config, "_attn_implementation", None))
+    return name.removeprefix(IN_BLOCKS) if name.startswith(IN_BLOCKS) else None
+
+
+@contextmanager
+def attention_in_blocks(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Let those models compute their rows in blocks that allow it."""
+    changed = []
+    for model in models:
+        base = str(getattr(model.config, "_attn_implementation", None))
+        if not allows_blocks(model.config):
+            continue
+        AttentionInterface.register(IN_BLOCKS + base, partial(_attention, base))
+        AttentionMaskInterface.register(IN_BLOCKS + base, AttentionMaskInterface()[base])
+        model.config._attn_implementation = IN_BLOCKS + base
+        changed.append((model.config, base))
+        if not _computes_the_same(model):
+            model.config._attn_implementation = base
+    try:
+        yield
+    finally:
+        for config, base in changed:
+            config._attn_implementation = base
+
+
+def allows_blocks(config: PreTrainedConfig) -> bool:
+    """Whether all layers see all tokens before theirs, by an attention that was tested with blocks."""
+    return (
+        config.get_text_config() is config
+        and getattr(config, "_attn_implementation", None) in ATTENTIONS
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and getattr(config, "sliding_window", None) is None
+        and getattr(config, "attention_chunk_size", None) is None
+    )
+
+
+@torch.no_grad()
+def _computes_the_same(model: torch.nn.Module) -> bool:
+    """Whether log-probabilities of a few random rows are the same in blocks."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(1000, model.config.vocab_size), (4, 13), generator=generator)
+    ids[1, :6] = ids[0, :6]
+    mask = torch.ones_like(ids)
+    mask[2, :2], mask[0, 9:], mask[3, 7:] = 0, 0, 0
+    weight, was_training = model.get_input_embeddings().weight, model.training
+    ids, mask = ids.to(weight.device), mask.to(weight.device)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :6] = -100
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    model.eval()
+    try:
+        expected = model(**inputs, fused_lm_head=True).log_probs[:, -7:]
+        base = base_attention(model)
+        assert base is not None
+        found = _call_in_blocks(model, base, 7, 1, **inputs, fused_lm_head=True).log_probs
+        difference = float((found - expected).abs().max())
+    except Exception as error:  # a model may refuse a packed row in any way
+        logger.info(f"{type(model).__name__} does not take rows in blocks: {error!r}")
+        return False
+    finally:
+        model.train(was_training)
+    bound = LARGEST_DIFFERENCE_IN_16_BITS if weight.dtype.itemsize < 4 else LARGEST_DIFFERENCE
+    logger.info(
+        f"{type(model).__name__} with rows in blocks: log-probabilities differ by up to {difference:.2g} nats."
+    )
+    return difference <= bound
