@@ -211,17 +211,17 @@ class TestTail:
 
 
 class TestMicroBatches:
-    def test_like_lengths_have_less_padding_than_trls_order(self, tmp_path, monkeypatch, capsys, one_thread):
+    def test_ours_computes_fewer_positions_than_trls_order(self, tmp_path, monkeypatch, capsys, one_thread):
         micro_batches = importlib.import_module("micro_batches")
         path = tmp_path / "found.json"
-        arguments = "--sigma 1.0 --sizes 4 --samples 16 --turns 2 --median 80 --json"
+        arguments = "--sigma 1.0 --sizes 4 --prompts 40 --samples 16 --turns 2 --median 80 --json"
         monkeypatch.setattr(sys, "argv", ["micro_batches.py", *arguments.split(), str(path)])
         micro_batches.main()
         settings, (result,) = read_json(path)
         assert settings["samples"] == 16 and len(result["ours"]) == len(result["of_trl"]) == 2
-        for ours, of_trl in zip(result["ours_padding"], result["of_trl_padding"], strict=True):
-            assert 0 < ours < of_trl < 1
-        assert capsys.readouterr().out.splitlines()[-1].startswith("| 1 | 4 |")
+        for ours, of_trl in zip(result["ours_positions"], result["of_trl_positions"], strict=True):
+            assert 0 < ours < 1 < of_trl  # prompts once, and padding
+        assert capsys.readouterr().out.splitlines()[-1].startswith("| 40 | 1 | 4 |")
 
 
 class TestGpu:

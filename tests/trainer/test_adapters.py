@@ -70,7 +70,8 @@ def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir
 def test_two_processes_sample_from_the_same_adapters(lora_server, forker, tiny_model_dir, tmp_path):
     """With DDP the first process sends the adapters, and requests of both live through the syncs."""
     options = {"max_steps": 6, "max_completion_length": 400, "over_provisioning": 3.0, "max_staleness": 3}
-    options |= {"overlap_generation": True, "resume_kv": "keep"}
+    # Every sample is in flight for longer than an optimiser step takes.
+    options |= {"overlap_generation": True, "resume_kv": "keep", "generation_kwargs": {"min_tokens": 200}}
     run = {"name": "adapters", "kind": "train_and_compare", "lora": True, "options": options}
     launched = launch_preloaded(forker, 2, [run], tmp_path, model=tiny_model_dir, url=lora_server.base_url)
     results = launched.results("adapters", 2)

@@ -65,10 +65,11 @@ def regrouped(
     found = []
     for begin in range(0, len(micro_batches), per_step):
         together = micro_batches[begin : begin + per_step]
-        ids, prompt_mask, mask = (
-            torch.cat([one[name] for one in together]) for name in ("prompt_ids", "prompt_mask", "completion_mask")
-        )
-        order = widest_first(mask, multiple, groups=same_prompts(ids, prompt_mask) if by_prompt else None)
+        mask, prompts = torch.cat([one["completion_mask"] for one in together]), None
+        if by_prompt and "prompt_mask" in together[0]:  # unless a subclass makes its own batches
+            ids, prompt_mask = (torch.cat([one[name] for one in together]) for name in ("prompt_ids", "prompt_mask"))
+            prompts = same_prompts(ids, prompt_mask)
+        order = widest_first(mask, multiple, groups=prompts)
         joined = {name: _joined([one[name] for one in together], order) for name in together[0]}
         found += split_tensor_dict(joined, len(together))
     return found
