@@ -1,7 +1,7 @@
 """The forward pass of a micro-batch: each prompt once, and little padding.
 
 TRL computes the prompt again for each completion of a group, and pads all of them to the longest one. Here the rows of
-a forward pass lie one behind the other in a single row of the model: first the prompts, then the completions in blocks
+a forward pass follow one another in a single row of the model: first the prompts, then the completions in blocks
 of similar length. Only attention is told of the blocks. Everything else in a transformer looks at one position at a
 time. A model that does not allow this, or whose log-probabilities differ, has its rows side by side, without the
 columns after the longest completion.
@@ -30,12 +30,13 @@ logger = get_logger(__name__)
 
 # Widths are rounded up by at most 1/16, so that allocators and compilers see few shapes.
 PER_DOUBLING, FEWEST_COLUMNS = 16, 8
-# What a block costs beside its positions (rows times columns), as a number of positions.
+# What a block costs beside its positions (rows times columns), as a number of positions. Not measured on GPUs.
 POSITIONS_PER_BLOCK = {"cpu": 32}
 POSITIONS_PER_BLOCK_ON_GPUS = 256
 IN_BLOCKS = "april_blocks_"  # before the name of the attention that computes each block
 ATTENTIONS = ("sdpa",)  # that were tested with blocks
-# Of log-probabilities in blocks from those without, in nats. A model that misreads blocks is off by several nats.
+# Of log-probabilities in blocks from those without, in nats. OPT, which counts
+# positions in the mask, is off by 3.
 LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 0.01, 0.25
 
 PerToken = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -138,7 +139,7 @@ def cheapest_parts(widths: Sequence[int], cost_of_part: float) -> list[int]:
 
 
 class Block(NamedTuple):
-    """Rows of the same width, one behind the other. `mask` is in the form of their attention."""
+    """Rows of the same width that follow one another. `mask` is in the form that their attention takes."""
 
     rows: torch.Tensor  # of the forward pass
     width: int
@@ -240,7 +241,7 @@ def _call_in_blocks(
     positions = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
     output = model(
         input_ids=blocks.pack(input_ids),
-        attention_mask=input_ids.new_ones(1, 1, 1, 1),  # no mask is made for one of four dimensions
+        attention_mask=input_ids.new_ones(1, 1, 1, 1),  # taken as it is, for its four dimensions; nothing reads it
         position_ids=blocks.pack(positions),
         shift_labels=blocks.pack(labels, start=1),  # -100 in prompts
         april_blocks=blocks,
@@ -278,19 +279,19 @@ def base_attention(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def attention_in_blocks(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Let those models compute their rows in blocks that allow it."""
+    """In this context, models that allow it compute their rows in blocks. They are restored at its end."""
     changed = []
-    for model in models:
-        base = str(getattr(model.config, "_attn_implementation", None))
-        if not allows_blocks(model.config):
-            continue
-        AttentionInterface.register(IN_BLOCKS + base, partial(_attention, base))
-        AttentionMaskInterface.register(IN_BLOCKS + base, AttentionMaskInterface()[base])
-        model.config._attn_implementation = IN_BLOCKS + base
-        changed.append((model.config, base))
-        if not _computes_the_same(model):
-            model.config._attn_implementation = base
     try:
+        for model in models:
+            if not allows_blocks(model.config):
+                continue
+            base = model.config._attn_implementation
+            AttentionInterface.register(IN_BLOCKS + base, partial(_attention, base))
+            AttentionMaskInterface.register(IN_BLOCKS + base, AttentionMaskInterface()[base])
+            changed.append((model.config, base))
+            model.config._attn_implementation = IN_BLOCKS + base
+            if not _computes_the_same(model):
+                model.config._attn_implementation = base
         yield
     finally:
         for config, base in changed:
