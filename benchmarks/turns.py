@@ -2,14 +2,15 @@
 
     python benchmarks/turns.py                              # 8 groups of 4, up to 8 turns, sigma 1
     python benchmarks/turns.py --turns 1 --rounds 4 --json result.json
-    python benchmarks/turns.py --contestants default hanging --turns 1 --rounds 20 --block 20 --hang 6
+    python benchmarks/turns.py --contestants default hanging --rounds 20 --block 20 --tool-timeout 6
 
 Contestants:
 - `lockstep` is TRL's tool loop on our engine: every turn of the batch waits for its longest completion, and then for
   its slowest tool. Its tools run at once, as TRL's asynchronous ones do; TRL calls others one after the other.
 - `per-sample` is the pool with `over_provisioning=1.0`: each sample continues by itself, and the batch is waited for.
 - `default` is the schedule of the default options: `overlap_generation`, `resume_kv="keep"`.
-- `hanging` is the same, but the first tool of one sample in a hundred sleeps for `--hang` seconds.
+- `hanging` is the same, but the first tool of one sample in a hundred sleeps for `--hang` seconds, or
+  until `--tool-timeout` ends its call.
 
 Nothing is trained: the trainer is a pause of `--train-seconds` between two rounds, and the weight sync is left out. A
 sample has 1 to `--most-turns` turns. Lengths of turns and times of tools are lognormal, the same for every contestant,
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -42,13 +44,19 @@ from trl_april.engine.vllm import VLLMEngine
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample
 from trl_april.rollout.acting import TurnResult
+from trl_april.rollout.daemon_threads import DaemonThreads
 from trl_april.rollout.driver import RolloutDriver
+from trl_april.training.tools import tools_by_kind
 
 
 DEFAULTS = AprilOptions()
 CONTESTANTS = ("lockstep", "per-sample", "default", "hanging")
 BUDGET = CONTEXT - PROMPT_LENGTH - 1
 RESULT = [5] * 12  # token ids of a tool's result
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 @dataclass(frozen=True)
@@ -98,13 +106,15 @@ class Contestant:
         sampling = sampling_options(generation_kwargs={"ignore_eos": True})
         self._engine = ScriptedTurns(base_url, model, sampling, stream_interval=64)
         self._engine.script, self._engine.turn_of = self._script, {}
+        threads = DaemonThreads("april-tools")
+        self._tools, _ = tools_by_kind([sleep], options.tool_timeout, threads)
         self._pause = pause_of(base_url)
         self._prompts, self._rows, self._version = random.Random(options.seed), count(), 0
         self._overlaps = name in ("default", "hanging")
         self.tokens, self.seconds = 0, 0.0
         self._pool = Pool(
             options.quota, over_provisioning=DEFAULTS.bounded_factor(1) if self._overlaps else 1.0,
-            max_staleness=DEFAULTS.max_staleness, has_tools=True,
+            max_staleness=DEFAULTS.max_staleness, staleness_policy=options.staleness_policy, has_tools=True,
         )  # fmt: skip
         self._driver = RolloutDriver(
             self._pool, self._engine, run_id=uuid.uuid4().hex, act=self._act, overlap=self._overlaps,
@@ -125,7 +135,8 @@ class Contestant:
         turn = self._engine.turn_of.get(sample.key, 0)
         if turn + 1 >= self._script.turns(sample.key):
             return TurnResult([], [])
-        time.sleep(self._script.tool_seconds(sample.key, turn))
+        with contextlib.suppress(TimeoutError):
+            self._tools["sleep"](seconds=self._script.tool_seconds(sample.key, turn))
         self._engine.turn_of[sample.key] = turn + 1
         return TurnResult([], RESULT, calls=1, is_complete=False)
 
@@ -218,6 +229,8 @@ def main() -> None:
     parser.add_argument("--median", type=int, default=40, help="median length of a turn in tokens")
     parser.add_argument("--tool-median", type=float, default=0.3, help="median seconds of a tool, at most 2")
     parser.add_argument("--hang", type=float, default=60.0, help="seconds of a tool that hangs")
+    parser.add_argument("--staleness-policy", choices=("wait", "mask"), default="wait")
+    parser.add_argument("--tool-timeout", type=float, help="seconds after which a tool's call ends")
     parser.add_argument("--most-turns", type=int, default=8)
     parser.add_argument("--quota", type=int, default=8, help="groups per batch")
     parser.add_argument("--group-size", type=int, default=4, help="samples per group")

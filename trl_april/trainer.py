@@ -347,7 +347,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._options,
             rows=session_parts.training_rows(self),
             tokenize=session_parts.tokenize_prompts(self, turns),
-            images_of=session_parts.sample_images(self, self._options, turns),
+            images_of=session_parts.sample_images(self, self._options),
             vocab_size=self.model.config.get_text_config().vocab_size,
             eos_token_ids=self.eos_token_ids,
             server=server,

@@ -150,6 +150,10 @@ def test_a_sample_has_the_images_of_its_prompt_and_its_results():
     group = Group(0, {"prompt": TEXT, "image": RED}, PROMPT, 99, 0, samples)
     (of_prompt,) = images_of(group, samples[0])
     assert images_of(group, samples[1]) == [of_prompt] and checks == [1, 1]
+    of_rollout = Sample(0, 2, conversation=Conversation(prompt_ids=[*PROMPT]))  # it began with the row's prompt
+    assert images_of(group, of_rollout) == [of_prompt]
+    of_environment = Sample(0, 3, conversation=Conversation(prompt=encode_messages(TEXT), prompt_ids=[*PROMPT]))
+    assert of_prompt not in images_of(group, of_environment) != []
 
     def turn(token_ids: list[int], *contents: Any) -> None:
         samples[0].append([IMAGE_TOKEN, 7], [-1.0, -1.0], 0)
@@ -173,4 +177,4 @@ def test_a_sample_has_the_images_of_its_prompt_and_its_results():
     places = asyncio.run(joined_features(found, render))["mm_placeholders"]["image"]
     assert sent == [1, 2, 1]
     assert [place["offset"] for place in places] == [1, 5 + 5 + 1, 5 + 5 + 5, 5 + 5 + 7 + 2 + 1]
-    assert images_of(Group(1, {"prompt": TEXT}, PROMPT, 99, 0, []), Sample(1, 0)) == [] and len(checks) == 5
+    assert images_of(Group(1, {"prompt": TEXT}, PROMPT, 99, 0, []), Sample(1, 0)) == [] and len(checks) == 7

@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -111,7 +112,7 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
                     "number": group.row["number"],
                     "samples": [sample.index for sample in group.samples],
                     "tokens": [sample.token_ids.tolist() for sample in group.samples],
-                    "versions": [sorted(set(sample.versions)) for sample in group.samples],
+                    "versions": [sorted({*sample.versions} - {None}) for sample in group.samples],
                     "resumed": [len(sample.segments) - 1 for sample in group.samples],
                 }
                 for group in done.groups
@@ -514,6 +515,40 @@ def train_with_environments(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
         ],
         "log": [entry for entry in trainer.state.log_history if "loss" in entry],
     }
+
+
+def train_in_turns_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """In an environment or with a rollout function, on a real server. Compares every token as `train_and_compare`."""
+    from tests.trainer import test_tools_on_server
+
+    trainer = test_tools_on_server.trainer_in_turns(
+        SimpleNamespace(base_url=spec["url"]),
+        spec["model"],
+        Path(spec["folder"]) / "out",
+        run["turns"],
+        per_device_train_batch_size=8,
+    )
+    trainer.train()
+    return {
+        **outcome(trainer),
+        "compared": test_trainer.check_logprobs(trainer),
+        "turns": test_tools_on_server.check_turns(trainer),
+    }
+
+
+def train_with_images_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Compares every token with the weights of its version and the images of its row."""
+    from tests.trainer import test_images
+
+    trainer = test_images.train(
+        SimpleNamespace(base_url=spec["url"]),
+        spec["model"],
+        Path(spec["folder"]) / "out",
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        use_cpu=True,
+    )
+    return {**outcome(trainer), "compared": test_images.check_logprobs(trainer)}
 
 
 def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 
+from tests.support.preloaded import launch_preloaded
+from tests.support.tiny import build_tokenizer
 from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
 from tests.trainer.test_tools_on_server import calling_tokenizer
 from tests.trainer.test_trainer import RecordingTrainer, make_config, wait_until_idle
@@ -24,8 +26,12 @@ def text_of(number: int) -> list[dict]:
 
 
 WITH_COLUMN = Dataset.from_list(
-    [{"prompt": text_of(number), "images": [picture(number)] * (1 + number % 2)} for number in range(12)]
+    [
+        {"prompt": text_of(number), "images": [picture(number)] * (1 + number % 2), "number": number}
+        for number in range(12)
+    ]
 )
+AGAIN = build_tokenizer()("again?\n")["input_ids"]
 TEXT = Value("string")
 WITH_PARTS = Dataset.from_list(
     [
@@ -75,7 +81,8 @@ def check_logprobs(trainer: RecordingTrainer) -> int:
                 here = torch.tensor([one == version for one in sample.versions])
                 if not here.any():
                     continue
-                ids, start = torch.tensor([[*group.prompt_ids, *sample.token_ids]]), len(group.prompt_ids)
+                prompt_ids = group.prompt_ids_of(sample)
+                ids, start = torch.tensor([[*prompt_ids, *sample.token_ids]]), len(prompt_ids)
                 with torch.no_grad():
                     logits = trainer.model(input_ids=ids, pixel_values=pixels).logits[0, start - 1 : -1].float()
                 expected = logits.log_softmax(-1).gather(-1, ids[0, start:, None]).squeeze(-1)
@@ -90,6 +97,13 @@ def check_training_pass(trainer: RecordingTrainer) -> None:
     name = "sampling/sampling_logp_difference/max"
     differences = [entry[name] for entry in trainer.state.log_history if name in entry]
     assert differences and 0 < max(differences) < 1e-4
+
+
+async def look_twice(prompt, engine, row):
+    first = await engine.generate(engine.prompt_ids)
+    if first.finish_reason == "stop":
+        await engine.generate([*engine.prompt_ids, *first.token_ids, *AGAIN])
+    return {"shown": len(row["images"])}
 
 
 def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, arguments=None, **options):
@@ -180,6 +194,31 @@ def test_images_in_prompts_and_a_resumed_training(server, vision_model_dir, tmp_
     # Their first tokens are of the weights of the first training.
     resumed.weights = {**first.weights, **resumed.weights}
     assert check_logprobs(resumed) == sum(len(s) for group in resumed.trained_groups for s in group.samples)
+
+
+def test_rollout_function_with_images(server, vision_model_dir, tmp_path):
+    trainer = train(
+        server, vision_model_dir, tmp_path, resume_kv="reuse", learning_rate=0.0, arguments={"rollout": look_twice},
+        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    samples = [sample for group in trainer.trained_groups for sample in group.samples]
+    assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
+    turns = [sum(one.version is None for one in sample.segments) for sample in samples]
+    assert max(turns) == 1 and any(len(one.segments) > 3 for one in samples)
+    check_training_pass(trainer)
+    assert any("eval_loss" in entry for entry in trainer.state.log_history)
+
+
+def test_two_processes_share_groups_with_images(server, forker, vision_model_dir, tmp_path):
+    """Each process trains a part of each group, and reads the images of its rows itself."""
+    run = {"name": "images", "kind": "train_with_images_and_compare"}
+    launched = launch_preloaded(forker, 2, [run], tmp_path, model=vision_model_dir, url=server.base_url)
+    assert launched.code == 0, launched.output[-4000:]
+    results = launched.results("images", 2)
+    assert min(one["compared"] for one in results) > 1000
+    groups = [group for one in results for done in one["rounds"] for group in done]
+    assert any(resumed for group in groups for resumed in group["resumed"])
+    assert wait_until_idle(server) == 0
 
 
 def test_requests_with_images_are_not_kept(server, vision_model_dir, tmp_path):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from itertools import count as counter
+
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.preloaded import launch_preloaded
 from tests.support.tiny import CHARACTERS, build_tokenizer
 from tests.trainer.test_trainer import RecordingTrainer, check_logprobs, make_config, wait_until_idle
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
-CHATS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{number}+{number}="}]} for number in range(48)])
+CHATS = Dataset.from_list(
+    [{"prompt": [{"role": "user", "content": f"{number}+{number}="}], "number": number} for number in range(48)]
+)
 TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -20,7 +27,8 @@ TEMPLATE = (
     "{% else %}{{ message['content'] }}\n{% endif %}"
     "{% endfor %}"
 )
-CALLS = []
+CALLS, NUMBERS = [], counter()
+FOLLOW_UP = build_tokenizer()("and\n")["input_ids"]
 
 
 class CallingTokenizer(PreTrainedTokenizerFast):
@@ -62,6 +70,93 @@ def count(digits: int) -> str:
 
 def distinct(completions, **kwargs):
     return [float(len(set(messages[0]["content"])) + len(messages)) for messages in completions]
+
+
+class Counting:
+    """Counts calls. Its prompts differ within a group."""
+
+    def reset(self, **row) -> str:
+        self.calls = 0
+        return f" no. {next(NUMBERS)}"
+
+    def count(self, digits: int) -> str:
+        """Says how many calls there were.
+
+        Args:
+            digits: How many digits.
+        """
+        self.calls += 1
+        return f"call {self.calls}"
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+async def ask_three_times(prompt, engine, row):
+    ids, lengths = [*engine.prompt_ids], []
+    for _ in range(3):
+        turn = await engine.generate(ids)
+        lengths.append(len(turn.token_ids))
+        if turn.finish_reason == "length":
+            break
+        ids += [*turn.token_ids, *FOLLOW_UP]
+        await asyncio.sleep(random.uniform(0, 0.05))
+    return {"lengths": lengths}
+
+
+def many_turns(completions, lengths, **kwargs):
+    return [len(one) + sum(one) / 1000 for one in lengths]
+
+
+def trainer_in_turns(server, model_dir, output_dir, turns, **options):
+    """With `Counting` if `turns` is "environment", else with `ask_three_times`."""
+    args = make_config(
+        server, output_dir, max_steps=4, max_completion_length=200, max_tool_calling_iterations=4, num_generations=4,
+        over_provisioning=3.0, overlap_generation=True, use_cpu=True, **options,
+    )  # fmt: skip
+    own = {"environment_factory": Counting}
+    if turns == "rollout":
+        own = {"rollout": ask_three_times, "reward_funcs": many_turns}
+    return RecordingTrainer(
+        model=model_dir, args=args, train_dataset=CHATS, processing_class=calling_tokenizer(), **own
+    )
+
+
+def check_turns(trainer) -> int:
+    """Each sample has the reward and the results of its own instance, or the turns of its coroutine.
+
+    Returns the largest number of turns.
+    """
+    turns = []
+    for group in trainer.trained_groups:
+        for place, sample in enumerate(group.samples):
+            own = sample.conversation
+            if own.columns is not None:
+                assert sum(own.columns["lengths"]) == sample.num_generated
+                turns.append(len(own.columns["lengths"]))
+                continue
+            results = [one["content"] for one in own.messages if one["role"] == "tool"]
+            assert results == [f"call {number + 1}" for number in range(len(results))]
+            # The last result may not have fitted.
+            assert group.score.rewards[place] == [own.calls] and own.calls - len(results) in (0, 1)
+            turns.append(own.calls)
+    return max(turns)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("turns", ["environment", "rollout"])
+def test_two_processes_in_turns(server, forker, tiny_model_dir, tmp_path, turns):
+    """Instances and coroutines stay in the process that generates; samples are trained in both."""
+    run = {"name": turns, "kind": "train_in_turns_and_compare", "turns": turns}
+    launched = launch_preloaded(forker, 2, [run], tmp_path, model=tiny_model_dir, url=server.base_url)
+    assert launched.code == 0, launched.output[-4000:]
+    results = launched.results(turns, 2)
+    assert min(one["compared"] for one in results) > 300
+    rounds = [done for one in results for done in one["rounds"]]
+    assert len({group["number"] for done in rounds for group in done}) == 4 * 4
+    assert any(resumed for done in rounds for group in done for resumed in group["resumed"])
+    assert min(one["turns"] for one in results) > 1
+    assert wait_until_idle(server) == 0
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])

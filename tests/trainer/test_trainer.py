@@ -128,7 +128,8 @@ def check_logprobs(trainer: RecordingTrainer) -> int:
                 here = torch.tensor([one == version for one in sample.versions])  # `None`: of a tool
                 if not here.any():
                     continue
-                ids, start = torch.tensor([[*group.prompt_ids, *sample.token_ids]]), len(group.prompt_ids)
+                prompt_ids = group.prompt_ids_of(sample)
+                ids, start = torch.tensor([[*prompt_ids, *sample.token_ids]]), len(prompt_ids)
                 with torch.no_grad():
                     logits = trainer.model(input_ids=ids).logits[0, start - 1 : -1].float()
                 expected = logits.log_softmax(-1).gather(-1, ids[0, start:, None]).squeeze(-1)

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from accelerate import PartialState
+from PIL import Image
 
 from tests.support.tool_calling import END, HEADER, ToolScript, encode
 from trl_april.errors import ConfigError
@@ -164,6 +165,22 @@ def test_errors_of_a_rollout_reach_the_round(acts, rollout, error, message):
 def test_a_prompt_beyond_the_context_is_refused(acts):
     with pytest.raises(ConfigError, match=rf"has {len(PROMPT)} tokens.*context of 201 tokens. Shorten"):
         play(acts(ask_again, context_length=201), new_group(), 1000)
+
+
+def test_a_prompt_with_images_is_that_of_the_row(acts):
+    """Nothing says where else its images stand."""
+
+    async def begins_elsewhere(prompt, engine, row):
+        await engine.generate([*engine.prompt_ids, 5])
+
+    for rollout in (ask_again, begins_elsewhere):
+        group = new_group(turns=TURNS[:1])
+        group.row = {"prompt": [{"role": "user", "content": "q"}], "image": Image.new("RGB", (2, 2))}
+        if rollout is ask_again:
+            assert len(play(acts(rollout), group, 1000).samples[0]) > 0
+        else:
+            with pytest.raises(ConfigError, match="engine.generate\\(engine.prompt_ids\\)"):
+                play(acts(rollout), group, 1000)
 
 
 # Checkpoints

@@ -106,10 +106,9 @@ class SampleImages:
     def __call__(self, group: Group, sample: Sample) -> list[PlacedImages]:
         """The images of the prompt, then those of the results of each turn."""
         prompt_ids, conversation = group.prompt_ids_of(sample), sample.conversation
-        row = group.row
+        row, of_prompt = group.row, group.images
         if conversation is not None and conversation.prompt is not None:
-            row = {**row, "prompt": conversation.prompt}
-        of_prompt = group.images if prompt_ids is group.prompt_ids else sample.images
+            row, of_prompt = {**row, "prompt": conversation.prompt}, sample.images
         parts = [(of_prompt, 0, prompt_ids, images_in(prompt_of(row)))]
         for start, token_ids, results in _results(sample):
             parts.append((sample.images, len(prompt_ids) + start, token_ids, images_in(results)))

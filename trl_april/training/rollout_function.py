@@ -15,6 +15,7 @@ from typing import Any
 
 from trl.trainer.utils import start_event_loop_in_daemon
 
+from ..engine.images import images_in, prompt_of
 from ..errors import ConfigError
 from ..pool.samples import FinishReason, Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
@@ -55,7 +56,8 @@ class TurnEngine:
 
     Attributes:
         prompt_ids (`list[int]`):
-            Token ids of the row's prompt as TRL renders it. The coroutine may begin with others.
+            Token ids of the row's prompt as TRL renders it. The coroutine may begin with others, unless the row has
+            images.
     """
 
     def __init__(self, prompt_ids: list[int]) -> None:
@@ -101,15 +103,15 @@ class _Episode:
     def __init__(
         self, rollout: Rollout, row: dict[str, Any], engine: TurnEngine, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._loop, self._engine = loop, engine
+        self._loop, self.engine = loop, engine
 
         async def run() -> None:
             event: Returned | BaseException
             try:
-                event = Returned(checked_columns(await rollout(row["prompt"], self._engine, row)))
+                event = Returned(checked_columns(await rollout(row["prompt"], self.engine, row)))
             except BaseException as error:  # an exit that it asks for, too, would end the event loop
                 event = error
-            self._engine._events.put(event)
+            self.engine._events.put(event)
 
         def start() -> None:
             self._task = asyncio.get_running_loop().create_task(run())
@@ -118,7 +120,7 @@ class _Episode:
 
     def next(self) -> list[int] | Returned:
         """Wait for what it does next: the ids after which it wants a turn, or its end. Raises its errors."""
-        event = self._engine._events.get()
+        event = self.engine._events.get()
         if isinstance(event, BaseException):
             raise event if isinstance(event, Exception) else RuntimeError(f"The rollout has raised {event!r}.")
         return event
@@ -128,7 +130,7 @@ class _Episode:
     ) -> list[int] | Returned:
         """Return a turn from `generate`, and wait for what it does next."""
         turn = Turn([*token_ids], [*logprobs], str(reason))
-        self._loop.call_soon_threadsafe(lambda: self._engine._answer(turn))
+        self._loop.call_soon_threadsafe(lambda: self.engine._answer(turn))
         return self.next()
 
     def cancel(self) -> None:
@@ -158,7 +160,7 @@ class RolloutTurns(Restorable):
         assert conversation is not None
         if conversation.awaits_reset:
             self._episodes[sample.key] = episode = self._begin(group)
-            return ResetResult(None, self._checked_prompt(group, episode.next()))
+            return ResetResult(None, self._checked_prompt(group, episode))
         assert conversation.turn_ended is not None
         episode, start = self._episodes[sample.key], conversation.turn_start
         event = episode.answer(sample.token_ids[start:], sample.logprobs[start:], conversation.turn_ended)
@@ -183,13 +185,19 @@ class RolloutTurns(Restorable):
 
     def _begin(self, group: Group) -> _Episode:
         row = copy.deepcopy(group.row)
-        return _Episode(self._rollout, row, TurnEngine(self._tokenize(group.row["prompt"])), self._loop)
+        return _Episode(self._rollout, row, TurnEngine(self._tokenize(prompt_of(group.row))), self._loop)
 
-    def _checked_prompt(self, group: Group, event: list[int] | Returned) -> list[int]:
+    def _checked_prompt(self, group: Group, episode: _Episode) -> list[int]:
+        event = episode.next()
         if isinstance(event, Returned) or not event:
             raise ConfigError(
                 f"The rollout of group {group.group_id} did not begin with a turn after its prompt. Await "
-                "engine.generate(prompt_ids) at least once."
+                "engine.generate(engine.prompt_ids) at least once."
+            )
+        if event != episode.engine.prompt_ids and images_in(prompt_of(group.row)):
+            raise ConfigError(
+                f"The rollout of group {group.group_id} began with token ids of its own, but its row has images, and "
+                "only engine.prompt_ids has their places. Begin with engine.generate(engine.prompt_ids)."
             )
         if len(event) + group.max_completion_length > self._context_length:
             raise ConfigError(

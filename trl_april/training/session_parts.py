@@ -67,7 +67,7 @@ def tokenize_prompts(
     return lambda rows: [[] for _ in rows]
 
 
-def sample_images(trainer: GRPOTrainer, options: AprilOptions, turns: ToolTurns | RolloutTurns | None) -> SampleImages:
+def sample_images(trainer: GRPOTrainer, options: AprilOptions) -> SampleImages:
     """The images of samples, as the engine takes them."""
 
     def check() -> None:
@@ -75,10 +75,6 @@ def sample_images(trainer: GRPOTrainer, options: AprilOptions, turns: ToolTurns 
             raise ConfigError(
                 "A prompt has images, and the model or its processing_class takes text only. Train a vision-language "
                 "model with its processor."
-            )
-        if isinstance(turns, RolloutTurns):
-            raise ConfigError(
-                "A prompt has images, which a rollout function does not support yet. Train with TRL's GRPOTrainer."
             )
         compatibility.check_images(options)
 
@@ -200,7 +196,7 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
         rollout_engine(options, sampling, server, vocab_size, processes.rank),
         sampling,
         tokenize=tokenize_prompts(trainer, turns),
-        images_of=sample_images(trainer, options, turns),
+        images_of=sample_images(trainer, options),
         has_tools=bool(trainer.tools),
         servers=server.servers,
         processes=processes,
