@@ -36,8 +36,8 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
+from trl_april.session_parts import rows_in_blocks
 from trl_april.training.run_log import RunLog
-from trl_april.training.session_parts import rows_in_blocks
 
 
 NUM_GENERATIONS = 4
@@ -95,7 +95,7 @@ def round_of(lengths: list[int], prompt: int) -> Round:
 
 def side_by_side() -> AbstractContextManager[Any]:
     """Compute the rows of a micro-batch beside each other."""
-    return mock.patch("trl_april.training.session_parts.attention_in_blocks", lambda models: nullcontext())
+    return mock.patch("trl_april.session_parts.attention_in_blocks", lambda models: nullcontext())
 
 
 @contextmanager

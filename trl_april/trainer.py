@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 
+from . import session_parts
 from .checkpoint.resume import RunCheckpoints
 from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
@@ -33,12 +34,12 @@ from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
 from .session import RolloutSession
-from .training import compatibility, construction, session_parts
+from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.callbacks import StepCallback, print_lines
+from .training.compatibility import can_be_regrouped, sees_images
 from .training.correction import can_correct_in_training
-from .training.forward_pass import base_attention, without_padding
-from .training.micro_batches import can_be_regrouped, regrouped, sees_images
+from .training.forward_pass import base_attention, regrouped, without_padding
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.rollout_function import Rollout
 from .training.run_log import outline

@@ -27,8 +27,8 @@ from trl_april.data.plan import TrainingPlan
 from trl_april.data.source import RowSource
 from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool.pool import Pool
+from trl_april.session_parts import training_rows
 from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training.session_parts import training_rows
 
 
 def for_long(*values):

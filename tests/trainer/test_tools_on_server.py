@@ -91,6 +91,12 @@ class Counting:
     def get_reward(self) -> float:
         return float(self.calls)
 
+    def _april_state(self) -> int:
+        return self.calls
+
+    def _april_restore(self, state: int) -> None:
+        self.calls = state
+
 
 async def ask_three_times(prompt, engine, row):
     ids, lengths = [*engine.prompt_ids], []
@@ -112,7 +118,7 @@ def trainer_in_turns(server, model_dir, output_dir, turns, **options):
     """With `Counting` if `turns` is "environment", else with `ask_three_times`."""
     args = make_config(
         server, output_dir, max_steps=4, max_completion_length=200, max_tool_calling_iterations=4, num_generations=4,
-        over_provisioning=3.0, overlap_generation=True, use_cpu=True, **options,
+        over_provisioning=3.0, overlap_generation=True, use_cpu=True, save_strategy="steps", save_steps=2, **options,
     )  # fmt: skip
     own = {"environment_factory": Counting}
     if turns == "rollout":
@@ -145,8 +151,11 @@ def check_turns(trainer) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("turns", ["environment", "rollout"])
-def test_two_processes_in_turns(server, forker, tiny_model_dir, tmp_path, turns):
-    """Instances and coroutines stay in the process that generates; samples are trained in both."""
+def test_two_processes_in_turns_and_one_that_continues(server, forker, tiny_model_dir, tmp_path, turns):
+    """Instances and coroutines stay in the process that generates; samples are trained in both.
+
+    A single process continues every one of them from their checkpoint.
+    """
     run = {"name": turns, "kind": "train_in_turns_and_compare", "turns": turns}
     launched = launch_preloaded(forker, 2, [run], tmp_path, model=tiny_model_dir, url=server.base_url)
     assert launched.code == 0, launched.output[-4000:]
@@ -156,6 +165,16 @@ def test_two_processes_in_turns(server, forker, tiny_model_dir, tmp_path, turns)
     assert len({group["number"] for done in rounds for group in done}) == 4 * 4
     assert any(resumed for done in rounds for group in done for resumed in group["resumed"])
     assert min(one["turns"] for one in results) > 1
+
+    trainer = trainer_in_turns(server, tiny_model_dir, tmp_path / "out", turns, per_device_train_batch_size=16)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    begun = {group["number"] for one in results for done in one["rounds"][:2] for group in done}
+    rows = [group.row["number"] for group in trainer.trained_groups]
+    assert len({*rows, *begun}) == len(rows) + len(begun) == 4 * 4
+    assert check_turns(trainer) > 1 and check_logprobs(trainer) > 300
+    carried = [sample for group in trainer.trained_groups for sample in group.samples if sample.versions[0] < 2]
+    assert any(2 in sample.versions for sample in carried)
+    assert not any(entry.get("april/restarted_samples") for entry in trainer.state.log_history)
     assert wait_until_idle(server) == 0
 
 

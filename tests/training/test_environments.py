@@ -12,16 +12,16 @@ from trl import GRPOConfig
 
 from tests.support.environments import GAME, LOG, Counting, Numbered, Saved, Silent, Speaking
 from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, multiply, trainer_arguments
+from trl_april import session_parts
 from trl_april.config import AprilOptions
 from trl_april.errors import ConfigError, PoolError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.acting import ResetResult
-from trl_april.training import session_parts
+from trl_april.session_parts import reward_scorer, tool_turns
 from trl_april.training.batch import batch_rows, rollout_output
 from trl_april.training.construction import replaced
-from trl_april.training.session_parts import reward_scorer, tool_turns
 from trl_april.training.tools import handed_over, loop_results
 
 

@@ -23,12 +23,12 @@ from tests.support.serverless import ServerlessTrainer
 from trl_april.config import APRILGRPOConfig
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
+from trl_april.session_parts import rows_in_blocks
 from trl_april.trainer import APRILGRPOTrainer
+from trl_april.training.compatibility import can_be_regrouped
 from trl_april.training.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH
 from trl_april.training.correction import METHODS, can_correct_in_training
 from trl_april.training.forward_pass import base_attention
-from trl_april.training.micro_batches import can_be_regrouped
-from trl_april.training.session_parts import rows_in_blocks
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

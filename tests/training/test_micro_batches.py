@@ -4,7 +4,8 @@ import itertools
 
 import torch
 
-from trl_april.training.micro_batches import regrouped, sees_images
+from trl_april.training.compatibility import sees_images
+from trl_april.training.forward_pass import regrouped
 
 
 def micro_batches(*lengths: list[int], prompts: str = "") -> list[dict]:

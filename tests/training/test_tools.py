@@ -30,8 +30,8 @@ from trl_april.config import AprilOptions
 from trl_april.data.row_json import decode_messages
 from trl_april.errors import ConfigError
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
+from trl_april.session_parts import tool_turns
 from trl_april.training.batch import completion_columns, rollout_output
-from trl_april.training.session_parts import tool_turns
 from trl_april.training.tools import first_turns, loop_results
 
 

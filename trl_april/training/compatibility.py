@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any
@@ -194,6 +194,31 @@ def check_tools(train_dataset: Dataset | IterableDataset | None) -> None:
             "chat template tells the model about its tools: make each prompt a list of messages, such as "
             "[{'role': 'user', 'content': ...}]."
         )
+
+
+def sees_images(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch, or the arguments of its forward pass, has tensors that are not by sample and token.
+
+    Where the model has sampled an image token, TRL removes all images and leaves the types of tokens.
+    """
+    return any(batch.get(name) is not None for name in ("num_images", "token_type_ids", "mm_token_type_ids"))
+
+
+def can_be_regrouped(
+    trainer_class: type[GRPOTrainer], args: GRPOConfig, *, has_entropy_bonus: bool, has_aux_loss: bool
+) -> bool:
+    """Whether the gradient of an optimiser step does not depend on which micro-batch a sample is in.
+
+    It depends where TRL takes a mean or a quantile over a micro-batch, and may where a subclass has its own loss.
+    """
+    return (
+        trainer_class._compute_loss is GRPOTrainer._compute_loss
+        and trainer_class.compute_loss is GRPOTrainer.compute_loss
+        and args.loss_type != "bnpo"
+        and args.top_entropy_quantile == 1.0
+        and not has_entropy_bonus
+        and not has_aux_loss
+    )
 
 
 def check_rollout(rollout: Any, stock_because: str | None, tools: Any) -> None:

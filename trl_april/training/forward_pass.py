@@ -6,7 +6,11 @@ of similar length. Only attention is told of the blocks. Everything else in a tr
 time. A model that does not allow this, or whose log-probabilities differ, has its rows side by side, without the
 columns after the longest completion.
 
-Invariant: every token has the log-probability and the gradient that it has with all the padding.
+TRL shuffles the samples of a generation batch. So before, the samples of each optimiser step are sorted: those of a
+prompt share a micro-batch, or else those of similar length.
+
+Invariant: every token has the log-probability and the gradient that it has with all the padding. An optimiser step
+trains the samples that TRL chose for it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from accelerate.logging import get_logger
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
+from trl.trainer.utils import split_tensor_dict
 
 
 logger = get_logger(__name__)
@@ -82,6 +87,43 @@ def without_padding(
         None if entropies[0] is None else torch.cat(entropies)[back],
         None if aux_losses[0] is None else torch.stack(aux_losses).mean(),
     )
+
+
+def regrouped(
+    micro_batches: list[dict[str, Any]],
+    gradient_accumulation_steps: int,
+    multiple: int | None = None,
+    *,
+    by_prompt: bool = False,
+) -> list[dict[str, Any]]:
+    """Sort the samples of each optimiser step by width, the widest first, in micro-batches of the same size.
+
+    With `by_prompt`, samples of the same prompt stay together, those with the widest first. Processes, which wait for
+    each other in every micro-batch, then have their wide ones at the same time. Values that all samples of a
+    micro-batch share (scalars and `None`) stay. `multiple` is that of TRL's `pad_to_multiple_of`.
+    """
+    # Optimiser steps and generation batches both start at multiples of this number of micro-batches.
+    per_step = math.gcd(len(micro_batches), gradient_accumulation_steps)
+    found = []
+    for begin in range(0, len(micro_batches), per_step):
+        together = micro_batches[begin : begin + per_step]
+        mask, prompts = torch.cat([one["completion_mask"] for one in together]), None
+        if by_prompt and "prompt_mask" in together[0]:  # unless a subclass makes its own batches
+            ids, prompt_mask = (torch.cat([one[name] for one in together]) for name in ("prompt_ids", "prompt_mask"))
+            prompts = same_prompts(ids, prompt_mask)
+        order = widest_first(mask, multiple, groups=prompts)
+        joined = {name: _joined([one[name] for one in together], order) for name in together[0]}
+        found += split_tensor_dict(joined, len(together))
+    return found
+
+
+def _joined(parts: list[Any], order: torch.Tensor) -> Any:
+    if isinstance(parts[0], list):
+        whole = [element for part in parts for element in part]
+        return [whole[row] for row in order.tolist()]
+    if isinstance(parts[0], torch.Tensor) and parts[0].ndim:
+        return torch.cat(parts)[order]
+    return parts[0]
 
 
 def columns_needed(completion_mask: torch.Tensor, multiple: int | None = None) -> torch.Tensor:

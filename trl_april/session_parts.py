@@ -19,26 +19,26 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 from trl.extras.profiling import profiling_context
 
-from ..config import AprilOptions
-from ..data.order import TrainingRows
-from ..data.source import Row
-from ..engine.images import SampleImages, prompt_of
-from ..engine.sampling import sampling_of
-from ..errors import ConfigError
-from ..rollout.daemon_threads import DaemonThreads
-from ..weights.canary import depends_on_width
-from . import compatibility
-from .construction import rollout_engine
-from .environments import NO_PROMPT, Environments
-from .evaluation import Evaluation
-from .forward_pass import attention_in_blocks
-from .rewards import RewardScorer, checked, decode_completions, use_device
-from .rollout_function import Rollout, RolloutTurns
-from .tools import CallResults, Message, Tools, ToolTurns, check_message_images, encode_results, tools_by_kind
+from .config import AprilOptions
+from .data.order import TrainingRows
+from .data.source import Row
+from .engine.images import SampleImages, prompt_of
+from .engine.sampling import sampling_of
+from .errors import ConfigError
+from .rollout.daemon_threads import DaemonThreads
+from .training import compatibility
+from .training.construction import rollout_engine
+from .training.environments import NO_PROMPT, Environments
+from .training.evaluation import Evaluation
+from .training.forward_pass import attention_in_blocks
+from .training.rewards import RewardScorer, checked, decode_completions, use_device
+from .training.rollout_function import Rollout, RolloutTurns
+from .training.tools import CallResults, Message, Tools, ToolTurns, check_message_images, encode_results, tools_by_kind
+from .weights.canary import depends_on_width
 
 
 def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
-    """Let the models of a trainer compute their rows in [blocks](forward_pass.py), while it trains, if they can."""
+    """Let the models of a trainer compute rows in [blocks](training/forward_pass.py) in training, if they can."""
     # Sharded models are not whole before training, and compiled ones would be compiled for each layout.
     cannot = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.torch_compile
     if cannot or trainer.aux_loss_enabled or depends_on_width(trainer.model.config):
