@@ -20,7 +20,7 @@ from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.round import Round
-from trl_april.server.command_line import GENERATED_TOKENS_PATH
+from trl_april.server.command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
 
 
 T = TypeVar("T")
@@ -90,7 +90,8 @@ async def until_no_stream_is_live(server: FakeVLLM) -> None:
 
 def test_request_is_sent_as_token_ids_with_all_options():
     """Body and headers, field by field: any other would be sampled, or recorded, differently."""
-    sampling = sampling_options({"top_k": 20, "min_tokens": 8, "seed": 3, "logit_bias": {4: -100}}, [2, 5])
+    own = {"top_k": 20, "min_tokens": 8, "seed": 3, "logit_bias": {4: -100}, "vllm_xargs": {"own": 2}}
+    sampling = sampling_options(own, [2, 5])
     request = GenerationRequest(
         "run-7-1-9", [*PROMPT, 100, 101], generated=2, max_tokens=30, cache_salt="run-4", seed=77
     )
@@ -125,6 +126,7 @@ def test_request_is_sent_as_token_ids_with_all_options():
         "logprobs": 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        "vllm_xargs": {"own": 2, TOKEN_IDS_ONLY: 1},
     }
     assert "seed" not in unseeded.body
 

@@ -16,7 +16,7 @@ from trl_april.server.command_line import (
     server_environment,
 )
 from trl_april.server.local import LocalServer
-from trl_april.server.middleware import BrowserGuard, GeneratedTokens, MissingEndpoints
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens, MissingEndpoints, TokenIdsOnly
 from trl_april.server.worker import QuietReload
 
 
@@ -44,10 +44,11 @@ def test_command_on_a_cpu():
         assert flag_value(command, flag) == value
     assert "--disable-uvicorn-access-log" in command and "--enable-scale-out" in command
     assert "--weight-transfer-config" not in command  # no NCCL on a CPU
-    assert middleware_of(command) == [path_of(GeneratedTokens), path_of(BrowserGuard)]
+    always = [path_of(GeneratedTokens), path_of(TokenIdsOnly)]
+    assert middleware_of(command) == [*always, path_of(BrowserGuard)]
     assert flag_value(command, "--worker-extension-cls") == path_of(QuietReload)
     open_to_all = server_command("m", "127.0.0.1", 1, ["--allowed-origins", '["*"]'], platform="cpu")
-    assert middleware_of(open_to_all) == [path_of(GeneratedTokens)]
+    assert middleware_of(open_to_all) == always
 
 
 @pytest.mark.parametrize("release, scale_out", [("0.22.1", False), ("0.30.0", True), ("0.31.0+cu130", True)])

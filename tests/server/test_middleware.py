@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import requests
 
-from trl_april.server.command_line import GENERATED_TOKENS_PATH
-from trl_april.server.middleware import BrowserGuard, GeneratedTokens, MissingEndpoints
+from trl_april.server.command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens, MissingEndpoints, TokenIdsOnly
 from trl_april.server.worker import RELOAD_LOGGER, QuietReload
 
 
@@ -106,6 +106,53 @@ def test_counts_need_a_paused_server_of_one_process(engine, method, path, expect
 
     answer = asyncio.run(run())
     assert (answer[0] if isinstance(expected, int) else answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stop", "has_text"),
+    [
+        ({TOKEN_IDS_ONLY: 1}, [], False),
+        ({TOKEN_IDS_ONLY: 1}, ["end"], True),
+        ({"other": 1}, [], True),
+        (None, [], True),
+    ],
+)
+def test_text_is_left_out_for_requests_that_do_not_read_it(arguments, stop, has_text):
+    generated = []
+
+    class Generating(Engine):
+        def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> None:
+            generated.append((prompt, sampling_params.detokenize, request_id, options))
+
+    async def answering(*_: Any) -> None:
+        pass
+
+    async def run() -> None:
+        engine = Generating()
+        scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine))}
+        middleware = TokenIdsOnly(answering)
+        for number in range(2):
+            await middleware(scope, None, None)
+            sampling = SimpleNamespace(extra_args=arguments, stop=stop, detokenize=True)
+            engine.generate("prompt", sampling, str(number), priority=3)
+
+    asyncio.run(run())
+    assert generated == [("prompt", has_text, number, {"priority": 3}) for number in "01"]
+
+
+@pytest.mark.server
+def test_real_server_leaves_text_out(server):
+    """Tokens and log-probabilities are the same, and the prompt's are not affected."""
+    body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.0, "logprobs": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    answers = []
+    for more in ({}, {"vllm_xargs": {TOKEN_IDS_ONLY: 1}}):
+        answer = requests.post(f"{server.base_url}/v1/completions", json=body | more, timeout=60).json()
+        answers.append(answer["choices"][0])
+    with_text, without = answers
+    assert with_text["text"] and not without["text"]
+    assert with_text["token_ids"] == without["token_ids"]
+    assert with_text["logprobs"]["token_logprobs"] == pytest.approx(without["logprobs"]["token_logprobs"], abs=1e-5)
 
 
 def test_endpoints_that_an_older_vllm_lacks():

@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 
 from ..errors import EngineError, ServerError
-from ..server.command_line import GENERATED_TOKENS_PATH
+from ..server.command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
 from ..server.traffic import certificates
 from .event_stream import EventStream
 from .images import joined_features
@@ -57,6 +57,7 @@ class VLLMEngine:
             "stream_interval": stream_interval,
             "logprobs": 0,  # only the sampled token's
         }
+        self._more_arguments = self._sampling.get("vllm_xargs") or {}
         self._with_images: set[str] = set()  # ids of running requests
         # Compression would hold tokens back until there are enough to compress.
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
@@ -107,8 +108,9 @@ class VLLMEngine:
         if request.seed is not None:
             sampling["seed"] = request.seed
         if not request.images:
-            # `return_tokens_as_token_ids` spares the server the text of every token.
-            body = {**sampling, **body, "prompt": request.token_ids, "return_tokens_as_token_ids": True}
+            # Spares the server the text of every log-probability, and of the completion (`middleware.TokenIdsOnly`).
+            spared = {"return_tokens_as_token_ids": True, "vllm_xargs": {**self._more_arguments, TOKEN_IDS_ONLY: 1}}
+            body = {**sampling, **body, "prompt": request.token_ids, **spared}
         else:
             features = await joined_features(request.images, self._render)
             sampling["detokenize"] = False

@@ -28,6 +28,8 @@ LAUNCHER_VARIABLES = re.compile(
 )
 GENERATED_TOKENS_PATH = "/april/generated_tokens"
 GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
+TOKEN_IDS_ONLY = "trl_april.token_ids_only"  # among `vllm_xargs`
+WITHOUT_TEXT = "trl_april.server.middleware.TokenIdsOnly"
 BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
 MISSING_ENDPOINTS = "trl_april.server.middleware.MissingEndpoints"
 WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
@@ -172,7 +174,7 @@ def server_command(
     # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
     # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
-    defaults += [f"--middleware={GENERATED_TOKENS}"]
+    defaults += [f"--middleware={GENERATED_TOKENS}", f"--middleware={WITHOUT_TEXT}"]
     if "--allowed-origins" not in given:
         defaults += [f"--middleware={BROWSER_GUARD}"]
     if release < (0, 27):

@@ -1,18 +1,20 @@
 """Code that runs inside the vLLM server: ASGI middleware, added through vLLM's own option `--middleware`.
 
-`trl-april serve` adds these classes. They answer or refuse requests, and change nothing else in the server.
+`trl-april serve` adds these classes. They answer or refuse requests; one of them spares the server text that nobody
+reads.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .command_line import GENERATED_TOKENS_PATH
+from .command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
 
 
 class GeneratedTokens:
@@ -35,6 +37,32 @@ class GeneratedTokens:
         else:
             answer = await _generated_tokens(Request(scope, receive))
             await answer(scope, receive, send)
+
+
+class TokenIdsOnly:
+    """Leaves out the text of completions whose requests have `TOKEN_IDS_ONLY` among their `vllm_xargs`.
+
+    Turning tokens into text takes half of the output processing of vLLM's API process, which all requests share, and
+    `/v1/completions` has no field to leave it out. Requests with stop strings, which are searched in the text, have
+    their text.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._engine: Any = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._engine is None:  # the engine exists before the first request
+            self._engine = scope["app"].state.engine_client
+            self._engine.generate = partial(_generate, self._engine.generate)
+        await self._app(scope, receive, send)
+
+
+def _generate(generate: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+    wanted = getattr(sampling_params, "extra_args", None) or {}
+    if wanted.get(TOKEN_IDS_ONLY) and not sampling_params.stop:
+        sampling_params.detokenize = False
+    return generate(prompt, sampling_params, *args, **kwargs)
 
 
 class MissingEndpoints:
