@@ -39,10 +39,10 @@ def answer_of(middleware: Callable[[Any], Any], scope: dict[str, Any], body: byt
 class Engine:
     """The part of vLLM's client that the middleware reads."""
 
-    def __init__(self, *, paused: bool = True, engines: int = 1, servers: int = 1) -> None:
+    def __init__(self, *, paused: bool = True, engines: int = 1, own: int = 1, servers: int = 1) -> None:
         parallel = SimpleNamespace(data_parallel_size=engines, _api_process_count=servers)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
-        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), core_engines=[b"engine"] * own)
         self.output_processor = SimpleNamespace(request_states={})
         self._paused = paused
 
@@ -93,9 +93,10 @@ def test_tokens_in_transit_are_counted():
     [
         ({"paused": False}, "GET", GENERATED_TOKENS_PATH, (200, {"known": True, "model_runner": "V1"})),
         ({"paused": False}, "POST", GENERATED_TOKENS_PATH, 409),
+        ({"engines": 2, "own": 2}, "GET", GENERATED_TOKENS_PATH, (200, {"known": True, "model_runner": "V1"})),
         ({"engines": 2}, "GET", GENERATED_TOKENS_PATH, 501),
         ({"engines": 2}, "POST", GENERATED_TOKENS_PATH, 501),
-        ({"servers": 2}, "POST", GENERATED_TOKENS_PATH, 501),
+        ({"engines": 2, "own": 2, "servers": 2}, "POST", GENERATED_TOKENS_PATH, 501),
         ({}, "POST", "/v1/completions", "passed on"),
         ({}, "POST", GENERATED_TOKENS_PATH + "/more", "passed on"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -21,6 +22,7 @@ from trl_april.engine.sampling import sampling_options
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import ServerError
 from trl_april.server.command_line import GENERATED_TOKENS_PATH as PATH
+from trl_april.server.local import LocalServer
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
@@ -157,6 +159,31 @@ def engine(server):
     yield VLLMEngine(server.base_url, model, sampling, stream_interval=1000)
     requests.post(f"{server.base_url}/resume", timeout=10)
     assert wait_until_idle(server) == 0
+
+
+@pytest.fixture(scope="module")
+def two_engines(tiny_model_dir):
+    """A server with two engines behind its API process, which sends each request to one of them."""
+    arguments = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--data-parallel-size", "2"]
+    # On a CPU, vLLM would divide the cores among the engines, and here there may be too few.
+    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with LocalServer(tiny_model_dir, vllm_args=arguments, env=processes | {"VLLM_LOGGING_LEVEL": "INFO"}) as running:
+        yield running
+
+
+@pytest.mark.long
+def test_requests_of_two_engines_are_kept(two_engines, tiny_model_dir, tmp_path, monkeypatch):
+    trainer = make_trainer(
+        two_engines, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=4.0,
+        max_completion_length=1200, generation_kwargs={"ignore_eos": True}, max_steps=5,
+    )  # fmt: skip
+    limit_lengths(monkeypatch, lambda group_id: 50 + 200 * (group_id % 6))
+    trainer.train()
+    assert sum(done.aborted_requests for done in trainer.rounds) == 0
+    assert check_mixed(trainer, tiny_model_dir) > 0
+    metrics = requests.get(f"{two_engines.base_url}/metrics", timeout=10).text
+    tokens = re.findall(r'^vllm:generation_tokens_total{engine="(\d)".*} (\S+)$', metrics, re.MULTILINE)
+    assert {engine for engine, number in tokens if float(number) > 1000} == {"0", "1"}
 
 
 class TestEndpoint:

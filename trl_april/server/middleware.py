@@ -100,9 +100,8 @@ class MissingEndpoints:
 
 async def _generated_tokens(request: Request) -> JSONResponse:
     engine = request.app.state.engine_client
-    parallel = engine.vllm_config.parallel_config
-    if parallel.data_parallel_size != 1 or getattr(parallel, "_api_process_count", 1) != 1:
-        return JSONResponse({"error": "With several API servers or engines, no process knows all requests."}, 501)
+    if not _knows_all_requests(engine):
+        return JSONResponse({"error": "With several API servers, no process knows all requests."}, 501)
     if request.method == "GET":
         runner = "V2" if getattr(engine.vllm_config, "use_v2_model_runner", False) else "V1"
         return JSONResponse({"known": True, "model_runner": runner})
@@ -118,11 +117,18 @@ async def _generated_tokens(request: Request) -> JSONResponse:
     return JSONResponse({"generated": generated})
 
 
-async def _outputs_processed(engine: Any) -> None:
-    """Wait until this process has handled every token that the engine sampled before the pause.
+def _knows_all_requests(engine: Any) -> bool:
+    """Whether this is the only API process, and all engines of the server are its own."""
+    parallel = engine.vllm_config.parallel_config
+    engines = getattr(engine.engine_core, "core_engines", ())  # behind one process of vLLM's own load balancer
+    return getattr(parallel, "_api_process_count", 1) == 1 and parallel.data_parallel_size in (1, len(engines))
 
-    The tokens come through one queue, before the answer of `is_paused`. Its reader waits for more (`_getters`) only
-    after it has handled all of them.
+
+async def _outputs_processed(engine: Any) -> None:
+    """Wait until this process has handled every token that the engines sampled before the pause.
+
+    The tokens come through one queue, those of an engine before its answer to `is_paused`, which all of them give. Its
+    reader waits for more (`_getters`) only after it has handled all of them.
     """
     queue = engine.engine_core.outputs_queue
     while not queue.empty() or not queue._getters:

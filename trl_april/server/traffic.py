@@ -90,7 +90,7 @@ class ServerPause:
             logger.warning(
                 "resume_kv='keep' is not possible on the vLLM server at %s; its requests are aborted and resumed as "
                 "with 'reuse'. Start it with `trl-april serve`, or add `--middleware %s` where trl_april is "
-                "installed, without data parallelism. (%s)",
+                "installed, with a single API process. (%s)",
                 self._base_url,
                 GENERATED_TOKENS,
                 error,
