@@ -57,7 +57,9 @@ def test_accepted_server_describes_itself(tmp_path: Path):
         more_config={"scheduler_config": {"max_num_seqs": 128}, "parallel_config": {"data_parallel_size": 4}},
     )
     assert (info.dtype, info.quantized, info.device, info.has_weight_transfer) == ("bfloat16", True, "cuda", True)
-    assert info.max_sequences == 512  # of all engines
+    assert (info.max_sequences, info.engines) == (512, 4)
+    alone = {"data_parallel_size": 4, "data_parallel_external_lb": True}  # the others have addresses of their own
+    assert check(more_config={"parallel_config": alone}).engines == 1
     assert not check(weight_transfer={"backend": "ipc"}).has_weight_transfer
 
 

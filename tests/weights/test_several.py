@@ -13,7 +13,7 @@ from tests.support.synced_trainer import SyncedTrainer
 from tests.weights.test_sync_outages import MortalVLLM, paths
 from trl_april.distributed.processes import OneProcess
 from trl_april.distributed.signals import StopRequest
-from trl_april.errors import ConfigError, ServerError
+from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.weights import synced_server
 from trl_april.weights.recovery import Recovery
 from trl_april.weights.sync import ServerGeneration
@@ -208,3 +208,24 @@ def test_what_servers_can_together(trainer, fakes):
     generation = connect(trainer, fakes)
     assert generation.server_info.max_model_len == 400
     assert (generation.server_info.max_sequences, generation.servers.least_sequences) == (11, 3)
+
+
+def test_the_check_asks_every_engine_of_a_server(trainer, fakes):
+    (fake,) = fakes[:1]
+    fake.more_config = {"parallel_config": {"data_parallel_size": 2}}
+    generation = connect(trainer, [fake])
+    current, asked = fake.prompt_logprobs, []
+
+    def of_engine(token_ids):
+        asked.append(fake.received[-1].headers.get("X-data-parallel-rank"))
+        return old if asked[-1] == "1" and old else current(token_ids)
+
+    fake.prompt_logprobs, old = of_engine, None
+    for _ in range(2):
+        trainer.change(0.3)
+        generation.sync_weights()
+    assert asked == ["0", "1"] * 2
+    old = current(generation._canary_ids)
+    trainer.change(1e-3)
+    with pytest.raises(WeightSyncError, match="has kept its old weights"):
+        generation.sync_weights()

@@ -35,6 +35,7 @@ class ServerInfo:
     stream_interval: int = 1  # tokens per chunk, at least; requests can ask for more from vLLM 0.26 on
     max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
+    engines: int = 1  # data-parallel ones behind its address
 
 
 def check_server(
@@ -65,6 +66,7 @@ def check_server(
             stream_interval=int((described.get("scheduler_config") or {}).get("stream_interval", 1)),
             max_loras=max_loras(session, base_url, described),
             max_sequences=max_sequences(described),
+            engines=engines(described),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ServerError(
@@ -98,8 +100,15 @@ def check_server(
 def max_sequences(described: dict[str, Any]) -> int | None:
     """Sequences that all engines of a server with this configuration decode at once, if it reports it."""
     number = (described.get("scheduler_config") or {}).get("max_num_seqs")
-    engines = (described.get("parallel_config") or {}).get("data_parallel_size", 1)
-    return None if number is None else int(number) * int(engines)
+    return None if number is None else int(number) * engines(described)
+
+
+def engines(described: dict[str, Any]) -> int:
+    """Data-parallel engines behind the address of a server with this configuration."""
+    parallel = described.get("parallel_config") or {}
+    if parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb"):
+        return 1  # the others have addresses of their own
+    return int(parallel.get("data_parallel_size", 1))
 
 
 def max_loras(session: requests.Session, base_url: str, described: dict[str, Any]) -> int:

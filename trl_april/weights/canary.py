@@ -153,17 +153,22 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         model.forward = wrapped
 
 
-def server_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> list[float]:
+def server_logprobs(
+    server: ServerControl, model: str, token_ids: list[int], headers: dict[str, str] | None = None
+) -> list[float]:
     """Log-probabilities of `token_ids[1:]` under the server's weights, at temperature 1, shape `(n - 1,)`.
 
     Requested as prompt log-probabilities, which vLLM never takes from its prefix cache.
     """
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    positions = server.request("POST", "v1/completions", body)["choices"][0]["prompt_logprobs"]
+    answer = server.request("POST", "v1/completions", body, headers=headers)
+    positions = answer["choices"][0]["prompt_logprobs"]
     return [entry[str(token_id)]["logprob"] for token_id, entry in zip(token_ids[1:], positions[1:], strict=True)]
 
 
-def next_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> list[float]:
+def next_logprobs(
+    server: ServerControl, model: str, token_ids: list[int], headers: dict[str, str] | None = None
+) -> list[float]:
     """Log-probabilities of `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
 
     For an adapter: vLLM applies it to prompt log-probabilities as if no other request ran, and on a CPU it crashes if
@@ -171,7 +176,8 @@ def next_logprobs(server: ServerControl, model: str, token_ids: list[int]) -> li
     """
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "logprobs": 0}
     body |= {"logprob_token_ids": sorted(set(token_ids)), "return_tokens_as_token_ids": True}
-    (found,) = server.request("POST", "v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"]
+    answer = server.request("POST", "v1/completions", body, headers=headers)
+    (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
     return [found[f"token_id:{token_id}"] for token_id in token_ids[1:]]
 
 

@@ -47,7 +47,13 @@ class ServerControl:
         self.session.headers.update({**headers, "Connection": "close"})
 
     def request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        seconds: float | None = None,
+        headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         """Return the answer to a request, or raise [`ServerError`] (no answer, busy) or [`WeightSyncError`]."""
         remedy = (
@@ -56,7 +62,11 @@ class ServerControl:
         )
         try:
             response = self.session.request(
-                method, f"{self.base_url}/{path}", json=body, timeout=seconds or self.session.seconds
+                method,
+                f"{self.base_url}/{path}",
+                json=body,
+                timeout=seconds or self.session.seconds,
+                headers=headers,
             )
         except requests.RequestException as error:
             raise ServerError(

@@ -16,7 +16,7 @@ import requests
 from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
 from ..server.traffic import ServerPause, server_load
-from .canary import Canary, next_logprobs, server_logprobs
+from .canary import Canary, distance, next_logprobs, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 
 
@@ -129,8 +129,11 @@ class SyncedServer:
             )
         self.pause.end()
         ask, model = (server_logprobs, self.info.model) if adapter is None else (next_logprobs, adapter)
-        found = ask(self.control, model, self.canary.token_ids)
-        self.mismatch = self.canary.compare(expected, found, version)
+        several = self.info.engines > 1
+        ranks = [{"X-data-parallel-rank": str(rank)} if several else None for rank in range(self.info.engines)]
+        found = [ask(self.control, model, self.canary.token_ids, headers) for headers in ranks]
+        furthest = max(found, key=partial(distance, expected))
+        self.mismatch = self.canary.compare(expected, furthest, version)
 
 
 def _watch(problem: Callable[[], str | None], answers: threading.Event, given_up: threading.Event) -> None:
