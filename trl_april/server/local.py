@@ -86,8 +86,8 @@ class LocalServer:
             our defaults; a flag that makes training impossible is refused.
         log_file (`str` or `os.PathLike`, *optional*):
             File that the server's output is appended to. By default a new temporary file, which is kept.
-        startup_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds until the server must be healthy.
+        startup_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds until the server must be healthy. A server that exits earlier is an error at once.
         env (`Mapping[str, str]`, *optional*):
             Environment variables to add to those of this process.
         quiet (`bool`, *optional*, defaults to `False`):
@@ -120,7 +120,7 @@ class LocalServer:
         port: int | None = None,
         vllm_args: Sequence[str] = (),
         log_file: str | os.PathLike[str] | None = None,
-        startup_timeout: float = 600.0,
+        startup_timeout: float = 1800.0,
         env: Mapping[str, str] | None = None,
         quiet: bool = False,
         restart: bool = False,
