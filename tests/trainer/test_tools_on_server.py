@@ -118,7 +118,7 @@ def trainer_in_turns(server, model_dir, output_dir, turns, **options):
     """With `Counting` if `turns` is "environment", else with `ask_three_times`."""
     args = make_config(
         server, output_dir, max_steps=4, max_completion_length=200, max_tool_calling_iterations=4, num_generations=4,
-        over_provisioning=3.0, overlap_generation=True, use_cpu=True, save_strategy="steps", save_steps=2, **options,
+        over_provisioning=3.0, use_cpu=True, save_strategy="steps", save_steps=2, **options,
     )  # fmt: skip
     own = {"environment_factory": Counting}
     if turns == "rollout":
