@@ -171,21 +171,6 @@ def two_engines(tiny_model_dir):
         yield running
 
 
-@pytest.mark.long
-def test_requests_of_two_engines_are_kept(two_engines, tiny_model_dir, tmp_path, monkeypatch):
-    trainer = make_trainer(
-        two_engines, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=4.0,
-        max_completion_length=1200, generation_kwargs={"ignore_eos": True}, max_steps=5,
-    )  # fmt: skip
-    limit_lengths(monkeypatch, lambda group_id: 50 + 200 * (group_id % 6))
-    trainer.train()
-    assert sum(done.aborted_requests for done in trainer.rounds) == 0
-    assert check_mixed(trainer, tiny_model_dir) > 0
-    metrics = requests.get(f"{two_engines.base_url}/metrics", timeout=10).text
-    tokens = re.findall(r'^vllm:generation_tokens_total{engine="(\d)".*} (\S+)$', metrics, re.MULTILINE)
-    assert {engine for engine, number in tokens if float(number) > 1000} == {"0", "1"}
-
-
 class TestEndpoint:
     def test_counted_tokens_are_those_an_abort_delivers(self, server, engine):
         """Streamed was one token of each; an abort on the paused server brings the others, which is what `hold` does
@@ -234,12 +219,30 @@ class TestEndpoint:
 
 @pytest.fixture
 def keeping(server, tiny_model_dir, tmp_path, monkeypatch):
+    return make_keeping(server, tiny_model_dir, tmp_path, monkeypatch)
+
+
+def make_keeping(server, tiny_model_dir, tmp_path, monkeypatch):
     """A trainer whose first step is short beside the completions of the second one, which run in its weight sync."""
     limit_lengths(monkeypatch, lambda group_id: 2000 if group_id else 8)
     return make_trainer(
         server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=1.0,
         max_completion_length=2000, per_device_train_batch_size=4, generation_kwargs={"ignore_eos": True}, max_steps=2,
     )  # fmt: skip
+
+
+@pytest.mark.long
+def test_requests_of_two_engines_are_kept(two_engines, tiny_model_dir, tmp_path, monkeypatch):
+    trainer = make_keeping(two_engines, tiny_model_dir, tmp_path, monkeypatch)
+    trainer.train()
+    assert sum(done.aborted_requests for done in trainer.rounds) == 0
+    check_mixed(trainer, tiny_model_dir)
+    assert {len(sample.segments) for sample in trainer.rounds[1].groups[0].samples} == {
+        2
+    }  # all lived through the sync
+    metrics = requests.get(f"{two_engines.base_url}/metrics", timeout=10).text
+    tokens = re.findall(r'^vllm:generation_tokens_total{engine="(\d)".*} (\S+)$', metrics, re.MULTILINE)
+    assert {engine for engine, number in tokens if float(number) > 1000} == {"0", "1"}
 
 
 class TestServers:
