@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import threading
+import time
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -222,18 +223,26 @@ def keeping(server, tiny_model_dir, tmp_path, monkeypatch):
     return make_keeping(server, tiny_model_dir, tmp_path, monkeypatch)
 
 
-def make_keeping(server, tiny_model_dir, tmp_path, monkeypatch):
+def make_keeping(server, tiny_model_dir, tmp_path, monkeypatch, **options):
     """A trainer whose first step is short beside the completions of the second one, which run in its weight sync."""
     limit_lengths(monkeypatch, lambda group_id: 2000 if group_id else 8)
     return make_trainer(
         server, tiny_model_dir, tmp_path, resume_kv="keep", overlap_generation=True, over_provisioning=1.0,
         max_completion_length=2000, per_device_train_batch_size=4, generation_kwargs={"ignore_eos": True}, max_steps=2,
+        **options,
     )  # fmt: skip
 
 
 @pytest.mark.long
 def test_requests_of_two_engines_are_kept(two_engines, tiny_model_dir, tmp_path, monkeypatch):
-    trainer = make_keeping(two_engines, tiny_model_dir, tmp_path, monkeypatch)
+    def reward(completions, **kwargs):
+        """Waits in the first step for tokens of the next one, whose requests then run in the weight sync."""
+        deadline = time.monotonic() + 60
+        while counter(two_engines, "vllm:generation_tokens_total") < 300 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [0.0] * len(completions)
+
+    trainer = make_keeping(two_engines, tiny_model_dir, tmp_path, monkeypatch, reward=reward)
     trainer.train()
     assert sum(done.aborted_requests for done in trainer.rounds) == 0
     check_mixed(trainer, tiny_model_dir)
