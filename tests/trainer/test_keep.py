@@ -164,7 +164,7 @@ def engine(server):
 
 @pytest.fixture(scope="module")
 def two_engines(tiny_model_dir):
-    """A server with two engines behind its API process, which sends each request to one of them."""
+    """A server whose API process sends each request to one of two engines."""
     arguments = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--data-parallel-size", "2"]
     # On a CPU, vLLM would divide the cores among the engines, and here there may be too few.
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

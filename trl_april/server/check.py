@@ -35,7 +35,7 @@ class ServerInfo:
     stream_interval: int = 1  # tokens per chunk, at least; requests can ask for more from vLLM 0.26 on
     max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
-    engines: int = 1  # data-parallel ones behind its address
+    engines: int = 1  # data-parallel ones at its address
 
 
 def check_server(
@@ -104,7 +104,7 @@ def max_sequences(described: dict[str, Any]) -> int | None:
 
 
 def engines(described: dict[str, Any]) -> int:
-    """Data-parallel engines behind the address of a server with this configuration."""
+    """Data-parallel engines that share the address of a server with this configuration."""
     parallel = described.get("parallel_config") or {}
     if parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb"):
         return 1  # the others have addresses of their own

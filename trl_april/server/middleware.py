@@ -120,7 +120,7 @@ async def _generated_tokens(request: Request) -> JSONResponse:
 def _knows_all_requests(engine: Any) -> bool:
     """Whether this is the only API process, and all engines of the server are its own."""
     parallel = engine.vllm_config.parallel_config
-    engines = getattr(engine.engine_core, "core_engines", ())  # behind one process of vLLM's own load balancer
+    engines = getattr(engine.engine_core, "core_engines", ())  # to which this process divides requests
     return getattr(parallel, "_api_process_count", 1) == 1 and parallel.data_parallel_size in (1, len(engines))
 
 
