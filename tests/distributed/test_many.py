@@ -217,15 +217,15 @@ class TestDynamicSampling:
 def test_many_rounds_with_random_delays(server, forker, tiny_model_dir, tmp_path):
     run = {
         "name": "slow", "kind": "train_with_delays", "seed": 3, "mean_delay": 0.01, "batch": 12, "rows": 60,
-        "options": {"max_steps": 50, "max_completion_length": 12, "num_generations": 2, "learning_rate": 1e-5},
+        "options": {"max_steps": 30, "max_completion_length": 12, "num_generations": 2, "learning_rate": 1e-5},
     }  # fmt: skip
     done = launch_preloaded(forker, 3, [run], tmp_path, model=tiny_model_dir, url=server.base_url)
     assert done.code == 0, done.output[-6000:]
     results = done.results("slow", 3)
-    assert len(results[0]["rounds"]) == 50
-    # 300 groups from 60 rows: each row 5 times, each group once, with both samples.
+    assert len(results[0]["rounds"]) == 30
+    # 180 groups from 60 rows: each row 3 times, each group once, with both samples.
     samples = trained(results)
-    assert Counter(number for _, number, _ in samples) == dict.fromkeys(range(60), 10)
-    assert sorted((group, index) for group, _, index in samples) == [(g, i) for g in range(300) for i in range(2)]
+    assert Counter(number for _, number, _ in samples) == dict.fromkeys(range(60), 6)
+    assert sorted((group, index) for group, _, index in samples) == [(g, i) for g in range(180) for i in range(2)]
     assert [result["left"] for result in results] == [0] * 3
     assert sum(sum(result["carried_here"]) for result in results) > 0

@@ -70,10 +70,10 @@ def test_error_of_a_reward_function_in_one_process(server, forker, tiny_model_di
 def test_server_that_one_process_loses(server, forker, tiny_model_dir, tmp_path):
     """Both wait for it, and both give up."""
     start = partial(launch_preloaded, forker)
-    done = fail("server", server, tiny_model_dir, tmp_path, start, vllm_server_timeout=8)
+    done = fail("server", server, tiny_model_dir, tmp_path, start, vllm_server_timeout=4)
     for result in done.results("failing", 2):
         assert result["error"] == "ServerError"
-        assert "has not answered for" in result["message"] and "vllm_server_timeout=8" in result["message"]
+        assert "has not answered for" in result["message"] and "vllm_server_timeout=4" in result["message"]
 
 
 def test_ctrl_c_in_one_process(server, forker, tiny_model_dir, tmp_path):

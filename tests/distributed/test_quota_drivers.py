@@ -191,8 +191,8 @@ def test_round_without_enough_groups_fails_in_all_processes():
 
 def test_finished_process_waits_for_the_others_longer_than_a_server_may_be_silent():
     """While none of its own requests runs, nothing is wrong with its server."""
-    engines = [ScriptedEngine(default=natural(1, pace=0.001)), ScriptedEngine(default=natural(30, pace=0.01))]
-    run = Run(engines, 4, over_provisioning=1.0, idle_timeout=0.1)
+    engines = [ScriptedEngine(default=natural(1, pace=0.001)), ScriptedEngine(default=natural(30, pace=0.03))]
+    run = Run(engines, 4, over_provisioning=1.0, idle_timeout=0.5)
     run.begin(0)
     assert run_round(run) == [0, 1, 2, 3]
     assert run.drivers[0].round.seconds > 0.25

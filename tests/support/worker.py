@@ -434,6 +434,22 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
 
 
+def train_until_killed(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Process 0, which has a server of its own, writes its result in the third step and is killed."""
+
+    class KilledTrainer(RecordingTrainer):
+        def _run_round(self):
+            if RANK == 0 and self.state.global_step == 2:
+                result = {**outcome(self), "server": self._server.pid}
+                Path(spec["folder"], f"{run['name']}-0.json").write_text(json.dumps(result))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super()._run_round()
+
+    trainer = make_trainer(spec, run, trainer_class=KilledTrainer)
+    trainer.train()
+    return outcome(trainer)
+
+
 def trainer_with_tools(spec: dict[str, Any], options: dict[str, Any], **arguments: Any) -> RecordingTrainer:
     """On a fake server, whose weights are those of the first step."""
     from tests.support import tool_calling

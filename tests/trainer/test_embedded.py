@@ -1,20 +1,14 @@
 """A trainer without a server: it starts its own, which is started again if it dies and ends with the trainer."""
 
 import gc
-import re
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.server.test_process import wait_for
-from tests.support.launch import launch
+from tests.support.preloaded import launch_preloaded
 from tests.support.tiny import build_model, build_tokenizer
 from tests.trainer.test_keep import check_mixed, note_starts
 from tests.trainer.test_trainer import RecordingTrainer, distinct_characters, rows_of
@@ -57,8 +51,8 @@ class EngineKilledTrainer(RecordingTrainer):
         step, server = self.state.global_step, self.vllm_generation.servers.first
         if step == 0:  # later rounds may be complete as they begin
             self.kill_when(lambda: self.pool is not None and self.pool.counters.tokens_generated > 100)
-        elif step == 3:
-            self.kill_when(lambda: server.pause._may_be_paused or server.announced_version == "3")
+        elif step == 2:
+            self.kill_when(lambda: server.pause._may_be_paused or server.announced_version == "2")
         return super()._run_round()
 
     def kill_when(self, is_time: Callable[[], bool]) -> None:
@@ -79,58 +73,30 @@ def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path, mo
     The server of a model object starts without its weights: the first sync brings them, and each one after a death.
     """
     args = APRILGRPOConfig(
-        str(tmp_path), max_steps=6, num_generations=4, per_device_train_batch_size=8, max_completion_length=400,
+        str(tmp_path), max_steps=4, num_generations=4, per_device_train_batch_size=8, max_completion_length=300,
         use_cpu=True, bf16=False, report_to=[], learning_rate=1e-2, save_strategy="no", vllm_mode="colocate",
         generation_kwargs={"ignore_eos": True}, over_provisioning=3.0, overlap_generation=True, resume_kv="keep",
     )  # fmt: skip
     starts, model = note_starts(monkeypatch), build_model(tie_word_embeddings=True)
-    trainer = EngineKilledTrainer(model, distinct_characters, args, rows_of(6), processing_class=build_tokenizer())
+    trainer = EngineKilledTrainer(model, distinct_characters, args, rows_of(4), processing_class=build_tokenizer())
     trainer.train()
     for thread in trainer.kills:
         thread.join()
     assert trainer.num_killed == 2 and sum(done.outages for done in trainer.rounds) >= 1
     assert len(trainer.pool) == 0
-    assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(6), 2)
+    assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(4), 2)
     check_mixed(trainer, tiny_model_dir, starts)  # after a death, keys and values are computed anew
     trainer._server.stop()
 
 
-SCRIPT = """
-    import os, signal, sys
-    from tests.trainer.test_trainer import distinct_characters, rows_of
-    from trl_april import APRILGRPOConfig, APRILGRPOTrainer
-
-    args = APRILGRPOConfig({folder!r}, max_steps=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no")
-
-    class Trainer(APRILGRPOTrainer):
-        def _run_round(self):
-            if self.state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super()._run_round()
-
-    trainer = Trainer({model!r}, distinct_characters, args, rows_of(8))
-    print("server", trainer._server.pid, flush=True)
-    trainer.train()
-"""
-
-
 @pytest.mark.long
-def test_killed_script_leaves_no_process(tiny_model_dir, tmp_path):
-    """Other ends, with another program as the server: tests/server/test_local.py."""
-    program = textwrap.dedent(SCRIPT).format(model=tiny_model_dir, folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
-    )
-    assert done.returncode == -signal.SIGKILL
-    pid = int(re.search(r"^server (\d+)$", done.stdout, re.MULTILINE)[1])
-    wait_for(lambda: not session_members(pid))
-
-
-@pytest.mark.long
-def test_several_processes_share_the_server_of_the_first(tiny_model_dir, tmp_path):
-    run = {"name": "own", "kind": "train", "options": {"max_steps": 3, "vllm_server_base_url": None}}
-    launched = launch(2, [run], tmp_path, model=tiny_model_dir, url="", timeout=400)
-    assert launched.code == 0, launched.output[-6000:]
+def test_several_processes_share_the_server_of_the_first_which_ends_with_it(forker, tiny_model_dir, tmp_path):
+    """Even if that is killed. Other ends, with another program as the server: tests/server/test_local.py."""
+    run = {"name": "own", "kind": "train_until_killed", "options": {"max_steps": 4, "vllm_server_base_url": None}}
+    launched = launch_preloaded(forker, 2, [run], tmp_path, model=tiny_model_dir, url="", timeout=400)
+    killed, other = launched.results("own", 2)
+    assert launched.code != 0, launched.output[-6000:]
     assert launched.output.count(": starting on the CPU") == 1
-    assert [len(result["rounds"]) for result in launched.results("own", 2)] == [3, 3]
-    wait_for(lambda: not session_members(launched.session))
+    assert len(killed["rounds"]) == 2
+    assert other["error"] == "PeerError" and "Process 0 exited without reporting an error" in other["message"]
+    wait_for(lambda: not session_members(killed["server"]))

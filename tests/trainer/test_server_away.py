@@ -22,7 +22,7 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
     reached = SimpleNamespace(base_url=proxy.url)
     options = {"max_completion_length": 400, "generation_kwargs": {"ignore_eos": True}, "over_provisioning": 1.5}
     trainer = make_trainer(
-        reached, tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100, vllm_server_timeout=10.0, **options,
+        reached, tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100, vllm_server_timeout=4.0, **options,
     )  # fmt: skip
     run_round = trainer._run_round
 
@@ -36,7 +36,7 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
         return run_round()
 
     trainer._run_round = run_round_and_break_off
-    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=10"):
+    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=4"):
         trainer.train()
     trained = trainer.trained_groups
     groups = saved_groups(tmp_path / "checkpoint-2")
@@ -58,7 +58,7 @@ def test_evaluation_ends_training_with_a_checkpoint_if_the_server_stays_away(ser
     proxy = Proxy(server.base_url)
     trainer = make_trainer(
         SimpleNamespace(base_url=proxy.url), tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100,
-        vllm_server_timeout=10.0, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
+        vllm_server_timeout=4.0, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
         eval_dataset=DATASET.select(range(2)),
     )  # fmt: skip
     client = trainer.vllm_generation.vllm_client
@@ -70,6 +70,6 @@ def test_evaluation_ends_training_with_a_checkpoint_if_the_server_stays_away(ser
         return generate(*args, **kwargs)
 
     client.generate = break_off_and_generate
-    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=10"):
+    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=4"):
         trainer.train()
     assert (tmp_path / "checkpoint-2" / "april").is_dir()
