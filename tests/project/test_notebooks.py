@@ -57,7 +57,9 @@ def test_quickstart_trains(tmp_path):
 @pytest.mark.server
 def test_long_tail_recommends_settings(tmp_path):
     printed, pictures = execute(
-        "long_tail.ipynb", tmp_path, {"training_dataset(32": "training_dataset(8", "[1.5, 2.0, 3.0]": "[2.0]"}
+        "long_tail.ipynb",
+        tmp_path,
+        {"training_dataset(32": "training_dataset(8", "bound in (2, 5)": "bound in (5,)", "[1.5, 2.0, 3.0]": "[2.0]"},
     )
     assert pictures == 2  # the lengths, the gains
     assert re.search(r"64 completions, \d+% of them cut at the limit", printed)
