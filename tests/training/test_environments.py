@@ -266,11 +266,11 @@ def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_
     assert [tool.__name__ for tool in seen[0]] == ["multiply", "echo"]
 
 
-def one_sample(turns, text="", **row):
+def one_sample(turns, text="", group_id=0, **row):
     """A sample of a group after its reset, and after a first turn."""
     pool = make_pool()
     pool.begin_round(0)
-    group = pool.admit(0, {**ROW, **row}, [], num_generations=1, max_completion_length=300)
+    group = pool.admit(group_id, {**ROW, **row}, [], num_generations=1, max_completion_length=300)
     (sample,) = group.samples
     pool.start(sample)
     land(pool, sample, turns(group, sample))
@@ -284,12 +284,15 @@ def one_sample(turns, text="", **row):
 def test_an_instance_is_reused_after_its_score_and_not_before(tmp_path):
     stock = make_stock(tmp_path, Counting, [ROW])
     turns = make_turns(stock)
+    environments = turns.environments
     LOG.clear()
-    for _ in range(3):
-        first, second = one_sample(turns), one_sample(turns)
-        assert turns.environments.of([first[0]]) == turns.environments.of([second[0]])  # of one key
-        turns.environments.release([second[0]])
-    assert LOG["reset"] == 6
+    first, second = one_sample(turns, group_id=0)[0], one_sample(turns, group_id=1)[0]
+    (of_first,), (of_second,) = environments.of([first]), environments.of([second])
+    assert of_first is not of_second
+    environments.release([first])
+    third = one_sample(turns, group_id=2)[0]
+    assert environments.of([third, second]) == [of_first, of_second]
+    assert LOG["reset"] == 3 and LOG["construction"] <= 2
 
 
 def test_an_instance_whose_tool_is_late_is_discarded(tmp_path):
