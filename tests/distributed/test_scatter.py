@@ -77,7 +77,10 @@ def test_shard_arrives_with_its_samples_and_rewards_and_the_row_read_here():
 def test_rows_do_not_travel():
     group = make_group(3)
     group.row = {"prompt": "secret", "answer": object()}
-    assert b"secret" not in to_message([group])
+    message, row_here = to_message([group]), {"prompt": "secret", "answer": object()}
+    assert b"secret" not in message
+    (arrived,) = from_message(message, lambda group_id: row_here)
+    assert arrived.row is row_here
 
 
 @pytest.mark.parametrize("prompt", ["other", [{"role": "user", "content": "row 1"}]])

@@ -17,6 +17,18 @@ def two_versions(run_id: str, seed: int | None = None):
     return requests
 
 
+def test_a_request_has_the_prompt_and_every_token_so_far():
+    (group,) = admit(make_pool(), 0)
+    (sample,) = group.samples
+    maker, budget = RequestMaker("run"), group.max_completion_length
+    for tokens in ([], [7, 8], [9]):
+        sample.append(tokens, [-1.0] * len(tokens), 0)
+        request = maker.make(group, sample, 1)
+        assert request.token_ids == [*group.prompt_ids, *sample.token_ids]
+        assert (request.generated, request.max_tokens) == (len(sample), budget - len(sample))
+    assert list(sample.token_ids) == [7, 8, 9]
+
+
 def test_request_ids_are_never_used_twice():
     """Not for a resumed sample, not after a broken stream, and not in another run on the same server."""
     seen = [one.request_id for run_id in ("first", "second") for part in two_versions(run_id) for one in part]
@@ -35,12 +47,12 @@ def test_reused_kv_blocks_belong_to_the_sample_itself():
     pool = make_pool(1)
     (group,) = admit(pool, 0, samples=2)
     first, second = group.samples
-    for resume_kv, expected in (("recompute", ["run-0", "run-1", "run-1"]), ("reuse", ["run-0", "run-0", "run-1"])):
+    for resume_kv, expected in (("recompute", ["run-2", "run-3", "run-3"]), ("reuse", ["run-2", "run-2", "run-3"])):
         requests = RequestMaker("run", resume_kv=resume_kv)
-        before = requests.make(group, Sample(0, 0), 0).cache_salt
+        before = requests.make(group, Sample(0, 0), 2).cache_salt
         if not len(first):
-            first.append([1], [-1.0], 0)
-        assert [before, *(requests.make(group, sample, 1).cache_salt for sample in (first, second))] == expected
+            first.append([1], [-1.0], 2)
+        assert [before, *(requests.make(group, sample, 3).cache_salt for sample in (first, second))] == expected
 
 
 def test_seeds_are_distinct_and_reproducible():
