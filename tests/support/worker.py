@@ -124,6 +124,7 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
         "log": trainer.state.log_history,
         "completions": completions_of(trainer),
         "left": len(trainer.pool),
+        "server": trainer._server.pid if trainer._server is not None else None,
         "taken": trainer.pool.counters.groups_taken,
     }
 
@@ -440,8 +441,7 @@ def train_until_killed(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, A
     class KilledTrainer(RecordingTrainer):
         def _run_round(self):
             if RANK == 0 and self.state.global_step == 2:
-                result = {**outcome(self), "server": self._server.pid}
-                Path(spec["folder"], f"{run['name']}-0.json").write_text(json.dumps(result))
+                Path(spec["folder"], f"{run['name']}-0.json").write_text(json.dumps(outcome(self)))
                 os.kill(os.getpid(), signal.SIGKILL)
             return super()._run_round()
 

@@ -91,12 +91,17 @@ def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path, mo
 
 @pytest.mark.long
 def test_several_processes_share_the_server_of_the_first_which_ends_with_it(forker, tiny_model_dir, tmp_path):
-    """Even if that is killed. Other ends, with another program as the server: tests/server/test_local.py."""
-    run = {"name": "own", "kind": "train_until_killed", "options": {"max_steps": 4, "vllm_server_base_url": None}}
-    launched = launch_preloaded(forker, 2, [run], tmp_path, model=tiny_model_dir, url="", timeout=400)
-    killed, other = launched.results("own", 2)
+    """Also if that is killed. Other ends, with another program as the server: tests/server/test_local.py."""
+    options = {"max_steps": 3, "vllm_server_base_url": None}
+    runs = [
+        {"name": "whole", "kind": "train", "options": options},
+        {"name": "killed", "kind": "train_until_killed", "options": options},
+    ]
+    launched = launch_preloaded(forker, 2, runs, tmp_path, model=tiny_model_dir, url="", timeout=400)
     assert launched.code != 0, launched.output[-6000:]
-    assert launched.output.count(": starting on the CPU") == 1
-    assert len(killed["rounds"]) == 2
+    assert launched.output.count(": starting on the CPU") == len(runs)
+    whole, (killed, other) = launched.results("whole", 2), launched.results("killed", 2)
+    assert [len(result["rounds"]) for result in whole] == [3, 3] and len(killed["rounds"]) == 2
     assert other["error"] == "PeerError" and "Process 0 exited without reporting an error" in other["message"]
-    wait_for(lambda: not session_members(killed["server"]))
+    wait_for(lambda: not session_members(whole[0]["server"]) and not session_members(killed["server"]))
+    wait_for(lambda: not session_members(launched.session))
