@@ -58,7 +58,7 @@ def check_rows(trainer: RecordingTrainer) -> None:
     assert set(rows.values()) == {1} and len(rows) == 4 * trainer.state.global_step
 
 
-def check_exact(trainer: RecordingTrainer, model_dir: str, starts=None) -> None:
+def check_exact(trainer: RecordingTrainer, model_dir: str, starts) -> None:
     """Each token has the log-probability of its version, under "keep" behind keys and values of earlier ones."""
     if trainer.args.resume_kv == "keep":
         check_mixed(trainer, model_dir, starts)
@@ -71,7 +71,8 @@ def check_exact(trainer: RecordingTrainer, model_dir: str, starts=None) -> None:
     [{"resume_kv": "recompute"}, {"overlap_generation": True, "resume_kv": "keep"}],
     ids=["recompute", "keep"],
 )
-def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, tmp_path, schedule):
+def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, tmp_path, monkeypatch, schedule):
+    starts = note_starts(monkeypatch)
     args = make_config(pair, tmp_path, max_steps=8, over_provisioning=3.0, **schedule)
     trainer = RecordingTrainer(tiny_model_dir, distinct_characters, args, DATASET)
     trainer.train()
@@ -83,7 +84,7 @@ def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, t
     assert max(logged(trainer, "server/1/running_mean")) > 0  # a round may be filled by surplus alone
     assert set(logged(trainer, "servers_lost")) == {0.0}
     assert [version_of(url) for url in pair.base_urls] == ["7", "7"]
-    check_exact(trainer, tiny_model_dir)
+    check_exact(trainer, tiny_model_dir, starts)
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def test_two_processes_in_turns_and_one_that_continues(server, forker, tiny_mode
     assert len({*rows, *begun}) == len(rows) + len(begun) == 4 * 4
     assert check_turns(trainer) > 1 and check_logprobs(trainer) > 300
     carried = [sample for group in trainer.trained_groups for sample in group.samples if sample.versions[0] < 2]
-    assert any(2 in sample.versions for sample in carried)
+    assert any({2, 3} & {*sample.versions} for sample in carried)
     assert not any(entry.get("april/restarted_samples") for entry in trainer.state.log_history)
     assert wait_until_idle(server) == 0
 
