@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -108,28 +108,32 @@ def _solve_gcd(entry: Entry, rng: random.Random, gives_up: float) -> str:
 
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+Term = tuple[int, str]  # a value, and how it was made
+
+
+def _operations(left: Term, right: Term) -> Iterator[tuple[str, Term]]:
+    """Operations on two terms, with results of one or two digits: each as a line, and the new term."""
+    for sign, operation in OPERATIONS.items():
+        for (first, made), (second, then) in ((left, right), (right, left))[: 1 + (sign == "-")]:
+            if 0 <= (result := operation(first, second)) < 100:
+                yield f"{first}{sign}{second}={result}", (result, f"({made}{sign}{then})")
 
 
 def _solve_countdown(entry: Entry, rng: random.Random, gives_up: float) -> str:
-    numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
+    terms = [(number, str(number)) for number in entry["metadata"]["numbers"]]
     attempts = [
-        (first, second, third, inner, outer)
-        for i, j in combinations(range(3), 2)
-        for first, second in ((numbers[i], numbers[j]), (numbers[j], numbers[i]))
-        for inner in OPERATIONS
-        if inner == "-" or first == numbers[i]  # a sum or product in one order only
-        for third in (numbers[3 - i - j],)
-        for outer in OPERATIONS
+        (f"{inner},{outer}", result, expression)
+        for place in range(3)
+        for inner, between in _operations(*terms[:place], *terms[place + 1 :])
+        for outer, (result, expression) in _operations(between, terms[place])
     ]
     rng.shuffle(attempts)
-    lines = []
-    for first, second, third, inner, outer in attempts:
-        between = OPERATIONS[inner](first, second)
-        result = OPERATIONS[outer](between, third)
-        lines.append(f"{first}{inner}{second}={between},{between}{outer}{third}={result}")
-        if result == target or rng.random() < gives_up:
+    tried = []
+    for attempt in attempts:
+        tried.append(attempt)
+        if attempt[1] == entry["metadata"]["target"] or rng.random() < gives_up:
             break
-    return "\n".join([*lines, f"({first}{inner}{second}){outer}{third}"])
+    return "\n".join([*(line for line, _, _ in tried), tried[-1][2][1:-1]])
 
 
 TASKS = {

@@ -1,7 +1,7 @@
 """Training on two tasks of reasoning-gym with and without APRIL, over several seeds.
 
     python benchmarks/tasks.py gcd                # 5 seeds of 40 steps, synchronous and with default options
-    python benchmarks/tasks.py countdown --seeds 2
+    python benchmarks/tasks.py countdown --april-steps 80   # about equal wall-clock
     python benchmarks/tasks.py gcd --quick        # a few steps, as a smoke test
 
 `gym_tasks.py` has the tasks and the model. The first run of a task trains the model on worked solutions, which takes
@@ -41,8 +41,8 @@ LEARNING_RATE = 1e-4
 class GymBench(Bench):
     """Runs on a task of reasoning-gym."""
 
-    def __init__(self, task: GymTask, sizes: Sizes, model_dir: Path, base_url: str) -> None:
-        self.task = task
+    def __init__(self, task: GymTask, sizes: Sizes, learning_rate: float, model_dir: Path, base_url: str) -> None:
+        self.task, self.learning_rate = task, learning_rate
         rows = task.dataset(HELD_OUT, HELD_OUT_SEED)
         self.questions, self.entries = list(rows["prompt"]), list(rows["entry"])
         super().__init__(sizes, transformers.AutoModelForCausalLM.from_pretrained(model_dir), model_dir, base_url)
@@ -62,7 +62,7 @@ class GymBench(Bench):
             per_device_train_batch_size=STANDARD.micro_batch_size,
             gradient_accumulation_steps=STANDARD.groups * STANDARD.num_generations // STANDARD.micro_batch_size,
             max_completion_length=self.task.max_completion_length,
-            learning_rate=LEARNING_RATE,
+            learning_rate=self.learning_rate,
             lr_scheduler_type="constant",
             scale_rewards="batch",  # reasoning-gym gives a little for some wrong answers
             **({"over_provisioning": 1.0} if mode == SYNCHRONOUS else {}),
@@ -90,7 +90,7 @@ class GymBench(Bench):
 
 
 @contextmanager
-def started(task: GymTask, sizes: Sizes, folder: Path) -> Iterator[GymBench]:
+def started(task: GymTask, sizes: Sizes, learning_rate: float, folder: Path) -> Iterator[GymBench]:
     """A bench with a model that is trained on worked solutions, unless `folder` has it."""
     model_dir = folder / f"warm_start_{task.name}"
     if not (model_dir / "model.safetensors").exists():
@@ -105,22 +105,26 @@ def started(task: GymTask, sizes: Sizes, folder: Path) -> Iterator[GymBench]:
     vllm_args = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--enforce-eager"]
     log_file = folder / f"server_{task.name}.log"
     with LocalServer(model_dir, vllm_args=vllm_args, log_file=log_file, quiet=True) as server:
-        yield GymBench(task, sizes, model_dir, server.base_url)
+        yield GymBench(task, sizes, learning_rate, model_dir, server.base_url)
 
 
 def main() -> None:
     parser = training_parser(__doc__)
     parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("--april-steps", type=int, help="optimiser steps of the APRIL trainings (default: as many)")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     arguments = parser.parse_args()
     prepare()
     task = TASKS[arguments.task]
     steps = 2 if arguments.quick else arguments.steps
-    sizes = Sizes(steps, steps, every=5, warm_start_steps=5 if arguments.quick else task.warm_start_steps)
+    warm_start_steps = 5 if arguments.quick else task.warm_start_steps
+    sizes = Sizes(steps, arguments.april_steps or steps, every=5, warm_start_steps=warm_start_steps)
     folder = arguments.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     planned = schedule([task.name], 1 if arguments.quick else arguments.seeds, (SYNCHRONOUS, APRIL))
     path = folder / f"tasks_{task.name}.json"
-    runs = measure({"sizes": asdict(sizes)}, planned, path, partial(started, task, sizes, folder))
+    settings = {"sizes": asdict(sizes), "learning_rate": arguments.learning_rate}
+    runs = measure(settings, planned, path, partial(started, task, sizes, arguments.learning_rate, folder))
     print(f"\n{tables(runs)}")
 
 
