@@ -2,8 +2,8 @@
 
 - `gcd`: the greatest common divisor of two numbers. The worked solution subtracts the smaller one from the larger
   until they are equal, so its length has a long tail between questions.
-- `countdown`: an expression of three given numbers that equals a target. The worked solution tries random
-  expressions until one fits, so its length has a long tail, also within a group.
+- `countdown`: an expression of three given numbers that equals a target. The worked solution tries one expression after
+  the other until one fits. It begins with any of them, so its length has a long tail, also within a group.
 
 Questions, right answers and scores are reasoning-gym's. The last line of a completion is scored. The teacher of the
 warm start may give up after every line and answer at a guess, which leaves something to learn.
@@ -120,18 +120,17 @@ def _operations(left: Term, right: Term) -> Iterator[tuple[str, Term]]:
 
 
 def _solve_countdown(entry: Entry, rng: random.Random, gives_up: float) -> str:
-    terms = [(number, str(number)) for number in entry["metadata"]["numbers"]]
-    attempts = [
-        (f"{inner},{outer}", result, expression)
+    terms, target = [(number, str(number)) for number in entry["metadata"]["numbers"]], entry["metadata"]["target"]
+    attempts = [  # a line ends with the target, beside the result that may equal it
+        (f"{inner},{outer} {target}", result, expression)
         for place in range(3)
         for inner, between in _operations(*terms[:place], *terms[place + 1 :])
         for outer, (result, expression) in _operations(between, terms[place])
     ]
-    rng.shuffle(attempts)
-    tried = []
-    for attempt in attempts:
+    start, tried = rng.randrange(len(attempts)), []
+    for attempt in attempts[start:] + attempts[:start]:
         tried.append(attempt)
-        if attempt[1] == entry["metadata"]["target"] or rng.random() < gives_up:
+        if attempt[1] == target or rng.random() < gives_up:
             break
     return "\n".join([*(line for line, _, _ in tried), tried[-1][2][1:-1]])
 
@@ -154,7 +153,7 @@ TASKS = {
             },
             _solve_countdown,
             max_completion_length=800,
-            warm_start_steps=600,
+            warm_start_steps=700,
         ),
     )
 }  # fmt: skip
