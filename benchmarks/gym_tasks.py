@@ -2,8 +2,8 @@
 
 - `gcd`: the greatest common divisor of two numbers. The worked solution subtracts the smaller one from the larger
   until they are equal, so its length has a long tail between questions.
-- `countdown`: an expression of three given numbers that equals a target. The worked solution tries one expression after
-  the other until one fits. It begins with any of them, so its length has a long tail, also within a group.
+- `countdown`: an expression of three given numbers that equals a target. The worked solution tries expressions in
+  order until one fits. It begins with any of them, so its length has a long tail, also within a group.
 
 Questions, right answers and scores are reasoning-gym's. The last line of a completion is scored. The teacher of the
 warm start may give up after every line and answer at a guess, which leaves something to learn.

@@ -316,8 +316,8 @@ class RecipeBench(Bench):
 
 
 @contextmanager
-def warm_started(sizes: Sizes) -> Iterator[tuple[Any, Path, str]]:
-    """The model after its warm start, a temporary folder that has it, and the address of a server for it."""
+def warm_started(sizes: Sizes, *flags: str, restart: bool = False) -> Iterator[tuple[Any, Path, LocalServer]]:
+    """The model after its warm start, a temporary folder that has it, and a server for it."""
     with tempfile.TemporaryDirectory(prefix="trl_april_learning_") as temporary:
         folder = Path(temporary)
         torch.manual_seed(0)
@@ -326,11 +326,10 @@ def warm_started(sizes: Sizes) -> Iterator[tuple[Any, Path, str]]:
         print(f"warm start, {sizes.warm_start_steps} supervised steps ...", flush=True)
         warm_start(model, tokenizer, sizes.warm_start_steps, seed=0)
         save(model, tokenizer, folder / "warm_start")
-        vllm_args = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--enforce-eager"]
-        with LocalServer(
-            folder / "warm_start", vllm_args=vllm_args, log_file=folder / "server.log", quiet=True
-        ) as server:
-            yield model, folder, server.base_url
+        vllm_args = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--enforce-eager", *flags]
+        options = {"log_file": folder / "server.log", "quiet": True, "restart": restart}
+        with LocalServer(folder / "warm_start", vllm_args=vllm_args, **options) as server:
+            yield model, folder, server
 
 
 def schedule(recipes: list[str], seeds: int, modes: tuple[str, ...]) -> list[tuple[str, int, str]]:
@@ -440,8 +439,8 @@ def main() -> None:
 
         @contextmanager
         def start() -> Iterator[RecipeBench]:
-            with warm_started(sizes) as (model, folder, base_url):
-                yield RecipeBench(sizes, overrides, of_both, model, folder, base_url)
+            with warm_started(sizes) as (model, folder, server):
+                yield RecipeBench(sizes, overrides, of_both, model, folder, server.base_url)
 
         settings = {"sizes": asdict(sizes), "overrides": overrides, "overrides_of_both": of_both}
         runs = measure(settings, schedule(arguments.recipes, arguments.seeds, modes), path, start)

@@ -161,8 +161,8 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
     if not left:
         return runs
     supply()
-    with warm_started(sizes) as (model, folder, base_url):
-        bench = Comparison(sizes, {}, OBJECTIVE, model, folder, base_url)
+    with warm_started(sizes) as (model, folder, server):
+        bench = Comparison(sizes, {}, OBJECTIVE, model, folder, server.base_url)
         for name, seed in left:
             run = bench.compare(name, seed)
             runs.append(run)

@@ -86,8 +86,8 @@ class StressBench(RecipeBench):
 
 @contextmanager
 def started(sizes: Sizes) -> Iterator[StressBench]:
-    with warm_started(sizes) as (model, folder, base_url):
-        yield StressBench(sizes, {}, {}, model, folder, base_url)
+    with warm_started(sizes) as (model, folder, server):
+        yield StressBench(sizes, {}, {}, model, folder, server.base_url)
 
 
 def table(runs: Sequence[Run]) -> str:
