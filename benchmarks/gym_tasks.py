@@ -3,7 +3,7 @@
 - `gcd`: the greatest common divisor of two numbers. The worked solution subtracts the smaller one from the larger
   until they are equal, so its length has a long tail between questions.
 - `countdown`: an expression of three given numbers that equals a target. The worked solution tries expressions in
-  order until one fits. It begins with any of them, so its length has a long tail, also within a group.
+  order until one fits, from a random one on, so its length has a long tail, also within a group.
 
 Questions, right answers and scores are reasoning-gym's. The last line of a completion is scored. The teacher of the
 warm start may give up after every line and answer at a guess, which leaves something to learn.
@@ -121,18 +121,19 @@ def _operations(left: Term, right: Term) -> Iterator[tuple[str, Term]]:
 
 def _solve_countdown(entry: Entry, rng: random.Random, gives_up: float) -> str:
     terms, target = [(number, str(number)) for number in entry["metadata"]["numbers"]], entry["metadata"]["target"]
-    attempts = [  # a line ends with the target, beside the result that may equal it
+    attempts = [  # each line ends with its result and the target, which a small model compares only side by side
         (f"{inner},{outer} {target}", result, expression)
         for place in range(3)
         for inner, between in _operations(*terms[:place], *terms[place + 1 :])
         for outer, (result, expression) in _operations(between, terms[place])
     ]
-    start, tried = rng.randrange(len(attempts)), []
-    for attempt in attempts[start:] + attempts[:start]:
-        tried.append(attempt)
-        if attempt[1] == target or rng.random() < gives_up:
+    start, lines = rng.randrange(len(attempts)), []
+    for line, result, expression in attempts[start:] + attempts[:start]:
+        lines.append(line)
+        last = expression[1:-1]  # without the outer brackets
+        if result == target or rng.random() < gives_up:
             break
-    return "\n".join([*(line for line, _, _ in tried), tried[-1][2][1:-1]])
+    return "\n".join([*lines, last])
 
 
 TASKS = {

@@ -4,8 +4,9 @@
     python benchmarks/lora.py --quick            # a few steps and one kill, as a smoke test
 
 Default options, so that only the adapter travels to the server, and requests continue while it is loaded. `kill -9`
-ends vLLM's engine process during a round; `LocalServer(restart=True)` starts it again, without the adapter. Rewards
-are expectations on held-out prompts, as in learning.py, of the model with its adapter merged.
+ends vLLM's engine process within half a second after the start of a round, which may be in the next weight sync.
+`LocalServer(restart=True)` starts it again, without the adapter. Rewards are expectations on held-out prompts, as in
+learning.py, of the model with its adapter merged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,20 @@ class EngineKillingTrainer(APRILGRPOTrainer):
     """Kills vLLM's engine in the rounds of some steps, and keeps all rounds."""
 
     def __init__(self, *args: Any, server: LocalServer, kill_steps: set[int], seed: int, **kwargs: Any) -> None:
-        self._kill = partial(kill_engine, server.pid)
-        self._kill_steps, self._rng = kill_steps, random.Random(seed)
-        self.kills: list[threading.Timer] = []
+        self._served_by, self._kill_steps, self._rng = server, kill_steps, random.Random(seed)
+        self.killed = 0
         self.rounds: list[Round] = []
         super().__init__(*args, **kwargs)
 
     def _run_round(self) -> Round:
         if self.state.global_step in self._kill_steps:
-            self.kills.append(threading.Timer(self._rng.uniform(0.0, 0.5), self._kill))
-            self.kills[-1].start()
+            threading.Timer(self._rng.uniform(0.0, 0.5), self._kill).start()
         self.rounds.append(super()._run_round())
         return self.rounds[-1]
+
+    def _kill(self) -> None:
+        kill_engine(self._served_by.pid)
+        self.killed += 1
 
 
 def run(seed: int, steps: int, kills: int, model_dir: Path, server: LocalServer) -> dict[str, Any]:
@@ -65,11 +67,11 @@ def run(seed: int, steps: int, kills: int, model_dir: Path, server: LocalServer)
         trainers.append(trainer)
         return trainer
 
-    sizes = laptop_sizes({}) | {"learning_rate": LEARNING_RATE}
+    options = laptop_sizes({}) | OBJECTIVE | {"learning_rate": LEARNING_RATE}
     recording, model = task.train(
         "LoRA", model_dir=model_dir, dataset=dataset.add_column("row", list(range(len(dataset)))),
         base_url=server.base_url, output_dir=model_dir.parent / "trainer", make_trainer=make, max_steps=steps,
-        seed=seed, **sizes, **OBJECTIVE,
+        seed=seed, **options,
     )  # fmt: skip
     (trainer,) = trainers
     rows = Counter(group.row["row"] for one in trainer.rounds for group in one.groups)
@@ -78,7 +80,7 @@ def run(seed: int, steps: int, kills: int, model_dir: Path, server: LocalServer)
         "seed": seed,
         "adapter": trainer.vllm_generation.adapter,
         "seconds": recording.seconds,
-        "killed": sum(not one.is_alive() for one in trainer.kills),
+        "killed": trainer.killed,
         "outages": sum(one.outages for one in trainer.rounds),
         "broken_streams": sum(one.broken_streams for one in trainer.rounds),
         "rows": len(rows),
@@ -102,10 +104,11 @@ def main() -> None:
         seeds, steps, kills, sizes = 1, 4, 1, Sizes(4, 4, warm_start_steps=20)
     folder = arguments.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    with warm_started(sizes, *FLAGS, restart=True) as (model, warm_start, server):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(warm_start / "warm_start")
+    with warm_started(sizes, *FLAGS, restart=True) as (model, parent, server):
+        model_dir = parent / "warm_start"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
         before = expected_reward(model.eval(), tokenizer, task.held_out_numbers(HELD_OUT)).reward
-        runs = [run(seed, steps, kills, warm_start / "warm_start", server) for seed in range(seeds)]
+        runs = [run(seed, steps, kills, model_dir, server) for seed in range(seeds)]
     write_json(folder / "lora.json", {"steps": steps, "kills": kills, "reward_before": before}, runs)
     print(markdown(
         ("seed", "seconds", "kills", "broken streams", "rows, more than once", "tokens trained, generated", "reward"),

@@ -1,7 +1,7 @@
 """Training on two tasks of reasoning-gym with and without APRIL, over several seeds.
 
     python benchmarks/tasks.py gcd                # 5 seeds of 40 steps, synchronous and with default options
-    python benchmarks/tasks.py countdown --april-steps 80   # about equal wall-clock
+    python benchmarks/tasks.py countdown --april-steps 65   # about equal wall-clock
     python benchmarks/tasks.py gcd --quick        # a few steps, as a smoke test
 
 `gym_tasks.py` has the tasks and the model. The first run of a task trains the model on worked solutions, which takes

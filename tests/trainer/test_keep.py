@@ -35,12 +35,12 @@ def mixed(models, group, sample, starts=()):
     """Log-probabilities of the completion, each segment under its own weights behind keys and values of the others.
 
     When the weights change, the last token has been sampled and its keys and values have not been computed yet.
-    `starts` has where each request began, and whether its server had the blocks of the one before: what is not in them
-    is computed anew.
+    `starts` has where each request began, and whether its server had the blocks of the request before. What these do
+    not hold is computed anew.
     """
     ids, prompt = torch.tensor([[*group.prompt_ids, *sample.token_ids]]), len(group.prompt_ids)
-    full = {prompt + start: (prompt + start - 1) // BLOCK_SIZE * BLOCK_SIZE for start, _ in starts}
-    held = {prompt + start: full[prompt + start] if has_blocks else 0 for start, has_blocks in starts}
+    # Only full blocks are held, and the last token of a request is always computed.
+    held = {prompt + at: has_blocks * ((prompt + at - 1) // BLOCK_SIZE * BLOCK_SIZE) for at, has_blocks in starts}
     past, end, found = DynamicCache(), prompt, []
     for segment in sample.segments:
         begin, end = end, end + segment.length
@@ -50,6 +50,7 @@ def mixed(models, group, sample, starts=()):
                 past = DynamicCache()
             elif cached < past.get_seq_length():
                 past.crop(cached - past.get_seq_length())
+            assert past.get_seq_length() == cached
             with torch.no_grad():
                 logits = models[segment.version](ids[:, cached : right - 1], past_key_values=past, use_cache=True)
             logprobs = logits.logits[0, left - 1 - cached :].log_softmax(-1)
@@ -78,7 +79,8 @@ def check_mixed(trainer, model_dir, starts=None) -> int:
 def note_starts(monkeypatch) -> dict[tuple[int, int], list[tuple[int, bool]]]:
     """Where the requests of each sample begin, from now on, and whether the server has the blocks of the one before.
 
-    It has not after its death, or on another server. A request may be cut to free a slot for the check of a sync.
+    A server has them unless it died in between, or is another one. Requests are cut and resumed on the same server
+    where the check of a weight sync needs a free slot.
     """
     starts, holders, generate = defaultdict(list), {}, VLLMEngine.generate
 
