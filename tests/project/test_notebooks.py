@@ -4,6 +4,7 @@ import ast
 import base64
 import os
 import re
+import statistics
 from pathlib import Path
 
 import nbformat
@@ -79,8 +80,11 @@ def test_tools_trains_with_a_tool_and_in_an_environment(tmp_path):
     printed, _ = execute("tools.ipynb", tmp_path, {"max_steps=16": "max_steps=8", "steps=120": "steps=90"})
     assert int(re.search(r"^(\d+) tokens carried over$", printed, re.MULTILINE)[1]) > 0
     assert "the pool holds 0 groups" in printed
-    # Of the tool, then of the environment.
-    rewards = re.findall(r"^(?:first|last) 2 steps: reward (\d\.\d\d)$", printed, re.MULTILINE)
-    assert len(rewards) == 4 and all(0.1 < float(reward) < 1 for reward in rewards)
-    calls = [float(row.split()[2]) for row in printed.splitlines() if re.match(r" *\d+ .* s$", row)]
-    assert len(calls) == 16 and min(calls) > 0.2
+    rows = [line.split() for line in printed.splitlines() if re.match(r" *\d+ .* s$", line)]
+    assert len(rows) == 16
+    # Without working tools both would be 0. Single steps say little: the last ones train the longest samples.
+    for steps in (rows[:8], rows[8:]):  # of the tool, of the environment
+        rewards, calls = [float(row[1]) for row in steps], [float(row[2]) for row in steps]
+        assert 0.1 < statistics.mean(rewards) < 1
+        assert statistics.mean(calls) > 0.2
+    assert len(re.findall(r"^(?:first|last) 2 steps: reward \d\.\d\d$", printed, re.MULTILINE)) == 4
