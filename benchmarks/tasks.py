@@ -34,7 +34,7 @@ from trl_april.commands.demo import STANDARD
 from trl_april.commands.demo_training import Recording, save, train
 
 
-HELD_OUT = 512  # questions per point of a curve, which is smoothed over five points
+HELD_OUT = 256  # questions per point of a curve, which is smoothed over five points
 LEARNING_RATE = 1e-4
 
 

@@ -324,6 +324,38 @@ def test_an_instance_whose_tool_is_late_is_discarded(tmp_path):
     never.set()
 
 
+def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, caplog):
+    never, hanging = threading.Event(), {1}  # numbers of instances
+
+    class Slow(Saved):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = LOG["construction"]
+
+        def reset(self, **row):
+            assert self.number not in hanging or never.wait()
+            return super().reset(**row)
+
+        def _april_restore(self, state):
+            assert self.number not in hanging or never.wait()
+            super()._april_restore(state)
+
+    LOG.clear()
+    stock = make_stock(tmp_path, Slow, [ROW])
+    turns = make_turns(stock, tool_timeout=0.3)
+    environments = turns.environments
+    assert [instance.number for instance in environments.idle[None]] == [1]
+    group, sample = one_sample(turns)
+    assert [instance.number for instance in environments.of([group])] == [2]
+    hanging.update(range(10))
+    assert environments.restore([group]) == [sample]
+    assert "_april_restore of Slow did not return within 0.3 seconds" in caplog.text
+    with pytest.raises(ConfigError, match="reset of Slow did not return within 0.3 seconds. .* 3 instances"):
+        environments.reset(group, sample)
+    assert environments.idle[None] == [], "all of them still hang"
+    never.set()
+
+
 @pytest.mark.parametrize(
     ("factory", "row", "message"),
     [

@@ -1,7 +1,7 @@
 """The environments of samples: an instance for each, from the sample's reset until its group is scored.
 
 Invariant: an instance belongs to one sample at a time, and to the next one only after the rewards of the first were
-computed. An instance whose tool timed out is never used again.
+computed. An instance that took too long is never used again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult
 from ..rollout.daemon_threads import DaemonThreads
-from .tools import Message, RunCalls, Tools, is_json, tools_by_kind
+from .tools import Message, RunCalls, Tools, in_time, is_json, tools_by_kind
 
 
 logger = get_logger(__name__)
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's, of rows without one: the environment provides it
 NOT_TOOLS = ("reset", "get_reward")  # public methods
+MAX_RESETS = 3  # of a sample that take too long
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +39,7 @@ class Occupied:
     name: str | None  # of its factory, if there are several
     instance: Any
     tools: Tools = field(default_factory=lambda: Tools({}, {}))
-    is_late: bool = False  # a call of its tools timed out, and may still run
+    is_late: bool = False  # one of its methods took too long, and may still run
 
     def mark_late(self) -> None:
         self.is_late = True
@@ -111,9 +112,20 @@ class Environments(Restorable):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reset(self, group: Group, sample: Sample) -> ResetResult:
-        """Reset an instance for a new sample with its dataset row."""
-        occupied = self._occupy(group)
-        prompt, prompt_ids = self._reset(occupied, group)
+        """Reset an instance for a new sample with its dataset row, and another one if that takes too long."""
+        for attempt in range(1, MAX_RESETS + 1):
+            occupied = self._occupy(group)
+            try:
+                prompt, prompt_ids = self._reset(occupied, group)
+                break
+            except TimeoutError as error:
+                if not occupied.is_late:  # an error of its own
+                    raise
+                if attempt == MAX_RESETS:
+                    raise ConfigError(
+                        f"{error} So it was with {MAX_RESETS} instances, one after the other. See what it waits for, "
+                        "or raise tool_timeout."
+                    ) from None
         self._occupied[sample.key] = occupied
         return ResetResult(prompt, prompt_ids, self.state_of(sample))
 
@@ -162,6 +174,12 @@ class Environments(Restorable):
         occupied.tools = Tools(shared[0] | own[0], shared[1] | own[1], name)
         return occupied
 
+    def _in_time(self, occupied: Occupied, name: str) -> Callable[..., Any]:
+        """A method of the instance, which must return within `tool_timeout`."""
+        of_instance = f"{name} of {type(occupied.instance).__name__}"
+        method = getattr(occupied.instance, name)
+        return in_time(method, of_instance, self.tool_timeout, self.threads, occupied.mark_late)
+
     def _put_back(self, occupied: Occupied) -> None:
         if not occupied.is_late:
             with self._lock:
@@ -170,7 +188,7 @@ class Environments(Restorable):
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
         """The prompt, unless it is the dataset row's, and its token ids."""
         row = copy.deepcopy(group.row)
-        observation = occupied.instance.reset(
+        observation = self._in_time(occupied, "reset")(
             **{key: value for key, value in row.items() if key != "environment" or not self.by_name}
         )
         prompt = with_observation(copy.deepcopy(group.row.get("prompt", NO_PROMPT)), observation)
@@ -196,7 +214,7 @@ class Environments(Restorable):
         assert conversation is not None
         occupied = self._occupy(group)
         if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
-            occupied.instance._april_restore(copy.deepcopy(conversation.environment))
+            self._in_time(occupied, "_april_restore")(copy.deepcopy(conversation.environment))
         elif not self.replays or not self._replay(occupied, group, sample):
             self._put_back(occupied)
             return False

@@ -102,19 +102,21 @@ def tools_by_kind(
         if iscoroutinefunction(tool):
             coroutines[name] = tool if timeout is None else _coroutine_in_time(tool, name, timeout, on_late)
         else:
-            functions[name] = tool if timeout is None else _function_in_time(tool, name, timeout, threads, on_late)
+            functions[name] = in_time(tool, name, timeout, threads, on_late)
     return functions, coroutines
 
 
-def _function_in_time(tool: Tool, name: str, timeout: float, threads: Executor, on_late: Callable[[], None]) -> Tool:
-    def call(**arguments: Any) -> Any:
-        result = threads.submit(tool, **arguments)
+def in_time(function: Tool, name: str, timeout: float | None, threads: Executor, on_late: Callable[[], None]) -> Tool:
+    """The function with a limit to the seconds that a call may take, as in `tools_by_kind`."""
+
+    def call(*args: Any, **arguments: Any) -> Any:
+        result = threads.submit(function, *args, **arguments)
         if wait([result], timeout).not_done:
             on_late()
             raise _too_late(name, timeout)
         return result.result()
 
-    return call
+    return function if timeout is None else call
 
 
 def _coroutine_in_time(
