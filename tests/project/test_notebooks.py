@@ -85,6 +85,5 @@ def test_tools_trains_with_a_tool_and_in_an_environment(tmp_path):
     # Without working tools both would be 0. Single steps say little: the last ones train the longest samples.
     for steps in (rows[:8], rows[8:]):  # of the tool, of the environment
         rewards, calls = [float(row[1]) for row in steps], [float(row[2]) for row in steps]
-        assert 0.1 < statistics.mean(rewards) < 1
-        assert statistics.mean(calls) > 0.2
+        assert 0.1 < statistics.mean(rewards) < 1 and statistics.mean(calls) > 0.2, printed
     assert len(re.findall(r"^(?:first|last) 2 steps: reward \d\.\d\d$", printed, re.MULTILINE)) == 4
