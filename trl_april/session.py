@@ -227,6 +227,8 @@ class RolloutSession:
             ServerError, Stopped, WeightSyncError: As [`Recovery.sync_weights`] and [`Rounds.run`], in all processes.
         """
         self.run_log.round_began()
+        with self._loop.paused():
+            self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:
                 self._recovery.sync_weights()

@@ -236,6 +236,13 @@ def test_lowered_target_admits_nothing_until_enough_were_delivered():
     assert (schedule.over_provisioning, schedule.target, schedule.room) == (2.5, 5, 3)
 
 
+def test_a_share_of_the_surplus_is_admitted_as_training_ends():
+    schedule, rooms = in_round(0, quota=2, over_provisioning=3.0), []
+    for schedule.surplus_share in (1.0, 0.5, 0.1, 0.0):
+        rooms.append((schedule.room, schedule.room_ahead))
+    assert rooms == [(6, 6), (4, 4), (3, 3), (2, 2)]
+
+
 def test_target_beyond_the_bound_is_refused():
     schedule = make_schedule(quota=2, over_provisioning=2.0, max_staleness=2)
     for wrong in (3.5, 0.5, math.inf):

@@ -57,8 +57,9 @@ class SimulatedRounds:
         group_size: int = 4,
         prefill: float = 0.0,  # cost of a prefilled token
         overhead: float = 0.0,  # cost of a round after its last token
+        rows: int | None = None,  # of the whole training; by default it does not end
     ) -> None:
-        self.pool, self.lengths, self.curve, self.group_size = pool, lengths, curve, group_size
+        self.pool, self.lengths, self.curve, self.group_size, self.rows = pool, lengths, curve, group_size, rows
         self.prefill, self.overhead = prefill, overhead
         self.version = self.next_id = 0
 
@@ -66,7 +67,8 @@ class SimulatedRounds:
         """Run one round and take its batch."""
         pool = self.pool
         pool.begin_round(self.version)
-        for _ in range(pool.schedule.room):
+        rows_left = pool.schedule.room if self.rows is None else self.rows - self.next_id
+        for _ in range(min(pool.schedule.room, rows_left)):
             pool.admit(self.next_id, {}, PROMPT, num_generations=self.group_size, max_completion_length=LONGEST)
             self.next_id += 1
         done = Round(self.version, over_provisioning=pool.schedule.over_provisioning)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 
+WIND_DOWN_ROUNDS = 8  # at the end of training, with fewer and fewer groups in flight
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
     """The numbers of a training run that rollouts depend on."""
@@ -42,3 +45,16 @@ class TrainingPlan:
         even = micro_steps % accumulation == 0 or accumulation % micro_steps == 0
         # Where they do not divide evenly, an epoch can end with one more, shorter step.
         return math.ceil(micro_steps / accumulation) + (0 if even else 1)
+
+    def surplus_share(self, step: int) -> float:
+        """Share of the over-provisioned groups that the round which is trained from the optimiser step `step` gets.
+
+        Groups that are in flight at the end are those with the longest completions. Trained in the last batches alone,
+        they would change the final model. So the share falls to 0 in the last rounds: the last quarter of training,
+        at most eight rounds.
+        """
+        rounds, rest = (
+            math.ceil((self.max_steps - done) * self.gradient_accumulation_steps / self.micro_steps_per_round)
+            for done in (0, step)
+        )
+        return min(1.0, max(0, rest - 1) / max(1, min(WIND_DOWN_ROUNDS, rounds // 4)))
