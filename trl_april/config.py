@@ -310,8 +310,8 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             nothing is dropped: groups that the batch does not need wait. By default there is none.
         tool_timeout (`float`, *optional*):
             Seconds after which a call of a tool becomes an error result, as an exception does, and counts as a
-            failure. The call's thread is abandoned, a coroutine is cancelled. It also limits `reset` and
-            `_april_restore` of environments: another instance is reset. By default they may take any time.
+            failure. The call's thread is abandoned, a coroutine is cancelled. It also limits `reset` of
+            an environment, after which another instance is reset, and `_april_restore`. By default there is no limit.
         replay_environments (`bool`, *optional*, defaults to `False`):
             Whether an environment without `_april_state` is brought back when training resumes: it is reset, and the
             recorded calls of its sample are made again. If a result differs, the sample starts again, as it does by

@@ -67,8 +67,8 @@ class SimulatedRounds:
         """Run one round and take its batch."""
         pool = self.pool
         pool.begin_round(self.version)
-        rows_left = pool.schedule.room if self.rows is None else self.rows - self.next_id
-        for _ in range(min(pool.schedule.room, rows_left)):
+        room = pool.schedule.room
+        for _ in range(room if self.rows is None else min(room, self.rows - self.next_id)):
             pool.admit(self.next_id, {}, PROMPT, num_generations=self.group_size, max_completion_length=LONGEST)
             self.next_id += 1
         done = Round(self.version, over_provisioning=pool.schedule.over_provisioning)

@@ -50,11 +50,13 @@ class RecordingTrainer(APRILGRPOTrainer):
     def __init__(self, *args, **kwargs) -> None:
         self.rounds = []
         self.weights = {}
+        self.surplus_shares = []
         super().__init__(*args, **kwargs)
 
     def _run_round(self):
         done = super()._run_round()
         self.rounds.append(done)
+        self.surplus_shares.append(self.pool.schedule.surplus_share)
         self.weights[done.version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         return done
 
@@ -161,6 +163,11 @@ def test_every_generated_token_is_trained_once(long_run):
     assert trained == long_run.pool.counters.tokens_taken == long_run.pool.counters.tokens_generated
     assert trained == sum(done.generated_tokens for done in long_run.rounds)
     assert sum(done.carried_tokens for done in long_run.rounds) > 0
+
+
+def test_fewer_groups_are_in_flight_as_training_ends(long_run):
+    """Over a quarter of ten rounds."""
+    assert long_run.surplus_shares == [1.0] * 8 + [0.5, 0.0]
 
 
 def test_the_run_log_holds_every_round(long_run):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-WIND_DOWN_ROUNDS = 8  # at the end of training, with fewer and fewer groups in flight
+WIND_DOWN_ROUNDS = 8  # at the end of training, each with fewer groups in flight than the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +46,17 @@ class TrainingPlan:
         # Where they do not divide evenly, an epoch can end with one more, shorter step.
         return math.ceil(micro_steps / accumulation) + (0 if even else 1)
 
-    def surplus_share(self, step: int) -> float:
-        """Share of the over-provisioned groups that the round which is trained from the optimiser step `step` gets.
+    def rounds_from(self, step: int) -> int:
+        """Rounds that training still has when `step` optimiser steps are done."""
+        micro_steps = (self.max_steps - step) * self.gradient_accumulation_steps
+        return math.ceil(micro_steps / self.micro_steps_per_round)
 
-        Groups that are in flight at the end are those with the longest completions. Trained in the last batches alone,
-        they would change the final model. So the share falls to 0 in the last rounds: the last quarter of training,
-        at most eight rounds.
+    def surplus_share(self, step: int) -> float:
+        """Share of the groups beyond one batch that may be in flight when `step` optimiser steps are done, 0 to 1.
+
+        The groups in flight at the end have the longest completions. If only the last batches trained them, they would
+        change the final model. So the share falls to 0 over the last eight rounds, or the last quarter of a shorter
+        training.
         """
-        rounds, rest = (
-            math.ceil((self.max_steps - done) * self.gradient_accumulation_steps / self.micro_steps_per_round)
-            for done in (0, step)
-        )
-        return min(1.0, max(0, rest - 1) / max(1, min(WIND_DOWN_ROUNDS, rounds // 4)))
+        wind_down = max(1, min(WIND_DOWN_ROUNDS, self.rounds_from(0) // 4))
+        return min(1.0, max(0, self.rounds_from(step) - 1) / wind_down)

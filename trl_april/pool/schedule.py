@@ -56,7 +56,7 @@ class Schedule:
         self.rejected: dict[int, int] = {}  # start versions of the groups rejected in this round, by id
         self.delivered: list[int] = []  # the last batch, oldest first
         self.admits_surplus = True  # whether there is room for more groups than a batch has
-        self.surplus_share = 1.0  # of the groups beyond a batch, how many may be admitted: fewer as training ends
+        self.surplus_share = 1.0  # of the groups beyond one batch that may be admitted; falls as training ends
         self.withheld = 0  # groups that the pool has fewer than its target, because the trainer is the bottleneck
         self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups beyond the batch, as the last rounds opened
         self._start_versions: dict[int, int] = {}  # of the outstanding groups; ids and versions ascend

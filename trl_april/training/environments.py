@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's, of rows without one: the environment provides it
 NOT_TOOLS = ("reset", "get_reward")  # public methods
-MAX_RESETS = 3  # of a sample that take too long
+MAX_RESETS = 3  # instances that are tried for a sample while each takes too long
 
 
 @dataclass(eq=False, slots=True)
@@ -123,8 +123,8 @@ class Environments(Restorable):
                     raise
                 if attempt == MAX_RESETS:
                     raise ConfigError(
-                        f"{error} So it was with {MAX_RESETS} instances, one after the other. See what it waits for, "
-                        "or raise tool_timeout."
+                        f"{error} {MAX_RESETS} instances in a row took too long. Find out what they wait for, or "
+                        "raise tool_timeout."
                     ) from None
         self._occupied[sample.key] = occupied
         return ResetResult(prompt, prompt_ids, self.state_of(sample))

@@ -107,7 +107,7 @@ def tools_by_kind(
 
 
 def in_time(function: Tool, name: str, timeout: float | None, threads: Executor, on_late: Callable[[], None]) -> Tool:
-    """The function with a limit to the seconds that a call may take, as in `tools_by_kind`."""
+    """`function` with calls that raise `TimeoutError` after `timeout` seconds, as in [`tools_by_kind`]."""
 
     def call(*args: Any, **arguments: Any) -> Any:
         result = threads.submit(function, *args, **arguments)
