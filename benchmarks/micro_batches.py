@@ -37,6 +37,7 @@ from trl_april.pool.pool import Pool
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
 from trl_april.session_parts import rows_in_blocks
+from trl_april.training.correction import DriftWatch
 from trl_april.training.run_log import RunLog
 
 
@@ -48,7 +49,7 @@ class Session(RolloutSession):
     """A session without rollouts."""
 
     def __init__(self, sampling_mode: str) -> None:
-        self.scorer, self.run_log, self._correction = None, RunLog(), None
+        self.scorer, self.run_log, self._correction, self._drift = None, RunLog(), None, DriftWatch()
         self._processes, self._sampling_mode = OneProcess(), sampling_mode
 
 

@@ -30,7 +30,7 @@ from learning_comparison import APRIL, SYNCHRONOUS, pooled_weights
 from report import markdown
 
 from trl_april.commands.demo_training import Recording
-from trl_april.training.correction import LEAST_SAMPLE_SIZE, TrainingPassCorrection
+from trl_april.training.correction import LEAST_SAMPLE_SIZE, DriftWatch, TrainingPassCorrection
 
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -90,6 +90,12 @@ def started(sizes: Sizes) -> Iterator[StressBench]:
         yield StressBench(sizes, {}, {}, model, folder, server.base_url)
 
 
+def warned_at(run: Run) -> int | None:
+    """The step in which the trainer would warn, by tokens of at least three versions."""
+    watch = DriftWatch()
+    return next((step for step, _, size in run.old_tokens if watch.is_repeated(size)), None)
+
+
 def table(runs: Sequence[Run]) -> str:
     """Rewards against the synchronous runs of the same rate and seed, and the weights by which it can be told."""
     synchronous = {(run.recipe, run.seed): run for run in runs if run.mode == SYNCHRONOUS}
@@ -104,8 +110,9 @@ def table(runs: Sequence[Run]) -> str:
         ahead = [run.rewards[-1] - reward for (run, _), reward in zip(pairs, in_time, strict=True)]
         mean, half = interval(differences) if differences else (0.0, 0.0)
         every = [sum(column) for column in zip(*pooled_weights(cell).values(), strict=True)]
-        low = [step for run in cell for step, _, size in run.old_tokens if size < LEAST_SAMPLE_SIZE]
+        low = sum(size < LEAST_SAMPLE_SIZE for run in cell for _, _, size in run.old_tokens)
         batches = sum(len(run.old_tokens) for run in cell)
+        warned = sorted(step for run in cell if (step := warned_at(run)) is not None)
         best = max((reward, step) for run in cell for reward, step in zip(run.rewards, run.steps, strict=True))
         bound, _, correction = mode.partition(" ")
         rows.append([
@@ -115,12 +122,13 @@ def table(runs: Sequence[Run]) -> str:
             f"{best[0]:.3f} ({best[1]:.0f})",
             f"{statistics.fmean(run.staleness_mean for run in cell):.1f}, {max(run.staleness_max for run in cell)}",
             f"{effective_share(*every):.3f}" if every else "",
-            f"{len(low)} of {batches}" + (f" (step {min(low)})" if low else "") if batches else "",
+            f"{low} of {batches}" if batches else "",
+            f"{len(warned)}" + (f" ({', '.join(map(str, warned))})" if warned else "") if batches else "",
         ])  # fmt: skip
     header = (
         "learning rate", "bound", "correction", "seeds", "reward", "minus synchronous", "at equal wall-clock",
         "best reward of a seed (step)", "age, mean and oldest", "effective sample size of all ratios",
-        f"batches with one below {LEAST_SAMPLE_SIZE} for age 3+ (the first)",
+        f"batches with one below {LEAST_SAMPLE_SIZE} for age 3+", "trainings that are warned (step)",
     )  # fmt: skip
     return markdown(header, rows)
 

@@ -42,7 +42,7 @@ from .rollout.rounds import Rounds
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
 from .training.construction import rollout_engine
-from .training.correction import TrainingPassCorrection, correction_metrics, sampling_metrics, warning_of_drift
+from .training.correction import DriftWatch, TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
 from .training.rollout_function import RolloutTurns
 from .training.run_log import RunLog, run_options
@@ -64,8 +64,6 @@ class RolloutSession:
     Raises:
         CheckpointError: If the rollouts of the checkpoint cannot be resumed.
     """
-
-    _warned_of_drift = False
 
     def __init__(
         self,
@@ -100,6 +98,7 @@ class RolloutSession:
         self._silent = args.disable_tqdm or processes.rank > 0
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
+        self._drift = DriftWatch()
         self.pool = Pool(
             plan.groups_per_round,
             over_provisioning=options.bounded_factor(plan.versions_per_round),
@@ -275,8 +274,7 @@ class RolloutSession:
             return {}
         metrics = correction_metrics(batch, done.groups, done.version, processes=self._processes)
         self.run_log.note(metrics)
-        if not self._warned_of_drift and (text := warning_of_drift(metrics)):
-            self._warned_of_drift = True
+        if text := self._drift.warning(metrics):
             logger.warning(f"Step {done.version}: {text}")
         return metrics
 

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Segment
 from trl_april.session import RolloutSession
-from trl_april.training.correction import correction_metrics, warning_of_drift
+from trl_april.training.correction import DriftWatch, correction_metrics
 
 
 def sample(index: int, *segments: tuple[int, int]) -> Sample:
@@ -76,34 +76,40 @@ def test_masked_tokens_are_counted():
 @pytest.mark.parametrize(
     "sizes, share, words",
     [
-        ({"age_1": 0.7, "age_2": 0.6, "age_3+": 0.9}, 0.2, None),
-        (
-            {"age_1": 0.7, "age_3+": 0.44},
-            0.2,
-            "Tokens of age 3 or older have an effective sample size of 0.44, below 0.6",
-        ),
-        ({"age_1": 0.5, "age_3+": 0.44}, 0.2, r"Tokens of age 1 have .* or max_staleness.$"),
+        ({"age_1": 0.96, "age_2": 0.95, "age_3+": 1.0}, 0.2, None),
+        ({"age_1": 0.93, "age_3+": 0.44}, 0.2, "Tokens of age 3 or older have an effective sample size of 0.44, "),
+        ({"age_1": 0.5, "age_3+": 0.94}, 0.2, r"Tokens of age 1 have .* below 0.95: .* lower learning_rate.$"),
         ({"age_0": 0.1, "age_3+": 0.44}, 0.04, None),  # too few tokens to tell
     ],
 )
 def test_a_policy_that_moves_too_fast_is_warned_of(sizes, share, words):
-    metrics = {}
+    metrics, watch = {}, DriftWatch()
     for name, size in sizes.items():
         metrics |= {f"correction/{name}/effective_sample_size": size, f"correction/{name}/tokens_fraction": share}
-    said = warning_of_drift(metrics)
+    assert watch.warning(metrics) is None  # the first may be chance
+    said = watch.warning(metrics)
     assert (said is None) if words is None else re.match(words, said)
+    assert watch.warning(metrics) is None  # it was said
+
+
+@pytest.mark.parametrize("between, warns", [(8, True), (9, False)])
+def test_only_small_sample_sizes_of_ten_batches_count_together(between, warns):
+    watch = DriftWatch()
+    assert not watch.is_repeated(0.5)
+    assert not any(watch.is_repeated(1.0) for _ in range(between))
+    assert watch.is_repeated(0.9) == warns
 
 
 def test_a_training_is_warned_once(caplog):
     PartialState()  # the logger asks it for the rank
     run_log = SimpleNamespace(note=lambda metrics: None)
-    session = SimpleNamespace(_processes=OneProcess(), _warned_of_drift=False, run_log=run_log)
-    for version, ratios in ((1, [1.0, 1.0, 1.0]), (2, [9.0, 0.1, 1.0]), (3, [9.0, 0.1, 1.0])):
+    session = SimpleNamespace(_processes=OneProcess(), _drift=DriftWatch(), run_log=run_log)
+    for version, ratios in enumerate([[1.0, 1.0, 1.0], [9.0, 0.1, 1.0], [9.0, 0.1, 1.0], [9.0, 0.1, 1.0]], 1):
         done = SimpleNamespace(groups=[group(sample(0, (version - 1, 2), (version, 1)))], version=version)
         with caplog.at_level(logging.WARNING):
             RolloutSession.correction(session, batch([ratios]), done)
-        assert len(caplog.records) == min(version - 1, 1)
-    assert "Step 2: Tokens of age 1 have an effective sample size of 0.51" in caplog.messages[0]
+    (said,) = caplog.messages
+    assert "Step 3: Tokens of age 1 have an effective sample size of 0.51" in said
 
 
 def test_a_ratio_per_sequence_counts_for_all_its_tokens():

@@ -9,6 +9,7 @@ Tokens outside of the loss are not counted in the metrics.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ from ..pool.samples import Group
 
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
-# In benchmarks/stress.py, most trainings that collapsed had several batches below it, others at most one. A few tokens
-# may have any sample size.
-LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.6, 0.05
+# In benchmarks/stress.py, most trainings that lost reward had two batches of ten below it, early, and no other training
+# had. A few tokens may have any sample size.
+LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.95, 0.05
+SMALL_BATCHES, RECENT_BATCHES = 2, 10
 ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
 
 # Between scoring and loss. A subclass that overrides one may read what only the second pass brings.
@@ -181,18 +183,35 @@ def correction_metrics(
     return metrics
 
 
-def warning_of_drift(metrics: dict[str, float]) -> str | None:
-    """What to say if the policy moves too fast for its carried tokens, by the metrics of a batch's correction."""
-    for age, name in enumerate(AGES[1:], 1):
-        size = metrics.get(f"correction/{name}/effective_sample_size", 1.0)
-        if size < LEAST_SAMPLE_SIZE and metrics[f"correction/{name}/tokens_fraction"] >= LEAST_FRACTION:
-            older = " or older" if age == len(AGES) - 1 else ""
-            return (
-                f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, below {LEAST_SAMPLE_SIZE}: "
-                "the policy has moved far since they were sampled. Where this repeats, training may collapse: lower "
-                "learning_rate, or max_staleness."
-            )
-    return None
+class DriftWatch:
+    """Warns once if the policy moves too fast for its carried tokens: if small effective sample sizes repeat."""
+
+    def __init__(self) -> None:
+        self._are_small = deque[bool](maxlen=RECENT_BATCHES)
+        self._has_warned = False
+
+    def warning(self, metrics: dict[str, float]) -> str | None:
+        """What to say about a batch, by the metrics of its correction."""
+        sizes = [
+            (metrics[f"correction/{name}/effective_sample_size"], age)
+            for age, name in enumerate(AGES)
+            if age and metrics.get(f"correction/{name}/tokens_fraction", 0.0) >= LEAST_FRACTION
+        ]
+        size, age = min(sizes, default=(1.0, 0))
+        if not self.is_repeated(size) or self._has_warned:
+            return None
+        self._has_warned = True
+        older = " or older" if age == len(AGES) - 1 else ""
+        return (
+            f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, and it is not the only batch of "
+            f"the last {RECENT_BATCHES} with one below {LEAST_SAMPLE_SIZE}: the policy moves fast for tokens of this "
+            "age. Training may lose reward, or collapse: lower learning_rate."
+        )
+
+    def is_repeated(self, size: float) -> bool:
+        """Add the effective sample size of the next batch. Whether it is small, and that of a recent one was, too."""
+        self._are_small.append(size < LEAST_SAMPLE_SIZE)
+        return self._are_small[-1] and sum(self._are_small) >= SMALL_BATCHES
 
 
 def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
