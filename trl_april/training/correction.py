@@ -21,7 +21,7 @@ from ..pool.samples import Group
 
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
-# In benchmarks/stress.py, most trainings that lost reward had two batches of ten below it, and no other training had. A
+# Most trainings of benchmarks/stress.py that lost reward had two of ten batches below it, and no other training had. A
 # few tokens may have any sample size.
 LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.95, 0.05
 SMALL_BATCHES, RECENT_BATCHES = 2, 10
