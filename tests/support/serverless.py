@@ -8,8 +8,8 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.pool.samples import Group
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
-from trl_april.training.correction import DriftWatch
 from trl_april.trainer import APRILGRPOTrainer
+from trl_april.training.correction import DriftWatch
 from trl_april.training.run_log import RunLog
 
 
