@@ -144,7 +144,7 @@ TASKS = {
             {"min_value": 1, "max_value": 99},
             _solve_gcd,
             max_completion_length=640,
-            warm_start_steps=300,
+            warm_start_steps=700,
         ),
         GymTask(
             "countdown",
