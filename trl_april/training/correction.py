@@ -205,7 +205,7 @@ class DriftWatch:
         return (
             f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, and it is not the only batch of "
             f"the last {RECENT_BATCHES} with one below {LEAST_SAMPLE_SIZE}: the policy moves fast for tokens of this "
-            "age. Training may lose reward, or collapse: lower learning_rate."
+            "age. Training may lose reward, or collapse: lower learning_rate, or max_staleness."
         )
 
     def is_repeated(self, size: float) -> bool:
