@@ -311,7 +311,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         tool_timeout (`float`, *optional*):
             Seconds after which a call of a tool becomes an error result, as an exception does, and counts as a
             failure. The call's thread is abandoned, a coroutine is cancelled. It also limits `reset` of
-            an environment, after which another instance is reset, and `_april_restore`. By default there is no limit.
+            an environment, after which another instance is reset, and `_april_restore`. No limit by default.
         replay_environments (`bool`, *optional*, defaults to `False`):
             Whether an environment without `_april_state` is brought back when training resumes: it is reset, and the
             recorded calls of its sample are made again. If a result differs, the sample starts again, as it does by
