@@ -11,7 +11,8 @@ task with the same learning rate and objective, the mean over all tokens without
 after every run, so a stopped benchmark resumes. Expected rewards are as in learning.py.
 
 What is not equal: TRL's trainer drops samples beyond its bound and takes groups as they finish; ours trains every row.
-TRL's generates in a process of its own, ours in a thread. `trl_async_on_cpu.py` lists what TRL's is given here.
+TRL's generates in a process of its own, ours in a thread; seconds are without the start of this process.
+`trl_async_on_cpu.py` lists what TRL's is given here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,15 @@ from learning import (
 )
 from report import earlier_results, markdown, write_json
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl_async_on_cpu import NotingQueue, WeightFiles, as_conversation, converses, countdown_reward, supply
+from trl_async_on_cpu import (
+    NotingQueue,
+    WeightFiles,
+    as_conversation,
+    converses,
+    countdown_reward,
+    supply,
+    timed_start,
+)
 
 from trl_april.commands import demo_training as task
 from trl_april.commands.demo import STANDARD
@@ -133,7 +142,11 @@ class Comparison(RecipeBench):
         trainer.remove_callback(transformers.PrinterCallback)
         notes = NotingQueue(trainer.rollout_queue, lambda: trainer.model_version, int(bound))
         trainer.rollout_queue = notes
-        seconds = trainer.train().metrics["train_runtime"]
+        started = timed_start(trainer.rollout_worker)
+        seconds = trainer.train().metrics["train_runtime"] - sum(started)
+        recorder.snapshots = {
+            step: (time - sum(started), weights) for step, (time, weights) in recorder.snapshots.items()
+        }
         trained = [one for one in notes.taken if not one.is_dropped][: self.sizes.steps * SAMPLES]
         tokens = sum(one.tokens for one in trained)
         run = {

@@ -35,7 +35,7 @@ from peers import DEFAULT, SYNCHRONOUS, contestant
 from report import earlier_results, markdown, write_json
 from trl.chat_template_utils import get_training_chat_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl_async_on_cpu import NotingQueue, WeightFiles, supply
+from trl_async_on_cpu import NotingQueue, WeightFiles, supply, timed_start
 
 from trl_april import APRILGRPOTrainer
 
@@ -69,7 +69,8 @@ def train_theirs(args: Any, rows: Any, model_dir: Path, base_url: str) -> dict[s
     trainer.remove_callback(transformers.PrinterCallback)
     notes = NotingQueue(trainer.rollout_queue, lambda: trainer.model_version, args.max_staleness)
     trainer.rollout_queue = notes
-    seconds = trainer.train().metrics["train_runtime"]
+    started = timed_start(trainer.rollout_worker)
+    seconds = trainer.train().metrics["train_runtime"] - sum(started)
     trained = [one for one in notes.taken if not one.is_dropped][: args.max_steps * SAMPLES]
     return {
         "seconds": seconds,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,19 @@ class WeightFiles:
 
     def _post(self, path: str, **options: Any) -> None:
         requests.post(f"{self._base_url}/{path}", timeout=LOAD_SECONDS, **options).raise_for_status()
+
+
+def timed_start(worker: Any) -> list[float]:
+    """A list that has the seconds of the start of TRL's rollout process, when it has started."""
+    start, found = worker.start, []
+
+    def timed() -> None:
+        begun = time.monotonic()
+        start()
+        found.append(time.monotonic() - begun)
+
+    worker.start = timed
+    return found
 
 
 @dataclass(frozen=True, slots=True)
