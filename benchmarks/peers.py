@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from intervals import at, first_reached, lower_bound
+from intervals import at, first_reached, lower_bound, smoothed
 from learning import (
     LEARNING_RATE,
     MAX_COMPLETION_LENGTH,
@@ -66,6 +66,7 @@ CONTESTANTS = [
     )),
 ]  # fmt: skip
 SAMPLES = STANDARD.groups * STANDARD.num_generations
+SMOOTHED_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +189,10 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
     return runs
 
 
-def _after_a_third(run: Run) -> float:
-    steps, _, rewards = zip(*run.curve, strict=True)
-    return at(steps, rewards, steps[-1] / 3)
+def _smooth(run: Run) -> tuple[list[int], list[float], list[float]]:
+    """Steps, seconds and rewards, each reward the mean of the last ten steps."""
+    steps, seconds, rewards = zip(*run.curve, strict=True)
+    return list(steps), list(seconds), smoothed(rewards, SMOOTHED_STEPS // (steps[2] - steps[1]))
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -199,17 +201,22 @@ def table(runs: Sequence[Run]) -> str:
     rows = []
     for name in dict.fromkeys(run.contestant for run in runs):
         mine = [run for run in runs if run.contestant == name]
-        times, gains, early, ratios = [], [], [], []
+        times, ratios = [], []
+        differences: dict[str, list[float]] = {"early": [], "in time": [], "end": []}
         for run in mine:
+            steps, seconds, rewards = _smooth(run)
             if other := synchronous.get(run.seed):
-                _, seconds, rewards = zip(*run.curve, strict=True)
-                times.append(first_reached(seconds, rewards, other.curve[-1][2]) / other.seconds)
-                gains.append(run.curve[-1][2] - other.curve[-1][2])
-                early.append(_after_a_third(run) - _after_a_third(other))
+                their_steps, their_seconds, theirs = _smooth(other)
+                a_third = steps[-1] / 3, their_seconds[-1] / 3
+                differences["early"].append(at(steps, rewards, a_third[0]) - at(their_steps, theirs, a_third[0]))
+                differences["in time"].append(at(seconds, rewards, a_third[1]) - at(their_seconds, theirs, a_third[1]))
+                differences["end"].append(rewards[-1] - theirs[-1])
+                times.append(first_reached(seconds, rewards, theirs[-1]) / other.seconds)
                 ratios.append(run.trained_tokens / run.seconds / (other.trained_tokens / other.seconds))
         reached = sum(time < math.inf for time in times)
         middle = statistics.median(times) if times else math.inf
         rates = [run.trained_tokens / run.seconds for run in mine]
+        compared = name != SYNCHRONOUS and bool(times)
         rows.append(
             [
                 name,
@@ -220,16 +227,18 @@ def table(runs: Sequence[Run]) -> str:
                 f"{statistics.median(run.dropped_tokens for run in mine):,.0f}",
                 f"{statistics.fmean(run.mean_length for run in mine):.0f}",
                 str(max(run.oldest for run in mine)),
-                f"{statistics.fmean(run.curve[-1][2] for run in mine):.3f}",
-                f"{statistics.fmean(early):+.3f} ({lower_bound(early):+.3f})" if early else "",
-                f"{statistics.fmean(gains):+.3f} ({lower_bound(gains):+.3f})" if gains else "",
-                (f"{middle:.0%} " if middle < math.inf else "") + f"({reached} of {len(times)})",
+                f"{statistics.fmean(_smooth(run)[2][-1] for run in mine):.3f}",
+                *(
+                    f"{statistics.fmean(found):+.3f} ({lower_bound(found):+.3f})" if compared else ""
+                    for found in differences.values()
+                ),
+                (f"{middle:.0%} " if middle < math.inf else "") + f"({reached} of {len(times)})" if compared else "",
             ]
         )
     header = (
         "contestant", "seeds", "seconds", "trained tok/s (range)", "of synchronous", "dropped tokens", "mean length",
         "oldest", "reward after", "minus synchronous after a third of the steps (at least, 95 %)",
-        "at the end (at least, 95 %)", "synchronous reward reached after (runs)",
+        "after a third of its time (at least)", "at the end (at least)", "synchronous reward reached after (runs)",
     )  # fmt: skip
     return markdown(header, rows)
 
