@@ -192,7 +192,7 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
 def _smooth(run: Run) -> tuple[list[int], list[float], list[float]]:
     """Steps, seconds and rewards, each reward the mean of the last ten steps."""
     steps, seconds, rewards = zip(*run.curve, strict=True)
-    return list(steps), list(seconds), smoothed(rewards, SMOOTHED_STEPS // (steps[2] - steps[1]))
+    return list(steps), list(seconds), smoothed(rewards, SMOOTHED_STEPS // (steps[1] - steps[0]))
 
 
 def table(runs: Sequence[Run]) -> str:
