@@ -201,16 +201,15 @@ def table(runs: Sequence[Run]) -> str:
     rows = []
     for name in dict.fromkeys(run.contestant for run in runs):
         mine = [run for run in runs if run.contestant == name]
-        times, ratios = [], []
-        differences: dict[str, list[float]] = {"early": [], "in time": [], "end": []}
+        times, ratios, early, in_time, gains = [], [], [], [], []
         for run in mine:
             steps, seconds, rewards = _smooth(run)
             if other := synchronous.get(run.seed):
                 their_steps, their_seconds, theirs = _smooth(other)
                 a_third = steps[-1] / 3, their_seconds[-1] / 3
-                differences["early"].append(at(steps, rewards, a_third[0]) - at(their_steps, theirs, a_third[0]))
-                differences["in time"].append(at(seconds, rewards, a_third[1]) - at(their_seconds, theirs, a_third[1]))
-                differences["end"].append(rewards[-1] - theirs[-1])
+                early.append(at(steps, rewards, a_third[0]) - at(their_steps, theirs, a_third[0]))
+                in_time.append(at(seconds, rewards, a_third[1]) - at(their_seconds, theirs, a_third[1]))
+                gains.append(rewards[-1] - theirs[-1])
                 times.append(first_reached(seconds, rewards, theirs[-1]) / other.seconds)
                 ratios.append(run.trained_tokens / run.seconds / (other.trained_tokens / other.seconds))
         reached = sum(time < math.inf for time in times)
@@ -230,7 +229,7 @@ def table(runs: Sequence[Run]) -> str:
                 f"{statistics.fmean(_smooth(run)[2][-1] for run in mine):.3f}",
                 *(
                     f"{statistics.fmean(found):+.3f} ({lower_bound(found):+.3f})" if compared else ""
-                    for found in differences.values()
+                    for found in (early, in_time, gains)
                 ),
                 (f"{middle:.0%} " if middle < math.inf else "") + f"({reached} of {len(times)})" if compared else "",
             ]
