@@ -104,7 +104,7 @@ class Comparison(RecipeBench):
         return Run(contestant=name, seed=seed, curve=curve, **run)
 
     def _ours(self, name: str, seed: int, recorder: Recorder) -> tuple[dict[str, Any], Any]:
-        defaults = AprilOptions()
+        defaults = AprilOptions().with_schedule()
         self.overrides = {"max_staleness": defaults.max_staleness, "over_provisioning": defaults.over_provisioning}
         if name.startswith("ours"):
             _, bound, factor = name.split("-")

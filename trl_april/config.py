@@ -20,7 +20,8 @@ logger = get_logger(__name__)
 
 WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
-DEFAULT_FACTOR = 3.0
+# While a sample's tools run it has no request on the server, so as many requests take more groups.
+DEFAULT_FACTOR, DEFAULT_FACTOR_WITH_TOOLS = 3.0, 6.0
 
 
 @dataclass
@@ -31,8 +32,8 @@ class AprilOptions:
         default=None,
         metadata={
             "help": "Prompt groups in flight as a factor of those that a batch needs, at least 1.0. 1.0 is "
-            "synchronous GRPO through the same code. `'auto'` chooses it during training. Defaults to 3.0, or the "
-            "most that `max_staleness` allows."
+            "synchronous GRPO through the same code. `'auto'` chooses it during training. Defaults to 3.0, with tools "
+            "or environments to 6.0, or the most that `max_staleness` allows."
         },
     )
     max_staleness: int | None = field(
@@ -151,25 +152,29 @@ class AprilOptions:
         """Whether only the adapter may be sent to the server."""
         return self.weight_sync in ("auto", "adapter")
 
-    def with_schedule(self, *, keeps: bool = True) -> AprilOptions:
-        """The same options, with a choice for `"auto"` where it needs no measurement.
+    def with_schedule(self, *, keeps: bool = True, acts: bool = False) -> AprilOptions:
+        """The same options, with a choice for `None` and `"auto"` where it needs no measurement.
 
-        Requests may be kept through a weight sync only if it `keeps` them.
+        Requests may be kept through a weight sync only if it `keeps` them. `acts` says whether samples have tools or
+        environments.
         """
-        overlaps, kv = self.overlap_generation, self.resume_kv
+        factor, overlaps, kv = self.over_provisioning, self.overlap_generation, self.resume_kv
+        if factor is None:
+            factor = DEFAULT_FACTOR_WITH_TOOLS if acts else DEFAULT_FACTOR
+            if self.max_staleness is not None and self.staleness_policy == "wait":
+                factor = min(factor, self.max_staleness + 1.0)
         if overlaps == AUTO:
-            overlaps = self.over_provisioning != 1.0 and self.max_staleness != 0
+            overlaps = factor != 1.0 and self.max_staleness != 0
         if kv == AUTO:
             kv = "keep" if overlaps and keeps else "reuse"
-        return replace(self, overlap_generation=overlaps, resume_kv=kv)
+        return replace(self, over_provisioning=factor, overlap_generation=overlaps, resume_kv=kv)
 
     def __post_init__(self) -> None:
-        if self.over_provisioning is None:
-            bound = self.max_staleness if self.staleness_policy == "wait" else None
-            self.over_provisioning = DEFAULT_FACTOR if bound is None else max(1.0, min(DEFAULT_FACTOR, bound + 1.0))
-        self.over_provisioning = factor = factor_of(self.over_provisioning)  # a command line passes text
-        # "auto" respects any bound.
-        check_bound(1.0 if isinstance(factor, str) else factor, self.max_staleness, self.staleness_policy)
+        if self.over_provisioning is not None:
+            self.over_provisioning = factor_of(self.over_provisioning)  # a command line passes text
+        # The default and "auto" respect any bound.
+        factor = self.over_provisioning if isinstance(self.over_provisioning, float) else 1.0
+        check_bound(factor, self.max_staleness, self.staleness_policy)
         if self.weight_sync not in WEIGHT_SYNCS:
             raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
         if self.resume_kv not in RESUME_KV:
@@ -202,6 +207,7 @@ class AprilOptions:
         A round of several optimiser steps (`versions_per_round`) ages waiting groups by as many versions.
         """
         is_auto = isinstance(self.over_provisioning, str)  # respects the bound under every policy
+        assert self.over_provisioning is not None, "with_schedule comes first"
         factor = START if isinstance(self.over_provisioning, str) else self.over_provisioning
         if self.max_staleness is None or not (is_auto or self.staleness_policy == "wait"):
             return factor
@@ -253,8 +259,9 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     Parameters:
         over_provisioning (`float` or `str`, *optional*):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
-            synchronous GRPO through the same code. Defaults to 3.0, or under `"wait"` to `max_staleness + 1` if that
-            is less. `"auto"` starts with 2.0 and then chooses the factor with the highest predicted throughput of
+            synchronous GRPO through the same code. Defaults to 3.0; with tools or environments to 6.0, since a sample
+            has no request on the server while they run; or under `"wait"` to `max_staleness + 1` if that is less.
+            `"auto"` starts with 2.0 and then chooses the factor with the highest predicted throughput of
             trained tokens, from the requests in flight and the server's speed measured so far. It respects
             `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each round.
         max_staleness (`int` or `None`, *optional*, defaults to `8`):

@@ -130,7 +130,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._session: RolloutSession | None = None
         self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
-            self._options = AprilOptions.of(args).with_schedule(keeps=not compatibility.has_images(train_dataset))
+            acts = bool(tools or environment_factory or rollout)
+            keeps = not compatibility.has_images(train_dataset)
+            self._options = AprilOptions.of(args).with_schedule(keeps=keeps, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)

@@ -257,7 +257,8 @@ async def run_cases(seeds: list[int]) -> Counter[str]:
     def answer_any(asked: Asked) -> Answer:
         if asked.name is None:  # an abort, or the question for the weights before a retry
             text = b'{"weight_version": "0"}'
-            return Answer([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)])
+            head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(text)
+            return Answer([head + text])
         case = running.get(asked.name.split("-")[0])
         if case is None:  # its case is over, and the client has left
             return Answer([], Ending.SILENCE)

@@ -86,7 +86,9 @@ def ask(answers: list[bytes], count: int = 1, render: int = 200) -> tuple[list[A
         content = (
             json.dumps({"features": features}).encode() if request.path.endswith("/render") else b"".join(answers)
         )
-        return Answer([b"HTTP/1.1 %d OK\r\nContent-Length: %d\r\n\r\n%s" % (status, len(content), content)])
+        return Answer(
+            [b"HTTP/1.1 %d OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (status, len(content), content)]
+        )
 
     async def run() -> list[list[Chunk]]:
         async with RawServer(answer) as server, asyncio.timeout(HANG_GUARD):

@@ -188,18 +188,46 @@ def test_many_streams_run_at_once():
         assert [tokens_of(chunks) for chunks in with_engine(server, main)] == [[1]] * count
 
 
-def test_no_connection_is_used_twice():
+def test_connections_are_used_again_unless_they_were_idle(monkeypatch):
     """A server drops idle connections, perhaps with the next request on its way. Each request carries the API key."""
+    monkeypatch.setattr(vllm_engine, "IDLE_SECONDS", 0.2)
+
+    async def script(stream: Stream) -> None:
+        await stream.tokens([1], finish_reason="stop")
+        await asyncio.sleep(0.05)  # as if the answer ended in a segment of its own
+        await stream.done()
 
     async def main(engine: VLLMEngine) -> None:
         for number in range(3):
             await collect(engine, request_for(number))
             await engine.abort([f"run-{number}-0-1"])
+        await asyncio.sleep(0.3)
+        await engine.abort(["run-3-0-1"])
 
     with FakeVLLM(api_key="secret") as server:
+        server.script = script
         with_engine(server, main, api_key="secret")
-        assert len({request.peer for request in server.received}) == len(server.received) == 6
+        *first, last = [request.peer for request in server.received]
+        assert len(first) == 6 and len(set(first)) == 1 and last not in first
         assert {request.headers["Authorization"] for request in server.received} == {"Bearer secret"}
+
+
+def test_a_connection_is_closed_if_its_stream_does_not_end(monkeypatch):
+    monkeypatch.setattr(vllm_engine, "REST_SECONDS", 0.05)
+
+    async def script(stream: Stream) -> None:
+        await stream.tokens([1], finish_reason="stop")
+        await asyncio.sleep(HANG_GUARD)
+
+    async def main(engine: VLLMEngine) -> None:
+        for number in range(2):
+            assert await collect(engine, request_for(number)) == [Chunk([1], [-1.0], "stop")]
+        await until_no_stream_is_live(server)
+
+    with FakeVLLM() as server:
+        server.script = script
+        with_engine(server, main)
+        assert len({request.peer for request in server.received}) == 2
 
 
 def test_closing_a_stream_ends_its_request():

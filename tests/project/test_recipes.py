@@ -15,6 +15,7 @@ from trl import TrlParser
 from tests.support.docs_pages import ROOT
 from trl_april import APRILGRPOConfig
 from trl_april.commands.grpo import RECIPES, ScriptArguments, with_recipe_as_config
+from trl_april.config import AprilOptions
 from trl_april.pool.staleness import check_bound
 
 
@@ -35,7 +36,8 @@ def updates_per_round(config: APRILGRPOConfig) -> int:
 
 
 def check_staleness(config: APRILGRPOConfig) -> None:
-    check_bound(config.over_provisioning, config.max_staleness, config.staleness_policy, updates_per_round(config))
+    factor = AprilOptions.of(config).with_schedule().over_provisioning
+    check_bound(factor, config.max_staleness, config.staleness_policy, updates_per_round(config))
 
 
 # The recipes

@@ -22,6 +22,10 @@ TWO = ONE + ONE.replace('engine="0"', 'engine="1"').replace("60.0", "1.2e+03")
 BARE = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
 
 
+NAMED = "/metrics?name[]=vllm:num_requests_running&name[]=vllm:num_requests_waiting"
+
+
+@pytest.mark.parametrize("path", [NAMED, "/metrics"])  # with several API processes, metrics have no names
 @pytest.mark.parametrize(
     ("status", "text", "found"),
     [
@@ -33,12 +37,16 @@ BARE = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
         (404, ONE, None),
     ],
 )
-def test_load_is_summed_over_engines(status, text, found):
+def test_load_is_summed_over_engines(status, text, found, path):
+    asked = []
+
     def get(url: str, **options: float) -> SimpleNamespace:
-        assert (url, options) == ("http://there/metrics", {"timeout": 3.0})
-        return SimpleNamespace(status_code=status, text=text)
+        asked.append(url.removeprefix("http://there"))
+        assert options == {"timeout": 3.0}
+        return SimpleNamespace(status_code=status, text=text if asked[-1] == path else "")
 
     assert server_load(SimpleNamespace(get=get), "http://there", timeout=3.0) == found
+    assert asked == ([NAMED] if path == NAMED and found else [NAMED, "/metrics"])
 
 
 class Server:

@@ -39,7 +39,7 @@ def own(args: APRILGRPOConfig) -> dict:
 
 def test_the_fields_and_their_defaults():
     assert own(APRILGRPOConfig("out", **CPU)) == {
-        "over_provisioning": 3.0,
+        "over_provisioning": None,
         "max_staleness": 8,
         "staleness_policy": "wait",
         "resume_kv": "auto",
@@ -194,11 +194,19 @@ def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
 
 
 @pytest.mark.parametrize(
-    ("options", "factor"),
-    [({}, 3.0), ({"max_staleness": 1}, 2.0), ({"max_staleness": 0, "staleness_policy": "mask"}, 3.0)],
+    ("options", "factor", "with_tools"),
+    [
+        ({}, 3.0, 6.0),
+        ({"max_staleness": 4}, 3.0, 5.0),
+        ({"max_staleness": 1}, 2.0, 2.0),
+        ({"max_staleness": 0, "staleness_policy": "mask"}, 3.0, 6.0),
+        ({"over_provisioning": 2.5}, 2.5, 2.5),
+    ],
 )
-def test_the_default_factor_is_what_the_bound_allows(options, factor):
-    assert AprilOptions(**options).over_provisioning == factor
+def test_the_default_factor_is_what_the_bound_allows_and_higher_with_tools(options, factor, with_tools):
+    options = AprilOptions(**options)
+    assert options.with_schedule().over_provisioning == factor
+    assert options.with_schedule(acts=True).over_provisioning == with_tools
 
 
 @pytest.mark.parametrize(

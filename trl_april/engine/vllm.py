@@ -6,10 +6,11 @@ wrong. Nothing is retried here: the caller knows from which token to resume.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -26,6 +27,8 @@ from .sampling import JSON, SamplingOptions
 
 GENERATE_PATH, RENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/render"  # for prompts with images
 ANSWER_SECONDS = 10.0  # a healthy server answers short requests at once, however busy it is
+IDLE_SECONDS = 2.0  # that a connection is kept for another request; vLLM's server closes it after 5
+REST_SECONDS = 1.0  # for what follows the last tokens of a stream
 
 
 class VLLMEngine:
@@ -95,6 +98,8 @@ class VLLMEngine:
             if not events.ended:
                 raise
         finally:
+            if events.ended:
+                await _read_rest(response)
             self._streams.discard(response.content)
 
     async def _asked_for(self, request: GenerationRequest) -> tuple[str, bytes]:
@@ -191,15 +196,24 @@ class VLLMEngine:
         # Created on first use, because a session belongs to the event loop it is created in.
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                # No limit: the server's scheduler decides what runs. No reuse: the server drops idle connections
-                # after 5 s, and under load it did so with a request on its way. A new connection costs far less.
-                connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=_ssl_context()),
+                # No limit: the server's scheduler decides what runs. With tools, connections were nearly half of the
+                # event loop's time when each request had its own. One that was idle for longer is not used again,
+                # because the server may be closing it with the request on its way.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=_ssl_context()),
                 # No total time-out: long completions are normal. The round driver's watchdog handles silence, because
                 # it knows whether other requests make progress.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers=self._headers,
             )
         return self._session
+
+
+async def _read_rest(response: aiohttp.ClientResponse) -> None:
+    """Read a stream to its end, after which its connection can serve another request."""
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(REST_SECONDS):
+            async for _ in response.content.iter_any():
+                pass
 
 
 def _ssl_context() -> ssl.SSLContext | bool:

@@ -68,10 +68,7 @@ def check_images(options: AprilOptions) -> None:
 def without_effect(args: GRPOConfig) -> str:
     """Sentences, each after a space, about options that need APRIL and the server that stock GRPO needs."""
     options = args if isinstance(args, AprilOptions) else AprilOptions()
-    # The default factor depends on the bound.
-    of_bound = AprilOptions(max_staleness=options.max_staleness, staleness_policy=options.staleness_policy)
-    defaults = vars(AprilOptions()) | {"over_provisioning": of_bound.over_provisioning}
-    ignored = [name for name, default in defaults.items() if getattr(options, name) != default]
+    ignored = [name for name, default in vars(AprilOptions()).items() if getattr(options, name) != default]
     said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
     mode, default = args.vllm_importance_sampling_mode, GRPOConfig.vllm_importance_sampling_mode
     if args.use_vllm and mode != default:
