@@ -259,11 +259,12 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     Parameters:
         over_provisioning (`float` or `str`, *optional*):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
-            synchronous GRPO through the same code. Defaults to 3.0; with tools or environments to 6.0, since a sample
-            has no request on the server while they run; or under `"wait"` to `max_staleness + 1` if that is less.
-            `"auto"` starts with 2.0 and then chooses the factor with the highest predicted throughput of
-            trained tokens, from the requests in flight and the server's speed measured so far. It respects
-            `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each round.
+            synchronous GRPO through the same code. Defaults to 3.0; with `tools`, `environment_factory` or `rollout`
+            to 6.0, since a sample has no request on the server while they run; or under `"wait"` to
+            `max_staleness + 1` if that is less. `"auto"` starts with 2.0 and then chooses the factor with the highest
+            predicted throughput of trained tokens, from the requests in flight and the server's speed measured so
+            far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
+            round.
         max_staleness (`int` or `None`, *optional*, defaults to `8`):
             Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
             version at sampling. `None` lifts it. The paper observed at most 5.
