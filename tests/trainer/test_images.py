@@ -165,6 +165,7 @@ def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path, kv
     processor.chat_template = WITH_CALLS
     trainer = train(
         server, vision_model_dir, tmp_path, resume_kv=kv, learning_rate=rate, max_tool_calling_iterations=3,
+        over_provisioning=3.0,  # more would be finished in the first round, and not be cut
         arguments={"processing_class": processor, "tools": [count]},
         eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
     )  # fmt: skip
