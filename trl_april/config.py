@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
-# While a sample's tools run it has no request on the server, so as many requests take more groups.
+# While a sample's tools run, it has no request on the server: more groups are needed for as many requests.
 DEFAULT_FACTOR, DEFAULT_FACTOR_WITH_TOOLS = 3.0, 6.0
 
 
@@ -32,8 +32,8 @@ class AprilOptions:
         default=None,
         metadata={
             "help": "Prompt groups in flight as a factor of those that a batch needs, at least 1.0. 1.0 is "
-            "synchronous GRPO through the same code. `'auto'` chooses it during training. Defaults to 3.0, with tools "
-            "or environments to 6.0, or the most that `max_staleness` allows."
+            "synchronous GRPO through the same code. `'auto'` chooses it during training. Defaults to 3.0, or 6.0 "
+            "with tools or environments, and to no more than `max_staleness` allows."
         },
     )
     max_staleness: int | None = field(
@@ -259,8 +259,8 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     Parameters:
         over_provisioning (`float` or `str`, *optional*):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
-            synchronous GRPO through the same code. Defaults to 3.0; with `tools`, `environment_factory` or `rollout`
-            to 6.0, since a sample has no request on the server while they run; or under `"wait"` to
+            synchronous GRPO through the same code. Defaults to 3.0, or to 6.0 with `tools`, `environment_factory`
+            or `rollout`, since a sample has no request on the server while they run; under `"wait"` to
             `max_staleness + 1` if that is less. `"auto"` starts with 2.0 and then chooses the factor with the highest
             predicted throughput of trained tokens, from the requests in flight and the server's speed measured so
             far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each

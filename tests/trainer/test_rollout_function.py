@@ -84,6 +84,23 @@ def test_every_sample_has_its_turns_masks_and_columns(fake, tmp_path, options):
     assert sum(entry["april/groups_resumed"] for entry in trainer.state.log_history[:4]) > 0
 
 
+def double(number: int) -> int:
+    """Doubles a number.
+
+    Args:
+        number: Any.
+    """
+    return 2 * number
+
+
+@pytest.mark.parametrize(
+    ("arguments", "factor"), [({}, 6.0), ({"rollout": None, "tools": [double]}, 6.0), ({"rollout": None}, 3.0)]
+)
+def test_more_groups_are_in_flight_by_default_where_samples_act(fake, tmp_path, arguments, factor):
+    trainer = trainer_of(fake, tmp_path, arguments=arguments, over_provisioning=None)
+    assert trainer._options.over_provisioning == factor
+
+
 def test_training_resumes_with_its_rollouts(fake, tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     first = trainer_of(fake, tmp_path, **options)

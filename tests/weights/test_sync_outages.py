@@ -268,8 +268,7 @@ def test_a_restarted_server_is_checked_and_connected_to_again(trainer, fake, gen
     generation._transport.connect = lambda server: connected.append(True)
     generation.sync_weights()
     assert "was restarted" in caplog.text and connected == [True]
-    first = [] if in_first_sync else ["weight_info"]
-    assert paths(fake)[: len(first) + 3] == [*first, "health", "server_info", "v1/models"]
+    assert paths(fake)[:5] == ["weight_info", "health", "weight_info", "server_info", "v1/models"]
     assert (generation.server_info.max_model_len, generation.server_info.model) == (1234, "renamed")
     assert fake.received_at("/v1/completions")[-1].body["model"] == "renamed"
     assert generation.servers.holds_weights()

@@ -21,7 +21,8 @@ from .command_line import GENERATED_TOKENS, GENERATED_TOKENS_PATH
 logger = logging.getLogger(__name__)
 
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{.*\})? (\d[\d.e+]*)$", re.MULTILINE)
-# All metrics take vLLM's API process 10 ms to write, two of them 1 ms. With several API processes they have no names.
+# The two alone spare vLLM's API process the text of all others. Several API processes do not find metrics by name and
+# answer with none, so all are asked for then.
 _METRICS = ("/metrics?name[]=vllm:num_requests_running&name[]=vllm:num_requests_waiting", "/metrics")
 
 

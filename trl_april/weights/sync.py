@@ -286,11 +286,8 @@ class ServerGeneration(VLLMGeneration):
         """Check a server and connect to it again, unless it still has the weights of the last sync."""
         if self.local_server is not None and not self.local_server.is_running:
             self.local_server.start()  # it was stopped for another trainer
-        if server.synced_version and server.control.weight_version() in (
-            server.synced_version,
-            server.announced_version,
-        ):
-            return  # one request: each waits for the server's only API process, which is busy with streams
+        if server.holds_weights():
+            return  # after one request: each waits for the server's API process, which is busy with streams
         if problem := server.control.problem():
             raise ServerError(problem)
         if not server.is_connected:  # a new address
@@ -298,6 +295,8 @@ class ServerGeneration(VLLMGeneration):
             self._transport.connect(server)
         if server.synced_version is None:
             server.synced_version = server.announced_version = ""  # if the first sync fails, the next one checks
+            return
+        if server.control.weight_version() in (server.synced_version, server.announced_version):
             return
         if server.base_url in self.servers.holding or len(self.servers) == 1:
             logger.warning(
