@@ -39,7 +39,8 @@ from .training.batch import batch_rows, completion_columns, evaluation_columns, 
 from .training.callbacks import StepCallback, print_lines
 from .training.compatibility import can_be_regrouped, sees_images
 from .training.correction import can_correct_in_training
-from .training.forward_pass import base_attention, regrouped, without_padding
+from .training.forward_pass import base_attention, without_padding
+from .training.micro_batches import filled, regrouped, weight_of_loss
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.rollout_function import Rollout
 from .training.run_log import outline
@@ -268,16 +269,24 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
+        bonus, aux_loss = self._entropy_bonus_enabled, self.aux_loss_enabled
         if not sees_images(self._buffered_inputs[0]) and can_be_regrouped(
-            type(self), self.args, has_entropy_bonus=self._entropy_bonus_enabled, has_aux_loss=self.aux_loss_enabled
+            type(self), APRILGRPOTrainer, self.args, has_entropy_bonus=bonus, has_aux_loss=aux_loss
         ):
-            self._buffered_inputs = regrouped(
-                self._buffered_inputs,
-                self.args.gradient_accumulation_steps,
-                self.pad_to_multiple_of,
-                by_prompt=base_attention(self.model) is not None,
+            regroup = regrouped
+            if base_attention(self.model) is not None and "prompt_mask" in self._buffered_inputs[0]:
+                regroup = partial(filled, largest=self._processes.reduce_max)
+            self._buffered_inputs = regroup(
+                self._buffered_inputs, self.args.gradient_accumulation_steps, self.pad_to_multiple_of
             )
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        # Overridden because micro-batches may have more samples than TRL's, or none.
+        weight = weight_of_loss(inputs, self.loss_type)
+        if not weight:
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        return super()._compute_loss(model, inputs) * weight
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden because TRL computes a prompt for each of its completions, and pads these to the longest of the

@@ -1,6 +1,5 @@
 """Forward passes with each prompt once and little padding: the same values and gradients as with all of it."""
 
-import itertools
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -16,9 +15,6 @@ from trl_april.training import forward_pass
 from trl_april.training.forward_pass import (
     attention_in_blocks,
     base_attention,
-    cheapest_parts,
-    columns_needed,
-    widest_first,
     without_padding,
 )
 
@@ -34,44 +30,6 @@ trl_score = partial(
     GRPOTrainer._get_per_token_logps_and_entropies,
     SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext, is_main_process=True)),
 )
-
-
-def test_columns_reach_to_the_last_token():
-    mask = torch.zeros(3, 10, dtype=torch.long)
-    mask[1, :4] = 1
-    mask[2, 6] = 1  # masked columns before it are kept
-    assert columns_needed(mask, 1).tolist() == [1, 4, 7]  # at least one
-    assert columns_needed(mask, 4).tolist() == [4, 4, 8]
-    assert columns_needed(mask).tolist() == [8, 8, 8]
-    lengths = torch.arange(1, 5000)
-    widths = columns_needed(torch.arange(5000) < lengths[:, None])
-    assert (widths >= lengths).all() and (widths <= torch.maximum(lengths * 17 / 16, lengths + 7)).all()
-    assert len(widths.unique()) < 120
-    assert columns_needed(mask.bool(), 4).tolist() == [4, 4, 8]
-
-
-def test_the_widest_come_first_with_their_group():
-    mask = torch.arange(9) < torch.tensor([3, 8, 5, 1, 8, 6])[:, None]
-    assert widest_first(mask, 1).tolist() == [1, 4, 5, 2, 0, 3]
-    assert widest_first(mask, 1, groups=torch.tensor([0, 2, 0, 2, 1, 1])).tolist() == [4, 5, 1, 3, 2, 0]
-
-
-def test_parts_cost_the_least():
-    for count in range(1, 7):
-        for widths in itertools.combinations_with_replacement([90, 40, 39, 10, 1], count):
-            made = cheapest_parts(widths, 30)
-            assert sum(made) == count
-
-            def cost(parts, widths=widths):
-                starts = [0, *itertools.accumulate(parts)]
-                return sum(rows * widths[start] + 30 for rows, start in zip(parts, starts, strict=False))
-
-            divided = (
-                [end - start for start, end in itertools.pairwise((0, *cuts, count))]
-                for number in range(count)
-                for cuts in itertools.combinations(range(1, count), number)
-            )
-            assert cost(made) == min(map(cost, divided))
 
 
 # Rows side by side

@@ -17,7 +17,6 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import GRPOTrainer
 
 from tests.support.serverless import ServerlessTrainer
 from trl_april.config import APRILGRPOConfig
@@ -116,7 +115,7 @@ def groups(policies) -> list[Group]:
     Tokens are random. Their log-probabilities are those of their version. Most samples mix versions.
     """
     count = 2 * ACCUMULATION * BATCH // NUM_GENERATIONS
-    rng = random.Random(5)
+    rng = random.Random(7)
     pool = Pool(count, over_provisioning=1.0, max_staleness=None)
     plans = {}
     pool.begin_round(0)
@@ -127,7 +126,7 @@ def groups(policies) -> list[Group]:
             max_completion_length=MAX_LENGTH,
         )  # fmt: skip
         for sample in group.samples:
-            length = rng.randint(3, MAX_LENGTH)
+            length = min(rng.randint(3, MAX_LENGTH), rng.randint(3, MAX_LENGTH))  # most are short
             token_ids = rng.choices(range(4, 60), k=length)
             if length < MAX_LENGTH:
                 token_ids[-1] = EOS
@@ -159,12 +158,12 @@ def groups(policies) -> list[Group]:
 def make_april(loss_type: str, model_dir, output_dir, **options) -> MixedTrainer:
     """A generation batch is for two optimiser steps, unless `options` say otherwise."""
     bounds = {"vllm_importance_sampling_clip_max": CAP, "vllm_importance_sampling_clip_min": FLOOR}
-    steps = {"steps_per_generation": 2 * ACCUMULATION}
+    sizes = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATION}
+    sizes |= {"steps_per_generation": 2 * options.get("gradient_accumulation_steps", ACCUMULATION)}
     args = APRILGRPOConfig(
-        output_dir=str(output_dir), loss_type=loss_type, per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATION, num_generations=NUM_GENERATIONS, max_completion_length=MAX_LENGTH,
-        gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True,
-        **{**bounds, **steps, **CLIPPING.get(loss_type, {}), **options},
+        output_dir=str(output_dir), loss_type=loss_type, num_generations=NUM_GENERATIONS,
+        max_completion_length=MAX_LENGTH, gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[],
+        disable_tqdm=True, **{**bounds, **sizes, **CLIPPING.get(loss_type, {}), **options},
     )  # fmt: skip
     dataset = Dataset.from_list([{"prompt": f"{number}"} for number in range(8)])
     return MixedTrainer(model=model_dir, reward_funcs=reward, args=args, train_dataset=dataset)
@@ -178,7 +177,8 @@ def optimisation_step(trainer, policies: Policies, *, in_blocks: bool = True):
     """
     load(trainer.model, policies.weights[VERSIONS - 1])
     trainer.model.train()
-    trainer.current_gradient_accumulation_steps = ACCUMULATION  # as the training loop sets it
+    accumulation = trainer.args.gradient_accumulation_steps
+    trainer.current_gradient_accumulation_steps = accumulation  # as the training loop sets it
     rows = [{"prompt": ""} for _ in range(trainer.args.generation_batch_size)]
     # TRL shuffles. With this seed losses are not close to 0, where relative errors would be rounding.
     torch.manual_seed(0)
@@ -188,9 +188,9 @@ def optimisation_step(trainer, policies: Policies, *, in_blocks: bool = True):
         assert (base_attention(trainer.model) is not None) == in_blocks
         trainer._prepare_inputs(rows)
         load(trainer.model, policies.weights[NOW])
-        trainer._step = ACCUMULATION
+        trainer._step = accumulation
         trainer.model.zero_grad()
-        for _ in range(ACCUMULATION):
+        for _ in range(accumulation):
             inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
             rows_held = zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)
             held.append([tuple(ids[mask.bool()].tolist()) for ids, mask in rows_held])
@@ -381,17 +381,20 @@ class TestMicroBatches:
         monkeypatch.setattr("trl_april.trainer.can_be_regrouped", lambda *args, **kwargs: False)
         return ours, optimisation_step(trainer, policies, in_blocks=False)
 
-    @pytest.mark.parametrize("loss_type", [loss for loss in LOSSES if loss != "bnpo"])
-    def test_samples_of_a_prompt_share_a_micro_batch_and_gradients_do_not_depend_on_it(
+    @pytest.mark.parametrize("loss_type", ["sapo", "luspo", "vespo", *(loss for loss in LOSSES if loss != "bnpo")])
+    def test_samples_of_a_prompt_share_few_micro_batches_and_gradients_do_not_depend_on_it(
         self, loss_type, policies, groups, tiny_model_dir, tmp_path, monkeypatch
     ):
-        trainer = make_april(loss_type, tiny_model_dir, tmp_path, pad_to_multiple_of=1)
+        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "beta": 0.1}
+        trainer = make_april(loss_type, tiny_model_dir, tmp_path, pad_to_multiple_of=1, **sizes)
+        load(trainer.ref_model, policies.weights[0])
         ours, of_trl = self.steps(trainer, policies, groups, monkeypatch)
         (loss, gradients, held), (expected_loss, expected, held_by_trl) = ours, of_trl
         group_of = {tuple(sample.token_ids.tolist()): group.group_id for group in groups for sample in group.samples}
         prompts = [group_of[completion] for micro_batch in held for completion in micro_batch]
         assert len(list(groupby(prompts))) == len(set(prompts))
-        assert held != held_by_trl and sorted(sum(held, [])) == sorted(sum(held_by_trl, []))
+        assert {len(micro_batch) for micro_batch in held} >= {0, 5, 6} and {*map(len, held_by_trl)} == {4}
+        assert sorted(sum(held, [])) == sorted(sum(held_by_trl, []))
         assert loss.item() == pytest.approx(expected_loss.item(), rel=TOLERANCE, abs=0)
         for name, gradient in gradients.items():
             assert (gradient - expected[name]).norm() <= TOLERANCE * expected[name].norm(), name
@@ -413,12 +416,14 @@ class TestMicroBatches:
     def test_trls_micro_batches_are_kept_for_the_auxiliary_loss_of_experts_and_a_loss_of_a_subclass(self):
         args = APRILGRPOConfig("out", bf16=False, use_cpu=True)
 
-        def regrouped(cls=GRPOTrainer, has_aux_loss=False) -> bool:
-            return can_be_regrouped(cls, args, has_entropy_bonus=False, has_aux_loss=has_aux_loss)
+        ours = APRILGRPOTrainer
 
-        assert regrouped(MixedTrainer) and not regrouped(has_aux_loss=True)
+        def regrouped(cls=MixedTrainer, has_aux_loss=False) -> bool:
+            return can_be_regrouped(cls, ours, args, has_entropy_bonus=False, has_aux_loss=has_aux_loss)
+
+        assert regrouped() and not regrouped(has_aux_loss=True)
         for name in ("_compute_loss", "compute_loss"):
-            assert not regrouped(type("Own", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None}))
+            assert not regrouped(type("Own", (ours,), {name: lambda self, *args, **kwargs: None}))
 
 
 # One forward pass

@@ -1,11 +1,23 @@
-"""Micro-batches of samples of the same prompt or of similar length: the same samples in every optimiser step."""
+"""Micro-batches of samples of similar length, or of as many as fit: the same ones in every optimiser step."""
 
 import itertools
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trl_april.training.compatibility import sees_images
-from trl_april.training.forward_pass import regrouped
+from trl_april.training.micro_batches import (
+    SHARE,
+    cheapest_parts,
+    columns_needed,
+    even_parts,
+    filled,
+    parts_within,
+    regrouped,
+    weight_of_loss,
+    widest_first,
+)
 
 
 def micro_batches(*lengths: list[int], prompts: str = "") -> list[dict]:
@@ -40,13 +52,45 @@ def test_the_longest_of_a_step_are_together_and_come_first():
 
 
 def test_samples_of_a_prompt_are_together_and_those_with_the_longest_come_first():
-    made = micro_batches([5, 1, 4], [9, 2, 3], prompts="abcbac")
-    assert numbers(regrouped(made, 2, multiple=1, by_prompt=True)) == [[3, 1, 0], [4, 2, 5]]
+    made = micro_batches([9, 1, 4], [5, 8, 8], prompts="abcbac")
+    assert numbers(filled(made, 2, multiple=1)) == [[0, 4], [5, 2, 3, 1]]
     made[0]["prompt_ids"][0, 0], made[0]["prompt_mask"][0, 0] = 8, 0  # padding may hold any id
     made[1]["prompt_ids"][1, 0], made[1]["prompt_mask"][1, 0] = 9, 0
-    assert numbers(regrouped(made, 2, multiple=1, by_prompt=True)) == [[3, 1, 0], [4, 2, 5]]
+    assert numbers(filled(made, 2, multiple=1)) == [[0, 4], [5, 2, 3, 1]]
     made[1]["prompt_mask"][1, 0] = 1
-    assert numbers(regrouped(made, 2, multiple=1, by_prompt=True)) == [[3, 1, 0], [2, 5, 4]]
+    assert numbers(filled(made, 2, multiple=1)) == [[0, 5], [2, 4, 3, 1]]
+
+
+def test_a_micro_batch_holds_what_one_of_trls_has_positions_for():
+    """As many in all processes have samples, the last ones of a step."""
+    before = micro_batches([90, 8], [60, 7], [8, 50], [8, 8])  # 2 x (2 + 90) positions
+    made = filled(before, 4, multiple=1)
+    assert numbers(made) == [[], [], [0, 2], [5, 1, 4, 6, 7, 3]]
+    assert [one[SHARE] for one in made] == [0, 0, 1, 3]
+    assert [weight_of_loss(one, "grpo") for one in made] == [0, 0, 1, 3]
+    assert [weight_of_loss(one, "dapo") for one in made] == [0, 0, 1, 1]  # TRL divides by all tokens of the batch
+    assert weight_of_loss(before[0], "grpo") == 1
+    most = []
+    made = filled(before, 2, multiple=1, largest=lambda needed: most.append(needed) or [1.0, 2.0])
+    assert most == [[1.0, 1.0]] and numbers(made) == [[], [0, 2, 1, 3], [5], [4, 6, 7]]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(40, 100))
+def test_parts_are_even_and_within_the_limit(costs, count, limit):
+    parts = parts_within(costs, limit)
+    assert sum(parts) == len(costs) and min(parts) > 0
+    of_parts = [sum(costs[start:end]) for start, end in itertools.pairwise(itertools.accumulate(parts, initial=0))]
+    assert max(of_parts) <= limit
+    assert all(here + next_part > limit - max(costs) for here, next_part in itertools.pairwise(of_parts))
+    count = min(count, len(costs))
+    even = even_parts(costs, count)
+    assert sum(even) == len(costs) and len(even) == count and min(even) > 0
+
+    def highest(cuts):
+        return max(sum(costs[start:end]) for start, end in itertools.pairwise((0, *cuts, len(costs))))
+
+    divided = itertools.combinations(range(1, len(costs)), count - 1)
+    assert highest([*itertools.accumulate(even)][:-1]) == min(map(highest, divided))
 
 
 def test_micro_batches_with_images_are_noticed():
@@ -59,18 +103,20 @@ def test_micro_batches_with_images_are_noticed():
 def test_no_sample_changes_its_step():
     made = regrouped(micro_batches([1, 2], [3, 4], [5, 6], [7, 8]), 2, multiple=1)
     assert numbers(made) == [[3, 2], [1, 0], [7, 6], [5, 4]]
-    for count, accumulation, by_prompt in itertools.product(range(1, 9), range(1, 9), (False, True)):
-        before = micro_batches(*([n + 1] for n in range(count)), prompts="abcabcab" if by_prompt else "")
-        made = regrouped(before, accumulation, multiple=1, by_prompt=by_prompt)
+    for count, accumulation, regroup in itertools.product(range(1, 9), range(1, 9), (regrouped, filled)):
+        before = micro_batches(*([n + 1] for n in range(count)), prompts="abcabcab")
+        made = numbers(regroup(before, accumulation, multiple=1))
         for first in range(0, 10 * count, count):  # generation batches may begin inside an optimiser step
-            for place, (number,) in enumerate(numbers(made)):
-                assert (first + place) // accumulation == (first + number) // accumulation
+            for place, of_one in enumerate(made):
+                for number in of_one:
+                    assert (first + place) // accumulation == (first + number) // accumulation
+        assert sorted(sum(made, [])) == list(range(count))
 
 
 def test_everything_of_a_sample_moves_together_and_shared_values_stay():
     before = micro_batches([5, 1], [9, 2])
-    for one in regrouped(before, 2, multiple=1):
-        assert one.keys() == before[0].keys()
+    for one in regrouped(before, 2, multiple=1) + filled(before, 2, multiple=1):
+        assert one.keys() - {SHARE} == before[0].keys()
         assert [int(name) for name in one["names"]] == one["advantages"].int().tolist()
         assert one["completion_mask"].sum(dim=1).tolist() == [[5, 1, 9, 2][int(name)] for name in one["names"]]
         assert one["num_items_in_batch"].item() == 7 and one["ref_per_token_logps"] is None
@@ -79,3 +125,44 @@ def test_everything_of_a_sample_moves_together_and_shared_values_stay():
 def test_equally_wide_samples_keep_their_order():
     assert numbers(regrouped(micro_batches([1, 3], [2, 4]), 2, multiple=4)) == [[0, 1], [2, 3]]
     assert numbers(regrouped(micro_batches([1, 3], [2, 5]), 2, multiple=4)) == [[3, 0], [1, 2]]
+
+
+# Widths
+
+
+def test_columns_reach_to_the_last_token():
+    mask = torch.zeros(3, 10, dtype=torch.long)
+    mask[1, :4] = 1
+    mask[2, 6] = 1  # masked columns before it are kept
+    assert columns_needed(mask, 1).tolist() == [1, 4, 7]  # at least one
+    assert columns_needed(mask, 4).tolist() == [4, 4, 8]
+    assert columns_needed(mask).tolist() == [8, 8, 8]
+    lengths = torch.arange(1, 5000)
+    widths = columns_needed(torch.arange(5000) < lengths[:, None])
+    assert (widths >= lengths).all() and (widths <= torch.maximum(lengths * 17 / 16, lengths + 7)).all()
+    assert len(widths.unique()) < 120
+    assert columns_needed(mask.bool(), 4).tolist() == [4, 4, 8]
+
+
+def test_the_widest_come_first_with_their_group():
+    mask = torch.arange(9) < torch.tensor([3, 8, 5, 1, 8, 6])[:, None]
+    assert widest_first(mask, 1).tolist() == [1, 4, 5, 2, 0, 3]
+    assert widest_first(mask, 1, groups=torch.tensor([0, 2, 0, 2, 1, 1])).tolist() == [4, 5, 1, 3, 2, 0]
+
+
+def test_parts_cost_the_least():
+    for count in range(1, 7):
+        for widths in itertools.combinations_with_replacement([90, 40, 39, 10, 1], count):
+            made = cheapest_parts(widths, 30)
+            assert sum(made) == count
+
+            def cost(parts, widths=widths):
+                starts = [0, *itertools.accumulate(parts)]
+                return sum(rows * widths[start] + 30 for rows, start in zip(parts, starts, strict=False))
+
+            divided = (
+                [end - start for start, end in itertools.pairwise((0, *cuts, count))]
+                for number in range(count)
+                for cuts in itertools.combinations(range(1, count), number)
+            )
+            assert cost(made) == min(map(cost, divided))

@@ -202,15 +202,20 @@ def sees_images(batch: Mapping[str, Any]) -> bool:
 
 
 def can_be_regrouped(
-    trainer_class: type[GRPOTrainer], args: GRPOConfig, *, has_entropy_bonus: bool, has_aux_loss: bool
+    trainer_class: type[GRPOTrainer],
+    ours: type[GRPOTrainer],
+    args: GRPOConfig,
+    *,
+    has_entropy_bonus: bool,
+    has_aux_loss: bool,
 ) -> bool:
     """Whether the gradient of an optimiser step does not depend on which micro-batch a sample is in.
 
-    It depends where TRL takes a mean or a quantile over a micro-batch, and may where a subclass has its own loss.
+    It depends where TRL takes a mean or a quantile over a micro-batch, and may where a subclass of `ours` has its own
+    loss.
     """
     return (
-        trainer_class._compute_loss is GRPOTrainer._compute_loss
-        and trainer_class.compute_loss is GRPOTrainer.compute_loss
+        all(getattr(trainer_class, name) is getattr(ours, name) for name in ("_compute_loss", "compute_loss"))
         and args.loss_type != "bnpo"
         and args.top_entropy_quantile == 1.0
         and not has_entropy_bonus

@@ -6,20 +6,15 @@ of similar length. Only attention is told of the blocks. Everything else in a tr
 time. A model that does not allow this, or whose log-probabilities differ, has its rows side by side, without the
 columns after the longest completion.
 
-TRL shuffles the samples of a generation batch. So before, the samples of each optimiser step are sorted: those of a
-prompt share a micro-batch, or else those of similar length.
-
-Invariant: every token has the log-probability and the gradient that it has with all the padding. An optimiser step
-trains the samples that TRL chose for it.
+Invariant: every token has the log-probability and the gradient that it has with all the padding.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,13 +23,12 @@ from accelerate.logging import get_logger
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
-from trl.trainer.utils import split_tensor_dict
+
+from .micro_batches import cheapest_parts, columns_needed, parts_within, same_prompts, widest_first
 
 
 logger = get_logger(__name__)
 
-# Widths are rounded up by at most 1/16, so that allocators and compilers see few shapes.
-PER_DOUBLING, FEWEST_COLUMNS = 16, 8
 # What a block costs beside its positions (rows times columns), as a number of positions. Not measured on GPUs.
 POSITIONS_PER_BLOCK = {"cpu": 32}
 POSITIONS_PER_BLOCK_ON_GPUS = 256
@@ -58,9 +52,10 @@ def without_padding(
     multiple: int | None = None,
     **kwargs: Any,
 ) -> PerToken:
-    """TRL's `_get_per_token_logps_and_entropies` (`per_token`), in forward passes of `batch_size` rows, or in one.
+    """TRL's `_get_per_token_logps_and_entropies` (`per_token`), in one forward pass or in parts.
 
-    Prompts are padded on their left and completions on their right. `multiple` is that of TRL's `pad_to_multiple_of`.
+    A part has `batch_size` rows; in blocks, as many as take up to the positions of so many with padding. Prompts
+    are padded on their left and completions on their right. `multiple` is that of TRL's `pad_to_multiple_of`.
     Omitted columns are 0. Entropies and the auxiliary loss are `None` unless TRL computes them.
     """
     mask = attention_mask[:, -logits_to_keep:]
@@ -68,8 +63,12 @@ def without_padding(
     if base is not None:
         prompts = same_prompts(input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep])
     order = widest_first(mask, multiple, groups=prompts)
+    parts: int | list[int] = batch_size or len(order)
+    if base is not None and batch_size is not None:
+        costs = columns_needed(mask[order], multiple) + input_ids.size(1) - logits_to_keep
+        parts = parts_within(costs.tolist(), batch_size * input_ids.size(1))
     found = []
-    for rows in order.split(batch_size or len(order)):
+    for rows in order.split(parts):
         ids, of_pass, omitted = input_ids[rows], attention_mask[rows], 0
         if base is None:
             omitted = logits_to_keep - int(columns_needed(mask[rows], multiple).max())
@@ -87,94 +86,6 @@ def without_padding(
         None if entropies[0] is None else torch.cat(entropies)[back],
         None if aux_losses[0] is None else torch.stack(aux_losses).mean(),
     )
-
-
-def regrouped(
-    micro_batches: list[dict[str, Any]],
-    gradient_accumulation_steps: int,
-    multiple: int | None = None,
-    *,
-    by_prompt: bool = False,
-) -> list[dict[str, Any]]:
-    """Sort the samples of each optimiser step by width, the widest first, in micro-batches of the same size.
-
-    With `by_prompt`, samples of the same prompt stay together, those with the widest first. Processes, which wait for
-    each other in every micro-batch, then have their wide ones at the same time. Values that all samples of a
-    micro-batch share (scalars and `None`) stay. `multiple` is that of TRL's `pad_to_multiple_of`.
-    """
-    # Optimiser steps and generation batches both start at multiples of this number of micro-batches.
-    per_step = math.gcd(len(micro_batches), gradient_accumulation_steps)
-    found = []
-    for begin in range(0, len(micro_batches), per_step):
-        together = micro_batches[begin : begin + per_step]
-        mask, prompts = torch.cat([one["completion_mask"] for one in together]), None
-        if by_prompt and "prompt_mask" in together[0]:  # unless a subclass makes its own batches
-            ids, prompt_mask = (torch.cat([one[name] for one in together]) for name in ("prompt_ids", "prompt_mask"))
-            prompts = same_prompts(ids, prompt_mask)
-        order = widest_first(mask, multiple, groups=prompts)
-        joined = {name: _joined([one[name] for one in together], order) for name in together[0]}
-        found += split_tensor_dict(joined, len(together))
-    return found
-
-
-def _joined(parts: list[Any], order: torch.Tensor) -> Any:
-    if isinstance(parts[0], list):
-        whole = [element for part in parts for element in part]
-        return [whole[row] for row in order.tolist()]
-    if isinstance(parts[0], torch.Tensor) and parts[0].ndim:
-        return torch.cat(parts)[order]
-    return parts[0]
-
-
-def columns_needed(completion_mask: torch.Tensor, multiple: int | None = None) -> torch.Tensor:
-    """Columns that hold all tokens of each row of a `(B, T)` mask, rounded up, from 1 to `T`.
-
-    They are multiples of `multiple`; by default of 8, or of a power of two from 1/32 to 1/16 of the width.
-    """
-    columns = torch.arange(1, completion_mask.size(1) + 1, device=completion_mask.device)
-    last = ((completion_mask != 0) * columns).amax(dim=1).clamp(min=1)
-    if multiple is None:
-        unit = (2 ** (last.double().log2().floor() - math.log2(PER_DOUBLING))).long().clamp(min=FEWEST_COLUMNS)
-    else:
-        unit = torch.full_like(last, multiple)
-    return ((last + unit - 1) // unit * unit).clamp(max=completion_mask.size(1))
-
-
-def widest_first(
-    completion_mask: torch.Tensor, multiple: int | None = None, *, groups: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Indices of the rows, those that need the most columns first. Equally wide rows keep their order.
-
-    With `groups`, a number for each row, rows of a group stay together, and the group with the widest row comes first.
-    """
-    widths = columns_needed(completion_mask, multiple)
-    order = widths.argsort(descending=True, stable=True)
-    if groups is None:
-        return order
-    widest = torch.zeros(int(groups.max()) + 1, dtype=widths.dtype, device=widths.device)
-    widest = widest.scatter_reduce(0, groups, widths, "amax")
-    places = torch.empty_like(widest).scatter_(
-        0, widest.argsort(descending=True, stable=True), torch.arange(len(widest), device=widths.device)
-    )
-    return order[places[groups[order]].argsort(stable=True)]
-
-
-def same_prompts(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> torch.Tensor:
-    """A number for each row of `(B, P)` prompts, the same for the same prompt."""
-    return torch.unique(prompt_ids.masked_fill(prompt_mask == 0, -1), dim=0, return_inverse=True)[1]
-
-
-def cheapest_parts(widths: Sequence[int], cost_of_part: float) -> list[int]:
-    """Cut rows of decreasing widths into parts. A part costs its rows times its largest width, and a constant."""
-    costs, starts = [0.0], [0]  # of the first rows, and where their last part starts
-    for end in range(1, len(widths) + 1):
-        cost, start = min((costs[at] + (end - at) * widths[at] + cost_of_part, at) for at in range(end))
-        costs.append(cost)
-        starts.append(start)
-    cuts = [len(widths)]
-    while cuts[-1]:
-        cuts.append(starts[cuts[-1]])
-    return [end - start for start, end in pairwise(reversed(cuts))]
 
 
 # Blocks

@@ -1,0 +1,192 @@
+"""Micro-batches of an optimiser step: which samples share one, and how many it holds.
+
+TRL shuffles the samples of a generation batch and cuts it into micro-batches of the same number of samples. Here the
+samples of each optimiser step are sorted, so that those of a prompt share a micro-batch, or else those of similar
+length. Where a forward pass leaves out padding, a micro-batch holds as many samples as fit into one of TRL's with it.
+The training loop still counts TRL's micro-batches, so the first ones of a step are empty: the last one, after which
+processes exchange their gradients, is not.
+
+Invariant: an optimiser step trains the samples that TRL chose for it, each with the same share of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from trl.trainer.utils import split_tensor_dict
+
+
+# Widths are rounded up by at most 1/16, so that allocators and compilers see few shapes.
+PER_DOUBLING, FEWEST_COLUMNS = 16, 8
+SHARE = "april_share"  # key of a micro-batch: the number of its samples, as a multiple of that in one of TRL's
+# Losses that TRL divides by the tokens of a batch; others are means over the samples of a micro-batch.
+BY_TOKENS = ("cispo", "dapo", "vespo")
+
+MicroBatch = dict[str, Any]
+
+
+def regrouped(
+    micro_batches: list[MicroBatch], gradient_accumulation_steps: int, multiple: int | None = None
+) -> list[MicroBatch]:
+    """Sort the samples of each optimiser step by width, the widest first, in micro-batches of the same size.
+
+    Processes, which wait for each other in every micro-batch, then have their wide ones at the same time. Values that
+    all samples of a micro-batch share (scalars and `None`) stay. `multiple` is that of TRL's `pad_to_multiple_of`.
+    """
+    found = []
+    for together in _by_step(micro_batches, gradient_accumulation_steps):
+        order = widest_first(torch.cat([one["completion_mask"] for one in together]), multiple)
+        found += split_tensor_dict(_joined(together, order), len(together))
+    return found
+
+
+def filled(
+    micro_batches: list[MicroBatch],
+    gradient_accumulation_steps: int,
+    multiple: int | None = None,
+    *,
+    largest: Callable[[Sequence[float]], Sequence[float]] = list,
+) -> list[MicroBatch]:
+    """Sort the samples of each optimiser step by prompt and width, in as few micro-batches as hold them.
+
+    A micro-batch may hold the positions of one of TRL's: its rows times its columns, prompts and padding included. A
+    sample takes those of its prompt and its completion. The groups with the widest samples come first, after the
+    micro-batches without samples.
+
+    `largest` returns the largest values over all processes. In all of them, as many micro-batches have samples.
+    """
+    first = micro_batches[0]
+    rows, columns = len(first["completion_mask"]), first["prompt_mask"].size(1) + first["completion_mask"].size(1)
+    steps, costs = [], []
+    for together in _by_step(micro_batches, gradient_accumulation_steps):
+        ids, prompt_mask, mask = (
+            torch.cat([one[name] for one in together]) for name in ("prompt_ids", "prompt_mask", "completion_mask")
+        )
+        order = widest_first(mask, multiple, groups=same_prompts(ids, prompt_mask))
+        steps.append(_joined(together, order))
+        costs.append((columns_needed(mask[order], multiple) + prompt_mask.size(1)).tolist())
+    needed = largest([float(len(parts_within(one, rows * columns))) for one in costs])
+    found = []
+    for step, of_rows, count in zip(steps, costs, needed, strict=True):
+        parts = even_parts(of_rows, round(count))
+        empty = len(micro_batches) // len(steps) - len(parts)
+        for start, end in pairwise(accumulate([0] * empty + parts, initial=0)):
+            found.append(
+                {name: _rows(value, start, end) for name, value in step.items()} | {SHARE: (end - start) / rows}
+            )
+    return found
+
+
+def weight_of_loss(micro_batch: MicroBatch, loss_type: str) -> float:
+    """Factor of TRL's loss with which each sample counts as in one of TRL's micro-batches; 0 if there is no sample."""
+    share: float = micro_batch.get(SHARE, 1.0)
+    return 1.0 if share and loss_type in BY_TOKENS else share
+
+
+def _by_step(micro_batches: list[MicroBatch], gradient_accumulation_steps: int) -> list[list[MicroBatch]]:
+    # Optimiser steps and generation batches both start at multiples of this number of micro-batches.
+    per_step = math.gcd(len(micro_batches), gradient_accumulation_steps)
+    return [micro_batches[begin : begin + per_step] for begin in range(0, len(micro_batches), per_step)]
+
+
+def _joined(micro_batches: list[MicroBatch], order: torch.Tensor) -> MicroBatch:
+    """The samples of micro-batches in an order."""
+    joined = {}
+    for name, value in micro_batches[0].items():
+        parts = [one[name] for one in micro_batches]
+        if isinstance(value, list):
+            whole = [element for part in parts for element in part]
+            joined[name] = [whole[row] for row in order.tolist()]
+        else:
+            joined[name] = torch.cat(parts)[order] if _has_rows(value) else value
+    return joined
+
+
+def _rows(value: Any, start: int, end: int) -> Any:
+    return value[start:end] if isinstance(value, list) or _has_rows(value) else value
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+# Widths
+
+
+def columns_needed(completion_mask: torch.Tensor, multiple: int | None = None) -> torch.Tensor:
+    """Columns that hold all tokens of each row of a `(B, T)` mask, rounded up, from 1 to `T`.
+
+    They are multiples of `multiple`; by default of 8, or of a power of two from 1/32 to 1/16 of the width.
+    """
+    columns = torch.arange(1, completion_mask.size(1) + 1, device=completion_mask.device)
+    last = ((completion_mask != 0) * columns).amax(dim=1).clamp(min=1)
+    if multiple is None:
+        unit = (2 ** (last.double().log2().floor() - math.log2(PER_DOUBLING))).long().clamp(min=FEWEST_COLUMNS)
+    else:
+        unit = torch.full_like(last, multiple)
+    return ((last + unit - 1) // unit * unit).clamp(max=completion_mask.size(1))
+
+
+def widest_first(
+    completion_mask: torch.Tensor, multiple: int | None = None, *, groups: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Indices of the rows, those that need the most columns first. Equally wide rows keep their order.
+
+    With `groups`, a number for each row, rows of a group stay together, and the group with the widest row comes first.
+    """
+    widths = columns_needed(completion_mask, multiple)
+    order = widths.argsort(descending=True, stable=True)
+    if groups is None:
+        return order
+    widest = torch.zeros(int(groups.max()) + 1, dtype=widths.dtype, device=widths.device)
+    widest = widest.scatter_reduce(0, groups, widths, "amax")
+    places = torch.empty_like(widest).scatter_(
+        0, widest.argsort(descending=True, stable=True), torch.arange(len(widest), device=widths.device)
+    )
+    return order[places[groups[order]].argsort(stable=True)]
+
+
+def same_prompts(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> torch.Tensor:
+    """A number for each row of `(B, P)` prompts, the same for the same prompt."""
+    return torch.unique(prompt_ids.masked_fill(prompt_mask == 0, -1), dim=0, return_inverse=True)[1]
+
+
+def cheapest_parts(widths: Sequence[int], cost_of_part: float) -> list[int]:
+    """Cut rows of decreasing widths into parts. A part costs its rows times its largest width, and a constant."""
+    costs, starts = [0.0], [0]  # of the first rows, and where their last part starts
+    for end in range(1, len(widths) + 1):
+        cost, start = min((costs[at] + (end - at) * widths[at] + cost_of_part, at) for at in range(end))
+        costs.append(cost)
+        starts.append(start)
+    cuts = [len(widths)]
+    while cuts[-1]:
+        cuts.append(starts[cuts[-1]])
+    return [end - start for start, end in pairwise(reversed(cuts))]
+
+
+def parts_within(costs: Sequence[int], limit: int) -> list[int]:
+    """Cut rows into consecutive parts, each of as many rows as cost at most `limit`, and at least one."""
+    parts, left = [], 0
+    for cost in costs:
+        if cost > left:
+            parts.append(0)
+            left = limit
+        parts[-1] += 1
+        left -= cost
+    return parts
+
+
+def even_parts(costs: Sequence[int], count: int) -> list[int]:
+    """Cut rows into `count` consecutive parts so that the most expensive costs the least."""
+    limits = range(sum(costs) + 1)
+    limit = bisect_left(limits, True, lo=max(costs), key=lambda limit: len(parts_within(costs, limit)) <= count)
+    parts = parts_within(costs, limit)
+    while len(parts) < count:
+        place = parts.index(max(parts))
+        parts[place : place + 1] = [parts[place] - parts[place] // 2, parts[place] // 2]
+    return parts
