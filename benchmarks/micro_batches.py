@@ -102,7 +102,10 @@ def side_by_side() -> AbstractContextManager[Any]:
 @contextmanager
 def trl_order() -> Iterator[None]:
     """Keep the order of TRL's shuffling, too."""
-    with side_by_side(), mock.patch("trl_april.trainer.can_be_regrouped", lambda *args, **kwargs: False):
+    with (
+        side_by_side(),
+        mock.patch("trl_april.training.compatibility.can_be_regrouped", lambda *args, **kwargs: False),
+    ):
         yield
 
 

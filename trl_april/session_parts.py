@@ -1,4 +1,4 @@
-"""What sessions and evaluations take from TRL's trainer: rows, models, the scoring of groups, and turns with tools.
+"""What sessions and evaluations take from TRL's trainer: rows, models, micro-batches, scoring, turns with tools.
 
 Invariant: work in threads uses a tokenizer of its own. One that another thread truncates meanwhile renders other
 tokens, without an error.
@@ -30,7 +30,8 @@ from .training import compatibility
 from .training.construction import rollout_engine
 from .training.environments import NO_PROMPT, Environments
 from .training.evaluation import Evaluation
-from .training.forward_pass import attention_in_blocks
+from .training.forward_pass import attention_in_blocks, base_attention
+from .training.micro_batches import MicroBatch, filled, regrouped
 from .training.rewards import RewardScorer, checked, decode_completions, use_device
 from .training.rollout_function import Rollout, RolloutTurns
 from .training.tools import CallResults, Message, Tools, ToolTurns, check_message_images, encode_results, tools_by_kind
@@ -44,6 +45,20 @@ def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     if cannot or trainer.aux_loss_enabled or depends_on_width(trainer.model.config):
         return nullcontext()
     return attention_in_blocks(model for model in (trainer.model, trainer.ref_model) if model is not None)
+
+
+def micro_batches(trainer: GRPOTrainer, ours: type[GRPOTrainer]) -> list[MicroBatch]:
+    """TRL's micro-batches of a generation batch, or others with the same gradients, if the trainer is like `ours`."""
+    made: list[MicroBatch] = trainer._buffered_inputs
+    bonus, aux_loss = trainer._entropy_bonus_enabled, trainer.aux_loss_enabled
+    if compatibility.sees_images(made[0]) or not compatibility.can_be_regrouped(
+        type(trainer), ours, trainer.args, has_entropy_bonus=bonus, has_aux_loss=aux_loss
+    ):
+        return made
+    regroup = regrouped
+    if base_attention(trainer.model) is not None and "prompt_mask" in made[0]:  # unless a subclass makes its own
+        regroup = partial(filled, largest=trainer._processes.reduce_max)
+    return regroup(made, trainer.args.gradient_accumulation_steps, trainer.pad_to_multiple_of)
 
 
 def training_rows(trainer: GRPOTrainer) -> TrainingRows:

@@ -37,10 +37,10 @@ from .session import RolloutSession
 from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
 from .training.callbacks import StepCallback, print_lines
-from .training.compatibility import can_be_regrouped, sees_images
+from .training.compatibility import sees_images
 from .training.correction import can_correct_in_training
-from .training.forward_pass import base_attention, without_padding
-from .training.micro_batches import filled, regrouped, weight_of_loss
+from .training.forward_pass import without_padding
+from .training.micro_batches import weight_of_loss
 from .training.rewards import checked, extra_columns, trained_rewards
 from .training.rollout_function import Rollout
 from .training.run_log import outline
@@ -262,23 +262,14 @@ class APRILGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        # Overridden to choose which samples share a micro-batch, and to notice a subclass that generates by itself.
+        # Overridden to choose the samples of micro-batches, and to notice a subclass that generates by itself.
         before = self._buffered_inputs
         self._requested.ask(generation_batch if self.april_enabled and self.model.training else None)
         inputs = super()._prepare_inputs(generation_batch)
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
-        bonus, aux_loss = self._entropy_bonus_enabled, self.aux_loss_enabled
-        if not sees_images(self._buffered_inputs[0]) and can_be_regrouped(
-            type(self), APRILGRPOTrainer, self.args, has_entropy_bonus=bonus, has_aux_loss=aux_loss
-        ):
-            regroup = regrouped
-            if base_attention(self.model) is not None and "prompt_mask" in self._buffered_inputs[0]:
-                regroup = partial(filled, largest=self._processes.reduce_max)
-            self._buffered_inputs = regroup(
-                self._buffered_inputs, self.args.gradient_accumulation_steps, self.pad_to_multiple_of
-            )
+        self._buffered_inputs = session_parts.micro_batches(self, APRILGRPOTrainer)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:

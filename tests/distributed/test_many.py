@@ -37,6 +37,14 @@ RUNS = [
             "generation_kwargs": {"seed": 5},
         },
     },
+    # The same in several micro-batches, of which the first ones of a process stay empty, and lengths that differ.
+    {
+        "name": "filled", "kind": "train_and_replay", "batch": 64, "rows": 32,
+        "options": {
+            "max_steps": 2, "over_provisioning": 1.0, "learning_rate": 1e-3, "generation_kwargs": {"seed": 5},
+            "steps_per_generation": 4, "gradient_accumulation_steps": 4,
+        },
+    },
     # Two of three rows have no learning signal; groups straddle processes.
     {
         "name": "dynamic", "kind": "train_dynamically", "batch": 12, "every": 3, "rows": 90,
@@ -145,8 +153,8 @@ def test_table_of_completions_has_the_samples_of_all_processes_in_their_order(la
 
 
 class TestLosses:
-    def values(self, launched, count: int, log: str, name: str) -> list[float]:
-        return [entry[name] for entry in launched[count].result("seeded", 0)[log] if name in entry]
+    def values(self, launched, count: int, log: str, name: str, run: str = "seeded") -> list[float]:
+        return [entry[name] for entry in launched[count].result(run, 0)[log] if name in entry]
 
     @pytest.mark.parametrize("count", NUMS_PROCESSES[1:])
     @pytest.mark.parametrize(
@@ -166,6 +174,15 @@ class TestLosses:
     def test_trls_own_trainer_learns_the_same_from_the_same_completions(self, launched, count, name):
         found = self.values(launched, count, "log", name)
         assert found == pytest.approx(self.values(launched, count, "stock_log", name), abs=1e-4)
+
+    @pytest.mark.parametrize("count", NUMS_PROCESSES)
+    def test_processes_fill_equally_many_micro_batches_and_learn_like_trls_own_trainer(self, launched, count):
+        passes = [result["training_passes"] for result in launched[count].results("filled", count)]
+        assert len(set(passes)) == 1 and 2 <= passes[0] < 2 * 4
+        for name in ("loss", "grad_norm"):
+            found = self.values(launched, count, "log", name, "filled")
+            assert found == pytest.approx(self.values(launched, count, "stock_log", name, "filled"), abs=1e-4)
+            assert found == pytest.approx(self.values(launched, 1, "log", name, "filled"), abs=1e-4)
 
 
 @pytest.mark.parametrize("count", NUMS_PROCESSES)

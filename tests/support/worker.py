@@ -255,7 +255,9 @@ def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str,
 
 def train_and_replay(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Train, then let TRL's own trainer do the same with the same completions."""
-    trainer = make_trainer(spec, run)
+    trainer, passes = make_trainer(spec, run), []
+    # The canary and the check of blocks take passes without gradients.
+    trainer.model.register_forward_pre_hook(lambda *call: passes.append(torch.is_grad_enabled()))
     trainer.train()
     rounds = iter(trainer.rounds)
 
@@ -276,7 +278,7 @@ def train_and_replay(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
         rollout_func=replay,
     )
     stock.train()
-    return {**outcome(trainer), "stock_log": stock.state.log_history}
+    return {**outcome(trainer), "stock_log": stock.state.log_history, "training_passes": sum(passes)}
 
 
 def train_sharded(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

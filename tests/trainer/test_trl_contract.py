@@ -18,6 +18,7 @@ from trl.trainer import utils
 
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.compatibility import LOSS_TYPES
+from trl_april.training.micro_batches import BY_TOKENS
 from trl_april.weights.sync import ServerGeneration
 
 
@@ -158,6 +159,8 @@ def test_which_terms_of_the_loss_depend_on_the_micro_batch():
     }
     assert {*named, "gspo"} == set(LOSS_TYPES)
     assert source.count("mask.sum().clamp(min=1.0)") == 2  # of bnpo, and of the entropy bonus
+    by_tokens = ", ".join(f'"{name}"' for name in BY_TOKENS)
+    assert f"elif self.loss_type in [{by_tokens}]:\n            # `num_items_in_batch` spans" in source
     for switch in ("self._entropy_bonus_enabled", "self.top_entropy_quantile < 1.0", "self.aux_loss_enabled"):
         assert f"if {switch}:" in source
 

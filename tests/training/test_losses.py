@@ -378,7 +378,7 @@ class TestMicroBatches:
         trainer.groups = groups
         monkeypatch.setattr("trl_april.training.forward_pass.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
         ours = optimisation_step(trainer, policies)
-        monkeypatch.setattr("trl_april.trainer.can_be_regrouped", lambda *args, **kwargs: False)
+        monkeypatch.setattr("trl_april.training.compatibility.can_be_regrouped", lambda *args, **kwargs: False)
         return ours, optimisation_step(trainer, policies, in_blocks=False)
 
     @pytest.mark.parametrize("loss_type", ["sapo", "luspo", "vespo", *(loss for loss in LOSSES if loss != "bnpo")])
