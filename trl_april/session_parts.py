@@ -57,7 +57,7 @@ def micro_batches(trainer: GRPOTrainer, ours: type[GRPOTrainer]) -> list[MicroBa
         return made
     regroup = regrouped
     if base_attention(trainer.model) is not None and "prompt_mask" in made[0]:  # unless a subclass makes its own
-        regroup = partial(filled, largest=trainer._processes.reduce_max)
+        regroup = partial(filled, processes=trainer._processes)
     return regroup(made, trainer.args.gradient_accumulation_steps, trainer.pad_to_multiple_of)
 
 

@@ -42,7 +42,7 @@ RUNS = [
         "name": "filled", "kind": "train_and_replay", "batch": 64, "rows": 32,
         "options": {
             "max_steps": 2, "over_provisioning": 1.0, "learning_rate": 1e-3, "generation_kwargs": {"seed": 5},
-            "steps_per_generation": 4, "gradient_accumulation_steps": 4,
+            "steps_per_generation": 4, "gradient_accumulation_steps": 4, "max_completion_length": 96,
         },
     },
     # Two of three rows have no learning signal; groups straddle processes.
@@ -176,7 +176,7 @@ class TestLosses:
         assert found == pytest.approx(self.values(launched, count, "stock_log", name), abs=1e-4)
 
     @pytest.mark.parametrize("count", NUMS_PROCESSES)
-    def test_processes_fill_equally_many_micro_batches_and_learn_like_trls_own_trainer(self, launched, count):
+    def test_processes_fill_the_same_micro_batches_and_learn_like_trls_own_trainer(self, launched, count):
         passes = [result["training_passes"] for result in launched[count].results("filled", count)]
         assert len(set(passes)) == 1 and 2 <= passes[0] < 2 * 4
         for name in ("loss", "grad_norm"):

@@ -1,11 +1,13 @@
 """Micro-batches of samples of similar length, or of as many as fit: the same ones in every optimiser step."""
 
 import itertools
+from functools import partial
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_april.distributed.processes import OneProcess
 from trl_april.training.compatibility import sees_images
 from trl_april.training.micro_batches import (
     SHARE,
@@ -18,6 +20,9 @@ from trl_april.training.micro_batches import (
     weight_of_loss,
     widest_first,
 )
+
+
+fill = partial(filled, processes=OneProcess())
 
 
 def micro_batches(*lengths: list[int], prompts: str = "") -> list[dict]:
@@ -53,44 +58,61 @@ def test_the_longest_of_a_step_are_together_and_come_first():
 
 def test_samples_of_a_prompt_are_together_and_those_with_the_longest_come_first():
     made = micro_batches([9, 1, 4], [5, 8, 8], prompts="abcbac")
-    assert numbers(filled(made, 2, multiple=1)) == [[0, 4], [5, 2, 3, 1]]
+    assert numbers(fill(made, 2, multiple=1)) == [[0, 4], [5, 2, 3, 1]]
     made[0]["prompt_ids"][0, 0], made[0]["prompt_mask"][0, 0] = 8, 0  # padding may hold any id
     made[1]["prompt_ids"][1, 0], made[1]["prompt_mask"][1, 0] = 9, 0
-    assert numbers(filled(made, 2, multiple=1)) == [[0, 4], [5, 2, 3, 1]]
+    assert numbers(fill(made, 2, multiple=1)) == [[0, 4], [5, 2, 3, 1]]
     made[1]["prompt_mask"][1, 0] = 1
-    assert numbers(filled(made, 2, multiple=1)) == [[0, 5], [2, 4, 3, 1]]
+    assert numbers(fill(made, 2, multiple=1)) == [[0, 5], [2, 4, 3, 1]]
 
 
 def test_a_micro_batch_holds_what_one_of_trls_has_positions_for():
     """As many in all processes have samples, the last ones of a step."""
     before = micro_batches([90, 8], [60, 7], [8, 50], [8, 8])  # 2 x (2 + 90) positions
-    made = filled(before, 4, multiple=1)
+    made = fill(before, 4, multiple=1)
     assert numbers(made) == [[], [], [0, 2], [5, 1, 4, 6, 7, 3]]
     assert [one[SHARE] for one in made] == [0, 0, 1, 3]
     assert [weight_of_loss(one, "grpo") for one in made] == [0, 0, 1, 3]
     assert [weight_of_loss(one, "dapo") for one in made] == [0, 0, 1, 1]  # TRL divides by all tokens of the batch
     assert weight_of_loss(before[0], "grpo") == 1
-    most = []
-    made = filled(before, 2, multiple=1, largest=lambda needed: most.append(needed) or [1.0, 2.0])
-    assert most == [[1.0, 1.0]] and numbers(made) == [[], [0, 2, 1, 3], [5], [4, 6, 7]]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(40, 100))
-def test_parts_are_even_and_within_the_limit(costs, count, limit):
-    parts = parts_within(costs, limit)
-    assert sum(parts) == len(costs) and min(parts) > 0
-    of_parts = [sum(costs[start:end]) for start, end in itertools.pairwise(itertools.accumulate(parts, initial=0))]
-    assert max(of_parts) <= limit
-    assert all(here + next_part > limit - max(costs) for here, next_part in itertools.pairwise(of_parts))
-    count = min(count, len(costs))
-    even = even_parts(costs, count)
-    assert sum(even) == len(costs) and len(even) == count and min(even) > 0
+class OneOfTwo(OneProcess):
+    """Another process has rows that cost `costs`."""
 
-    def highest(cuts):
-        return max(sum(costs[start:end]) for start, end in itertools.pairwise((0, *cuts, len(costs))))
+    count = 2
 
-    divided = itertools.combinations(range(1, len(costs)), count - 1)
-    assert highest([*itertools.accumulate(even)][:-1]) == min(map(highest, divided))
+    def __init__(self, costs: list[float]) -> None:
+        self.costs = costs
+
+    def gather(self, values):
+        return [list(values), [1.0, *self.costs]]
+
+
+def test_micro_batches_have_as_many_rows_in_all_processes():
+    before = micro_batches([90, 8], [60, 7], [8, 50], [8, 8])  # cost 92, 62, 52, 10, 10, 10, 10, 9
+    made = filled(before, 4, multiple=1, processes=OneOfTwo([92] * 8))
+    assert numbers(made) == [[0, 2], [5, 1], [4, 6], [7, 3]]
+    made = filled(before, 4, multiple=1, processes=OneOfTwo([10] * 6 + [100, 85]))
+    assert numbers(made) == [[], [0, 2], [5, 1, 4, 6, 7], [3]]
+
+
+@given(st.integers(1, 3).flatmap(lambda count: st.lists(st.lists(st.integers(1, 40), min_size=count, max_size=count),
+    min_size=1, max_size=9)), st.integers(1, 9), st.integers(40, 100))  # fmt: skip
+def test_parts_are_even_and_within_the_limit(costs_of_rows, count, limit):
+    def highest(*ends):
+        return max(
+            max(map(sum, zip(*costs_of_rows[start:end], strict=True))) for start, end in itertools.pairwise(ends)
+        )
+
+    costs, rows = torch.tensor(costs_of_rows).T, len(costs_of_rows)
+    ends = [*itertools.accumulate(parts_within(costs, limit), initial=0)]
+    assert ends[-1] == rows and highest(*ends) <= limit
+    assert all(highest(start, end + 1) > limit for start, end in itertools.pairwise(ends) if end < rows)
+    even = [*itertools.accumulate(even_parts(costs, count), initial=0)]
+    assert even[-1] == rows and len(even) - 1 <= count
+    divided = itertools.combinations(range(1, rows), min(count, rows) - 1)
+    assert highest(*even) == min(highest(0, *cuts, rows) for cuts in divided)
 
 
 def test_micro_batches_with_images_are_noticed():
@@ -103,7 +125,7 @@ def test_micro_batches_with_images_are_noticed():
 def test_no_sample_changes_its_step():
     made = regrouped(micro_batches([1, 2], [3, 4], [5, 6], [7, 8]), 2, multiple=1)
     assert numbers(made) == [[3, 2], [1, 0], [7, 6], [5, 4]]
-    for count, accumulation, regroup in itertools.product(range(1, 9), range(1, 9), (regrouped, filled)):
+    for count, accumulation, regroup in itertools.product(range(1, 9), range(1, 9), (regrouped, fill)):
         before = micro_batches(*([n + 1] for n in range(count)), prompts="abcabcab")
         made = numbers(regroup(before, accumulation, multiple=1))
         for first in range(0, 10 * count, count):  # generation batches may begin inside an optimiser step
@@ -115,7 +137,7 @@ def test_no_sample_changes_its_step():
 
 def test_everything_of_a_sample_moves_together_and_shared_values_stay():
     before = micro_batches([5, 1], [9, 2])
-    for one in regrouped(before, 2, multiple=1) + filled(before, 2, multiple=1):
+    for one in regrouped(before, 2, multiple=1) + fill(before, 2, multiple=1):
         assert one.keys() - {SHARE} == before[0].keys()
         assert [int(name) for name in one["names"]] == one["advantages"].int().tolist()
         assert one["completion_mask"].sum(dim=1).tolist() == [[5, 1, 9, 2][int(name)] for name in one["names"]]

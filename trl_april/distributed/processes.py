@@ -66,6 +66,10 @@ class OneProcess:
         """The maximum over all processes, value by value. A collective call."""
         return list(values)
 
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of each process, which all give equally many. A collective call."""
+        return [list(values)]
+
     def agree(self, pool: Pool) -> None:
         """Let every process know which groups are finished in any of them. A collective call.
 
@@ -137,6 +141,13 @@ class ManyProcesses(OneProcess):
 
     def reduce_max(self, values: Sequence[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        count = len(values)
+        everywhere = [0.0] * count * self.count
+        everywhere[self.rank * count : (self.rank + 1) * count] = values
+        everywhere = self.reduce_sum(everywhere)
+        return [everywhere[start : start + count] for start in range(0, len(everywhere), count)]
 
     def agree(self, pool: Pool) -> None:
         outstanding, here = pool.schedule.ids, set(pool.finished_here)

@@ -66,7 +66,7 @@ def without_padding(
     parts: int | list[int] = batch_size or len(order)
     if base is not None and batch_size is not None:
         costs = columns_needed(mask[order], multiple) + input_ids.size(1) - logits_to_keep
-        parts = parts_within(costs.tolist(), batch_size * input_ids.size(1))
+        parts = parts_within(costs[None].cpu(), batch_size * input_ids.size(1))
     found = []
     for rows in order.split(parts):
         ids, of_pass, omitted = input_ids[rows], attention_mask[rows], 0

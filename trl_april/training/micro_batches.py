@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from trl.trainer.utils import split_tensor_dict
+
+from ..distributed.processes import Processes
 
 
 # Widths are rounded up by at most 1/16, so that allocators and compilers see few shapes.
@@ -50,7 +53,7 @@ def filled(
     gradient_accumulation_steps: int,
     multiple: int | None = None,
     *,
-    largest: Callable[[Sequence[float]], Sequence[float]] = list,
+    processes: Processes,
 ) -> list[MicroBatch]:
     """Sort the samples of each optimiser step by prompt and width, in as few micro-batches as hold them.
 
@@ -58,7 +61,7 @@ def filled(
     sample takes those of its prompt and its completion. The groups with the widest samples come first, after the
     micro-batches without samples.
 
-    `largest` returns the largest values over all processes. In all of them, as many micro-batches have samples.
+    Micro-batches have as many rows in all processes, since TRL gathers a value for each row. A collective call.
     """
     first = micro_batches[0]
     rows, columns = len(first["completion_mask"]), first["prompt_mask"].size(1) + first["completion_mask"].size(1)
@@ -69,16 +72,16 @@ def filled(
         )
         order = widest_first(mask, multiple, groups=same_prompts(ids, prompt_mask))
         steps.append(_joined(together, order))
-        costs.append((columns_needed(mask[order], multiple) + prompt_mask.size(1)).tolist())
-    needed = largest([float(len(parts_within(one, rows * columns))) for one in costs])
+        costs += (columns_needed(mask[order], multiple) + prompt_mask.size(1)).tolist()
+    everywhere = torch.tensor(processes.gather([rows * columns, *costs]), dtype=torch.long)
+    limit = int(everywhere[:, 0].max())
     found = []
-    for step, of_rows, count in zip(steps, costs, needed, strict=True):
-        parts = even_parts(of_rows, round(count))
+    for step, of_rows in zip(steps, everywhere[:, 1:].chunk(len(steps), dim=1), strict=True):
+        parts = even_parts(of_rows, len(parts_within(of_rows, limit)))
         empty = len(micro_batches) // len(steps) - len(parts)
         for start, end in pairwise(accumulate([0] * empty + parts, initial=0)):
-            found.append(
-                {name: _rows(value, start, end) for name, value in step.items()} | {SHARE: (end - start) / rows}
-            )
+            micro_batch = {name: _rows(value, start, end) for name, value in step.items()}
+            found.append(micro_batch | {SHARE: (end - start) / rows})
     return found
 
 
@@ -169,24 +172,21 @@ def cheapest_parts(widths: Sequence[int], cost_of_part: float) -> list[int]:
     return [end - start for start, end in pairwise(reversed(cuts))]
 
 
-def parts_within(costs: Sequence[int], limit: int) -> list[int]:
-    """Cut rows into consecutive parts, each of as many rows as cost at most `limit`, and at least one."""
-    parts, left = [], 0
-    for cost in costs:
-        if cost > left:
-            parts.append(0)
-            left = limit
-        parts[-1] += 1
-        left -= cost
-    return parts
+def parts_within(costs: torch.Tensor, limit: int) -> list[int]:
+    """Cut rows into consecutive parts of as many rows as cost at most `limit` in every process, but at least one.
+
+    `costs` are those of each row in each process, `(processes, rows)`.
+    """
+    before = pad(costs.cumsum(dim=1), (1, 0))  # of the rows before
+    starts = [0]
+    while (start := starts[-1]) < costs.size(1):
+        ends = torch.searchsorted(before, before[:, start : start + 1] + limit, right=True) - 1
+        starts.append(max(int(ends.min()), start + 1))
+    return [end - start for start, end in pairwise(starts)]
 
 
-def even_parts(costs: Sequence[int], count: int) -> list[int]:
-    """Cut rows into `count` consecutive parts so that the most expensive costs the least."""
-    limits = range(sum(costs) + 1)
-    limit = bisect_left(limits, True, lo=max(costs), key=lambda limit: len(parts_within(costs, limit)) <= count)
-    parts = parts_within(costs, limit)
-    while len(parts) < count:
-        place = parts.index(max(parts))
-        parts[place : place + 1] = [parts[place] - parts[place] // 2, parts[place] // 2]
-    return parts
+def even_parts(costs: torch.Tensor, count: int) -> list[int]:
+    """Cut rows into at most `count` consecutive parts of which the most expensive of any process costs the least."""
+    limits = range(int(costs.sum(dim=1).max()) + 1)
+    limit = bisect_left(limits, True, lo=int(costs.max()), key=lambda limit: len(parts_within(costs, limit)) <= count)
+    return parts_within(costs, limit)
