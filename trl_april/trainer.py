@@ -183,8 +183,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         """
         if not self.april_enabled:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        self._last_loaded_step = -1  # the server may have served another run since
-        self.pool = None
+        self.pool, self._last_loaded_step = None, -1  # the server may have served another run since
         self._step, self._buffered_inputs = 0, None  # an earlier call may have ended inside a generation batch
         self._stop = StopRequest(self._processes.check)
         with self._stop.listening() if self._options.save_on_signal else nullcontext():
@@ -343,8 +342,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         )
 
     def _open_session(self) -> RolloutSession:
-        server = self.vllm_generation
-        turns = session_parts.tool_turns(self, self._options, server.server_info.max_model_len, self._rollout)
+        length = self.vllm_generation.server_info.max_model_len
+        turns = session_parts.tool_turns(self, self._options, length, self._rollout)
         return RolloutSession(
             self.args,
             self._options,
@@ -353,7 +352,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             images_of=session_parts.sample_images(self, self._options),
             vocab_size=self.model.config.get_text_config().vocab_size,
             eos_token_ids=self.eos_token_ids,
-            server=server,
+            server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
             scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,
             act=turns,

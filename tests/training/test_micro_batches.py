@@ -67,7 +67,6 @@ def test_samples_of_a_prompt_are_together_and_those_with_the_longest_come_first(
 
 
 def test_a_micro_batch_holds_what_one_of_trls_has_positions_for():
-    """As many in all processes have samples, the last ones of a step."""
     before = micro_batches([90, 8], [60, 7], [8, 50], [8, 8])  # 2 x (2 + 90) positions
     made = fill(before, 4, multiple=1)
     assert numbers(made) == [[], [], [0, 2], [5, 1, 4, 6, 7, 3]]

@@ -54,8 +54,8 @@ def without_padding(
 ) -> PerToken:
     """TRL's `_get_per_token_logps_and_entropies` (`per_token`), in one forward pass or in parts.
 
-    A part has `batch_size` rows; in blocks, as many as take up to the positions of so many with padding. Prompts
-    are padded on their left and completions on their right. `multiple` is that of TRL's `pad_to_multiple_of`.
+    A part has `batch_size` rows; in blocks, as many as fit into the positions of so many padded rows. Prompts are
+    padded on their left and completions on their right. `multiple` is that of TRL's `pad_to_multiple_of`.
     Omitted columns are 0. Entropies and the auxiliary loss are `None` unless TRL computes them.
     """
     mask = attention_mask[:, -logits_to_keep:]

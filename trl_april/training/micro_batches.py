@@ -3,8 +3,8 @@
 TRL shuffles the samples of a generation batch and cuts it into micro-batches of the same number of samples. Here the
 samples of each optimiser step are sorted, so that those of a prompt share a micro-batch, or else those of similar
 length. Where a forward pass leaves out padding, a micro-batch holds as many samples as fit into one of TRL's with it.
-The training loop still counts TRL's micro-batches, so the first ones of a step are empty: the last one, after which
-processes exchange their gradients, is not.
+The training loop still counts TRL's micro-batches, so some are empty: the first ones of a step, since processes
+exchange their gradients after the last one.
 
 Invariant: an optimiser step trains the samples that TRL chose for it, each with the same share of the loss.
 """
@@ -55,13 +55,14 @@ def filled(
     *,
     processes: Processes,
 ) -> list[MicroBatch]:
-    """Sort the samples of each optimiser step by prompt and width, in as few micro-batches as hold them.
+    """Sort the samples of each optimiser step by prompt and width, in as few micro-batches as possible.
 
-    A micro-batch may hold the positions of one of TRL's: its rows times its columns, prompts and padding included. A
-    sample takes those of its prompt and its completion. The groups with the widest samples come first, after the
-    micro-batches without samples.
+    A micro-batch has at most the positions of one of TRL's, rows times columns with prompts and padding. A sample
+    counts with its prompt and its completion. Empty micro-batches come first, then the groups with the widest samples.
+    The others are filled evenly, which keeps the peak of memory low.
 
-    Micro-batches have as many rows in all processes, since TRL gathers a value for each row. A collective call.
+    The micro-batches of all processes have the same numbers of rows, since TRL gathers a value for each row; those of
+    the process with the widest rows are the limit. A collective call.
     """
     first = micro_batches[0]
     rows, columns = len(first["completion_mask"]), first["prompt_mask"].size(1) + first["completion_mask"].size(1)
@@ -86,7 +87,7 @@ def filled(
 
 
 def weight_of_loss(micro_batch: MicroBatch, loss_type: str) -> float:
-    """Factor of TRL's loss with which each sample counts as in one of TRL's micro-batches; 0 if there is no sample."""
+    """Factor of TRL's loss with which each sample counts as in one of TRL's micro-batches; 0 without samples."""
     share: float = micro_batch.get(SHARE, 1.0)
     return 1.0 if share and loss_type in BY_TOKENS else share
 
