@@ -48,7 +48,7 @@ def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
 
 
 def micro_batches(trainer: GRPOTrainer, ours: type[GRPOTrainer]) -> list[MicroBatch]:
-    """TRL's micro-batches of a generation batch; others with the same gradients if the trainer has the loss of `ours`."""
+    """TRL's micro-batches of a generation batch, or others with the same gradients if the loss is that of `ours`."""
     made: list[MicroBatch] = trainer._buffered_inputs
     bonus, aux_loss = trainer._entropy_bonus_enabled, trainer.aux_loss_enabled
     if compatibility.sees_images(made[0]) or not compatibility.can_be_regrouped(
