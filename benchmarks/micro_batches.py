@@ -4,10 +4,11 @@
     python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
 
 The trainer scores a batch and computes the gradients of an optimiser step. Only the rollouts are simulated: random
-completions of lognormal lengths, 4 of a prompt. Four ways take turns on the same batches: ours; rows side by side, in
-micro-batches of similar length; the same with samples in TRL's shuffled order; and ours with TRL's second forward pass
-for the correction. A forward pass of none of them has columns after its longest completion. A ratio compares seconds
-on the same batch. Positions are the rows times columns of all forward passes, per token of prompts and completions.
+completions of lognormal lengths, 4 of a prompt. Five ways take turns on the same batches: ours; rows side by side, in
+micro-batches of similar length; the same with samples in TRL's shuffled order; ours with as many samples in every
+micro-batch, as TRL has; and ours with TRL's second forward pass for the correction. A forward pass of none of them has
+columns after its longest completion. A ratio compares seconds on the same batch. Positions are the rows times columns
+of all forward passes, per token of prompts and completions.
 """
 
 from __future__ import annotations
@@ -94,29 +95,36 @@ def round_of(lengths: list[int], prompt: int) -> Round:
     return Round(0, groups=pool.take())
 
 
-def side_by_side() -> AbstractContextManager[Any]:
+def of_equal_size(count: int) -> AbstractContextManager[Any]:
+    """Divide the samples evenly into all of TRL's `count` micro-batches, however many more would fit into one."""
+    return mock.patch("trl_april.training.micro_batches.even_parts", lambda costs, _: [costs.size(1) // count] * count)
+
+
+def side_by_side(count: int) -> AbstractContextManager[Any]:
     """Compute the rows of a micro-batch beside each other."""
     return mock.patch("trl_april.session_parts.attention_in_blocks", lambda models: nullcontext())
 
 
 @contextmanager
-def trl_order() -> Iterator[None]:
+def trl_order(count: int) -> Iterator[None]:
     """Keep the order of TRL's shuffling, too."""
     with (
-        side_by_side(),
+        side_by_side(count),
         mock.patch("trl_april.training.compatibility.can_be_regrouped", lambda *args, **kwargs: False),
     ):
         yield
 
 
-def two_passes() -> AbstractContextManager[Any]:
+def two_passes(count: int) -> AbstractContextManager[Any]:
     """Compute the correction in a forward pass of its own."""
     return mock.patch("trl_april.trainer.can_correct_in_training", lambda *args: False)
 
 
-SHOWN = ("of_trl", "side_by_side", "ours")
-CONTESTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+SHOWN = ("of_trl", "side_by_side", "of_equal_size", "ours")
+SLOWER = ("of_trl", "side_by_side", "of_equal_size", "two_passes")
+CONTESTANTS: dict[str, Callable[[int], AbstractContextManager[Any]]] = {
     "ours": nullcontext,
+    "of_equal_size": of_equal_size,
     "side_by_side": side_by_side,
     "of_trl": trl_order,
     "two_passes": two_passes,
@@ -171,7 +179,7 @@ def measure(sigma: float, size: int, prompt: int, options: argparse.Namespace) -
             made = round_of(lengths, prompt)
             tokens = sum(lengths) + len(lengths) * prompt
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                with CONTESTANTS[name]():
+                with CONTESTANTS[name](options.samples // size):
                     seconds, positions = step(trainer, made)
                 found[name].append(seconds)
                 found[f"{name}_positions"].append(positions / tokens)
@@ -188,7 +196,7 @@ def row(result: dict[str, Any]) -> list[str]:
     positions = [f"{statistics.fmean(result[f'{name}_positions']):.2f}" for name in SHOWN]
     return [
         str(result["prompt"]), f"{result['sigma']:g}", str(result["size"]), *positions,
-        f"{statistics.median(result['ours']):.2f}", *map(ratio, ("of_trl", "side_by_side", "two_passes")),
+        f"{statistics.median(result['ours']):.2f}", *map(ratio, SLOWER),
     ]  # fmt: skip
 
 
@@ -218,8 +226,9 @@ def main() -> None:
         for sigma in options.sigma
         for size in options.sizes
     ]
-    header = ["prompt", "sigma", "micro-batch", "positions, TRL's order", "side by side", "ours", "seconds, ours"]
-    header += ["TRL's order / ours (range)", "side by side / ours", "second pass / ours"]
+    header = ["prompt", "sigma", "micro-batch", "positions, TRL's order", "side by side", "of equal size", "ours"]
+    header += ["seconds, ours", "TRL's order / ours (range)", "side by side / ours", "of equal size / ours"]
+    header.append("second pass / ours")
     print(markdown(header, [row(result) for result in results]))
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name != "json"}

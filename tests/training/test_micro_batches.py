@@ -77,15 +77,15 @@ def test_a_micro_batch_holds_what_one_of_trls_has_positions_for():
 
 
 class OneOfTwo(OneProcess):
-    """Another process has rows that cost `costs`."""
+    """Another process has rows that cost `costs`, always `unit` of them with the same prompt."""
 
     count = 2
 
-    def __init__(self, costs: list[float]) -> None:
-        self.costs = costs
+    def __init__(self, costs: list[float], unit: int = 1) -> None:
+        self.costs, self.unit = costs, unit
 
     def gather(self, values):
-        return [list(values), [1.0, *self.costs]]
+        return [list(values), [1.0, self.unit, *self.costs]]
 
 
 def test_micro_batches_have_as_many_rows_in_all_processes():
@@ -94,6 +94,15 @@ def test_micro_batches_have_as_many_rows_in_all_processes():
     assert numbers(made) == [[0, 2], [5, 1], [4, 6], [7, 3]]
     made = filled(before, 4, multiple=1, processes=OneOfTwo([10] * 6 + [100, 85]))
     assert numbers(made) == [[], [0, 2], [5, 1, 4, 6, 7], [3]]
+
+
+def test_samples_of_a_prompt_share_a_micro_batch_if_trls_have_room_for_them():
+    before = micro_batches([90, 8, 8, 8], [60, 8, 8, 8], [8] * 4, prompts="abcabcabcabc")  # 4 of each prompt
+    assert numbers(fill(before, 3, multiple=1)) == [[], [], [0, 3, 6, 9, 4, 1, 7, 10, 2, 5, 8, 11]]
+    uneven = OneOfTwo([100, 10, 10, 10, 10, 10] + [100, 80, 80] + [10, 10, 10], unit=6)
+    assert numbers(filled(before, 3, multiple=1, processes=uneven))[1:] == [[0, 3, 6, 9, 4, 1], [7, 10, 2, 5, 8, 11]]
+    before = micro_batches(*[[8, 8]] * 6, prompts="abcabcabcabc")  # room for 2 of the 4
+    assert numbers(fill(before, 6, multiple=1)) == [[0, 3], [6, 9], [1, 4], [7, 10], [2, 5], [8, 11]]
 
 
 @given(st.integers(1, 3).flatmap(lambda count: st.lists(st.lists(st.integers(1, 40), min_size=count, max_size=count),

@@ -59,28 +59,34 @@ def filled(
 
     A micro-batch has at most the positions of one of TRL's, rows times columns with prompts and padding. A sample
     counts with its prompt and its completion. Empty micro-batches come first, then the groups with the widest samples.
-    The others are filled evenly, which keeps the peak of memory low.
+    The others are filled evenly, which keeps the peak of memory low. Samples of a prompt, which is computed once in a
+    micro-batch, stay together as far as TRL's micro-batches have room for them.
 
     The micro-batches of all processes have the same numbers of rows, since TRL gathers a value for each row; those of
     the process with the widest rows are the limit. A collective call.
     """
     first = micro_batches[0]
     rows, columns = len(first["completion_mask"]), first["prompt_mask"].size(1) + first["completion_mask"].size(1)
-    steps, costs = [], []
+    steps, costs, unit = [], [], 0
     for together in _by_step(micro_batches, gradient_accumulation_steps):
         ids, prompt_mask, mask = (
             torch.cat([one[name] for one in together]) for name in ("prompt_ids", "prompt_mask", "completion_mask")
         )
-        order = widest_first(mask, multiple, groups=same_prompts(ids, prompt_mask))
+        groups = same_prompts(ids, prompt_mask)
+        order = widest_first(mask, multiple, groups=groups)
         steps.append(_joined(together, order))
+        unit = math.gcd(unit, *groups[order].unique_consecutive(return_counts=True)[1].tolist())
         costs += (columns_needed(mask[order], multiple) + prompt_mask.size(1)).tolist()
-    everywhere = torch.tensor(processes.gather([rows * columns, *costs]), dtype=torch.long)
-    limit = int(everywhere[:, 0].max())
+    everywhere = torch.tensor(processes.gather([rows * columns, unit, *costs]), dtype=torch.long)
+    limit, unit = int(everywhere[:, 0].max()), math.gcd(*everywhere[:, 1].tolist())
+    if unit > rows:
+        unit = math.gcd(unit, rows)
     found = []
-    for step, of_rows in zip(steps, everywhere[:, 1:].chunk(len(steps), dim=1), strict=True):
-        parts = even_parts(of_rows, len(parts_within(of_rows, limit)))
+    for step, of_rows in zip(steps, everywhere[:, 2:].chunk(len(steps), dim=1), strict=True):
+        of_units = of_rows.unflatten(1, (-1, unit)).sum(dim=2)
+        parts = even_parts(of_units, len(parts_within(of_units, limit)))
         empty = len(micro_batches) // len(steps) - len(parts)
-        for start, end in pairwise(accumulate([0] * empty + parts, initial=0)):
+        for start, end in pairwise(accumulate([0] * empty + [unit * part for part in parts], initial=0)):
             micro_batch = {name: _rows(value, start, end) for name, value in step.items()}
             found.append(micro_batch | {SHARE: (end - start) / rows})
     return found
