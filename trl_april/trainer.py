@@ -168,7 +168,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             run = lambda: self._session, lambda: self._stop, lambda: self._step
             self.add_callback(StepCallback(*run, self._processes, saves_on_signal=self._options.save_on_signal))
 
-    # Overrides of TRL. All call `super()`.
+    # Overrides of TRL, which all call `super()`
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.
@@ -279,9 +279,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         return super()._compute_loss(model, inputs) * weight
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        # Overridden because TRL computes a prompt for each of its completions, and pads these to the longest of the
-        # whole batch. Images and some models depend on the width. Overridden, too, to correct a micro-batch by its
-        # training forward pass. For this pass alone TRL wants entropies.
+        # Overridden to compute each prompt once and leave out padding (images and some models depend on the width), and
+        # to correct a micro-batch by its training forward pass, the only one for which TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -398,4 +397,4 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _log_metrics(self, metrics: dict[str, float], prefix: str = "april/") -> None:
         for name, value in metrics.items():
-            self._metrics["train"][f"{prefix}{name}"].append(value)
+            self._metrics["train"][prefix + name].append(value)
