@@ -279,8 +279,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         return super()._compute_loss(model, inputs) * weight
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        # Overridden to compute each prompt once and leave out padding (images and some models depend on the width), and
-        # to correct a micro-batch by its training forward pass, the only one for which TRL wants entropies.
+        # Overridden to compute each prompt once and leave out padding (images and some models depend on the width).
+        # Overridden, too, to correct a micro-batch by its training pass, the only one for which TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
