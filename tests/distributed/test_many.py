@@ -43,6 +43,7 @@ RUNS = [
         "options": {
             "max_steps": 2, "over_provisioning": 1.0, "learning_rate": 1e-3, "generation_kwargs": {"seed": 5},
             "steps_per_generation": 4, "gradient_accumulation_steps": 4, "max_completion_length": 96,
+            "num_generations": 2,  # more than one group in a micro-batch
         },
     },
     # Two of three rows have no learning signal; groups straddle processes.
