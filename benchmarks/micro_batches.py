@@ -5,9 +5,9 @@
 
 The trainer scores a batch and computes the gradients of an optimiser step. Only the rollouts are simulated: random
 completions of lognormal lengths, 4 of a prompt. Five ways take turns on the same batches: ours; rows side by side, in
-micro-batches of similar length; the same with samples in TRL's shuffled order; ours with as many samples in every
-micro-batch, as TRL has; and ours with TRL's second forward pass for the correction. A forward pass of none of them has
-columns after its longest completion. A ratio compares seconds on the same batch. Positions are the rows times columns
+micro-batches of similar length; the same with samples in TRL's shuffled order; ours with the same number of samples
+in every micro-batch; and ours with TRL's second forward pass for the correction. No forward pass has columns after its
+longest completion. A ratio compares seconds on the same batch. Positions are the rows times columns
 of all forward passes, per token of prompts and completions.
 """
 
@@ -121,7 +121,7 @@ def two_passes(count: int) -> AbstractContextManager[Any]:
 
 
 SHOWN = ("of_trl", "side_by_side", "of_equal_size", "ours")
-SLOWER = ("of_trl", "side_by_side", "of_equal_size", "two_passes")
+COMPARED = ("of_trl", "side_by_side", "of_equal_size", "two_passes")
 CONTESTANTS: dict[str, Callable[[int], AbstractContextManager[Any]]] = {
     "ours": nullcontext,
     "of_equal_size": of_equal_size,
@@ -196,7 +196,7 @@ def row(result: dict[str, Any]) -> list[str]:
     positions = [f"{statistics.fmean(result[f'{name}_positions']):.2f}" for name in SHOWN]
     return [
         str(result["prompt"]), f"{result['sigma']:g}", str(result["size"]), *positions,
-        f"{statistics.median(result['ours']):.2f}", *map(ratio, SLOWER),
+        f"{statistics.median(result['ours']):.2f}", *map(ratio, COMPARED),
     ]  # fmt: skip
 
 

@@ -168,7 +168,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             run = lambda: self._session, lambda: self._stop, lambda: self._step
             self.add_callback(StepCallback(*run, self._processes, saves_on_signal=self._options.save_on_signal))
 
-    # Overrides of TRL, which all call `super()`
+    # Overrides of TRL. All call `super()`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.train`]. Connections and the event loop live as long as this call.

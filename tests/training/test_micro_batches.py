@@ -1,6 +1,7 @@
 """Micro-batches of samples of similar length, or of as many as fit: the same ones in every optimiser step."""
 
 import itertools
+import math
 from functools import partial
 
 import torch
@@ -96,13 +97,30 @@ def test_micro_batches_have_as_many_rows_in_all_processes():
     assert numbers(made) == [[], [0, 2], [5, 1, 4, 6, 7], [3]]
 
 
-def test_samples_of_a_prompt_share_a_micro_batch_if_trls_have_room_for_them():
+def test_samples_of_a_prompt_stay_together_in_units():
     before = micro_batches([90, 8, 8, 8], [60, 8, 8, 8], [8] * 4, prompts="abcabcabcabc")  # 4 of each prompt
     assert numbers(fill(before, 3, multiple=1)) == [[], [], [0, 3, 6, 9, 4, 1, 7, 10, 2, 5, 8, 11]]
     uneven = OneOfTwo([100, 10, 10, 10, 10, 10] + [100, 80, 80] + [10, 10, 10], unit=6)
     assert numbers(filled(before, 3, multiple=1, processes=uneven))[1:] == [[0, 3, 6, 9, 4, 1], [7, 10, 2, 5, 8, 11]]
     before = micro_batches(*[[8, 8]] * 6, prompts="abcabcabcabc")  # room for 2 of the 4
     assert numbers(fill(before, 6, multiple=1)) == [[0, 3], [6, 9], [1, 4], [7, 10], [2, 5], [8, 11]]
+
+
+@given(
+    st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.sampled_from(["w", "wwn", "wn", "wnnn"]), st.randoms()
+)
+def test_there_are_as_many_micro_batches_as_before_within_the_same_limit(rows, of_prompt, times, widths, random):
+    """Of any numbers of samples in a micro-batch and of a prompt, of which a share is wide."""
+    count = math.lcm(rows, of_prompt) * times
+    lengths = [{"w": 90, "n": 8}[random.choice(widths)] for _ in range(count)]
+    before = micro_batches(
+        *(lengths[at : at + rows] for at in range(0, count, rows)),
+        prompts="".join(chr(65 + number // of_prompt) for number in range(count)),
+    )
+    made = numbers(fill(before, len(before), multiple=1))
+    assert len(made) == len(before) and sorted(sum(made, [])) == list(range(count))
+    limit = rows * (2 + max(lengths))
+    assert all(sum(2 + lengths[number] for number in of_one) <= limit for of_one in made)
 
 
 @given(st.integers(1, 3).flatmap(lambda count: st.lists(st.lists(st.integers(1, 40), min_size=count, max_size=count),

@@ -6,7 +6,8 @@ length. Where a forward pass leaves out padding, a micro-batch holds as many sam
 The training loop still counts TRL's micro-batches, so some are empty: the first ones of a step, since processes
 exchange their gradients after the last one.
 
-Invariant: an optimiser step trains the samples that TRL chose for it, each with the same share of the loss.
+Invariant: an optimiser step trains the samples that TRL chose for it, each with the same share of the loss, in as many
+micro-batches as TRL counts.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def filled(
 
     A micro-batch has at most the positions of one of TRL's, rows times columns with prompts and padding. A sample
     counts with its prompt and its completion. Empty micro-batches come first, then the groups with the widest samples.
-    The others are filled evenly, which keeps the peak of memory low. Samples of a prompt, which is computed once in a
-    micro-batch, stay together as far as TRL's micro-batches have room for them.
+    The others are filled evenly, which keeps the peak of memory low. A micro-batch computes a prompt once, so samples
+    stay together in units: the greatest number that divides those of each prompt and of one of TRL's micro-batches.
 
     The micro-batches of all processes have the same numbers of rows, since TRL gathers a value for each row; those of
     the process with the widest rows are the limit. A collective call.
@@ -78,9 +79,8 @@ def filled(
         unit = math.gcd(unit, *groups[order].unique_consecutive(return_counts=True)[1].tolist())
         costs += (columns_needed(mask[order], multiple) + prompt_mask.size(1)).tolist()
     everywhere = torch.tensor(processes.gather([rows * columns, unit, *costs]), dtype=torch.long)
-    limit, unit = int(everywhere[:, 0].max()), math.gcd(*everywhere[:, 1].tolist())
-    if unit > rows:
-        unit = math.gcd(unit, rows)
+    limit = int(everywhere[:, 0].max())
+    unit = math.gcd(rows, *everywhere[:, 1].tolist())  # a divisor of `rows`, or TRL's micro-batches would not suffice
     found = []
     for step, of_rows in zip(steps, everywhere[:, 2:].chunk(len(steps), dim=1), strict=True):
         of_units = of_rows.unflatten(1, (-1, unit)).sum(dim=2)
