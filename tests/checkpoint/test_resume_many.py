@@ -214,7 +214,7 @@ def test_requests_overlap_training_and_both_processes_choose_the_same_factors(la
     assert {len(first["rounds"]), len(second["rounds"])} == {12}
     log = [entry for entry in first["log"] if "april/over_provisioning" in entry]
     assert sum(entry["april/overlap_tokens"] for entry in log) > 0
-    assert len(log) == 12 and log[0]["april/over_provisioning"] == 2.0
+    assert len(log) == 12 and log[0]["april/over_provisioning"] == 3.0
 
 
 def test_kept_requests_live_through_the_syncs_of_another_process(launched):

@@ -212,8 +212,8 @@ def test_the_default_factor_is_what_the_bound_allows_and_higher_with_tools(optio
 @pytest.mark.parametrize(
     ("options", "start", "steps"),
     [
-        ({}, 2.0, 1),
-        ({"max_staleness": None}, 2.0, 1),
+        ({}, 3.0, 1),
+        ({"max_staleness": None}, 3.0, 1),
         ({"max_staleness": 0}, 1.0, 1),
         ({"max_staleness": 3}, 1.0, 4),
         ({"max_staleness": 5}, 2.0, 4),
@@ -231,4 +231,4 @@ def test_the_factor_is_lowered_to_the_bound(options, start, steps, caplog):
         assert not caplog.records
     else:
         assert "'auto' and stays 1, which is synchronous" in caplog.text
-        assert "Set max_staleness to 4 or more for a factor of 2" in caplog.text
+        assert "Set max_staleness to 8 or more for a factor of 3" in caplog.text

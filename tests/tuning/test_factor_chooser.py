@@ -13,20 +13,21 @@ import pytest
 
 from trl_april.pool.pool import Pool
 from trl_april.rollout.round import RequestTrace, Round
-from trl_april.tuning.factor_chooser import CANDIDATES, GAIN_TO_CHANGE, Change, Cycle, FactorChooser, factors
+from trl_april.tuning.factor_chooser import AS_GOOD_AS_BEST, CANDIDATES, YOUNG, Change, Cycle, FactorChooser, factors
 
 
 class Auto:
     """A run whose factor is chosen, with a choice before every round as in the session.
 
     A step of its server takes `base` and `per_request` seconds, and twice the factor has twice the requests in flight.
+    `due` is the share of a round in which it waits for groups that are due.
     """
 
     def __init__(
         self, base: float = 0.01, per_request: float = 0.0, *, lost: Callable[[float], float] = lambda factor: 0.0,
-        max_staleness: int | None = 5, **options: object,
+        due: float = 0.0, max_staleness: int | None = 5, **options: object,
     ) -> None:  # fmt: skip
-        self.base, self.per_request, self.lost = base, per_request, lost
+        self.base, self.per_request, self.lost, self.due = base, per_request, lost, due
         self.pool = Pool(8, over_provisioning=1.0, max_staleness=max_staleness)
         self.now = 0.0
         self.chooser = FactorChooser(self.pool, clock=lambda: self.now, **options)
@@ -48,7 +49,7 @@ class Auto:
         in_flight = [(0.0, count), (middle, count / 2)]
         done = Round(
             0, started=began, seconds=self.now - began, over_provisioning=factor, generated_tokens=8000,
-            in_flight=in_flight, traces=traces,
+            in_flight=in_flight, traces=traces, due_seconds=self.due * (self.now - began),
         )  # fmt: skip
         return replace(done, **changes)
 
@@ -62,12 +63,18 @@ class Auto:
         return self
 
 
-def test_it_doubles_the_factor_while_the_server_has_room():
-    auto = Auto().rounds(40)
-    assert [change.after for change in auto.changes] == [4.0, 6.0]
-    assert auto.factors[:4] == [2.0] * 3 + [4.0], "after two rounds that began with this factor"
-    assert str(auto.changes[0]).startswith("over_provisioning changes from 2 to 4: predicted ")
-    assert auto.changes[0].predicted_after > 1.7 * auto.changes[0].predicted_before
+def test_it_raises_the_factor_while_the_server_has_room():
+    auto = Auto().rounds(50)
+    assert [change.after for change in auto.changes] == [4.0, 5.0, 6.0]
+    assert auto.factors[:9] == [3.0] * 8 + [4.0], "after rounds whose groups began with this factor"
+    assert str(auto.changes[0]).startswith("over_provisioning changes from 3 to 4: predicted ")
+    assert auto.changes[0].predicted_after > 1.25 * auto.changes[0].predicted_before
+
+
+def test_nothing_is_learned_while_all_groups_are_young():
+    auto = Auto().rounds(YOUNG)
+    assert auto.chooser.cycle() is None
+    assert auto.rounds(1).chooser.cycle() is not None
 
 
 def test_it_lowers_the_factor_of_a_saturated_server():
@@ -87,22 +94,34 @@ def test_it_returns_from_a_factor_that_costs_more_than_predicted():
 
 def test_a_trainer_that_is_slower_than_the_rounds_needs_no_more_requests():
     auto = Auto(overlaps=True)
-    for _ in range(12):
+    for _ in range(20):
         auto.chooser.choose()
         auto.chooser.observe(auto.round())
         auto.now += 100.0
     assert auto.chooser.factor <= 2.0
 
 
-def test_raising_takes_a_gain_and_lowering_takes_none(monkeypatch):
-    rates = {2.0: 1.0, 3.0: 1 + 0.5 * GAIN_TO_CHANGE}
+@pytest.mark.parametrize(("due", "highest", "last"), [(0.2, 6.0, 6.0), (0.3, 3.0, 3.0), (0.6, 3.0, 1.0)])
+def test_groups_that_are_due_keep_the_factor_low(due, highest, last):
+    """If a round waits for them, the requests of further groups would only finish early."""
+    auto = Auto(overlaps=True, due=due).rounds(60)
+    assert (max(auto.factors), auto.factors[-1]) == (highest, last)
+
+
+def test_without_overlap_waiting_for_due_groups_has_a_use():
+    """Rounds that are longer cut fewer requests."""
+    assert Auto(due=0.6).rounds(60).factors[-1] == 6.0
+
+
+def test_the_lowest_factor_as_good_as_the_best_wins(monkeypatch):
+    rates = {3.0: 1.0, 4.0: 1 + 0.5 * AS_GOOD_AS_BEST}
     monkeypatch.setattr(Cycle, "rate", lambda cycle, factor: rates.get(factor, 0.5))
-    auto = Auto().rounds(8)
+    auto = Auto().rounds(9)
     assert auto.changes == []
-    rates[3.0] = 1 + 1.5 * GAIN_TO_CHANGE
-    assert auto.rounds(4).factors[-1] == 3.0
-    rates[3.0] = 1.0
-    assert auto.rounds(12).factors[-1] == 2.0
+    rates[4.0] = 1 + 1.5 * AS_GOOD_AS_BEST
+    assert auto.rounds(8).factors[-1] == 4.0
+    rates[4.0] = 1.0
+    assert auto.rounds(12).factors[-1] == 3.0
 
 
 # Within bounds
@@ -139,7 +158,7 @@ def test_outstanding_groups_of_a_checkpoint_determine_the_first_factor():
 
 
 def test_a_round_with_an_outage_shows_no_speed():
-    auto, disturbed = (Auto(per_request=0.0002).rounds(3) for _ in range(2))
+    auto, disturbed = (Auto(per_request=0.0002).rounds(6) for _ in range(2))
     disturbed.chooser.observe(disturbed.round(outages=1, seconds=1000.0))
     for factor in (1.0, 2.0, 4.0):
         assert disturbed.chooser.cycle().seconds(factor) == auto.chooser.cycle().seconds(factor)
@@ -147,7 +166,7 @@ def test_a_round_with_an_outage_shows_no_speed():
 
 def test_each_second_between_rounds_counts_as_training_or_sync():
     auto = Auto().rounds(1)
-    for trains, syncs in ((7.0, 2.0), (7.0, 2.0), (600.0, 2.0)):  # an evaluation comes once
+    for trains, syncs in [*[(7.0, 2.0)] * YOUNG, (600.0, 2.0)]:  # an evaluation comes once
         auto.now += trains
         auto.chooser.quiesced()
         auto.now += syncs / 2
@@ -179,7 +198,7 @@ def test_all_processes_choose_like_one():
 
     probes = [chooser(rank, note) for rank in range(2)]
     both = [chooser(rank, lambda values: sums) for rank in range(2)]
-    for _ in range(30):
+    for _ in range(40):
         alone.rounds(1)
         changes = [one.choose() for one in both]
         assert changes[0] == changes[1]

@@ -4,7 +4,7 @@ More requests in flight raise the server's throughput until it is saturated
 ([`~trl_april.tuning.server_speed.StepTimes`] measures by how much), and cost time where each round resumes them. A
 [`Cycle`] predicts both for factors near those that were tried. It has no model of lengths, of the staleness bound or
 of memory. Their effect is measured: under a factor, fewer requests are in flight, or less of the time is spent on
-decoding.
+decoding. Where rounds are mostly held open by groups that are due, further groups would only finish and wait.
 
 A choice depends only on numbers summed over all processes, so all of them choose the same. Nothing learned is saved in
 checkpoints.
@@ -27,13 +27,15 @@ from ..rollout.round import Round
 from .server_speed import DecodeSpeed, StepTimes
 
 
-START = 2.0
+START = 3.0
 CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 CHOICE_EVERY = 4  # rounds under a factor; its first choice waits until the groups of its first round are trained
+YOUNG = 4  # first rounds, of which nothing is learned: all groups are young, so short completions are delivered
 EARLY = 12  # rounds of training, in which changes need no second proposal
 AS_GOOD_AS_BEST = 0.01  # among factors this close to the best, the lowest wins: it is the least stale
-GAIN_TO_CHANGE = 0.02  # to raise the factor; less is within the error of the prediction
-MOST_AT_ONCE = 2.0  # ratio of two successive factors
+# Shares of the time in which rounds wait for groups that are due: above the first, the factor does not rise, and above
+# the second it falls. With a single one it would go back and forth.
+DUE_TO_STAY, DUE_TO_LOWER = 0.25, 0.5
 SHRINKAGE = 3.0  # rounds after which a factor's own figures count as much as the mean of all factors
 DECAY = 0.98  # of a round's weight, per round: lengths and speeds drift
 MEDIAN_OF = 9  # rounds: an evaluation or a checkpoint may come between two of them
@@ -49,11 +51,14 @@ class Change(NamedTuple):
     after: float
     predicted_before: float
     predicted_after: float
+    due_share: float  # of the time, so far
 
     def __str__(self) -> str:
+        waited = f" Rounds waited for groups that were due for {self.due_share:.0%} of the time."
         return (
             f"over_provisioning changes from {self.before:g} to {self.after:g}: predicted "
             f"{self.predicted_after:,.0f} trained tokens/s against {self.predicted_before:,.0f}, training included."
+            f"{waited if self.due_share > DUE_TO_LOWER else ''}"
         )
 
 
@@ -76,14 +81,16 @@ class FactorSums:
 
     rounds: float = 0.0
     tokens: float = 0.0  # generated
+    due_seconds: float = 0.0  # in which rounds were open only for groups that were due
     # Seconds in which requests could run, and requests times seconds, by the number of requests in flight.
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
     request_seconds: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
 
-    def add(self, tokens: float, in_flight: np.ndarray) -> None:
+    def add(self, tokens: float, due_seconds: float, in_flight: np.ndarray) -> None:
         """Add a round, with the two sums of [`binned`]."""
         self.rounds += 1
         self.tokens += tokens
+        self.due_seconds += due_seconds
         self.seconds = self.seconds + in_flight[0]
         self.request_seconds = self.request_seconds + in_flight[1]
 
@@ -96,6 +103,11 @@ class FactorSums:
     def in_flight(self) -> float:
         """Mean requests in flight."""
         return float(self.request_seconds.sum() / self.seconds.sum())
+
+    @property
+    def due_share(self) -> float:
+        """Share of the time in which rounds waited for groups that were due."""
+        return self.due_seconds / float(self.seconds.sum())
 
     def tokens_per_second(self, speed: DecodeSpeed, times: float = 1.0) -> float:
         """Throughput of decoding alone, if `times` as many requests were in flight."""
@@ -177,7 +189,7 @@ class Cycle:
 class FactorChooser:
     """Observes rounds and chooses the over-provisioning factor of the next one.
 
-    The first choice comes after a few rounds. Until then the factor is 2.0, or the staleness bound's if that is lower,
+    The first choice comes after a few rounds. Until then the factor is 3.0, or the staleness bound's if that is lower,
     or what the outstanding groups of a checkpoint need.
 
     `max_sequences` is the number of requests that the server decodes at once, if known. `reduce_sum` sums values over
@@ -233,8 +245,8 @@ class FactorChooser:
         sums = StepTimes.sums(done.traces, processes=self._processes, was_cut=not self._overlaps)
         curve = [*done.overlap_in_flight, *done.in_flight]
         in_flight = binned(curve, done.seconds, processes=self._processes) / self._processes
-        times = [between, sync] if self._is_first else [0.0, 0.0]
-        between, sync, outages, tokens, *rest = self._reduce_sum(
+        times = [between, sync, done.due_seconds] if self._is_first else [0.0] * 3
+        between, sync, due_seconds, outages, tokens, *rest = self._reduce_sum(
             [*times, float(done.outages), tokens, *sums, *in_flight.ravel()]
         )
         self._rounds += 1
@@ -247,9 +259,10 @@ class FactorChooser:
         self._syncs.append(sync)
         for factor_sums in self._tried.values():
             factor_sums.decay()
-        if self._under > 1:  # the first round under a factor starts from another one's requests
+        # The first round under a factor starts from another one's requests.
+        if self._under > 1 and self._rounds > YOUNG:
             of_factor = self._tried.setdefault(done.over_provisioning, FactorSums())
-            of_factor.add(tokens, np.reshape(rest[StepTimes.FIELDS :], (2, BINS)))
+            of_factor.add(tokens, due_seconds, np.reshape(rest[StepTimes.FIELDS :], (2, BINS)))
 
     def choose(self) -> Change | None:
         """Choose the factor of the round that starts now, and let the pool aim at it; returns a change, if any."""
@@ -260,13 +273,16 @@ class FactorChooser:
         cycle, before = self.cycle(), self.factor
         if cycle is None:
             return None
-        most = before * (MOST_AT_ONCE if before in self._tried else 1.0)
-        within = [factor for factor in self.candidates if before / MOST_AT_ONCE <= factor <= most]
-        rates = {factor: cycle.rate(factor) for factor in within}
-        enough = (1 - AS_GOOD_AS_BEST) * max(rates.values())
+        tried = cycle.tried.get(before)
+        due_share = tried.due_share if tried is not None and self._overlaps else 0.0
+        # The present factor and its neighbours, as far as they may help.
+        here = self.candidates.index(before)
+        end = here + (2 if tried is not None and due_share <= DUE_TO_STAY else 1)
+        within = self.candidates[max(0, here - 1) : here if 0 < here and due_share > DUE_TO_LOWER else end]
+        rates = {factor: cycle.rate(factor) for factor in (before, *within)}
+        enough = (1 - AS_GOOD_AS_BEST) * max(rates[factor] for factor in within)
         best = next(factor for factor in within if rates[factor] >= enough)
-        # Raising the factor takes a gain. Lowering it takes none, since it makes the batch less stale.
-        if best == before or best > before and rates[best] < (1 + GAIN_TO_CHANGE) * rates[before]:
+        if best == before:
             self._proposed = before
             return None
         # Late changes must be proposed twice: the latest rounds may be chance.
@@ -276,7 +292,7 @@ class FactorChooser:
         self.factor = best
         self._under = 0
         self._schedule.aim_at(best)
-        return Change(before, best, rates[before], rates[best])
+        return Change(before, best, rates[before], rates[best], due_share)
 
     def cycle(self) -> Cycle | None:
         """What is known so far; `None` while it is too little."""
