@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,17 @@ def options_of(
     options |= laptop_sizes(options) | (overrides_of_both or {})
     of_mode = {SYNCHRONOUS: {"over_provisioning": 1.0}, APRIL: overrides, PAPER: PAPERS_SCHEDULE}
     return options | of_mode[mode], reward_funcs
+
+
+def slow(reward: Callable[..., list[float]], seconds: float) -> Callable[..., list[float]]:
+    """A reward function that takes so long for each completion, without using a core, as if it asked a server."""
+
+    @wraps(reward)
+    def call(completions: list[Any], **columns: Any) -> list[float]:
+        time.sleep(seconds * len(completions))
+        return reward(completions=completions, **columns)
+
+    return call
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -278,6 +289,8 @@ class Bench:
 class RecipeBench(Bench):
     """Runs of the recipes on the demo's task."""
 
+    reward_seconds = 0.0  # that a reward function takes for each completion
+
     def __init__(
         self,
         sizes: Sizes,
@@ -299,7 +312,7 @@ class RecipeBench(Bench):
             dataset=task.training_dataset(4 * max(steps, MOST_UPDATES_PER_ROUND) * STANDARD.groups, seed + 1),
             base_url=self.base_url,
             output_dir=self.model_dir.parent / "trainer",
-            reward_funcs=reward_funcs,
+            reward_funcs=[slow(function, self.reward_seconds) for function in reward_funcs],
             make_trainer=partial(RecordingTrainer, recorder=recorder),
             max_steps=steps,
             seed=seed,

@@ -2,13 +2,15 @@
 
     python benchmarks/peers.py                                      # all contestants, 5 seeds, 40 steps: hours
     python benchmarks/peers.py --contestants synchronous default trl-4-96 --seeds 1
+    python benchmarks/peers.py --contestants default scored trl-8-96 --reward-milliseconds 10
     python benchmarks/peers.py --quick                              # a few steps, as a smoke test
 
-`default` has our default options (bound 8, factor 3), `ours-B-F` a staleness bound B and a factor F, and `trl-B-R` is
-TRL's trainer with a bound B and R requests in flight. All start from the same warm start and use the same vLLM server
-one after the other, in an order that changes with the seed. They take batches of 8 groups of 6 samples of the demo's
-task with the same learning rate and objective, the mean over all tokens without a reference model. Results are written
-after every run, so a stopped benchmark resumes. Expected rewards are as in learning.py.
+`default` has our default options (bound 8, factor 3), `scored` those and `score_during_generation`, `ours-B-F` a
+staleness bound B and a factor F, and `trl-B-R` is TRL's trainer with a bound B and R requests in flight. All start
+from the same warm start and use the same vLLM server one after the other, in an order that changes with the seed. They
+take batches of 8 groups of 6 samples of the demo's task with the same learning rate and objective, the mean over all
+tokens without a reference model. Results are written after every run, so a stopped benchmark resumes. Expected rewards
+are as in learning.py.
 
 What is not equal: TRL's trainer drops samples beyond its bound and takes groups as they finish; ours trains every row.
 TRL's generates in a process of its own, ours in a thread; seconds are without the start of this process.
@@ -38,6 +40,7 @@ from learning import (
     Sizes,
     _Copies,
     prepare,
+    slow,
     training_parser,
     warm_started,
 )
@@ -59,7 +62,7 @@ from trl_april.commands.demo_training import build_tokenizer
 from trl_april.config import AprilOptions
 
 
-SYNCHRONOUS, DEFAULT = "synchronous", "default"
+SYNCHRONOUS, DEFAULT, SCORED = "synchronous", "default", "scored"
 CONTESTANTS = [
     SYNCHRONOUS, DEFAULT, *(f"{who}-{bound}-{amount}" for bound in (4, 8, 16) for who, amount in (
         ("ours", 2), ("ours", 4), ("trl", 48), ("trl", 96), ("trl", 192)
@@ -85,8 +88,9 @@ class Run:
 
 def contestant(text: str) -> str:
     """A name of the form that the module's docstring describes."""
-    if text not in (SYNCHRONOUS, DEFAULT) and not re.fullmatch(r"(ours|trl)-\d+-\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {SYNCHRONOUS}, {DEFAULT}, ours-BOUND-FACTOR, trl-BOUND-N")
+    names = SYNCHRONOUS, DEFAULT, SCORED
+    if text not in names and not re.fullmatch(r"(ours|trl)-\d+-\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {', '.join(names)}, ours-BOUND-FACTOR, trl-BOUND-N")
     return text
 
 
@@ -109,6 +113,7 @@ class Comparison(RecipeBench):
         if name.startswith("ours"):
             _, bound, factor = name.split("-")
             self.overrides = {"max_staleness": int(bound), "over_provisioning": float(factor)}
+        self.overrides["score_during_generation"] = name == SCORED
         mode = "synchronous" if name == SYNCHRONOUS else "APRIL"
         recording, model = self.train("grpo", seed, mode, self.sizes.steps, recorder)
         run = {
@@ -133,7 +138,7 @@ class Comparison(RecipeBench):
         rows = task.training_dataset(4 * self.sizes.steps * STANDARD.groups, seed + 1)
         trainer = AsyncGRPOTrainer(
             model=str(self.model_dir),
-            reward_funcs=countdown_reward,
+            reward_funcs=slow(countdown_reward, self.reward_seconds),
             args=args,
             train_dataset=rows.map(as_conversation),
             processing_class=converses(build_tokenizer()),
@@ -161,9 +166,11 @@ class Comparison(RecipeBench):
         return run, transformers.AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32)
 
 
-def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[Run]:
+def measure(
+    sizes: Sizes, names: Sequence[str], seeds: int, path: Path, *, reward_milliseconds: float = 0.0
+) -> list[Run]:
     """All runs. Runs that `path` already holds are not repeated."""
-    settings = asdict(sizes)
+    settings = asdict(sizes) | ({"reward_milliseconds": reward_milliseconds} if reward_milliseconds else {})
     runs = [Run(**result) for result in earlier_results(path, settings)]
     done = {(run.contestant, run.seed) for run in runs}
     left = [
@@ -177,6 +184,7 @@ def measure(sizes: Sizes, names: Sequence[str], seeds: int, path: Path) -> list[
     supply()
     with warm_started(sizes) as (model, folder, server):
         bench = Comparison(sizes, {}, OBJECTIVE, model, folder, server.base_url)
+        bench.reward_seconds = reward_milliseconds / 1000
         for name, seed in left:
             run = bench.compare(name, seed)
             runs.append(run)
@@ -245,11 +253,18 @@ def table(runs: Sequence[Run]) -> str:
 def main() -> None:
     parser = training_parser(__doc__)
     parser.add_argument("--contestants", nargs="+", type=contestant, default=CONTESTANTS, metavar="NAME")
+    parser.add_argument(
+        "--reward-milliseconds", type=float, default=0.0, metavar="MS",
+        help="time that the reward function takes for each completion, as if it asked another server (default: none)",
+    )  # fmt: skip
     options = parser.parse_args()
     steps = 4 if options.quick else options.steps
     prepare()
     sizes = Sizes(steps=steps, april_steps=steps)
-    print(f"\n{table(measure(sizes, options.contestants, options.seeds, options.output_dir / 'peers.json'))}")
+    path = options.output_dir / "peers.json"
+    milliseconds = options.reward_milliseconds
+    runs = measure(sizes, options.contestants, options.seeds, path, reward_milliseconds=milliseconds)
+    print(f"\n{table(runs)}")
 
 
 if __name__ == "__main__":
