@@ -261,9 +261,9 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
             synchronous GRPO through the same code. Defaults to 3.0, or to 6.0 with `tools`, `environment_factory`
             or `rollout`, since a sample has no request on the server while they run; under `"wait"` to
-            `max_staleness + 1` if that is less. `"auto"` starts with 2.0 and then chooses the factor with the highest
-            predicted throughput of trained tokens, from the requests in flight and the server's speed measured so
-            far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
+            `max_staleness + 1` if that is less. `"auto"` starts with 3.0 and then moves towards the factor with the
+            highest predicted throughput of trained tokens, from the requests in flight and the server's speed measured
+            so far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
             round.
         max_staleness (`int` or `None`, *optional*, defaults to `8`):
             Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
@@ -293,9 +293,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             finished, during generation.
         score_during_generation (`bool`, *optional*, defaults to `False`):
             Whether each group is scored as soon as it is finished, while others are generated, as `dynamic_sampling`
-            does. Slow rewards (tests, judges) then take no time of their own. Off by default, because reward functions
-            are called in a thread and with a part of the batch: one that compares all completions of a batch, or is
-            not thread-safe, would do something else than in [`~trl.GRPOTrainer`].
+            does, and with `overlap_generation` also while a batch is trained (except by reward models). Slow rewards
+            (tests, judges) then take no time of their own. Off by default, because reward functions are called in a
+            thread and with a part of the batch: one that compares all completions of a batch, or is not thread-safe,
+            would do something else than in [`~trl.GRPOTrainer`].
         max_rejected_groups_per_round (`int`, *optional*):
             Rejected groups at which a round stops replacing them and is filled with rejected groups, oldest first. At
             least the groups of a batch; by default ten times as many.

@@ -141,9 +141,11 @@ class RolloutSession:
         if scorer is not None:
             self._dynamic = DynamicSampling(
                 scorer.score,
-                scorer.has_signal if options.dynamic_sampling else lambda score: True,
+                scorer.has_signal if options.dynamic_sampling else None,
                 admission.replacements,
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
+                # Beside training, a reward model would need memory that training uses.
+                between_rounds=not options.dynamic_sampling and not scorer.has_models,
             )
         quota = processes.quota(self.pool.schedule, self._dynamic.max_rejected if self._dynamic else None)
         self._recovery = Recovery(server, processes, stop)

@@ -35,6 +35,7 @@ from trl_april.pool.samples import Group, Sample, SampleState, Score
 from trl_april.rollout.acting import Act, TurnResult
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
+from trl_april.rollout.lifecycle import RoundState
 
 
 class Run:
@@ -479,10 +480,34 @@ class OverlappingRun(FilteredRun):
         super().assert_at_rest()
 
 
+class ScoredRun(OverlappingRun):
+    """Groups are scored, also between the rounds, and none is rejected."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.scored: list[int] = []
+        self.between = 0  # calls between two rounds
+        super().__init__(*args, **options)
+
+    def dynamic_sampling(self, rank: int) -> DynamicSampling:
+        def score(groups: list[Group]) -> list[Score]:
+            self.between += self.drivers[rank]._lifecycle.state is RoundState.IDLE
+            threading.Event().wait(self.rng.choice([0, 0, 0.003]))
+            self.scored += [group.group_id for group in groups]
+            return [Score([[0.0], [0.0]]) for _ in groups]
+
+        return DynamicSampling(score, None, lambda count: [], max_rejected=self.max_rejected, between_rounds=True)
+
+    def assert_nothing_is_lost(self, rounds: int) -> None:
+        super().assert_nothing_is_lost(rounds)
+        assert len(set(self.scored)) == len(self.scored) >= len(self.trained)
+        assert self.between > 3
+
+
 @pytest.mark.parametrize("seed", range(2))
-def test_overlapping_rounds_under_dynamic_sampling_with_random_targets_and_suspensions(seed: int):
+@pytest.mark.parametrize("kind", [OverlappingRun, ScoredRun])
+def test_overlapping_rounds_that_score_groups_with_random_targets_and_suspensions(kind: type[Run], seed: int):
     rng = random.Random(f"overlapping {seed}")
-    run = OverlappingRun(unreliable_engines(rng), 4, rng=rng, max_staleness=3, overlap=True)
+    run = kind(unreliable_engines(rng), 4, rng=rng, max_staleness=3, overlap=True)
 
     async def rounds() -> None:
         version = 0

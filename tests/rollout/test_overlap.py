@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from concurrent.futures import Executor, Future
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from tests.rollout.arena import (
+    SlowThread,
     admit,
     assert_at_rest,
     finished,
@@ -35,7 +37,9 @@ from trl_april.distributed.quota import SharedQuota
 from trl_april.engine.protocol import Chunk
 from trl_april.errors import EngineError, PoolError, RoundSuspended, ServerError
 from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Score
 from trl_april.pool.state import restore, state_dict
+from trl_april.rollout.dynamic_sampling import DynamicSampling
 
 
 def overlapping(pool, engine, **options):
@@ -106,6 +110,89 @@ class TestBetweenTheRounds:
 
         done = simulate(main())
         assert ids(done.groups) == [1] and (done.generated_tokens, done.requests) == (3, 1)
+
+
+class TestScoring:
+    """Group 0 is finished after 3 s and group 1 after 8 s. A reward call takes 2 s."""
+
+    def run(self, trains: float, *, between_rounds: bool, rewards=lambda groups: [Score([[0.0]]) for _ in groups]):
+        """Two rounds, with `trains` seconds between them; their records, and the groups of each reward call."""
+        pool, calls = make_pool(1, outstanding=2, dynamic_sampling=True), []
+        admit(pool, 0, 1)
+
+        def score(groups):
+            calls.append(ids(groups))
+            return rewards(groups)
+
+        dynamic = DynamicSampling(
+            score, None, lambda count: [], max_rejected=9, between_rounds=between_rounds,
+            executor=SlowThread(2.0, at_once=True),
+        )  # fmt: skip
+        engine = ScriptedEngine({(0, 0): natural(3)}, default=natural(8))
+        driver = overlapping(pool, engine, dynamic_sampling=dynamic)
+
+        async def main():
+            first = await driver.run_round()
+            await driver.dispatch_ahead()
+            await asyncio.sleep(trains)
+            await driver.cut()
+            pool.begin_round(1)
+            return first, await driver.run_round()
+
+        first, second = simulate_and_close(driver, main())
+        assert (ids(first.groups), ids(second.groups), first.seconds) == ([0], [1], 5.0)
+        assert_at_rest(pool, engine)
+        return second, calls
+
+    @pytest.mark.parametrize(("between_rounds", "waits"), [(True, 0.0), (False, 2.0)])
+    def test_groups_are_scored_while_a_batch_is_trained(self, between_rounds, waits):
+        second, calls = self.run(10.0, between_rounds=between_rounds)
+        assert second.seconds == pytest.approx(waits) and calls == [[0], [1]]
+
+    @pytest.mark.parametrize("trains", [4.0, 5.0])  # to the end of the call, or nearly
+    def test_next_round_waits_for_a_call_in_progress(self, trains):
+        second, calls = self.run(trains, between_rounds=True)
+        assert second.seconds == pytest.approx(5.0 - trains)
+        assert calls == [[0], [1]]
+
+    @pytest.mark.parametrize("steps", range(8))  # of the event loop
+    def test_scores_count_whenever_they_arrive_as_a_round_begins(self, steps):
+        """Group 2 runs on for so long that it would be noticed."""
+        pool, calls = make_pool(1, outstanding=3, dynamic_sampling=True), []
+        admit(pool, 0, 1, 2)
+
+        class Thread(Executor):
+            def submit(self, function, /, *args, **kwargs):
+                calls.append(Future())
+                return calls[-1]
+
+        dynamic = DynamicSampling(None, None, None, max_rejected=9, between_rounds=True, executor=Thread())
+        engine = ScriptedEngine({(0, 0): natural(3), (1, 0): natural(8)}, default=natural(1000))
+        driver = overlapping(pool, engine, dynamic_sampling=dynamic)
+
+        async def main():
+            round_of_0 = asyncio.create_task(driver.run_round())
+            await asyncio.sleep(4.0)
+            calls[0].set_result([Score([[0.0]])])
+            await round_of_0
+            await driver.dispatch_ahead()
+            await asyncio.sleep(10.0)
+            pool.begin_round(0)
+            driver.open_round()
+            calls[1].set_result([Score([[0.0]])])
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            return await driver.run_round()
+
+        second = simulate_and_close(driver, main())
+        assert ids(second.groups) == [1] and second.seconds < 1.0 and len(calls) == 2
+
+    def test_error_of_a_reward_function_is_raised_at_the_cut(self):
+        def rewards(groups):
+            return [Score([[1 / (1 - group.group_id)]]) for group in groups]
+
+        with pytest.raises(ZeroDivisionError):
+            self.run(10.0, between_rounds=True, rewards=rewards)
 
 
 class TestRecord:

@@ -204,12 +204,13 @@ def advice(summary: Summary) -> list[str]:
 
 def _sentences(s: Summary) -> Iterator[str]:
     factor, bound, shares = s.over_provisioning or 1.0, s.options.get("max_staleness"), s.shares
+    waits_for_due = shares.get("due groups", 0.0) >= DUE and s.due_seconds is not None  # more groups would not help
     if s.withheld >= 1:
         yield (
             f"{s.withheld:.3g} groups were withheld on average, since batches were finished before the trainer asked "
             "for them: give the trainer more of the devices."
         )
-    elif (s.half_empty or 0.0) >= HALF_EMPTY and s.options.get("over_provisioning") != "auto":
+    elif (s.half_empty or 0.0) >= HALF_EMPTY and not waits_for_due and s.options.get("over_provisioning") != "auto":
         waits = f"For {s.half_empty:.0%} of the time, rounds ran with less than half of their requests in flight"
         yield from _long_tail(s, factor, bound, waits)
     if (s.at_bound or 0.0) >= AT_BOUND and factor > 1:
@@ -218,7 +219,7 @@ def _sentences(s: Summary) -> Iterator[str]:
             f"lower over_provisioning (now {factor:g}), or raise the bound if rewards and effective sample size "
             "tolerate it."
         )
-    if shares.get("due groups", 0.0) >= DUE and s.due_seconds is not None:
+    if waits_for_due:
         yield (
             f"Rounds waited {s.due_seconds:.3g} s each for groups at the limit of max_staleness={bound}, after enough "
             f"others were finished ({shares['due groups']:.0%} of the time): raise max_staleness if rewards and "
@@ -260,8 +261,8 @@ def _sentences(s: Summary) -> Iterator[str]:
         )
     if shares.get("rewards", 0.0) >= SCORING:
         yield (
-            f"Reward functions took {shares['rewards']:.0%} of the time: make the slowest one faster or asynchronous "
-            "(profiling/Time taken in the trackers names it)."
+            f"Reward functions took {shares['rewards']:.0%} of the time: set score_during_generation=True if none "
+            "needs the whole batch, or make the slowest one faster (profiling/Time taken in the trackers names it)."
         )
     if shares.get("log-probabilities", 0.0) >= SCORING:
         yield (

@@ -61,6 +61,7 @@ class RolloutDriver:
         self._enough_since: float | None = None  # when enough groups for a batch were finished
         self._may_filter = asyncio.Event()  # a group finished, or no request is left that could finish one
         self._watching: set[asyncio.Task[None]] = set()  # tasks that may close the round, besides the requests
+        self._scoring: set[asyncio.Task[None]] = set()  # between two rounds; at most one
         self._flight = InFlight(
             pool,
             engine,
@@ -179,6 +180,7 @@ class RolloutDriver:
         if self._overlap and self._lifecycle.error is None:
             self._flight.open()
             await self._flight.dispatch_more()
+            self._score_ahead()
 
     async def cut(self) -> None:
         """Abort requests between two rounds, and wait for their last tokens. The weights may change afterwards.
@@ -219,6 +221,8 @@ class RolloutDriver:
 
     async def close(self) -> None:
         """End all requests within seconds, whatever the server does. Tokens that have arrived stay in the pool."""
+        for task in self._scoring:
+            task.cancel()
         if not self._flight.is_cutting_off:  # it may be, after a second Ctrl-C
             await self._flight.cut_off()
         self._flight.acting.close()
@@ -227,11 +231,36 @@ class RolloutDriver:
         if not group.is_finished:
             return
         self._may_filter.set()
+        self._score_ahead()
         self._note_enough()
         if self._quota is not None:
-            if self._lifecycle.state in (RoundState.OPEN, RoundState.RUNNING, RoundState.CLOSING):
-                self._quota.notify()
+            self._notify()
         elif self._lifecycle.state is RoundState.RUNNING and self.pool.schedule.quota_met:
+            self._lifecycle.close()
+
+    def _notify(self) -> None:
+        """Tell the other processes of finished groups, if a round is open."""
+        assert self._quota is not None
+        if self._lifecycle.state in (RoundState.OPEN, RoundState.RUNNING, RoundState.CLOSING):
+            self._quota.notify()
+
+    def _score_ahead(self) -> None:
+        """Between two rounds, score groups that are finished already, where that is possible."""
+        dynamic, is_idle = self._dynamic, self._lifecycle.state is RoundState.IDLE
+        if dynamic is None or not dynamic.between_rounds or not self._overlap or not is_idle:
+            return
+        if all(task.done() for task in self._scoring):
+            self._flight.track(self._score_between_rounds(dynamic), self._scoring)
+
+    async def _score_between_rounds(self, dynamic: DynamicSampling) -> None:
+        while self._lifecycle.state is RoundState.IDLE and await dynamic.filter_finished(self.pool):
+            pass
+
+    def _groups_scored(self, dynamic: DynamicSampling) -> None:
+        self._note_enough()
+        if self._quota is not None:
+            self._notify()
+        elif dynamic.may_close(self.pool):
             self._lifecycle.close()
 
     def _note_enough(self) -> None:
@@ -336,19 +365,16 @@ class RolloutDriver:
 
     async def _filter_groups(self, dynamic: DynamicSampling) -> None:
         """Filter groups as they finish, until no request is left and no group can be admitted."""
+        self._groups_scored(dynamic)  # between the opening of the round and now
         if self._quota is None:
             await self._replace_rejected(dynamic)  # groups rejected before an interruption
         while self._lifecycle.state is RoundState.RUNNING:
             self._may_filter.clear()
             running = len(self._flight)
             if await dynamic.filter_finished(self.pool):
-                self._note_enough()
-                if self._quota is not None:
-                    self._quota.notify()
-                    continue
-                if dynamic.may_close(self.pool):
-                    self._lifecycle.close()
-                await self._replace_rejected(dynamic)
+                self._groups_scored(dynamic)
+                if self._quota is None:
+                    await self._replace_rejected(dynamic)
             elif running or self._quota is not None:
                 await self._may_filter.wait()
             else:

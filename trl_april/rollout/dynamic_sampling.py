@@ -2,7 +2,8 @@
 
 A group whose rewards are all equal has no advantage. DAPO (arXiv 2503.14476, section 3.2) samples until the batch is
 full of groups that have one. The invariant owned here: reward functions run in one thread, one call at a time, and
-each group is scored once. A call that outlives its round counts in the next one.
+each group is scored once. A call that outlives its round counts in the next one. Without a condition for groups, they
+are only scored, and may be scored between rounds, too.
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ class DynamicSampling:
 
     `score` and `replace` run in a thread, one call at a time. Groups that finish during a call of `score` are scored
     together by the next one. `replace` returns as many new groups as were rejected, or fewer if the dataset ends. A
-    round of all processes that rejects `max_rejected` groups is filled with rejected ones, oldest first.
+    round of all processes that rejects `max_rejected` groups is filled with rejected ones, oldest first. Without
+    `has_signal` no group is rejected. Only then they may be scored `between_rounds`: a rejected one would count for
+    the next round, whose replacements are not planned yet.
     """
 
     def __init__(
         self,
         score: Callable[[Sequence[Group]], list[Score]],
-        has_signal: Callable[[Score], bool],
+        has_signal: Callable[[Score], bool] | None,
         replace: Callable[[int], Sequence[NewGroup]],
         *,
         max_rejected: int,
+        between_rounds: bool = False,
         executor: Executor | None = None,
     ) -> None:
+        assert has_signal is None or not between_rounds
         self._score, self._has_signal, self._replace = score, has_signal, replace
-        self.max_rejected = max_rejected
+        self.max_rejected, self.between_rounds = max_rejected, between_rounds
         self.replaced = 0  # rejected groups of the round with a replacement
         self._thread = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="trl-april-rewards")
         self._scoring: tuple[list[Group], Future[list[Score]]] | None = None
@@ -52,15 +57,17 @@ class DynamicSampling:
                 return False
             # Threads inherit no context variables, and trackio keeps its run in one.
             self._scoring = groups, self._thread.submit(copy_context().run, self._score, groups)
-        groups, call = self._scoring
+        groups, call = scoring = self._scoring
         # If the round closes meanwhile, the call continues and the next round awaits it here.
         scores = await asyncio.shield(asyncio.wrap_future(call))
+        if self._scoring is not scoring:
+            return True  # by another task, which has awaited the same call
         self._scoring = None
         outstanding = {group.group_id for group in pool}
         for group, score in zip(groups, scores, strict=True):
             if group.group_id not in outstanding:
                 continue  # withdrawn between the rounds
-            if self._has_signal(score):
+            if self._has_signal is None or self._has_signal(score):
                 pool.accept(group, score)
             else:
                 pool.reject(group, score)

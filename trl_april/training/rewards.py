@@ -59,6 +59,11 @@ class RewardScorer:
     environments: Environments | None = None  # whose instances are released after their groups are scored
     _metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
+    @property
+    def has_models(self) -> bool:
+        """Whether a reward function is a model of this process."""
+        return any(isinstance(function, nn.Module) for function in self.functions)
+
     def score(self, groups: Sequence[Group]) -> list[Score]:
         """Decode and score the completions of `groups`, with one call of each reward function; one score per group."""
         use_device(self.device)
