@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +121,12 @@ def options_of(
 
 def slow(reward: Callable[..., list[float]], seconds: float) -> Callable[..., list[float]]:
     """A reward function that takes so long for each completion, without using a core, as if it asked a server."""
+    return partial(_slowed, reward, seconds) if seconds else reward  # a closure could not go to TRL's process
 
-    @wraps(reward)
-    def call(completions: list[Any], **columns: Any) -> list[float]:
-        time.sleep(seconds * len(completions))
-        return reward(completions=completions, **columns)
 
-    return call
+def _slowed(reward: Callable[..., list[float]], seconds: float, *, completions: list[Any], **columns: Any) -> Any:
+    time.sleep(seconds * len(completions))
+    return reward(completions=completions, **columns)
 
 
 def setting(text: str) -> tuple[str, Any]:
