@@ -106,6 +106,10 @@ def test_groups_that_are_due_keep_the_factor_low(due, highest, last):
     """If a round waits for them, the requests of further groups would only finish early."""
     auto = Auto(overlaps=True, due=due).rounds(60)
     assert (max(auto.factors), auto.factors[-1]) == (highest, last)
+    waited = [
+        str(change).endswith("Rounds waited for groups that were due for 60% of the time.") for change in auto.changes
+    ]
+    assert all(waited) if due == 0.6 else not any(waited)
 
 
 def test_without_overlap_waiting_for_due_groups_has_a_use():
