@@ -107,7 +107,8 @@ def test_environments_are_not_those_of_training(tmp_path):
             assert not instances[-1][1] & {*map(id, [*ours, *environments.idle[None]])}
             return output
 
-    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(GAME, seconds_per_chunk=0.01).stream) as fake:
+    # So that the second group still runs when the first one is trained.
+    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(GAME, seconds_per_chunk=0.2).stream) as fake:
         trainer = april(fake, tmp_path, Trainer, **options)
         trainer.train()
     assert len(instances) == 2 and any(count for count, _ in instances)

@@ -267,10 +267,10 @@ def test_auto_sees_the_first_token_when_the_prefill_is_done(quantum):
     simulation._chooser.observe = seen.append
     simulate(simulation.run())
     traces = {(trace.group_id, trace.index): trace for trace in seen[0].traces}
-    assert len(traces) == 4
+    assert len(traces) == 6
     for sample, trace in traces.items():
-        # The first request is alone in its step, and the other three are prefilled in the next.
-        first = 0.1 + 2 + 10 + (0 if sample == (0, 0) else 2 + 30)
+        # The first request is alone in its step, and the other five are prefilled in the next.
+        first = 0.1 + 2 + 10 + (0 if sample == (0, 0) else 2 + 50)
         assert trace.first == pytest.approx(first)
         assert trace.head == (1 if quantum == 1 else 0)
         assert not trace.finished or trace.ended >= first + 99 * 2 - 1e-6
