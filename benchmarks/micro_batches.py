@@ -7,8 +7,8 @@ The trainer scores a batch and computes the gradients of an optimiser step. Only
 completions of lognormal lengths, 4 of a prompt. Five ways take turns on the same batches: ours; rows side by side, in
 micro-batches of similar length; the same with samples in TRL's shuffled order; ours with the same number of samples
 in every micro-batch; and ours with TRL's second forward pass for the correction. No forward pass has columns after its
-longest completion. A ratio compares seconds on the same batch. Positions are the rows times columns
-of all forward passes, per token of prompts and completions.
+longest completion. A ratio compares seconds on the same batch. Positions are the rows times columns of all forward
+passes, per token of prompts and completions.
 """
 
 from __future__ import annotations

@@ -261,10 +261,8 @@ def main() -> None:
     steps = 4 if options.quick else options.steps
     prepare()
     sizes = Sizes(steps=steps, april_steps=steps)
-    path = options.output_dir / "peers.json"
-    milliseconds = options.reward_milliseconds
-    runs = measure(sizes, options.contestants, options.seeds, path, reward_milliseconds=milliseconds)
-    print(f"\n{table(runs)}")
+    path, milliseconds = options.output_dir / "peers.json", options.reward_milliseconds
+    print(f"\n{table(measure(sizes, options.contestants, options.seeds, path, reward_milliseconds=milliseconds))}")
 
 
 if __name__ == "__main__":

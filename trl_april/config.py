@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
 # While a sample's tools run, it has no request on the server: more groups are needed for as many requests.
-DEFAULT_FACTOR, DEFAULT_FACTOR_WITH_TOOLS = 3.0, 6.0
+DEFAULT_FACTOR, DEFAULT_FACTOR_WITH_TOOLS = START, 6.0
 
 
 @dataclass

@@ -112,8 +112,8 @@ def test_groups_that_are_due_keep_the_factor_low(due, highest, last):
     assert all(waited) if due == 0.6 else not any(waited)
 
 
-def test_without_overlap_waiting_for_due_groups_has_a_use():
-    """Rounds that are longer cut fewer requests."""
+def test_without_overlap_groups_that_are_due_do_not_keep_it_low():
+    """There, higher factors gained in simulations although rounds waited for such groups."""
     assert Auto(due=0.6).rounds(60).factors[-1] == 6.0
 
 

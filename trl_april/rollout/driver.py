@@ -257,6 +257,7 @@ class RolloutDriver:
             pass
 
     def _groups_scored(self, dynamic: DynamicSampling) -> None:
+        """Close the round if the groups that were scored suffice, or tell the other processes of them."""
         self._note_enough()
         if self._quota is not None:
             self._notify()
@@ -365,7 +366,7 @@ class RolloutDriver:
 
     async def _filter_groups(self, dynamic: DynamicSampling) -> None:
         """Filter groups as they finish, until no request is left and no group can be admitted."""
-        self._groups_scored(dynamic)  # between the opening of the round and now
+        self._groups_scored(dynamic)  # a call from before the round may have ended since it opened
         if self._quota is None:
             await self._replace_rejected(dynamic)  # groups rejected before an interruption
         while self._lifecycle.state is RoundState.RUNNING:

@@ -2,8 +2,8 @@
 
 A group whose rewards are all equal has no advantage. DAPO (arXiv 2503.14476, section 3.2) samples until the batch is
 full of groups that have one. The invariant owned here: reward functions run in one thread, one call at a time, and
-each group is scored once. A call that outlives its round counts in the next one. Without a condition for groups, they
-are only scored, and may be scored between rounds, too.
+each group is scored once. A call that outlives its round counts in the next one. Where no group is
+rejected, groups are only scored, and may be scored between two rounds, too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DynamicSampling:
     `score` and `replace` run in a thread, one call at a time. Groups that finish during a call of `score` are scored
     together by the next one. `replace` returns as many new groups as were rejected, or fewer if the dataset ends. A
     round of all processes that rejects `max_rejected` groups is filled with rejected ones, oldest first. Without
-    `has_signal` no group is rejected. Only then they may be scored `between_rounds`: a rejected one would count for
-    the next round, whose replacements are not planned yet.
+    `has_signal` no group is rejected. Only then may they be scored `between_rounds`: a group rejected there would
+    belong to the next round, whose replacements are not planned yet.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class Rounds:
         if pool.max_parked_tokens is not None:  # a bound per process, but they admit together
             (full,) = self.processes.reduce_max([float(pool.is_full)])
             pool.schedule.admits_surplus = not full
-        if self.overlap and (self.dynamic is None or self.dynamic.between_rounds):  # others may reject finished groups
+        if self.overlap and (self.dynamic is None or self.dynamic.between_rounds):  # else some may be rejected
             pool.schedule.withhold()
         for group in self.admission.next_groups(pool.schedule.room):
             group.admit_to(pool)

@@ -30,11 +30,11 @@ from .server_speed import DecodeSpeed, StepTimes
 START = 3.0
 CANDIDATES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 CHOICE_EVERY = 4  # rounds under a factor; its first choice waits until the groups of its first round are trained
-YOUNG = 4  # first rounds, of which nothing is learned: all groups are young, so short completions are delivered
+YOUNG = 4  # first rounds, from which nothing is learned: all groups are young, so short completions are delivered
 EARLY = 12  # rounds of training, in which changes need no second proposal
 AS_GOOD_AS_BEST = 0.01  # among factors this close to the best, the lowest wins: it is the least stale
-# Shares of the time in which rounds wait for groups that are due: above the first, the factor does not rise, and above
-# the second it falls. With a single one it would go back and forth.
+# Shares of the time in which rounds wait for groups that are due. With overlap, the factor does not rise above the
+# first, and falls above the second. With a single one it would alternate.
 DUE_TO_STAY, DUE_TO_LOWER = 0.25, 0.5
 SHRINKAGE = 3.0  # rounds after which a factor's own figures count as much as the mean of all factors
 DECAY = 0.98  # of a round's weight, per round: lengths and speeds drift
@@ -277,8 +277,12 @@ class FactorChooser:
         due_share = tried.due_share if tried is not None and self._overlaps else 0.0
         # The present factor and its neighbours, as far as they may help.
         here = self.candidates.index(before)
-        end = here + (2 if tried is not None and due_share <= DUE_TO_STAY else 1)
-        within = self.candidates[max(0, here - 1) : here if 0 < here and due_share > DUE_TO_LOWER else end]
+        end = here + 1
+        if due_share > DUE_TO_LOWER:
+            end = max(1, here)
+        elif tried is not None and due_share <= DUE_TO_STAY:
+            end += 1
+        within = self.candidates[max(0, here - 1) : end]
         rates = {factor: cycle.rate(factor) for factor in (before, *within)}
         enough = (1 - AS_GOOD_AS_BEST) * max(rates[factor] for factor in within)
         best = next(factor for factor in within if rates[factor] >= enough)
