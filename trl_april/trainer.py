@@ -36,7 +36,7 @@ from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
-from .training.callbacks import StepCallback, print_lines
+from .training.callbacks import StepCallback, add_round_lines
 from .training.compatibility import sees_images
 from .training.correction import can_correct_in_training
 from .training.forward_pass import without_padding
@@ -164,7 +164,7 @@ class APRILGRPOTrainer(GRPOTrainer):
                 compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
-            print_lines(self.callback_handler.callbacks, given=callbacks or ())
+            add_round_lines(self.callback_handler.callbacks, given=callbacks or ())
             run = lambda: self._session, lambda: self._stop, lambda: self._step
             self.add_callback(StepCallback(*run, self._processes, saves_on_signal=self._options.save_on_signal))
 

@@ -1,5 +1,6 @@
 """The lines of log entries on the console."""
 
+import ast
 import io
 from contextlib import redirect_stdout
 
@@ -7,47 +8,24 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import TrainerState
 from trl.trainer import utils as trl_utils
 
 from tests.support.pools import complete, park, pool_in_round
 from trl_april.training.batch import completion_columns
-from trl_april.training.callbacks import LinePrinter, LineProgress, console_line, print_lines
+from trl_april.training.callbacks import EXPLANATION, add_round_lines
 
 
-STATE = TrainerState(global_step=12, max_steps=500)
 ENTRY = {
-    "clip_ratio/low_mean": 0.0,
-    "april/generated_tokens_per_second": 12345.6,
-    "april/staleness_mean": 0.84,
-    "april/carried_fraction": 0.416,
+    "loss": -0.0012345,
     "reward": 0.45678,
     "rewards/f/mean": 0.4,
-    "loss": -0.0012345,
     "total_flos": 0.0,
+    "april/generated_tokens_per_second": 12345.6,
+    "april/carried_fraction": 0.416,
+    "april/staleness_mean": 0.84,
+    "april/staleness_max": 3.0,
 }
-
-
-@pytest.mark.parametrize(
-    ("entry", "seconds", "line"),
-    [
-        (
-            ENTRY,
-            4000.0,
-            "step 12/500  loss -0.001234  reward 0.4568  12,346 tok/s  carried 42%  staleness 0.8  1:06:40 left",
-        ),
-        ({"loss": 1.0, "reward": None, "april/generated_tokens_per_second": 0.0}, None, "step 12/500  loss 1"),
-        (
-            {"eval_loss": 0.5, "eval_reward": 0.25, "eval_runtime": 3.0, "eval_clip_ratio/low_mean": 0.1},
-            9.0,
-            "step 12/500  eval_loss 0.5  eval_reward 0.25  eval_runtime 3",
-        ),
-        ({"train_loss": 0.5, "train_steps": 3, "reward": 1.0}, 0.0, "step 12/500  train_loss 0.5  train_steps 3"),
-        ({"mine": "text", "other": 0.123456}, None, "step 12/500  mine text  other 0.1235"),
-    ],
-)  # fmt: skip
-def test_line_of_an_entry(entry, seconds, line):
-    assert console_line(entry, STATE, seconds) == line
+LINE = "APRIL: 12,346 tok/s, 42% generated earlier, mean age 0.8 steps (oldest 3)"
 
 
 class Recorder(TrainerCallback):
@@ -59,39 +37,60 @@ class Recorder(TrainerCallback):
 
 
 class LoggingTrainer(Trainer):
-    """Logs a hundred more values, as a trainer with APRIL does."""
+    """Logs a hundred more values, as a trainer with APRIL does. The second step has no round of its own."""
 
     def log(self, logs, *args) -> None:
-        super().log(logs | {f"april/{number}": float(number) for number in range(100)} | ENTRY | logs, *args)
+        of_round = {f"april/{number}": float(number) for number in range(100)} | ENTRY
+        super().log(logs | (of_round if "loss" in logs and self.state.global_step != 2 else {}) | logs, *args)
 
 
-@pytest.mark.parametrize("disable_tqdm", [True, False])
-@pytest.mark.parametrize("keeps_stock", [True, False])
-def test_console_has_lines_and_callbacks_have_entries(tmp_path, disable_tqdm, keeps_stock):
+def printed_lines(folder, *, disable_tqdm: bool, prepare) -> list[str]:
     model = torch.nn.Linear(1, 1)
     model.forward = lambda x: {"loss": torch.nn.functional.linear(x, model.weight).mean()}
-    recorder, given = Recorder(), [PrinterCallback if disable_tqdm else ProgressCallback]
     trainer = LoggingTrainer(
         model,
         TrainingArguments(
-            str(tmp_path), max_steps=2, logging_steps=1, report_to=[], disable_tqdm=disable_tqdm, use_cpu=True,
-            save_strategy="no", remove_unused_columns=False,
+            str(folder), max_steps=3, logging_steps=1, report_to=[], disable_tqdm=disable_tqdm, use_cpu=True,
+            save_strategy="no", remove_unused_columns=False, learning_rate=0.0,
         ),
         train_dataset=[{"x": torch.ones(1)}] * 8,
     )  # fmt: skip
-    print_lines(trainer.callback_handler.callbacks, given=given if keeps_stock else ())
-    trainer.add_callback(recorder)  # after the printing callback, which must not change the entry
+    torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
+    prepare(trainer)
     with redirect_stdout(io.StringIO()) as printed:
         trainer.train()
-    lines = printed.getvalue().splitlines()
-    if keeps_stock:
-        assert all("april/99" in line for line in lines)
-        return
-    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "step 2/2"]
-    assert all("12,346 tok/s" in line and line.endswith("left") for line in lines[:2])
-    assert max(map(len, lines)) < 120
-    assert all("april/99" in entry and "total_flos" in entry for entry in recorder.entries)
-    assert isinstance(trainer.pop_callback(given[0]), LinePrinter if disable_tqdm else LineProgress)
+    return printed.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_console_prints_what_trl_logs_and_a_line_of_ours(tmp_path, disable_tqdm):
+    recorder = Recorder()
+
+    def prepare(trainer) -> None:
+        add_round_lines(trainer.callback_handler.callbacks, given=())
+        trainer.add_callback(recorder)  # after the printing callback, which must not change the entry
+
+    *entries, end = printed_lines(tmp_path, disable_tqdm=disable_tqdm, prepare=prepare)
+    steps = [ast.literal_eval(line) for line in entries if line.startswith("{")]  # as scripts parse them
+    assert [step.keys() for step in steps] == [
+        {"loss", "reward", "rewards/f/mean", "grad_norm", "learning_rate", "epoch"},
+        {"loss", "grad_norm", "learning_rate", "epoch"},
+        {"loss", "reward", "rewards/f/mean", "grad_norm", "learning_rate", "epoch"},
+    ]
+    assert [line for line in entries if not line.startswith("{")] == [EXPLANATION, LINE, LINE]
+    assert "train_runtime" in end
+    assert all("april/99" in recorder.entries[place] and "total_flos" in recorder.entries[place] for place in (0, 2))
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_a_printing_callback_of_the_user_stays(tmp_path, disable_tqdm):
+    given = [PrinterCallback if disable_tqdm else ProgressCallback]
+    lines = printed_lines(
+        tmp_path,
+        disable_tqdm=disable_tqdm,
+        prepare=lambda trainer: add_round_lines(trainer.callback_handler.callbacks, given=given),
+    )
+    assert all(line.startswith("{") for line in lines) and "april/99" in lines[0]
 
 
 def test_table_of_completions_is_readable_in_80_columns(monkeypatch):

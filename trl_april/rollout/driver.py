@@ -288,7 +288,6 @@ class RolloutDriver:
         clock = asyncio.get_running_loop().time
         if self._flight.running:
             self._flight.record_count()
-        record.waited = True
         self._enough_since = None
         self._note_enough()
         self._flight.dispatch()

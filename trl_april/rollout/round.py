@@ -58,6 +58,7 @@ class Round:
     groups: list[Group] = field(default_factory=list)  # the batch: finished groups, oldest first
     started: float = 0.0  # on the event loop's clock
     seconds: float = 0.0  # from its opening to the end of the last drained request
+    seconds_before: float = 0.0  # from the end of the last round to its opening
     due_seconds: float = 0.0  # part of `seconds` with enough finished groups, but not all that are due
     abort_seconds: float = 0.0  # part of `seconds` after the abort
     generated_tokens: int = 0  # arrived in this round
@@ -80,7 +81,6 @@ class Round:
     in_flight: list[tuple[float, float]] = field(default_factory=list)  # (seconds since `started`, running requests)
     # The same since the last round closed, in negative seconds. Empty unless requests run during training.
     overlap_in_flight: list[tuple[float, float]] = field(default_factory=list)
-    waited: bool = True  # False if its batch was finished before it opened
     over_provisioning: float = 0.0  # target for outstanding groups as a factor of the quota
     withheld_groups: int = 0  # of the target, since the trainer is the bottleneck
     traces: list[RequestTrace] = field(default_factory=list)  # ended requests in order, then those still running
@@ -115,6 +115,7 @@ class RoundRecorder:
         self._held: dict[int, int] = {}  # tokens of each group when the round opened
         # When the last round ended. Tokens of a resumed pool belong to no round of this driver.
         self._tokens_at_end = pool.counters.tokens_generated
+        self._ended: float | None = None
 
     def begin(self, version: int) -> Round:
         """Open a round of policy version `version`. An interrupted one continues without it."""
@@ -128,9 +129,9 @@ class RoundRecorder:
         return Round(
             version,
             started=now,
+            seconds_before=0.0 if self._ended is None else now - self._ended,
             over_provisioning=self._pool.schedule.over_provisioning,
             withheld_groups=self._pool.schedule.withheld,
-            waited=False,
             overlap_in_flight=beside,
             overlap_tokens=self._opened.tokens_generated - self._tokens_at_end,
             resumed_groups=sum(self._held[group_id] > 0 for group_id in resumed),
@@ -149,7 +150,8 @@ class RoundRecorder:
         record.traces = flight.traces()
         record.requests = len(flight.dispatched)
         record.launched_lengths = [sample.num_generated for sample in flight.dispatched.values()]
-        record.seconds = _now() - record.started
+        self._ended = _now()
+        record.seconds = self._ended - record.started
         record.generated_tokens = self._tokens_at_end - self._opened.tokens_generated
         record.in_flight += [(time - record.started, count) for time, count in flight.counts]
         flight.counts = []

@@ -138,6 +138,7 @@ def round_metrics(
     }
     maxima = {
         "round_seconds": done.seconds,
+        "period_seconds": done.seconds_before + done.seconds,
         "due_seconds": done.due_seconds,
         "abort_seconds": done.abort_seconds,
         "overlap_seconds": done.overlap_seconds,
@@ -154,10 +155,9 @@ def round_metrics(
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, reduce_max([float(value) for value in maxima.values()]), strict=True))
     tokens, seconds = sums["trained_tokens"], maxima["round_seconds"]
-    # Rates are per second of generation. A batch that surplus filled takes no such time, and its rates are 0.
-    overlap_seconds = maxima["overlap_seconds"]
-    generating = overlap_seconds + (seconds if done.waited and (sums["requests"] or overlap_seconds) else 0.0)
-    per_second = 1 / generating if generating else 0.0
+    # By the wall clock: a round that overlap nearly filled takes milliseconds, in which few of its tokens arrived.
+    period = maxima.pop("period_seconds")
+    per_second = 1 / period if period else 0.0
     return {
         "over_provisioning": done.over_provisioning,
         "withheld_groups": float(done.withheld_groups),

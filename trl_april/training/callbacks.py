@@ -1,93 +1,78 @@
-"""Callbacks of the trainer: around an optimiser step, and for the console, with one line per log entry.
+"""Callbacks of the trainer: around an optimiser step, and for the console.
 
-Invariant: if a signal asks for it, all processes stop after the same step, and after its checkpoint.
-
-A log entry has about a hundred values, and the callbacks of transformers print all of them. Trackers, other callbacks
-and the run log still get the whole entry.
+Invariants: the console prints each log entry as TRL alone would, then a line of APRIL's own. Trackers, other callbacks
+and the run log get the whole entry. If a signal asks for it, all processes stop after the same step, and after its
+checkpoint.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
 from ..distributed.processes import Processes
 from ..distributed.signals import Stopped, StopRequest
 
 
-# Key of a training entry and its text.
-RATE = "april/generated_tokens_per_second"
-VALUES = {
-    "loss": "loss {:.4g}",
-    "reward": "reward {:.4g}",
-    RATE: "{:,.0f} tok/s",
-    "april/carried_fraction": "carried {:.0%}",
-    "april/staleness_mean": "staleness {:.1f}",
-}
+PREFIX = "april/"
+EXPLANATION = (
+    "APRIL prints a line per generation batch: tokens generated per second of wall-clock time; the share of trained "
+    "tokens that were generated before the batch was due (partial rollouts, and overlap with training); and their "
+    "age, the optimizer steps between sampling and training. The importance-sampling correction accounts for the age, "
+    "and max_staleness bounds it."
+)
 
 
-def console_line(logs: Mapping[str, Any], state: TrainerState, seconds_left: float | None = None) -> str:
-    """The line of a log entry: of training, of an evaluation, or of anything else, such as the end of training."""
-    if "loss" in logs:
-        known = [key for key in VALUES if logs.get(key) is not None]
-        if not logs.get(RATE):  # the batch took no generation of its own
-            known = [key for key in known if key != RATE]
-        parts = [VALUES[key].format(logs[key]) for key in known]
-        if seconds_left is not None:
-            parts.append(f"{tqdm.format_interval(seconds_left)} left")
-    else:
-        # TRL adds the metrics of steps since the last entry.
-        of_training = {key: value for key, value in logs.items() if key.startswith("train_")}
-        of_evaluation = {
-            key: value
-            for key, value in logs.items()
-            if key == "eval_reward" or (key.startswith("eval_") and key.endswith(("_loss", "_runtime")))
-        }
-        shown = of_training or of_evaluation or logs
-        parts = [f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in shown.items()]
-    return "  ".join([f"step {state.global_step}/{state.max_steps}", *parts])
+def round_line(logs: Mapping[str, Any]) -> str | None:
+    """The console's line about the rounds of a log entry; `None` if it has none."""
+    if f"{PREFIX}staleness_mean" not in logs:
+        return None
+    rate, carried, age, oldest = (
+        logs[f"{PREFIX}{name}"]
+        for name in ("generated_tokens_per_second", "carried_fraction", "staleness_mean", "staleness_max")
+    )
+    return f"APRIL: {rate:,.0f} tok/s, {carried:.0%} generated earlier, mean age {age:.1f} steps (oldest {oldest:.0f})"
 
 
-class _Clock(TrainerCallback):
-    """Formats entries, with the time that training has left."""
+class _RoundLine(TrainerCallback):
+    """Lets a callback of transformers print what TRL logs, and adds a line about the rounds."""
 
-    _start: tuple[float, int] | None = None  # when and at which step training started
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        self._start = (time.monotonic(), state.global_step)
-
-    def _line(self, logs: Mapping[str, Any], state: TrainerState) -> str:
-        began, first_step = self._start or (0.0, state.global_step)
-        steps = state.global_step - first_step
-        left = (time.monotonic() - began) / steps * (state.max_steps - state.global_step) if steps else None
-        return console_line(logs, state, left)
-
-
-class LinePrinter(_Clock, PrinterCallback):
-    """Prints a line per log entry."""
+    _explained = False
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        stock = {name: value for name, value in (logs or {}).items() if not name.startswith(PREFIX)}
+        super().on_log(args, state, control, logs=stock, **kwargs)
+        line = round_line(logs or {})
+        if line is not None:
+            self._print(line if self._explained else f"{EXPLANATION}\n{line}", state)
+            self._explained = True
+
+    def _print(self, line: str, state: TrainerState) -> None:
+        raise NotImplementedError
+
+
+class RoundPrinter(_RoundLine, PrinterCallback):
+    """Prints log entries without progress bars."""
+
+    def _print(self, line: str, state: TrainerState) -> None:
         if state.is_local_process_zero:
-            print(self._line(logs, state), flush=True)
+            print(line, flush=True)
 
 
-class LineProgress(_Clock, ProgressCallback):
-    """Shows progress bars, and prints a line per log entry above them."""
+class RoundProgress(_RoundLine, ProgressCallback):
+    """Shows progress bars, and prints log entries above them."""
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def _print(self, line: str, state: TrainerState) -> None:
         if state.is_world_process_zero and self.training_bar is not None:
-            self.training_bar.write(self._line(logs, state))
+            self.training_bar.write(line)
 
 
-def print_lines(callbacks: list[TrainerCallback], given: Sequence[Any]) -> None:
+def add_round_lines(callbacks: list[TrainerCallback], given: Sequence[Any]) -> None:
     """Replace the printing callbacks that a trainer added by itself; those `given` by the user stay."""
-    ours = {PrinterCallback: LinePrinter, ProgressCallback: LineProgress}
+    ours = {PrinterCallback: RoundPrinter, ProgressCallback: RoundProgress}
     for place, callback in enumerate(callbacks):
         if type(callback) in ours and callback not in given and type(callback) not in given:
             callbacks[place] = ours[type(callback)]()
