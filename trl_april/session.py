@@ -176,7 +176,6 @@ class RolloutSession:
             dynamic=self._dynamic,
             recovery=self._recovery,
             stop=stop,
-            max_sequences=server.servers.least_sequences,
             keeps_requests=options.resume_kv == "keep",
             overlap=options.overlap_generation,
         )

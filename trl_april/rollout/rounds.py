@@ -47,7 +47,6 @@ class Rounds:
     dynamic: DynamicSampling | None
     recovery: Recovery
     stop: StopRequest
-    max_sequences: int | None  # requests that the server runs at once
     keeps_requests: bool  # through a weight sync
     overlap: bool  # whether requests run between rounds
 
@@ -204,14 +203,17 @@ class Rounds:
 
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
-        running, without_tokens = self.processes.reduce_sum(self.loop.run(self.driver.stop_asking()))
-        waiting = servers.requests_waiting() if running else 0
-        if waiting is not None and waiting > without_tokens:
+        counts = self.loop.run(self.driver.stop_asking(servers.addresses))
+        without_tokens, *running = self.processes.reduce_sum(counts)
+        queues = servers.queues() if any(running) else []
+        if sum(waiting for waiting, _ in queues) > without_tokens:
             return False  # preempted requests have tokens, and come first whatever is cut
-        if waiting or running >= (self.max_sequences or 0):
-            self.loop.run(self.driver.free_slot(), poll=self.processes.check)
-        (running,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
-        return running > 0
+        of_each = zip(servers.addresses, running, queues, strict=False)
+        full = [address for address, number, (waiting, places) in of_each if waiting or number >= places]
+        if full:
+            self.loop.run(self.driver.free_slot(full), poll=self.processes.check)
+        (left,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
+        return left > 0
 
     def _account_for_rejected(self) -> None:
         """Hand out one more row for every rejected group, so that training ends as planned."""
