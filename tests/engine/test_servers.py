@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from trl_april.engine.sampling import sampling_options
 from trl_april.engine.servers import ServersEngine
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import ServerError
+from trl_april.pool.samples import Sample
 
 
 def make_request(number: int) -> GenerationRequest:
-    return GenerationRequest(f"run-{number}-0-1", [5, 6, 7], 0, 50, "run-0", sample=(number, 0))
+    return GenerationRequest(f"run-{number}-0-1", [5, 6, 7], 0, 50, "run-0", sample=Sample(number, 0))
 
 
 def make_engine(*servers: FakeVLLM) -> ServersEngine:
@@ -102,6 +104,25 @@ def test_a_server_is_asked_for_its_version_once_for_many_requests():
             assert len(server.received_at("/v1/completions")) == 10
             assert len(server.received_at("/weight_info")) == 1
             assert server.received[0].path == "/weight_info", "before the first request"
+
+
+def test_a_sample_that_left_the_pool_has_no_home():
+    """The engine is not told: its budget was used up at a cut, or its group was withdrawn."""
+
+    async def main() -> None:
+        request = make_request(0)
+        reader = Reader(engine, request)
+        await until(lambda: len(engine._homes) == 1)
+        await engine.abort([request.request_id])
+        assert await reader.error() is None
+        del request, reader
+        gc.collect()
+        assert not engine._homes
+        await engine.close()
+
+    with FakeVLLM(script=stall) as one, FakeVLLM(script=stall) as two:
+        engine = make_engine(one, two)
+        asyncio.run(main())
 
 
 def test_a_single_server_gets_the_requests_alone():

@@ -6,12 +6,11 @@ is rejected; the training thread touches the pool only while the event loop is p
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from accelerate.logging import get_logger
 
 from ..data.admission import Admission
 from ..data.source import RowSource
@@ -29,7 +28,7 @@ from .progress import RoundProgress, notebook_bar
 from .round import Round
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -91,6 +90,9 @@ class Rounds:
         weights from the version `oldest` on, nothing is paused, and requests of these stay on theirs. A collective
         call.
         """
+        bound = self.pool.schedule.max_staleness
+        if oldest is not None and bound is not None:
+            oldest = max(oldest, version - bound)  # further tokens of older weights would be beyond the bound
         if self.keeps_requests and self._has_room(servers) and (oldest is not None or servers.pause()):
             self.loop.run(self.driver.hold(version, oldest), poll=self.processes.check)
             self.processes.barrier()
@@ -226,7 +228,8 @@ class Rounds:
         # A round filled with rejected groups trains some whose replacements are already admitted. Near the end of
         # training the replacements are surplus.
         self.cut()
-        withdrawn = self.pool.withdraw(self.source.take_back(-unreplaced))
+        with self.loop.paused():  # tools run on, and their results change the pool
+            withdrawn = self.pool.withdraw(self.source.take_back(-unreplaced))
         self.admission.forget(withdrawn)
-        if withdrawn:
-            logger.info(f"{len(withdrawn)} groups are not trained: training ends before it could use them.")
+        if withdrawn and self.processes.rank == 0:
+            logger.info("%d groups are not trained: training ends before it could use them.", len(withdrawn))
