@@ -48,7 +48,7 @@ def test_a_thread_works_on_the_device_of_its_process(monkeypatch, device, used):
 
 
 def test_a_reward_model_pads_no_tokenizer_of_another_thread():
-    """Though it was given the trainer's own. The main thread tokenizes prompts meanwhile, and could get padded ones."""
+    """Though it was given the trainer's own. The main thread tokenizes meanwhile, and could get padded prompts."""
     tokenizer, padded = build_tokenizer(), []
 
     class Model(torch.nn.Module):
