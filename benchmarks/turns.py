@@ -89,7 +89,7 @@ class ScriptedTurns(VLLMEngine):
     turn_of: dict[tuple[int, int], int]
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        key = request.sample or (0, 0)
+        key = request.sample.key if request.sample else (0, 0)
         length = self.script.length(key, self.turn_of.get(key, 0))
         return VLLMEngine.generate(self, replace(request, max_tokens=length - request.generated))
 
@@ -178,7 +178,7 @@ class Contestant:
 
             async def generate(key: tuple[int, int]) -> list[int]:
                 name = f"{salt}-{key[0]}-{key[1]}-{self._engine.turn_of.get(key, 0)}"
-                request = GenerationRequest(name, ids[key], 0, BUDGET, salt, sample=key)
+                request = GenerationRequest(name, ids[key], 0, BUDGET, salt, sample=Sample(*key))
                 return [token async for chunk in self._engine.generate(request) for token in chunk.token_ids]
 
             for key, new in zip(left, await asyncio.gather(*map(generate, left)), strict=True):

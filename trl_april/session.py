@@ -176,7 +176,6 @@ class RolloutSession:
             dynamic=self._dynamic,
             recovery=self._recovery,
             stop=stop,
-            max_sequences=server.servers.least_sequences,
             keeps_requests=options.resume_kv == "keep",
             overlap=options.overlap_generation,
         )
@@ -346,10 +345,7 @@ class RolloutSession:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
         if self._chooser is not None:
             self._chooser.quiesced()
-        step, oldest, bound = self._state.global_step, self._server.oldest_kept, self._options.max_staleness
-        if oldest is not None and bound is not None:
-            oldest = max(oldest, step - bound)
-        self._rounds.quiesce(step, self._server.servers, oldest)
+        self._rounds.quiesce(self._state.global_step, self._server.servers, self._server.oldest_kept)
 
     def _route(self) -> None:
         """Send requests to the servers that hold the weights."""

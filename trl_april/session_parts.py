@@ -1,7 +1,7 @@
 """What sessions and evaluations take from TRL's trainer: rows, models, micro-batches, scoring, turns with tools.
 
-Invariant: work in threads uses a tokenizer of its own. One that another thread truncates meanwhile renders other
-tokens, without an error.
+Invariant: work in threads uses a tokenizer of its own. One that another thread truncates or pads meanwhile renders
+other tokens, without an error.
 """
 
 from __future__ import annotations
@@ -97,14 +97,16 @@ def sample_images(trainer: GRPOTrainer, options: AprilOptions) -> SampleImages:
 
 
 def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None = None) -> RewardScorer:
-    """Scores groups as the trainer would."""
+    """Scores groups as the trainer would, in a thread; a reward model may share the trainer's tokenizer."""
+    processing_class, of_rewards = copy.deepcopy((trainer.processing_class, trainer.reward_processing_classes))
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     return RewardScorer(
         functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
-        processing_classes=trainer.reward_processing_classes,
+        processing_classes=of_rewards,
         names=trainer.reward_func_names,
         weights=trainer.reward_weights,
         normalize_first=trainer.multi_objective_aggregation == "normalize_then_sum",
-        decode=partial(decode_completions, trainer._tokenizer, trainer.processing_class),
+        decode=partial(decode_completions, tokenizer, processing_class),
         state=lambda: trainer.state,
         timed=lambda name: profiling_context(trainer, name),
         async_loop=trainer.async_loop if trainer._has_async_funcs else None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from trl_april.engine.sampling import sampling_options
 from trl_april.engine.servers import ServersEngine
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import ServerError
+from trl_april.pool.samples import Sample
 
 
 def make_request(number: int) -> GenerationRequest:
-    return GenerationRequest(f"run-{number}-0-1", [5, 6, 7], 0, 50, "run-0", sample=(number, 0))
+    return GenerationRequest(f"run-{number}-0-1", [5, 6, 7], 0, 50, "run-0", sample=Sample(number, 0))
 
 
 def make_engine(*servers: FakeVLLM) -> ServersEngine:
@@ -102,6 +105,47 @@ def test_a_server_is_asked_for_its_version_once_for_many_requests():
             assert len(server.received_at("/v1/completions")) == 10
             assert len(server.received_at("/weight_info")) == 1
             assert server.received[0].path == "/weight_info", "before the first request"
+
+
+def test_the_next_turn_of_a_sample_stays_where_its_blocks_are():
+    """Though another server comes first, and has as few requests."""
+
+    async def answer(stream: Stream) -> None:
+        await (stall(stream) if stream.request_id.startswith("cmpl-run-1") else stream.tokens([100], None, "stop"))
+
+    async def main() -> None:
+        other = Reader(engine, make_request(1))
+        await until(lambda: other.tokens == 2)
+        turn = make_request(0)
+        assert await Reader(engine, turn).error() is None
+        await engine.abort([make_request(1).request_id])
+        assert await other.error() is None
+        assert await Reader(engine, replace(turn, request_id="run-0-0-2")).error() is None
+        assert [len(server.received_at("/v1/completions")) for server in (one, two)] == [1, 2]
+        await engine.close()
+
+    with FakeVLLM(script=answer) as one, FakeVLLM(script=answer) as two:
+        engine = make_engine(one, two)
+        asyncio.run(main())
+
+
+def test_a_sample_that_left_the_pool_has_no_home():
+    """The engine is not told: its budget was used up at a cut, or its group was withdrawn."""
+
+    async def main() -> None:
+        request = make_request(0)
+        reader = Reader(engine, request)
+        await until(lambda: len(engine._homes) == 1)
+        await engine.abort([request.request_id])
+        assert await reader.error() is None
+        del request, reader
+        gc.collect()
+        assert not engine._homes
+        await engine.close()
+
+    with FakeVLLM(script=stall) as one, FakeVLLM(script=stall) as two:
+        engine = make_engine(one, two)
+        asyncio.run(main())
 
 
 def test_a_single_server_gets_the_requests_alone():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -378,23 +379,21 @@ def test_a_server_that_does_not_know_the_adapter_was_restarted(adapter: str | No
     """It may get the adapter again. A model that it never had stays an error."""
     with FakeVLLM() as server:
         server.answers["/v1/completions"] = (404, "The model does not exist.")
-        assert type(generate_until_error(server, adapter=lambda: adapter)[1]) is error
+        assert type(generate_until_error(server, adapter=lambda version: adapter)[1]) is error
 
 
-def test_requests_are_for_the_adapter_of_the_moment():
-    """The server holds the weights if it reports the adapter's name."""
-    names = ["trl-april-1-1", "trl-april-1-2"]
-    with FakeVLLM(max_loras=2, adapters=dict.fromkeys(names, "/folder"), weight_version=names[1]) as server:
+def test_requests_are_for_the_adapter_of_their_version():
+    """Also after a sync to another. The server holds the weights if it reports the adapter's name."""
+    names = {7: "trl-april-1-1", 8: "trl-april-1-2"}
+    with FakeVLLM(max_loras=2, adapters=dict.fromkeys(names.values(), "/folder"), weight_version=names[8]) as server:
 
         async def both(engine: VLLMEngine) -> list[bool]:
-            found = []
-            for server.model in names:
-                await collect(engine)
-                found.append(await engine.holds(7))
-            return found
+            for version in names:
+                await collect(engine, replace(request_for(version), version=version))
+            return [await engine.holds(version) for version in (7, 8, 9)]
 
-        assert with_engine(server, both, adapter=lambda: server.model) == [False, True]
-        assert [request.body["model"] for request in server.received_at("/v1/completions")] == names
+        assert with_engine(server, both, adapter=names.__getitem__) == [False, True, False]
+        assert [one.body["model"] for one in server.received_at("/v1/completions")] == list(names.values())
 
 
 async def send_and_drop(stream: Stream, *events: bytes) -> None:

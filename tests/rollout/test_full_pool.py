@@ -112,6 +112,25 @@ def test_sample_that_pauses_before_a_retry_is_held_back():
     assert [len(engine.requests_of(group)) for group in (1, 2)] == [2, 1]
 
 
+def test_request_that_is_held_back_is_waited_for_before_its_adapter_leaves():
+    """Its last tokens take three seconds. It is no longer among the tasks that may send requests."""
+    slow = Attempt([Tokens(1)] * 90, abort_seconds=3.0)
+    pool = full_at(8)
+    engine = ScriptedEngine({(0, 0): natural(50), (1, 0): slow})
+    driver = make_driver(pool, engine, overlap=True, resume_kv="keep")
+
+    async def main() -> None:
+        round_ = asyncio.create_task(driver.run_round())
+        await asyncio.sleep(4.5)
+        assert aborted(engine) == {1} and len(engine.live) == 2
+        await driver.hold(3, 3)
+        assert engine.live == set()
+        round_.cancel()
+        await asyncio.gather(round_, return_exceptions=True)
+
+    simulate(main())
+
+
 # Dynamic sampling
 
 

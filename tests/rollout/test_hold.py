@@ -36,7 +36,8 @@ def test_each_token_has_the_version_that_sampled_it(sizes: list[int], changes: l
 
     async def main():
         sample = Sample(0, 0)
-        request = RunningRequest(GenerationRequest("r", [1], 0, 99, "s"), sample, 0, 0, 0.0, asyncio.timeout(None))
+        task, deadline = asyncio.current_task(), asyncio.timeout(None)
+        request = RunningRequest(GenerationRequest("r", [1], 0, 99, "s"), sample, 0, 0, 0.0, deadline, task)
         found, received, announced = [], 0, 0
         for size in sizes:
             while announced < len(changes) and changes[announced] <= received + size:
@@ -54,6 +55,7 @@ def test_each_token_has_the_version_that_sampled_it(sizes: list[int], changes: l
             for piece, version in pieces:
                 sample.append(piece.token_ids, piece.logprobs, version)
             received += size
+            assert request.version == sum(change <= received for change in changes), "of the next token"
         return found
 
     found = asyncio.run(main())
@@ -186,7 +188,7 @@ def test_freed_slot_aborts_waiting_requests_and_the_shortest():
         await asyncio.sleep(10.5)
         await driver.stop_asking()
         assert (driver.in_flight, driver.without_tokens) == (3, 1)
-        await driver.free_slot()
+        await driver.free_slot([None])
         await driver.hold(1)
         assert [key_of(request_id) for request_id in engine.live] == [(1, 0)]
         pool.begin_round(1)

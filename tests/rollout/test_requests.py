@@ -26,6 +26,7 @@ def test_a_request_has_the_prompt_and_every_token_so_far():
         request = maker.make(group, sample, 1)
         assert request.token_ids == [*group.prompt_ids, *sample.token_ids]
         assert (request.generated, request.max_tokens) == (len(sample), budget - len(sample))
+        assert request.version == 1, "by which engines find the adapter"
     assert list(sample.token_ids) == [7, 8, 9]
 
 

@@ -325,7 +325,8 @@ def test_held_requests_of_a_server_that_leaves_in_the_sync_continue_elsewhere(ho
     assert done.broken_streams == 2 and len(servers.engines["a"].requests) == 5
 
 
-def test_a_slot_is_freed_on_each_server():
+@pytest.mark.parametrize(("full", "left"), [("ab", [2, 2]), ("b", [3, 2])])
+def test_a_slot_is_freed_on_each_full_server(full: str, left: list[int]):
     pool = make_pool(1, outstanding=7)
     servers = Servers(pool, length=lambda key: 20 if key[0] else 1)
     servers.driver._overlap = True
@@ -334,11 +335,11 @@ def test_a_slot_is_freed_on_each_server():
     async def rounds() -> list[int]:
         await servers.round(0)
         await asyncio.sleep(3)
-        await servers.driver.stop_asking()
-        await servers.driver.free_slot()
+        assert await servers.driver.stop_asking(["a", "b"]) == [0, 3, 3]
+        await servers.driver.free_slot(full)
         return [len(engine.live) for engine in servers.engines.values()]
 
-    assert run(servers, rounds()) == [2, 2]
+    assert run(servers, rounds()) == left
 
 
 # Servers that come and go

@@ -160,6 +160,33 @@ def test_result_that_lands_between_rounds(overlap):
     simulate_and_close(driver, main())
 
 
+def test_result_that_lands_as_a_round_begins_does_not_close_it():
+    """The last one in flight, before the round has requested anything. Of several processes, one would leave it."""
+    ended: list[Any] = []
+
+    class ByHand(Waits):
+        def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future:
+            if args[1].group_id == 0:
+                return super().submit(function, *args, **kwargs)
+            future: Future = Future()
+            ended.append(lambda: future.set_result(function(*args)))
+            return future
+
+    pool, _, driver, _ = setup(
+        {(1, 1): natural(50)}, groups=2, samples=2, threads=ByHand(), tools=Tools(answering=(0, 1))
+    )
+
+    async def main() -> list[int]:
+        await driver.run_round()
+        assert (driver.in_flight, driver.acting) == (0, 1)
+        pool.begin_round(1)
+        ended.pop()()
+        asyncio.get_running_loop().call_later(60.0, lambda: ended.pop()())
+        return ids((await driver.run_round()).groups)
+
+    assert simulate_and_close(driver, main()) == [1]
+
+
 def test_satisfied_round_requests_nothing():
     """Tools finish group 1 between two rounds, so nothing is requested, nor as those of group 2 return after it."""
     pool, engine, driver, _ = setup(

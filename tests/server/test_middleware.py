@@ -44,6 +44,7 @@ class Engine:
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), core_engines=[b"engine"] * own)
         self.output_processor = SimpleNamespace(request_states={})
+        self.errored, self.dead_error = False, RuntimeError("The engine died.")
         self._paused = paused
 
     async def is_paused(self) -> bool:
@@ -86,6 +87,18 @@ def test_tokens_in_transit_are_counted():
         return answer
 
     assert asyncio.run(run()) == (200, {"generated": {"one": 6, "other": 3}})
+
+
+def test_an_engine_that_dies_after_the_pause_answers_no_question():
+    """Nothing reads its outputs any more. To wait for that would keep the API process busy for ever."""
+
+    async def run() -> None:
+        engine = Engine()
+        asyncio.get_running_loop().call_later(0.05, setattr, engine, "errored", True)
+        with pytest.raises(RuntimeError, match="died"):
+            await ask(engine, {"request_ids": ["one"]})
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

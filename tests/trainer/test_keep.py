@@ -85,12 +85,13 @@ def note_starts(monkeypatch) -> dict[tuple[int, int], list[tuple[int, bool]]]:
     starts, holders, generate = defaultdict(list), {}, VLLMEngine.generate
 
     async def noted(engine, request):
-        starts[request.sample].append((request.generated, holders.pop(request.sample, None) is engine))
+        sample = request.sample.key
+        starts[sample].append((request.generated, holders.pop(sample, None) is engine))
         try:
             async with aclosing(generate(engine, request)) as stream:
                 async for chunk in stream:
                     if chunk.finish_reason is not None:
-                        holders[request.sample] = engine
+                        holders[sample] = engine
                     yield chunk
         except ServerError:
             for key in [key for key, holder in holders.items() if holder is engine]:
@@ -289,7 +290,7 @@ class TestServers:
         """A full server frees a slot. All four requests are aborted if preempted ones would come before the canary."""
         trainer, servers = keeping, keeping.vllm_generation.servers
         servers.first.info = replace(servers.info, max_sequences=places)
-        servers.requests_waiting = lambda: waiting
+        servers.first.requests_waiting = lambda: float(waiting or 0)
         pause, held_requests = servers.pause, []
 
         def noted() -> bool:

@@ -3,12 +3,15 @@
 import asyncio
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.tiny import build_tokenizer
 from trl_april.errors import ConfigError
+from trl_april.session_parts import reward_scorer
 from trl_april.training.rewards import checked, use_device
 
 
@@ -42,3 +45,25 @@ def test_a_thread_works_on_the_device_of_its_process(monkeypatch, device, used):
     monkeypatch.setattr(torch.accelerator, "set_device_index", found.append)
     use_device(torch.device(device))
     assert found == used
+
+
+def test_a_reward_model_pads_no_tokenizer_of_another_thread():
+    """Though it was given the trainer's own. The main thread tokenizes meanwhile, and could get padded prompts."""
+    tokenizer, padded = build_tokenizer(), []
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> SimpleNamespace:
+            padded.append((tuple(input_ids.shape), tokenizer.backend_tokenizer.padding))
+            return SimpleNamespace(logits=torch.zeros(len(input_ids), 1))
+
+    model = Model()
+    trainer = SimpleNamespace(
+        reward_funcs=[model], reward_func_names=["model"], reward_processing_classes=[tokenizer],
+        processing_class=tokenizer, reward_weights=torch.ones(1), multi_objective_aggregation="sum_then_normalize",
+        _has_async_funcs=False, chat_template_kwargs={}, accelerator=SimpleNamespace(device=torch.device("cpu")),
+    )  # fmt: skip
+    arguments = {"prompts": ["1+1=", "2="], "completions": ["2", "2"], "completion_ids": [[3], [3]]}
+    scorer = reward_scorer(trainer)
+    scorer.timed = nullcontext
+    assert scorer._call(arguments) == [[0.0], [0.0]]
+    assert padded == [((2, 5), None)]

@@ -1,9 +1,11 @@
 """Syncs of adapters over HTTP: names, files, the choice against merged weights, and servers that lose an adapter."""
 
+import asyncio
 import gc
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,11 @@ from tests.support.tiny import build_model
 from tests.support.tiny_vision import build_processor, build_vision_model
 from tests.support.weight_folders import weight_folders
 from tests.weights.test_sync_outages import MortalVLLM, paths
+from trl_april.engine.protocol import GenerationRequest
+from trl_april.engine.sampling import SamplingOptions
+from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
+from trl_april.weights import adapters
 from trl_april.weights import sync as weight_sync
 from trl_april.weights.adapters import PREFIX, AdapterTransport, why_merged, why_not_served
 
@@ -99,7 +105,7 @@ def test_adapters_stay_as_long_as_a_request_may_use_them(trainer, fake):
     names = []
     for _ in range(4):
         trainer.sync(generation)
-        names.append(generation.adapter)
+        names.append(generation.adapter_of(trainer.step))
         assert list(fake.adapters) == names[-2:]
         assert [Path(folder).is_dir() for folder in folders(fake)[-3:]] == [False, True, True][-len(names) :]
     assert oldest == [1, 1, 2, 3] and len(set(names)) == 4
@@ -114,7 +120,7 @@ def test_evaluation_generates_with_the_adapter(trainer, fake):
     for _ in range(2):
         trainer.sync(generation)
         generation.generate([[1]], None, 1)
-        assert fake.evaluated_model == generation.adapter
+        assert fake.evaluated_model == generation.adapter_of(trainer.step)
 
 
 def test_every_server_gets_the_adapter_and_the_smallest_decides_how_many_stay(trainer, fakes):
@@ -123,7 +129,7 @@ def test_every_server_gets_the_adapter_and_the_smallest_decides_how_many_stay(tr
     generation = trainer.connect(address, server_timeout=10.0)
     for _ in range(2):
         trainer.sync(generation)
-        assert [list(fake.adapters) for fake in fakes] == [[generation.adapter]] * 2
+        assert [list(fake.adapters) for fake in fakes] == [[generation.adapter_of(trainer.step)]] * 2
     assert generation.servers.holding == {fake.base_url for fake in fakes}
     generation.servers.give_up()
 
@@ -136,12 +142,55 @@ def test_a_restarted_server_gets_the_adapter_again(trainer, fake):
     fake.restart()
     assert not generation.servers.holds_weights()
     generation.sync_weights()
-    assert list(fake.adapters) == [generation.adapter] and generation.servers.holds_weights()
+    assert list(fake.adapters) == [generation.adapter_of(trainer.step)] and generation.servers.holds_weights()
     fake.loses = "/v1/load_lora_adapter"
     with pytest.raises(ServerError):
         trainer.sync(generation)
     generation.sync_weights()
     assert generation.servers.holds_weights()
+
+
+def test_in_a_sync_requests_ask_for_an_adapter_that_the_server_has(trainer, fake, monkeypatch):
+    """Tools end at any moment of it, and writing a large adapter takes a while."""
+    generation = trainer.connect(fake, server_timeout=10.0)
+    trainer.sync(generation)
+    held = []
+
+    def ask() -> None:
+        async def main() -> None:
+            engine = VLLMEngine(fake.base_url, "tiny", SamplingOptions({}), adapter=generation.adapter_of)
+            version = trainer.step - 1  # until the sync is complete
+            async for _ in engine.generate(GenerationRequest("r", [5, 6, 7], 0, 50, "salt", version=version)):
+                pass
+            held.append(await engine.holds(version))
+            await engine.close()
+
+        asyncio.run(main())
+
+    write = adapters.write_adapter
+    monkeypatch.setattr(adapters, "write_adapter", lambda *args: (ask(), write(*args)))
+    generation.before_sync = ask
+    trainer.sync(generation)
+    assert held == [True, True]
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/update_weight_version"])
+def test_an_adapter_of_a_failed_sync_is_not_counted_and_leaves_nothing(trainer, fake, tmp_path, path):
+    """Though the server may have it. Its folder would fill the shared memory."""
+    generation = trainer.connect(fake, weight_sync_dir=str(tmp_path), server_timeout=10.0)
+    oldest = []
+    generation.before_sync = lambda: oldest.append(generation.oldest_kept)
+    for fake.loses in (None, path, None):
+        trainer.change()
+        with nullcontext() if fake.loses is None else pytest.raises(ServerError):
+            generation.sync_weights()
+        if trainer.step == 2:
+            with pytest.raises(KeyError):
+                generation.adapter_of(2)
+            assert len(fake.adapters) == 2 and len(list(tmp_path.iterdir())) == 1
+    assert oldest == [1, 1, 1]
+    assert list(fake.adapters) == [generation.adapter_of(1), generation.adapter_of(3)]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_server_with_other_weights_than_its_own_is_refused(trainer, fake):
@@ -161,7 +210,7 @@ def test_merged_weights_are_sent_where_the_server_cannot_serve_the_adapter(train
     for fake, words in zip(fakes, ["rank 4 is greater", "started without --enable-lora"], strict=True):
         with caplog.at_level(logging.WARNING, "trl_april"):
             generation = trainer.connect(fake)
-        assert generation.weight_sync == "filesystem" and generation.adapter is generation.oldest_kept is None
+        assert generation.weight_sync == "filesystem" and generation.adapter_of(0) is generation.oldest_kept is None
         (line,) = [record.message for record in caplog.records if "Merged weights are sent" in record.message]
         assert words in line
         caplog.clear()

@@ -207,7 +207,7 @@ def test_what_servers_can_together(trainer, fakes):
         fake.more_config = {"scheduler_config": {"max_num_seqs": number}}
     generation = connect(trainer, fakes)
     assert generation.server_info.max_model_len == 400
-    assert (generation.server_info.max_sequences, generation.servers.least_sequences) == (11, 3)
+    assert generation.server_info.max_sequences == 11 and generation.servers.queues() == [(0.0, 8.0), (0.0, 3.0)]
 
 
 def test_the_check_asks_every_engine_of_a_server(trainer, fakes):

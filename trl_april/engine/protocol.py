@@ -25,7 +25,8 @@ class GenerationRequest:
     max_tokens: int  # that may still be generated, at least 1
     cache_salt: str  # requests share KV blocks only with requests of the same salt
     seed: int | None = None  # of this request's sampling
-    sample: tuple[int, int] | None = None  # key of the sample: requests of one sample share KV blocks
+    sample: Sample | None = None  # whose requests share KV blocks
+    version: int = 0  # policy version of its weights
     images: Sequence[Any] = ()  # among `token_ids`, if there are any: `engine.images.PlacedImages`
 
 
@@ -85,7 +86,8 @@ class RequestMaker:
             max_tokens=group.remaining(sample),
             cache_salt=f"{self._run_id}-{salt}",
             seed=None if self._seed is None else derive_seed(self._seed, sample),
-            sample=sample.key,
+            sample=sample,
+            version=version,
             images=self._images_of(group, sample),
         )
 

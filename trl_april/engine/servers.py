@@ -12,8 +12,10 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from ..errors import EngineError, ServerError
+from ..pool.samples import Sample
 from .protocol import Chunk, GenerationRequest, RolloutEngine, ServerLost
 
 
@@ -62,7 +64,7 @@ class ServersEngine:
         self._servers = {address: _Server(address, connect(address)) for address in addresses}
         self._version: int | None = None
         self._server_of: dict[str, _Server] = {}  # by id of a running request
-        self._homes: dict[tuple[int, int], _Server] = {}  # servers with the KV blocks of unfinished samples
+        self._homes = WeakKeyDictionary[Sample, _Server]()  # servers with the KV blocks of samples
         self._closing: set[asyncio.Task[None]] = set()
         self._busy_seconds = 0.0  # with requests of ours on any server
         self._counted_until = 0.0
@@ -124,11 +126,8 @@ class ServersEngine:
             async with aclosing(server.engine.generate(request)) as stream:
                 async for chunk in stream:
                     server.traffic.tokens += len(chunk.token_ids)
-                    if self._is_sticky and request.sample is not None:
-                        if chunk.finish_reason not in (None, "abort"):
-                            self._homes.pop(request.sample, None)
-                        elif chunk.token_ids:
-                            self._homes[request.sample] = server
+                    if self._is_sticky and request.sample is not None and chunk.token_ids:
+                        self._homes[request.sample] = server
                     yield chunk
         except ServerError as error:
             if await self._has_left(server, error):

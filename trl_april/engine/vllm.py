@@ -35,8 +35,8 @@ class VLLMEngine:
     """A [`~trl_april.engine.protocol.RolloutEngine`] on the vLLM server at `base_url`.
 
     The server serves its model as `model`, streams `stream_interval` tokens per chunk, and gets `api_key` as a bearer
-    token. A token id beyond the trained model's `vocab_size` is an error. `adapter` returns the name of the adapter
-    that requests are for, if it is an adapter that changes with the policy version.
+    token. A token id beyond the trained model's `vocab_size` is an error. `adapter` returns the name of the adapter of
+    a policy version, if requests are for an adapter.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class VLLMEngine:
         stream_interval: int = 64,
         api_key: str | None = None,
         vocab_size: int | None = None,
-        adapter: Callable[[], str | None] = lambda: None,
+        adapter: Callable[[int], str | None] = lambda version: None,
     ) -> None:
         self._base_url = base_url.rstrip("/")
         self._min_tokens = sampling.min_tokens
@@ -73,10 +73,10 @@ class VLLMEngine:
         if request.images:
             self._with_images.add(request.request_id)
         try:
-            path, data = await self._asked_for(request)
-            async with self._request(
-                "POST", path, data=data, headers={"X-Request-Id": request.request_id}
-            ) as response:
+            path, body = await self._asked_for(request)
+            data, headers = orjson.dumps(body, option=JSON), {"X-Request-Id": request.request_id}
+            has_adapter = body["model"] != self._body["model"]
+            async with self._request("POST", path, has_adapter=has_adapter, data=data, headers=headers) as response:
                 async with aclosing(self._chunks(response, EventStream(request, self._vocab_size))) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -102,7 +102,7 @@ class VLLMEngine:
                 await _read_rest(response)
             self._streams.discard(response.content)
 
-    async def _asked_for(self, request: GenerationRequest) -> tuple[str, bytes]:
+    async def _asked_for(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
         """The path and the body of a request."""
         body = {**self._body, "cache_salt": request.cache_salt}
         sampling = {
@@ -120,10 +120,9 @@ class VLLMEngine:
             features = await joined_features(request.images, self._render)
             sampling["detokenize"] = False
             body |= {"token_ids": request.token_ids, "features": features, "sampling_params": sampling}
-        if (adapter := self._adapter()) is not None:
-            body["model"] = adapter
-        path = GENERATE_PATH if request.images else "/v1/completions"
-        return path, orjson.dumps(body, option=JSON)
+        # Not the present version: a sync may have come since the request was made.
+        body["model"] = self._adapter(request.version) or body["model"]
+        return GENERATE_PATH if request.images else "/v1/completions", body
 
     async def _render(self, messages: list[Any]) -> dict[str, Any]:
         """The features of the images in a conversation. They depend on the images alone."""
@@ -156,7 +155,7 @@ class VLLMEngine:
     async def holds(self, version: int) -> bool:
         try:
             answer = await self._ask("/weight_info", seconds=ANSWER_SECONDS)
-            return bool(orjson.loads(answer)["weight_version"] == (self._adapter() or str(version)))
+            return bool(orjson.loads(answer)["weight_version"] == (self._adapter(version) or str(version)))
         except (ServerError, EngineError, ValueError, TypeError, KeyError):
             return False
 
@@ -175,11 +174,13 @@ class VLLMEngine:
             return await response.read()
 
     @asynccontextmanager
-    async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(
+        self, method: str, path: str, *, has_adapter: bool = False, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer with status 200; other ones, and a connection that breaks in the block, are our errors."""
         try:
             async with self._open_session().request(method, f"{self._base_url}{path}", **options) as response:
-                await _raise_for_status(response, lost_adapter=self._adapter() is not None)
+                await _raise_for_status(response, lost_adapter=has_adapter)
                 yield response
         except ServerError:
             raise  # an OSError too, but it quotes the server
@@ -239,7 +240,7 @@ async def _raise_for_status(response: aiohttp.ClientResponse, *, lost_adapter: b
         raise EngineError(f"{message} Restart the server with VLLM_SERVER_DEV_MODE=1 in its environment.")
     if response.status == 404 and response.url.path == RENDER_PATH:
         raise EngineError(f"{message} Prompts with images need it: restart the server with --enable-scale-out.")
-    if response.status == 404 and response.url.path in ("/v1/completions", GENERATE_PATH) and lost_adapter:
+    if response.status == 404 and lost_adapter:
         raise ServerError(message)  # it was restarted, and does not know the adapter
     if response.status >= 500 or response.status == 429:
         raise ServerError(message)

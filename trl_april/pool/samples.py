@@ -79,7 +79,7 @@ class Conversation:
         self.turn_start, self.turn_ended = start, None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sample:
     """One completion of a group's prompt, finished or not.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 
 from ..distributed.quota import SharedQuota
@@ -112,7 +112,7 @@ class RolloutDriver:
                 "as many before opening it."
             )
         taken = self._lifecycle.state is RoundState.IDLE
-        is_satisfied = schedule.quota_met if self._dynamic is None else self._dynamic.may_close(self.pool)
+        is_satisfied = self._is_satisfied
         self._lifecycle.enter(RoundState.SATISFIED if is_satisfied else RoundState.OPEN)
         if taken or self.round is None or self.round.version != schedule.version:
             self.round = self._recorder.begin(schedule.version)
@@ -136,6 +136,8 @@ class RolloutDriver:
         assert self.round is not None
         is_satisfied = lifecycle.state is RoundState.SATISFIED
         if not is_satisfied:
+            # Before the round runs: the last result in flight would close it before anything was requested.
+            self._flight.acting.land()
             lifecycle.enter(RoundState.RUNNING)
         try:
             if not is_satisfied:
@@ -197,14 +199,14 @@ class RolloutDriver:
         elif failure is not None:
             raise failure
 
-    async def stop_asking(self) -> list[int]:
-        """Send no more requests until the next round. Returns how many run, and how many of these without tokens."""
+    async def stop_asking(self, servers: Sequence[str] = ()) -> list[int]:
+        """Send no more requests until the next round. Returns how many have no tokens, and run on each server."""
         self._flight.stop_asking()
-        return [self.in_flight, self.without_tokens]
+        return [self.without_tokens, *map(self._flight.servers.count, servers)]
 
-    async def free_slot(self) -> None:
+    async def free_slot(self, full: Collection[str | None]) -> None:
         """Free a slot of each full server: abort queued requests, and the one that is cheapest to resume."""
-        await self._flight.free_slot()
+        await self._flight.free_slot(full)
 
     async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across the coming sync to policy version `version`, on a paused engine, or else cut them.
@@ -232,16 +234,20 @@ class RolloutDriver:
             return
         self._may_filter.set()
         self._score_ahead()
-        self._note_enough()
-        if self._quota is not None:
-            self._notify()
-        elif self._lifecycle.state is RoundState.RUNNING and self.pool.schedule.quota_met:
-            self._lifecycle.close()
+        self._groups_finished()
 
-    def _notify(self) -> None:
-        """Tell the other processes of finished groups, if a round is open."""
-        assert self._quota is not None
-        if self._lifecycle.state in (RoundState.OPEN, RoundState.RUNNING, RoundState.CLOSING):
+    @property
+    def _is_satisfied(self) -> bool:
+        """Whether the groups that are finished, as far as known here, suffice."""
+        return self.pool.schedule.quota_met if self._dynamic is None else self._dynamic.may_close(self.pool)
+
+    def _groups_finished(self) -> None:
+        """Close the round if its groups suffice, or tell the other processes of those of this one."""
+        self._note_enough()
+        if self._quota is None:
+            if self._lifecycle.state is RoundState.RUNNING and self._is_satisfied:
+                self._lifecycle.close()
+        elif self._lifecycle.state in (RoundState.OPEN, RoundState.RUNNING, RoundState.CLOSING):
             self._quota.notify()
 
     def _score_ahead(self) -> None:
@@ -255,14 +261,6 @@ class RolloutDriver:
     async def _score_between_rounds(self, dynamic: DynamicSampling) -> None:
         while self._lifecycle.state is RoundState.IDLE and await dynamic.filter_finished(self.pool):
             pass
-
-    def _groups_scored(self, dynamic: DynamicSampling) -> None:
-        """Close the round if the groups that were scored suffice, or tell the other processes of them."""
-        self._note_enough()
-        if self._quota is not None:
-            self._notify()
-        elif dynamic.may_close(self.pool):
-            self._lifecycle.close()
 
     def _note_enough(self) -> None:
         """Note when enough groups are finished. From then on the round waits for groups that are due."""
@@ -365,14 +363,14 @@ class RolloutDriver:
 
     async def _filter_groups(self, dynamic: DynamicSampling) -> None:
         """Filter groups as they finish, until no request is left and no group can be admitted."""
-        self._groups_scored(dynamic)  # a call from before the round may have ended since it opened
+        self._groups_finished()  # a call from before the round may have ended since it opened
         if self._quota is None:
             await self._replace_rejected(dynamic)  # groups rejected before an interruption
         while self._lifecycle.state is RoundState.RUNNING:
             self._may_filter.clear()
             running = len(self._flight)
             if await dynamic.filter_finished(self.pool):
-                self._groups_scored(dynamic)
+                self._groups_finished()
                 if self._quota is None:
                     await self._replace_rejected(dynamic)
             elif running or self._quota is not None:

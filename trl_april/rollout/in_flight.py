@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor
 from contextlib import aclosing, suppress
 from typing import Any
@@ -79,6 +79,11 @@ class InFlight:
         """Tasks that have not ended: samples that run, act or are about to be repeated, and trims."""
         return len(self._tasks) + len(self._trims) + len(self.acting)
 
+    @property
+    def servers(self) -> list[str | None]:
+        """The server of each running request."""
+        return [self._server_of(name) for name in self.running]
+
     def begin_round(self, now: float) -> None:
         """Count requests and traces anew. Running requests continue."""
         self._traces, self._round_began = [], now
@@ -98,7 +103,6 @@ class InFlight:
 
     def dispatch(self) -> None:
         """Request every sample that waits and has no task, or run the step that it needs before."""
-        self.acting.land()
         if self._stopped.is_set():
             return
         if not self._watchdog:
@@ -134,15 +138,17 @@ class InFlight:
         After an error some may still run; [`~InFlight.cut_off`] ends them all the same.
         """
         self._stopped.set()
-        await self._drain(self._tasks, self.running)
+        await self._drain(self._tasks)
 
-    async def free_slot(self) -> None:
-        """Abort requests without tokens, and on each server the one with the fewest tokens. Sends none meanwhile."""
-        cut, shortest = {}, {}
+    async def free_slot(self, full: Collection[str | None]) -> None:
+        """On `full` servers, abort requests without tokens, and the one with the fewest. Sends none meanwhile."""
+        cut: list[asyncio.Task[None]] = []
+        shortest: dict[str | None, RunningRequest] = {}
         for name, one in sorted(self.running.items(), key=lambda item: len(item[1].sample)):
-            if not one.received or shortest.setdefault(self._server_of(name), one) is one:
-                cut[name] = one.sample.key
-        await self._cut_some(cut)
+            server = self._server_of(name)
+            if server in full and (not one.received or shortest.setdefault(server, one) is one):
+                cut.append(one.task)
+        await self._drain(cut)
 
     async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across a weight sync: ask the paused engine after which token each has the new version.
@@ -156,7 +162,7 @@ class InFlight:
         # First, since requests may receive their last old token while the engine is asked about others.
         self._pool.hold(version)
         if oldest is not None:
-            await self._cut_some({name: r.sample.key for name, r in self.running.items() if r.version < oldest})
+            await self._drain([request.task for request in self.running.values() if request.version < oldest])
             return
         unknown = dict(self.running)
         clock = asyncio.get_running_loop().time
@@ -194,10 +200,6 @@ class InFlight:
                 task.cancel()  # closes the connection, and the server then aborts the request
             await asyncio.gather(*tasks, return_exceptions=True)
             self.is_cutting_off = False
-
-    async def _cut_some(self, keys: dict[str, tuple[int, int]]) -> None:
-        """Abort these requests, given with the keys of their samples, and wait until their streams have ended."""
-        await self._drain([self._task_of[key] for key in keys.values() if key in self._task_of], keys)
 
     # One sample
 
@@ -269,8 +271,8 @@ class InFlight:
         """Send one request and record its tokens. Raises `ServerError` if its stream breaks."""
         request = self._requests.make(group, sample, self._version)
         self._pool.start(sample)
-        deadline = asyncio.timeout(None)
-        running = RunningRequest(request, sample, len(sample), self._version, max(asked, self._round_began), deadline)
+        task, deadline, began = self._task_of[sample.key], asyncio.timeout(None), max(asked, self._round_began)
+        running = RunningRequest(request, sample, len(sample), self._version, began, deadline, task)
         self.running[request.request_id] = running
         self.record_count()
         try:
@@ -328,17 +330,15 @@ class InFlight:
         self._is_trimmed = True
         keys = {sample.key for sample in self._pool.not_needed()} & self._task_of.keys()
         if keys:
-            tasks = [self._task_of.pop(key) for key in keys]
-            request_ids = [name for name, request in self.running.items() if request.sample.key in keys]
-            self.track(self._trim(tasks, request_ids), self._trims)
+            self.track(self._trim([self._task_of.pop(key) for key in keys]), self._trims)
 
-    async def _trim(self, tasks: list[asyncio.Task[None]], request_ids: list[str]) -> None:
+    async def _trim(self, tasks: list[asyncio.Task[None]]) -> None:
         """End these requests, and resume samples that the round has come to need meanwhile."""
-        await self._drain(tasks, request_ids)
+        await self._drain(tasks)
         await self.dispatch_more()
 
-    async def _drain(self, tasks: Iterable[asyncio.Task[None]], request_ids: Iterable[str]) -> None:
-        """Abort requests until the tasks that read their streams have ended.
+    async def _drain(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        """Abort the requests of these tasks until the tasks have ended.
 
         The abort is repeated, since the server may not have known a request at the first. It is an error of the round
         if for `idle_timeout` seconds neither a token arrives nor a request ends.
@@ -350,7 +350,7 @@ class InFlight:
         has_warned = False
         try:
             while pending:
-                request_ids = [name for name in request_ids if name in self.running]
+                request_ids = [name for name, request in self.running.items() if request.task in pending]
                 if abort is None and request_ids:
                     # In a task of its own: a server that does not answer must not delay streams that end.
                     abort = asyncio.create_task(self._engine.abort(request_ids))

@@ -6,12 +6,11 @@ is rejected; the training thread touches the pool only while the event loop is p
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from accelerate.logging import get_logger
 
 from ..data.admission import Admission
 from ..data.source import RowSource
@@ -29,7 +28,7 @@ from .progress import RoundProgress, notebook_bar
 from .round import Round
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -47,7 +46,6 @@ class Rounds:
     dynamic: DynamicSampling | None
     recovery: Recovery
     stop: StopRequest
-    max_sequences: int | None  # requests that the server runs at once
     keeps_requests: bool  # through a weight sync
     overlap: bool  # whether requests run between rounds
 
@@ -92,6 +90,9 @@ class Rounds:
         weights from the version `oldest` on, nothing is paused, and requests of these stay on theirs. A collective
         call.
         """
+        bound = self.pool.schedule.max_staleness
+        if oldest is not None and bound is not None:
+            oldest = max(oldest, version - bound)  # further tokens of older weights would be beyond the bound
         if self.keeps_requests and self._has_room(servers) and (oldest is not None or servers.pause()):
             self.loop.run(self.driver.hold(version, oldest), poll=self.processes.check)
             self.processes.barrier()
@@ -204,14 +205,17 @@ class Rounds:
 
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
-        running, without_tokens = self.processes.reduce_sum(self.loop.run(self.driver.stop_asking()))
-        waiting = servers.requests_waiting() if running else 0
-        if waiting is not None and waiting > without_tokens:
+        counts = self.loop.run(self.driver.stop_asking(servers.addresses))
+        without_tokens, *running = self.processes.reduce_sum(counts)
+        queues = servers.queues() if any(running) else []
+        if sum(waiting for waiting, _ in queues) > without_tokens:
             return False  # preempted requests have tokens, and come first whatever is cut
-        if waiting or running >= (self.max_sequences or 0):
-            self.loop.run(self.driver.free_slot(), poll=self.processes.check)
-        (running,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
-        return running > 0
+        of_each = zip(servers.addresses, running, queues, strict=False)
+        full = [address for address, number, (waiting, places) in of_each if waiting or number >= places]
+        if full:
+            self.loop.run(self.driver.free_slot(full), poll=self.processes.check)
+        (left,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
+        return left > 0
 
     def _account_for_rejected(self) -> None:
         """Hand out one more row for every rejected group, so that training ends as planned."""
@@ -224,7 +228,8 @@ class Rounds:
         # A round filled with rejected groups trains some whose replacements are already admitted. Near the end of
         # training the replacements are surplus.
         self.cut()
-        withdrawn = self.pool.withdraw(self.source.take_back(-unreplaced))
+        with self.loop.paused():  # tools run on, and their results change the pool
+            withdrawn = self.pool.withdraw(self.source.take_back(-unreplaced))
         self.admission.forget(withdrawn)
-        if withdrawn:
-            logger.info(f"{len(withdrawn)} groups are not trained: training ends before it could use them.")
+        if withdrawn and self.processes.rank == 0:
+            logger.info("%d groups are not trained: training ends before it could use them.", len(withdrawn))

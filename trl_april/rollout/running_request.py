@@ -34,6 +34,7 @@ class RunningRequest:
     # When it was dispatched, or its round opened. Requests dispatched together are sent one by one.
     began: float
     deadline: asyncio.Timeout  # when its connection is closed: set by the watchdog
+    task: asyncio.Task[None]  # that reads its stream
     heard: float | None = None  # when its last chunk arrived
     changes: list[tuple[int, int]] = field(default_factory=list)  # its number of tokens, and the version after these
     before: int = 0  # tokens generated before the round opened

@@ -128,10 +128,12 @@ async def _outputs_processed(engine: Any) -> None:
     """Wait until this process has handled every token that the engines sampled before the pause.
 
     The tokens come through one queue, those of an engine before its answer to `is_paused`, which all of them give. Its
-    reader waits for more (`_getters`) only after it has handled all of them.
+    reader waits for more (`_getters`) only after it has handled all of them, and never again if the engines die.
     """
     queue = engine.engine_core.outputs_queue
     while not queue.empty() or not queue._getters:
+        if engine.errored:
+            raise engine.dead_error
         await asyncio.sleep(0)
 
 

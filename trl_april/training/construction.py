@@ -329,7 +329,7 @@ def rollout_engine(
         server.servers.addresses,
         lambda address: VLLMEngine(
             address, server.server_info.model, sampling, stream_interval=options.stream_interval,
-            vocab_size=vocab_size, api_key=api_key(), adapter=lambda: server.adapter,
+            vocab_size=vocab_size, api_key=api_key(), adapter=server.adapter_of,
         ),
         is_sticky=options.resume_kv != "recompute", rank=rank, on_lost=server.servers.leave_out,
     )  # fmt: skip

@@ -66,21 +66,13 @@ class AdapterTransport:
         self._run = f"{PREFIX}{int(processes.reduce_sum([draw() if processes.rank == 0 else 0])[0]):x}"
         self._count = 0
         self._adapters: list[_Adapter] = []  # those that requests may use, oldest first
+        self._unused: list[_Adapter] = []  # of failed syncs, which servers may have all the same
+        # In a sync, the name of the new adapter, and the oldest policy version whose requests stay on the servers.
+        self.staged, self.oldest = "", 0
 
-    @property
-    def current(self) -> str | None:
-        """Name of the adapter of the last sync, by which requests ask for it."""
-        return self._adapters[-1].name if self._adapters else None
-
-    @property
-    def oldest(self) -> int:
-        """The oldest policy version whose adapter, and so its requests, stay on the servers in the present sync."""
-        return self._kept[0].version
-
-    @property
-    def _kept(self) -> list[_Adapter]:
-        # A server runs requests of so many adapters at once; requests of a further one would wait.
-        return self._adapters[-max(1, min(info.max_loras for info in self._servers())) :]
+    def name_of(self, version: int) -> str:
+        """Name of the adapter of a policy version that servers keep, by which requests ask for it."""
+        return {one.version: one.name for one in self._adapters}[version]
 
     def connect(self, server: SyncedServer) -> None:
         """Load the adapter once, since only vLLM knows all that it cannot serve."""
@@ -99,27 +91,35 @@ class AdapterTransport:
     def stage(
         self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
     ) -> Iterator[Load]:
+        # Until the block ends, requests run, and no server may have the new adapter.
         self._count += 1
         # A new name even if a sync is repeated: a server may have the adapter although its answer was lost.
-        adapter = _Adapter(f"{self._run}-{self._count}", self._version())
-        self._adapters.append(adapter)
-        folder = None
-        if sends:
-            folder = adapter.files.enter_context(weight_folder(self._parent))
-            write_adapter(self._model(), folder)
+        new = _Adapter(f"{self._run}-{self._count}", self._version())
+        # A server runs requests of so many adapters at once; requests of a further one would wait.
+        most = max(1, min(info.max_loras for info in self._servers()))
+        every, folder = [*self._adapters, new], None
+        former, kept = [*self._unused, *every[:-most]], every[-most:]
+        self.staged, self.oldest = new.name, kept[0].version
 
         def load(servers: Sequence[SyncedServer], each: Each) -> None:
             if folder is not None:
-                each(lambda server: _load(server, adapter.name, folder), servers)
-            kept = self._kept
-            for old in self._adapters[: -len(kept)]:
+                each(lambda server: _load(server, new.name, folder), servers)
+            for old in former:
                 if folder is not None:
                     each(lambda server, name=old.name: _unload(server, name), servers)  # type: ignore[misc]
                 old.files.close()
-            self._adapters = kept
 
+        try:
+            if sends:
+                folder = new.files.enter_context(weight_folder(self._parent))
+                write_adapter(self._model(), folder)
+            yield load
+        except BaseException:
+            new.files.close()
+            self._unused.append(new)
+            raise
         # The files stay: a server reads them again if its memory for adapters was too small in between.
-        yield load
+        self._adapters, self._unused = kept, []
 
 
 def _load(server: SyncedServer, name: str, folder: Path) -> None:

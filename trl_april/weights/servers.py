@@ -58,12 +58,6 @@ class SyncedServers:
         return combined([server.info for server in self if server.is_connected])
 
     @property
-    def least_sequences(self) -> int | None:
-        """Sequences that the smallest server decodes at once, `None` if one does not report it."""
-        numbers = [server.info.max_sequences for server in self if server.is_connected]
-        return None if None in numbers else min(number for number in numbers if number is not None)
-
-    @property
     def first(self) -> SyncedServer:
         """The first server that takes part."""
         return next((server for server in self if server.takes_part), self._all[0])
@@ -170,12 +164,15 @@ class SyncedServers:
                 return None
         return problem
 
-    def requests_waiting(self) -> int | None:
-        """Number of requests queued on the servers, `None` if not reported. A collective call."""
-        waiting: list[float] = []
-        self.each(lambda server: waiting.append(server.requests_waiting()))
-        (most,) = self._processes.reduce_max([max(-1.0, sum(waiting)) if waiting else -1.0])
-        return None if most < 0 else int(most)
+    def queues(self) -> list[tuple[float, float]]:
+        """How many requests each server has queued, and decodes at once; 0 if not reported. A collective call."""
+        asked = self.taking_part()
+        waiting: dict[str, float] = {}
+        self.each(lambda server: waiting.update({server.base_url: server.requests_waiting()}), asked)
+        found = [waiting.get(address, 0.0) for address in self.addresses]
+        found += [float(server.info.max_sequences or 0) if server in asked else 0.0 for server in self]
+        found = self._processes.reduce_max(found)
+        return list(zip(found[: len(self)], found[len(self) :], strict=True))
 
     # Requests that stay on the servers
 

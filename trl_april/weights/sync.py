@@ -123,10 +123,9 @@ class ServerGeneration(VLLMGeneration):
             return f"weight_sync={self.weight_sync!r} sends merged weights"
         return why_merged(self.model, servers, self.accelerator, self._weight_sync_dir)
 
-    @property
-    def adapter(self) -> str | None:
-        """Name of the adapter of the last sync, by which requests ask for its weights; `None` for merged weights."""
-        return self._transport.current if isinstance(self._transport, AdapterTransport) else None
+    def adapter_of(self, version: int) -> str | None:
+        """Name of the adapter of a policy version, by which requests ask for it; `None` for merged weights."""
+        return self._transport.name_of(version) if isinstance(self._transport, AdapterTransport) else None
 
     @property
     def oldest_kept(self) -> int | None:
@@ -237,14 +236,14 @@ class ServerGeneration(VLLMGeneration):
                 self.before_sync()
             self.servers.settle_outages()
             load(list(self.servers), self.servers.each)
-        adapter = self.adapter
-        options: dict[str, Any] = {
-            "keeps_cache": self._keeps_cache or adapter is not None,
-            "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
-            "adapter": adapter,
-        }
-        self.servers.each(lambda server: server.stamp_and_verify(version, expected, **options))
-        self.servers.settle_outages()  # no process may request tokens before a server has the weights
+            adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
+            options: dict[str, Any] = {
+                "keeps_cache": self._keeps_cache or adapter is not None,
+                "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
+                "adapter": adapter,
+            }
+            self.servers.each(lambda server: server.stamp_and_verify(version, expected, **options))
+            self.servers.settle_outages()  # no process may request tokens before a server has the weights
         for server in self.servers.taking_part():
             server.synced_version = server.announced_version
             server.client.model = adapter or server.info.model

@@ -5,7 +5,6 @@ Invariant: a server that was lost takes no part in syncs until its watch has see
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -94,12 +93,12 @@ class SyncedServer:
             return False
 
     def requests_waiting(self) -> float:
-        """Number of requests queued on the server, minus infinity if it does not say."""
+        """Number of requests queued on the server, 0 if it does not say."""
         try:
             load = server_load(self.control.session, self.base_url, timeout=ANSWER_SECONDS)
         except requests.RequestException:
-            return -math.inf
-        return -math.inf if load is None else load.waiting
+            return 0.0
+        return 0.0 if load is None else load.waiting
 
     def stamp_and_verify(
         self,

@@ -41,10 +41,10 @@ class WeightTransport(Protocol):
     ) -> AbstractContextManager[Load]:
         """Do the work that needs no server, and return the function that loads the weights into servers.
 
-        Requests run meanwhile; they are paused or aborted before the function is called. `parameters` starts an
-        iteration over the parameters, by their names in a checkpoint, and `dtypes` are their data types. All processes
-        call both, with as many servers, and read the parameters equally often, to the end: gathering a sharded
-        parameter is a collective operation.
+        Requests run meanwhile; they are paused or aborted before the function is called. The block ends without an
+        error once a server has the weights. `parameters` starts an iteration over the parameters, by their names in a
+        checkpoint, and `dtypes` are their data types. All processes call both, with as many servers, and read the
+        parameters equally often, to the end: gathering a sharded parameter is a collective operation.
         """
 
 
