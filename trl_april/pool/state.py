@@ -54,6 +54,7 @@ def restore(
     version: int | None = None,
     owns: Callable[[int], bool] = lambda group_id: True,
     has_totals: bool = True,
+    surplus: int = 0,
     num_reward_funcs: int | None = None,
     restore_environments: Callable[[Sequence[Group]], Sequence[Sample]] = lambda groups: (),
 ) -> list[Group]:
@@ -62,9 +63,10 @@ def restore(
     `states` are the [`state_dict`] of all processes that saved, and `read_row` returns the row of the training dataset
     at an index; rows of a stream are part of the state. `version` is the policy version of the weights that training
     continues with, by default that of the last round. The pool keeps the groups that it `owns`. One of the pools
-    `has_totals`: it continues the counters of taken and rejected groups. A group that was scored by another number of
-    reward functions than `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this
-    pool, and returns the samples that have to start again, since their environments are lost.
+    `has_totals`: it continues the counters of taken and rejected groups. The youngest `surplus` groups, which training
+    can no longer use, count as rejected. A group that was scored by another number of reward functions than
+    `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this pool, and returns the
+    samples that have to start again, since their environments are lost.
 
     Raises:
         PoolError: If the pool is not empty, the states contradict each other, are of another dataset or of later
@@ -89,11 +91,12 @@ def restore(
         without = "out" if pool.has_environments else ""
         raise PoolError(f"The pool state was saved with{without} environments: resume with the same.")
     groups = {group.group_id: group for group in sorted(found, key=lambda group: group.group_id)}
+    dropped = [groups.pop(group_id) for group_id in list(groups)[len(groups) - surplus :]]
     for group in found:
         if group.score is not None and num_reward_funcs not in (None, len(group.score.rewards[0])):
             group.score = None
 
-    in_training = sorted(group_id for state in states for group_id in state["in_training"])
+    in_training = sorted({group_id for state in states for group_id in state["in_training"]} & groups.keys())
     # Saved in the middle of a step, the batch in training is delivered again by a round that ages nothing.
     again = len(in_training) if version == saved_version else 0
     if version is not None and not _fits(pool, groups, version, again):
@@ -113,6 +116,8 @@ def restore(
         samples = groups[lost.group_id].samples
         samples[lost.index] = pool.new_samples(lost.group_id, len(samples))[lost.index]
     counters = Counters(*(sum(state.get(name, 0) for state in states) for name in COUNTERS if has_totals))
+    if has_totals:
+        counters.reject(dropped)
     pool.fill(groups, owns, counters, version=version, last_id=last_id)
     return [group for group_id, group in groups.items() if not owns(group_id)]
 
