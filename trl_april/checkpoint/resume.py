@@ -50,13 +50,13 @@ class RunCheckpoints:
         if self.resumed_from is not None:
             found = Path(self.resumed_from)
             self._rollouts = load_rollouts(found)
-            has_rollouts = self._rollouts is not None
-            if processes.decide(lambda: has_rollouts) is not has_rollouts:
+            has_none = self._rollouts is None
+            if processes.any(has_none) is not has_none:
                 raise CheckpointError(
-                    f"Only one of the processes 0 and {processes.rank} finds partial samples in {found}. All must see "
-                    "the same files: output_dir must be a folder that all hosts share."
+                    f"Process {processes.rank} finds partial samples in {found}, and another process finds none. "
+                    "output_dir must be a folder that all hosts share."
                 )
-            if not has_rollouts:
+            if has_none:
                 logger.info(f"{found} holds no partial samples, like a checkpoint of stock GRPO.")
             step = found.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
             if step.isdecimal() and found.resolve() == self.folder(int(step), None).resolve():

@@ -18,7 +18,6 @@ from .pool import Pool
 from .samples import Group, Sample
 
 
-STATE_FORMAT = 4  # format 3, with other names and whole rows only, is still read
 COUNTERS = tuple(field.name for field in fields(Counters))
 _SAME_DATASET = "Completions are kept for rows that are read again: resume with the dataset that was saved with."
 
@@ -33,7 +32,6 @@ def state_dict(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
     counters = replace(pool.counters)
     counters.take(in_training, undo=True)
     return {
-        "format": STATE_FORMAT,
         "has_environments": pool.has_environments,
         "version": pool.schedule.version,
         "last_id": pool.schedule.last_id,
@@ -87,7 +85,7 @@ def restore(
     found = [group for state in states for group in _groups_of(state, read_row)]
     if any((sample.conversation is not None) != pool.has_tools for group in found for sample in group.samples):
         raise PoolError(f"The pool state was saved with{'out' if pool.has_tools else ''} tools: resume with the same.")
-    if any(state.get("has_environments", False) != pool.has_environments for state in states):
+    if any(state["has_environments"] != pool.has_environments for state in states):
         without = "out" if pool.has_environments else ""
         raise PoolError(f"The pool state was saved with{without} environments: resume with the same.")
     groups = {group.group_id: group for group in sorted(found, key=lambda group: group.group_id)}
@@ -124,14 +122,11 @@ def restore(
 
 def _groups_of(state: dict[str, Any], read_row: Callable[[int], dict[str, Any]] | None) -> list[Group]:
     """The groups of one state, with the rows that they were generated for."""
-    if state["format"] not in (3, STATE_FORMAT):
-        raise PoolError(f"The state has format {state['format']!r}; this version reads 3 and {STATE_FORMAT}.")
     rows = [row if isinstance(row, dict) else _read(row, read_row) for row in state["rows"]]
     groups = unpack(PackedGroups(state["groups"], state["token_ids"], state["logprobs"]), rows)
     for group, head, row in zip(groups, state["groups"], state["rows"], strict=True):
         group.row_index = None if isinstance(row, dict) else row
-        digest = prompt_digest(group.row)
-        if head.get("prompt", digest) != digest:  # format 3 has none
+        if head["prompt"] != prompt_digest(group.row):
             raise PoolError(
                 f"Row {group.row_index} of the training dataset has another prompt than when group {group.group_id} "
                 f"was generated: {str(group.row.get('prompt'))[:200]!r}. {_SAME_DATASET}"

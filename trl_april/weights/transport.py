@@ -78,7 +78,11 @@ def connected_transport(
         return name
 
     def choose() -> str:
-        check_folder(folder)
+        if folder is not None and not os.path.isdir(folder):
+            raise ConfigError(
+                f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the "
+                "same path, or leave weight_sync_dir out to use shared memory."
+            )
         if asked == "adapter" or must_adapt or (asked == "auto" and adapters is not None):
             reason = "the model has none" if adapters is None else why_merged()
             try:
@@ -125,15 +129,6 @@ def choose_transport(asked: str, *, device: torch.device, servers: Sequence[Sync
         shares_gpu = both_on_gpus and any(_shares_gpu(server.base_url) for server in servers)
         asked = "nccl" if nccl_is_possible and not shares_gpu else "filesystem"
     return asked
-
-
-def check_folder(folder: str | None) -> None:
-    """Raise [`ConfigError`] unless `folder` exists or is `None`."""
-    if folder is not None and not os.path.isdir(folder):
-        raise ConfigError(
-            f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the same "
-            "path, or leave weight_sync_dir out to use shared memory."
-        )
 
 
 def _shares_gpu(base_url: str) -> bool:
