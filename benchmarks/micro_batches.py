@@ -102,7 +102,7 @@ def of_equal_size(count: int) -> AbstractContextManager[Any]:
 
 def side_by_side(count: int) -> AbstractContextManager[Any]:
     """Compute the rows of a micro-batch beside each other."""
-    return mock.patch("trl_april.session_parts.attention_in_blocks", lambda models: nullcontext())
+    return mock.patch("trl_april.session_parts.attention_in_blocks", lambda *_: nullcontext())
 
 
 @contextmanager

@@ -358,36 +358,38 @@ class RolloutSession:
         self, saved: SavedRollouts, rows: TrainingRows, num_reward_funcs: int
     ) -> tuple[RowSource, list[Group]]:
         """Restore the pool from a checkpoint; returns the row source, and the groups of other processes."""
-        schedule, step = self.pool.schedule, self._state.global_step
-        elsewhere = restore(
-            self.pool,
-            saved.pools,
-            read_row=rows.read,
-            version=step,
-            owns=self._processes.owns,
-            has_totals=self._processes.rank == 0,
-            num_reward_funcs=num_reward_funcs,
-            restore_environments=self._restorable.restore if self._restorable else lambda groups: (),
-        )
-        source, unused = resumed_source(
+        step, pools = self._state.global_step, saved.pools
+        held = sum(len(state["groups"]) for state in pools)
+        source, surplus = resumed_source(
             rows,
             self._plan,
             step,
             saved.source,
-            held=len(schedule),
-            rejected=sum(state["groups_rejected"] for state in saved.pools),
-            next_id=schedule.last_id + 1,
+            held=held,
+            rejected=sum(state["groups_rejected"] for state in pools),
+            # After those of a batch in training that is generated anew.
+            next_id=max(state["last_id"] for state in pools) + 1 + sum(len(state["in_training"]) for state in pools),
         )
-        if unused > 0:
+        if surplus > 0:
             logger.warning(
-                f"The checkpoint holds {len(schedule)} groups in flight, but the rest of training can use only "
-                f"{len(schedule) - unused}: it is shorter, or its batches are smaller, than when the checkpoint was "
-                "written. The youngest groups are not trained."
+                f"The checkpoint holds {held} groups in flight, but the rest of training can use only "
+                f"{held - surplus}: it resumes inside of a batch, is shorter, or has smaller batches. The youngest "
+                "groups are dropped."
             )
+        elsewhere = restore(
+            self.pool,
+            pools,
+            read_row=rows.read,
+            version=step,
+            owns=self._processes.owns,
+            has_totals=self._processes.rank == 0,
+            surplus=surplus,
+            num_reward_funcs=num_reward_funcs,
+            restore_environments=self._restorable.restore if self._restorable else lambda groups: (),
+        )
         logger.warning(account_of([*self.pool, *elsewhere], saved.settings, self._settings))
         return source, elsewhere
 
     def _draw_id(self) -> str:
         """A random id, the same in all processes."""
-        drawn = secrets.randbits(48) if self._processes.rank == 0 else 0
-        return f"{int(self._processes.reduce_sum([drawn])[0]):012x}"
+        return self._processes.decide(lambda: secrets.token_hex(6))

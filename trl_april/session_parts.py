@@ -44,7 +44,8 @@ def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     cannot = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.torch_compile
     if cannot or trainer.aux_loss_enabled or depends_on_width(trainer.model.config):
         return nullcontext()
-    return attention_in_blocks(model for model in (trainer.model, trainer.ref_model) if model is not None)
+    models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
+    return attention_in_blocks(models, trainer._processes.any)
 
 
 def micro_batches(trainer: GRPOTrainer, ours: type[GRPOTrainer]) -> list[MicroBatch]:

@@ -407,7 +407,6 @@ def test_saving_disturbs_nothing_and_running_samples_are_saved_as_parked():
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda state: state.update(format=99), "has format 99; this version reads 3 and 4"),
         (lambda state: state.update(groups_admitted=0), "lost or taken twice"),
         (lambda state: state.update(tokens_generated=0), "lost or counted twice"),
         (lambda state: state["groups"][0].pop("start_version"), "malformed"),

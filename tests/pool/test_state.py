@@ -257,6 +257,21 @@ def test_states_of_different_moments_are_refused():
         refused(pool, restore, pool, states, words="not of one moment")
 
 
+def test_groups_that_training_can_no_longer_use_are_the_youngest_and_count_as_rejected():
+    """Of three processes together, in two; one of them may belong to the batch in training."""
+    run = run_of(3)
+    states = run.states()
+    held = sorted(head["group_id"] for state in states for head in state["groups"])
+    rejected = sum(state["groups_rejected"] for state in states)
+    for surplus in range(len(held)):
+        pools, elsewhere = pools_from(states, 2, run.options, surplus=surplus)
+        for pool, others in zip(pools, elsewhere, strict=True):
+            pool.check()
+            found = sorted(group.group_id for group in [*pool, *others])
+            assert pool.schedule.ids == found == held[: len(held) - surplus]
+        assert sum(pool.counters.groups_rejected for pool in pools) == rejected + surplus
+
+
 def test_a_state_of_a_later_checkpoint_is_refused():
     """Its tokens would be younger than the weights."""
     run = run_of(rounds=3, seed=1)

@@ -20,9 +20,9 @@ class SyncedTrainer:
     def connect(self, server, **options) -> ServerGeneration:
         defaults = {"weight_sync": "auto", "weight_sync_dir": None, "needs_logprobs": True, "api_key": None}
         return ServerGeneration(
-            policy_version=lambda: self.step, model=self.model, processes=OneProcess(),
-            trained_model=lambda: self.model, processing_class=self.tokenizer, server_base_url=server.base_url,
-            max_completion_length=64, **{"accelerator": Accelerator(cpu=True), **defaults, **options},
+            policy_version=lambda: self.step, model=self.model, trained_model=lambda: self.model,
+            processing_class=self.tokenizer, server_base_url=server.base_url, max_completion_length=64,
+            **{"accelerator": Accelerator(cpu=True), "processes": OneProcess(), **defaults, **options},
         )  # fmt: skip
 
     def change(self, scale: float) -> None:

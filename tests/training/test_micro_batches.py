@@ -78,15 +78,18 @@ def test_a_micro_batch_holds_what_one_of_trls_has_positions_for():
 
 
 class OneOfTwo(OneProcess):
-    """Another process has rows that cost `costs`, always `unit` of them with the same prompt."""
+    """Another process has rows that cost `costs`, always `unit` of them with the same prompt.
+
+    One of TRL's micro-batches has `limit` positions there.
+    """
 
     count = 2
 
-    def __init__(self, costs: list[float], unit: int = 1) -> None:
-        self.costs, self.unit = costs, unit
+    def __init__(self, costs: list[float], unit: int = 1, limit: int = 1) -> None:
+        self.costs, self.unit, self.limit = costs, unit, limit
 
     def gather(self, values):
-        return [list(values), [1.0, self.unit, *self.costs]]
+        return [list(values), [self.limit, self.unit, *self.costs]]
 
 
 def test_micro_batches_have_as_many_rows_in_all_processes():
@@ -95,6 +98,8 @@ def test_micro_batches_have_as_many_rows_in_all_processes():
     assert numbers(made) == [[0, 2], [5, 1], [4, 6], [7, 3]]
     made = filled(before, 4, multiple=1, processes=OneOfTwo([10] * 6 + [100, 85]))
     assert numbers(made) == [[], [0, 2], [5, 1, 4, 6, 7], [3]]
+    made = filled(before, 4, multiple=1, processes=OneOfTwo([10] * 8, limit=1000))
+    assert numbers(made) == [[], [], [], [0, 2, 5, 1, 4, 6, 7, 3]], "the widest rows of any process are the limit"
 
 
 def test_samples_of_a_prompt_stay_together_in_units():

@@ -1,4 +1,4 @@
-"""Rewards that cannot be used, and the device that reward functions work on."""
+"""Rewards that cannot be used or teach nothing, and the device that reward functions work on."""
 
 import asyncio
 import math
@@ -11,8 +11,9 @@ import torch
 
 from tests.support.tiny import build_tokenizer
 from trl_april.errors import ConfigError
+from trl_april.pool.samples import Score
 from trl_april.session_parts import reward_scorer
-from trl_april.training.rewards import checked, use_device
+from trl_april.training.rewards import RewardScorer, checked, use_device
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -37,6 +38,28 @@ def test_an_unusable_reward_names_its_function(is_async, rewards, words):
         assert len(returned) == 2
     (one, _) = checked([lambda **kwargs: [math.nan], model := torch.nn.Linear(1, 1)], ["one", "model"])
     assert math.isnan(*one()) and _ is model, "one of several functions need not apply"
+
+
+NONE = math.nan  # of a function that returned no reward
+
+
+@pytest.mark.parametrize(
+    ("rewards", "of_sums", "of_columns"),
+    [
+        ([[1, 0], [0, 0]], True, True),
+        ([[1, 0], [0, 1]], False, True),
+        ([[1, NONE], [1, 2]], True, False),
+        ([[1, NONE], [1, NONE]], False, False),
+        ([[1, 0], [NONE, NONE]], False, False),  # no function could score the second sample
+        ([[1, 0], [NONE, NONE], [0, 0]], True, True),
+        ([[NONE, NONE], [NONE, NONE]], False, False),
+    ],
+)
+def test_a_group_can_teach_something_if_scored_samples_differ(rewards, of_sums, of_columns):
+    score = Score([list(map(float, row)) for row in rewards], {})
+    for normalize_first, expected in ((False, of_sums), (True, of_columns)):
+        scorer = SimpleNamespace(weights=torch.ones(2), normalize_first=normalize_first)
+        assert bool(RewardScorer.has_signal(scorer, score)) is expected
 
 
 @pytest.mark.parametrize(("device", "used"), [("cpu", []), ("cpu:0", []), ("cuda", []), ("cuda:1", [1])])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trl_april.distributed.processes import OneProcess
 from trl_april.distributed.signals import Stopped, StopRequest
 from trl_april.errors import PeerError, ServerError
 from trl_april.weights import recovery
@@ -67,6 +68,7 @@ class Processes:
     """This process and others, whose values are in `others`."""
 
     rank = 0
+    decide = OneProcess.decide
 
     def __init__(self) -> None:
         self.others: Callable[[], list[float]] = list

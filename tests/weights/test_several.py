@@ -187,12 +187,6 @@ def test_an_added_server_that_is_not_there_yet_is_watched(trainer, fakes):
     assert versions(fakes) == ["0", "0"]
 
 
-def test_processes_with_other_addresses_are_an_error(generation):
-    generation.servers._processes = SimpleNamespace(reduce_max=lambda values: [value + 1 for value in values])
-    with pytest.raises(ConfigError, match="in one process, and another value in another"):
-        generation.sync_weights()
-
-
 def test_requests_are_kept_only_if_all_servers_can(trainer, fakes, caplog):
     """The fakes have no /april/generated_tokens; here the first one has."""
     fakes[0].answers = {"/april/generated_tokens": (200, "{}")}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import requests
 import torch
-from accelerate import Accelerator
 from aiohttp import web
 from peft import LoraConfig, get_peft_model
 
@@ -88,16 +87,6 @@ class MortalVLLM(FakeVLLM):
 
     canary_ids: list[int] = []
     evaluated_model: str
-
-
-class TwoProcesses:
-    """This process and another one, which may have noticed an outage."""
-
-    rank, count = 0, 2
-    outage = 0.0
-
-    def reduce_max(self, values: list[float]) -> list[float]:
-        return [max(value, self.outage) for value in values]
 
 
 @pytest.fixture
@@ -357,14 +346,6 @@ def test_an_nccl_request_is_sent_once_and_has_a_time_limit(trainer, fake, status
 # Evaluation
 
 
-def test_an_evaluation_that_only_the_main_process_requests_fails_in_all(generation):
-    generation._processes = generation.servers._processes = TwoProcesses()
-    generation._processes.outage = 1.0
-    generation.vllm_client.generate = lambda **_: {"prompt_ids": [], "completion_ids": [], "logprobs": None}
-    with pytest.raises(ServerError, match="was lost during an evaluation"):
-        generation.generate([[1]], None, 1)
-
-
 # Which errors are outages
 
 
@@ -403,19 +384,3 @@ def test_only_an_error_that_an_outage_explains_is_noted_as_one(generation, monke
 def test_a_server_that_does_not_confirm_its_weights_has_lost_them(fake, generation, answer):
     fake.answers = {"/weight_info": answer}
     assert not generation.servers.holds_weights()
-
-
-def test_an_outage_noticed_by_the_main_process_is_raised_in_all(fake, generation, monkeypatch):
-    """Other processes do not talk to the server in a sync, and must not request tokens afterwards."""
-    generation._processes = generation.servers._processes = TwoProcesses()
-    assert generation.servers.holds_weights()
-    generation._processes.outage = 1.0
-    assert not generation.servers.holds_weights()
-    fake.received.clear()
-
-    monkeypatch.setattr(Accelerator, "is_main_process", False)
-    monkeypatch.setattr(generation.servers, "_is_main", False)
-    with pytest.raises(ServerError, match="was lost during the weight sync") as caught:
-        generation.sync_weights()
-    assert caught.value.__cause__ is None
-    assert paths(fake) == []

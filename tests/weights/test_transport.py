@@ -18,7 +18,7 @@ from trl_april.weights import files, transport
 from trl_april.weights.files import FileTransport
 from trl_april.weights.nccl import NcclTransport
 from trl_april.weights.synced_server import for_each
-from trl_april.weights.transport import choose_transport
+from trl_april.weights.transport import choose_transport, connected_transport
 
 
 DTYPES = frozenset([torch.float32])
@@ -35,12 +35,10 @@ def info(*, device: str = "cuda", has_transfer: bool = True) -> ServerInfo:
 
 
 def choose(
-    asked: str = "auto", *, device: str = "cuda", base_url: str = "http://127.0.0.1:8000", folder=None,
-    server_info=None, processes=None, others=(),
+    asked: str = "auto", *, device: str = "cuda", base_url: str = "http://127.0.0.1:8000", server_info=None,
 ) -> str:  # fmt: skip
-    servers = [SimpleNamespace(base_url=base_url, info=server_info or info()), *others]
-    processes = processes or OneProcess()
-    return choose_transport(asked, folder, device=torch.device(device), servers=servers, processes=processes).name
+    servers = [SimpleNamespace(base_url=base_url, info=server_info or info())]
+    return choose_transport(asked, device=torch.device(device), servers=servers)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +70,6 @@ def test_nccl_needs_a_gpu_on_both_sides(monkeypatch, asked, trainer_device, serv
 def test_trainer_and_server_on_one_gpu_use_files(monkeypatch, gpus, base_url, chosen):
     monkeypatch.setattr(transport, "gpus_of_host", lambda: gpus)
     assert choose(base_url=base_url) == chosen
-    # The main process decides: others may be on other hosts.
-    others_say_no = SimpleNamespace(rank=1, reduce_max=lambda values: values)
-    assert choose(base_url=base_url, processes=others_say_no) == "nccl"
-    main_says_yes = SimpleNamespace(rank=1, reduce_max=lambda values: [1.0])
-    assert choose(base_url=base_url, processes=main_says_yes) == "filesystem"
 
 
 @pytest.mark.parametrize(
@@ -89,28 +82,25 @@ def test_a_server_started_by_a_process_that_sees_one_gpu_shares_it(monkeypatch, 
     assert choose() == chosen
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_files_are_used_where_a_connection_by_nccl_fails(monkeypatch, caplog, rank):
+def test_files_are_used_where_a_connection_by_nccl_fails(monkeypatch, caplog):
     """Unless it was asked for. `auto` cannot know all GPUs that a server shares with the trainer."""
     monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
-    monkeypatch.setattr(NcclTransport, "connect", fail := Mock(side_effect=WeightSyncError("Duplicate GPU.")))
+    monkeypatch.setattr(NcclTransport, "connect", Mock(side_effect=WeightSyncError("Duplicate GPU.")))
     servers = [SimpleNamespace(base_url="http://127.0.0.1:8000", info=info())]
-    others = SimpleNamespace(rank=rank, reduce_max=lambda values: values if values == [0.0] and not rank else [1.0])
-    common = {"device": torch.device("cuda"), "servers": servers}
-    monkeypatch.setattr(transport, "choose_transport", lambda *args, **options: NcclTransport(torch.device("cuda")))
-    assert transport.connected_transport("auto", None, processes=others, **common).name == "filesystem"
-    assert ("Duplicate GPU. So files are used" in caplog.text) is (rank == 0)
-    assert fail.call_count == (rank == 0)
-    if rank == 0:
-        with pytest.raises(WeightSyncError, match="Duplicate GPU"):
-            transport.connected_transport("nccl", None, processes=others, **common)
+    common = {"device": torch.device("cuda"), "servers": servers, "processes": OneProcess()}
+    assert connected_transport("auto", None, **common).name == "filesystem"
+    assert "Duplicate GPU. So files are used" in caplog.text
+    with pytest.raises(WeightSyncError, match="Duplicate GPU"):
+        connected_transport("nccl", None, **common)
 
 
 def test_an_impossible_choice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="weight_sync='nccl' needs.*cpu.*filesystem"):
         choose("nccl", device="cpu")
     with pytest.raises(ConfigError, match="nowhere.*not a folder"):
-        choose(folder=str(tmp_path / "nowhere"))
+        connected_transport(
+            "auto", str(tmp_path / "nowhere"), device=torch.device("cpu"), servers=[], processes=OneProcess()
+        )
 
 
 # Reading and sending

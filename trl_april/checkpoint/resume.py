@@ -31,8 +31,8 @@ logger = get_logger(__name__)
 class RunCheckpoints:
     """The rollouts in the checkpoints of one training run, which resumes from the folder `resumed_from`, if any.
 
-    `run_dir` returns the folder of a trial's checkpoints, in which `save` writes; `output_dir` is searched for the
-    last checkpoint. One that is incomplete or damaged raises `CheckpointError`.
+    `run_dir` returns the folder of a trial's checkpoints, in which `save` writes; the first process searches
+    `output_dir` for the last checkpoint. One that is incomplete or damaged raises `CheckpointError`.
     """
 
     def __init__(
@@ -46,11 +46,17 @@ class RunCheckpoints:
         self._processes = processes
         self._rollouts: SavedRollouts | None = None
         self._complete_step: int | None = None  # the step of a complete checkpoint with the current weights
-        self.resumed_from = resolve_checkpoint(resume_from, output_dir)
+        self.resumed_from = processes.decide(lambda: resolve_checkpoint(resume_from, output_dir))
         if self.resumed_from is not None:
             found = Path(self.resumed_from)
             self._rollouts = load_rollouts(found)
-            if self._rollouts is None:
+            has_none = self._rollouts is None
+            if processes.any(has_none) is not has_none:
+                raise CheckpointError(
+                    f"Process {processes.rank} finds partial samples in {found}, and another process finds none. "
+                    "output_dir must be a folder that all hosts share."
+                )
+            if has_none:
                 logger.info(f"{found} holds no partial samples, like a checkpoint of stock GRPO.")
             step = found.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
             if step.isdecimal() and found.resolve() == self.folder(int(step), None).resolve():
@@ -67,11 +73,8 @@ class RunCheckpoints:
 
     def has_weights(self, step: int, trial: Any = None) -> bool:
         """Whether a complete checkpoint of `step` exists, which must not be overwritten. A collective call."""
-        if self._complete_step != step:
-            return False
         # A callback may have moved it elsewhere.
-        is_gone = self._processes.rank == 0 and not is_complete(self.folder(step, trial))
-        return not any(self._processes.reduce_max([float(is_gone)]))
+        return self._processes.decide(lambda: self._complete_step == step and is_complete(self.folder(step, trial)))
 
     def save(
         self,

@@ -37,8 +37,7 @@ from ..pool.packing import plain
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
-READABLE = (2, 3)  # format 2 stores every row as JSON, also of a dataset that can be indexed
+FORMAT = 4
 FOLDER = "april"
 INDEX = "index.json"
 UNFINISHED = "unfinished"  # marks a folder whose first save has not been completed
@@ -50,7 +49,7 @@ _OTHER_CHECKSUM = "its content does not have the checksum that it was written wi
 class SavedRollouts:
     """Rollouts of a checkpoint: the pool state of each process, and the position of the row source.
 
-    `settings` are those that the groups were generated under, as plain values; empty in older checkpoints.
+    `settings` are those that the groups were generated under, as plain values.
     """
 
     pools: list[dict[str, Any]]
@@ -121,7 +120,7 @@ def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
         if index.pop("digest") != _digest_of_index(index):
             raise ValueError(_OTHER_CHECKSUM)
     names = [_file_name(index["save_id"], rank, index["processes"]) for rank in range(index["processes"])]
-    return SavedRollouts([_load_pool(folder / name) for name in names], index["source"], index.get("settings", {}))
+    return SavedRollouts([_load_pool(folder / name) for name in names], index["source"], index["settings"])
 
 
 # Writing
@@ -191,9 +190,9 @@ def _reading(path: Path, *, missing: str = "") -> Iterator[None]:
 
 
 def _check_format(found: Any) -> None:
-    if found not in READABLE:
+    if found != FORMAT:
         raise ValueError(
-            f"it has format {reprlib.repr(found)}, and this version of trl_april reads formats {READABLE}; resume "
+            f"it has format {reprlib.repr(found)}, and this version of trl_april reads format {FORMAT}; resume "
             "with the version that wrote it"
         )
 

@@ -2,24 +2,29 @@
 
 [`OneProcess`] and [`ManyProcesses`] have the same methods, so that nothing else asks how many there are. No call waits
 for another process without looking whether that has failed.
+
+Invariant: what all processes must do alike is decided here, by the first one ([`OneProcess.decide`]) or by any
+([`OneProcess.any`]). Hosts, files, environment variables and errors of a single process decide nothing by themselves.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..errors import PoolError
+from .. import errors
+from ..errors import AprilError, PoolError
 from ..pool.pool import Pool
 from ..pool.samples import Group
 from ..pool.schedule import Schedule
@@ -28,6 +33,8 @@ from .quota import SharedQuota
 from .scatter import from_message, owner_of, shards, to_message
 from .signals import Stopped
 
+
+Answer = TypeVar("Answer")
 
 NO_TIMEOUT = timedelta(days=7)
 _trainers = itertools.count(1)  # trainers of this process; the same count in all of them
@@ -57,6 +64,17 @@ class OneProcess:
 
     def barrier(self) -> None:
         """Wait until all processes have called it."""
+
+    def decide(self, question: Callable[[], Answer]) -> Answer:
+        """The answer of the first process, in all of them; the others do not ask. A collective call.
+
+        It is a value of JSON. An error of `trl_april` is raised in all processes, so they may recover from it.
+        """
+        return question()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process. A collective call."""
+        return self.reduce_max([float(flag)]) != [0.0]
 
     def reduce_sum(self, values: Sequence[float]) -> list[float]:
         """The sum over all processes, value by value. A collective call."""
@@ -135,6 +153,22 @@ class ManyProcesses(OneProcess):
 
     def barrier(self) -> None:
         self.reduce_sum([0.0])
+
+    def decide(self, question: Callable[[], Answer]) -> Answer:
+        outcome: list[Any] = []
+        error: AprilError | None = None
+        if self.rank == 0:
+            try:
+                outcome = [question()]
+            except AprilError as caught:
+                error, kinds = caught, type(caught).__mro__
+                kind = next(kind for kind in kinds if kind.__module__ == errors.__name__)
+                outcome = [None, kind.__name__, str(caught)]
+        answer, *failure = json.loads(self._exchange([json.dumps(outcome).encode()] * self.count)[0])
+        if failure:
+            name, message = failure
+            raise error or vars(errors)[name](message)
+        return answer  # type: ignore[no-any-return]
 
     def reduce_sum(self, values: Sequence[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)

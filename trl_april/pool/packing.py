@@ -111,7 +111,7 @@ def _group(head: dict[str, Any], row: dict[str, Any], token_ids: BytesIO, logpro
         row=row,
         prompt_ids=_take(array("i"), token_ids, head["prompt_length"]).tolist(),
         max_completion_length=head["max_completion_length"],
-        start_version=head["born" if "born" in head else "start_version"],  # "born" up to format 3
+        start_version=head["start_version"],
         samples=[],
         score=head["score"] and Score(*head["score"]),
     )

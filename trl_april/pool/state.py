@@ -18,7 +18,6 @@ from .pool import Pool
 from .samples import Group, Sample
 
 
-STATE_FORMAT = 4  # format 3, with other names and whole rows only, is still read
 COUNTERS = tuple(field.name for field in fields(Counters))
 _SAME_DATASET = "Completions are kept for rows that are read again: resume with the dataset that was saved with."
 
@@ -33,7 +32,6 @@ def state_dict(pool: Pool, in_training: Sequence[Group] = ()) -> dict[str, Any]:
     counters = replace(pool.counters)
     counters.take(in_training, undo=True)
     return {
-        "format": STATE_FORMAT,
         "has_environments": pool.has_environments,
         "version": pool.schedule.version,
         "last_id": pool.schedule.last_id,
@@ -54,6 +52,7 @@ def restore(
     version: int | None = None,
     owns: Callable[[int], bool] = lambda group_id: True,
     has_totals: bool = True,
+    surplus: int = 0,
     num_reward_funcs: int | None = None,
     restore_environments: Callable[[Sequence[Group]], Sequence[Sample]] = lambda groups: (),
 ) -> list[Group]:
@@ -62,9 +61,10 @@ def restore(
     `states` are the [`state_dict`] of all processes that saved, and `read_row` returns the row of the training dataset
     at an index; rows of a stream are part of the state. `version` is the policy version of the weights that training
     continues with, by default that of the last round. The pool keeps the groups that it `owns`. One of the pools
-    `has_totals`: it continues the counters of taken and rejected groups. A group that was scored by another number of
-    reward functions than `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this
-    pool, and returns the samples that have to start again, since their environments are lost.
+    `has_totals`: it continues the counters of taken and rejected groups. The youngest `surplus` groups, which training
+    can no longer use, count as rejected. A group that was scored by another number of reward functions than
+    `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this pool, and returns the
+    samples that have to start again, since their environments are lost.
 
     Raises:
         PoolError: If the pool is not empty, the states contradict each other, are of another dataset or of later
@@ -85,15 +85,16 @@ def restore(
     found = [group for state in states for group in _groups_of(state, read_row)]
     if any((sample.conversation is not None) != pool.has_tools for group in found for sample in group.samples):
         raise PoolError(f"The pool state was saved with{'out' if pool.has_tools else ''} tools: resume with the same.")
-    if any(state.get("has_environments", False) != pool.has_environments for state in states):
+    if any(state["has_environments"] != pool.has_environments for state in states):
         without = "out" if pool.has_environments else ""
         raise PoolError(f"The pool state was saved with{without} environments: resume with the same.")
     groups = {group.group_id: group for group in sorted(found, key=lambda group: group.group_id)}
+    dropped = [groups.pop(group_id) for group_id in list(groups)[len(groups) - surplus :]]
     for group in found:
         if group.score is not None and num_reward_funcs not in (None, len(group.score.rewards[0])):
             group.score = None
 
-    in_training = sorted(group_id for state in states for group_id in state["in_training"])
+    in_training = sorted({group_id for state in states for group_id in state["in_training"]} & groups.keys())
     # Saved in the middle of a step, the batch in training is delivered again by a round that ages nothing.
     again = len(in_training) if version == saved_version else 0
     if version is not None and not _fits(pool, groups, version, again):
@@ -113,20 +114,19 @@ def restore(
         samples = groups[lost.group_id].samples
         samples[lost.index] = pool.new_samples(lost.group_id, len(samples))[lost.index]
     counters = Counters(*(sum(state.get(name, 0) for state in states) for name in COUNTERS if has_totals))
+    if has_totals:
+        counters.reject(dropped)
     pool.fill(groups, owns, counters, version=version, last_id=last_id)
     return [group for group_id, group in groups.items() if not owns(group_id)]
 
 
 def _groups_of(state: dict[str, Any], read_row: Callable[[int], dict[str, Any]] | None) -> list[Group]:
     """The groups of one state, with the rows that they were generated for."""
-    if state["format"] not in (3, STATE_FORMAT):
-        raise PoolError(f"The state has format {state['format']!r}; this version reads 3 and {STATE_FORMAT}.")
     rows = [row if isinstance(row, dict) else _read(row, read_row) for row in state["rows"]]
     groups = unpack(PackedGroups(state["groups"], state["token_ids"], state["logprobs"]), rows)
     for group, head, row in zip(groups, state["groups"], state["rows"], strict=True):
         group.row_index = None if isinstance(row, dict) else row
-        digest = prompt_digest(group.row)
-        if head.get("prompt", digest) != digest:  # format 3 has none
+        if head["prompt"] != prompt_digest(group.row):
             raise PoolError(
                 f"Row {group.row_index} of the training dataset has another prompt than when group {group.group_id} "
                 f"was generated: {str(group.row.get('prompt'))[:200]!r}. {_SAME_DATASET}"

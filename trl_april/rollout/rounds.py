@@ -116,8 +116,7 @@ class Rounds:
         if self.overlap or pool.has_tools:
             self.processes.agree(pool)  # on the groups finished since the last round closed
         if pool.max_parked_tokens is not None:  # a bound per process, but they admit together
-            (full,) = self.processes.reduce_max([float(pool.is_full)])
-            pool.schedule.admits_surplus = not full
+            pool.schedule.admits_surplus = not self.processes.any(pool.is_full)
         if self.overlap and (self.dynamic is None or self.dynamic.between_rounds):  # else some may be rejected
             pool.schedule.withhold()
         for group in self.admission.next_groups(pool.schedule.room):
@@ -190,8 +189,7 @@ class Rounds:
         began, tokens = time.monotonic(), self.pool.counters.tokens_generated
         lost = isinstance(interrupted, ServerError)
         # Progress of any process counts: the others may have been queued after its requests.
-        (progressed,) = self.processes.reduce_max([float(tokens > self._tokens_at_outage)])
-        if progressed or not lost:
+        if self.processes.any(tokens > self._tokens_at_outage) or not lost:
             self.recovery.progress_was_made()
         self._tokens_at_outage = tokens
         self.recovery.wait_for_server(interrupted if lost else None)

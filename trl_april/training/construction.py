@@ -243,8 +243,10 @@ def connect_server(
     `server` is the embedded one, in the process that started it. The trainer adds what it alone has: its model and
     accelerator.
     """
-    found = [0.0, 0.0]
-    if server is not None:
+
+    def wait() -> tuple[int | None, bool]:
+        if server is None:
+            return None, False
         try:
             server.wait()
         except ServerError as error:
@@ -252,19 +254,20 @@ def connect_server(
                 raise
             logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
             server.start_without_adapters()
-        found = [float(server.port or 0), float(server.devices.shared)]
-    port, shares_device = processes.reduce_max(found)
+        return server.port, server.devices.shared
+
+    port, shares_device = processes.decide(wait)
     try:
         return ServerGeneration(
             local_server=server,
             processes=processes,
             weight_sync=options.weight_sync,
-            shares_device=bool(shares_device),
+            shares_device=shares_device,
             weight_sync_dir=options.weight_sync_dir,
             needs_logprobs=args.vllm_importance_sampling_correction,
             api_key=api_key(),
             resume_kv=options.resume_kv,
-            server_base_url=f"http://{DEFAULT_HOST}:{int(port)}" if port else None,
+            server_base_url=f"http://{DEFAULT_HOST}:{port}" if port else None,
             addresses=None if port or args.vllm_server_base_url is None else partial(addresses_in, args),
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,

@@ -133,8 +133,7 @@ class Evaluation:
             self._loop.run(driver.generate(), poll=self._processes.check)
         except ServerError as caught:
             error = caught
-        (is_lost,) = self._processes.reduce_max([float(error is not None)])
-        if is_lost:
+        if self._processes.any(error is not None):
             raise error or ServerError("Another process has lost the server.")
 
     def _release(self) -> None:

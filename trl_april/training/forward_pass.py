@@ -231,8 +231,13 @@ def base_attention(model: torch.nn.Module) -> str | None:
 
 
 @contextmanager
-def attention_in_blocks(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """In this context, models that allow it compute their rows in blocks. They are restored at its end."""
+def attention_in_blocks(
+    models: Iterable[torch.nn.Module], any_process: Callable[[bool], bool] = bool
+) -> Iterator[None]:
+    """In this context, models that allow it in all processes compute rows in blocks. They are restored at its end.
+
+    `any_process` is [`OneProcess.any`] of the processes that train them.
+    """
     changed = []
     try:
         for model in models:
@@ -243,7 +248,7 @@ def attention_in_blocks(models: Iterable[torch.nn.Module]) -> Iterator[None]:
             AttentionMaskInterface.register(IN_BLOCKS + base, AttentionMaskInterface()[base])
             changed.append((model.config, base))
             model.config._attn_implementation = IN_BLOCKS + base
-            if not _computes_the_same(model):
+            if any_process(not _computes_the_same(model)):
                 model.config._attn_implementation = base
         yield
     finally:

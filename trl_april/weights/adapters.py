@@ -17,8 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, extract_model_from_parallel, is_peft_model
 
-from ..distributed.processes import Processes
-from ..errors import AprilError, WeightSyncError
+from ..errors import WeightSyncError
 from ..server.check import ServerInfo
 from ..server.host import is_of_this_host
 from .files import save_tensors, weight_folder
@@ -47,7 +46,8 @@ class _Adapter:
 class AdapterTransport:
     """LoRA adapters in files, which servers load beside their base. Running requests stay on theirs.
 
-    `model` returns the model with the adapter, and `version` its policy version.
+    `model` returns the model with the adapter, and `version` its policy version. `run` is in the adapters' names, the
+    same in all processes.
     """
 
     name = "adapter"
@@ -59,11 +59,10 @@ class AdapterTransport:
         *,
         version: Callable[[], int],
         servers: Callable[[], Sequence[ServerInfo]],
-        processes: Processes,
-        draw: Callable[[], int],
+        run: str,
     ) -> None:
         self._model, self._parent, self._version, self._servers = model, parent, version, servers
-        self._run = f"{PREFIX}{int(processes.reduce_sum([draw() if processes.rank == 0 else 0])[0]):x}"
+        self._run = f"{PREFIX}{run}"
         self._count = 0
         self._adapters: list[_Adapter] = []  # those that requests may use, oldest first
         self._unused: list[_Adapter] = []  # of failed syncs, which servers may have all the same
@@ -96,7 +95,7 @@ class AdapterTransport:
         # A new name even if a sync is repeated: a server may have the adapter although its answer was lost.
         new = _Adapter(f"{self._run}-{self._count}", self._version())
         # A server runs requests of so many adapters at once; requests of a further one would wait.
-        most = max(1, min(info.max_loras for info in self._servers()))
+        most = max(1, min((info.max_loras for info in self._servers()), default=1))
         every, folder = [*self._adapters, new], None
         former, kept = [*self._unused, *every[:-most]], every[-most:]
         self.staged, self.oldest = new.name, kept[0].version
@@ -196,16 +195,3 @@ def why_merged(
 def is_quantized(model: torch.nn.Module) -> bool:
     """Whether the weights of the base are packed in 4 or 8 bit, so that only an adapter can be trained and sent."""
     return any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
-
-
-def connect_all(transport: AdapterTransport, servers: Sequence[SyncedServer], processes: Processes) -> str | None:
-    """Connect to all servers, and return why one of them refused, in all processes. A collective call."""
-    failure = None
-    try:
-        for server in servers if processes.rank == 0 else ():
-            transport.connect(server)
-    except AprilError as error:
-        failure = str(error)
-    if processes.reduce_max([float(failure is not None)])[0]:
-        return failure or "the main process could not load it"
-    return None

@@ -35,10 +35,9 @@ class Recovery:
     def __init__(self, generation: ServerGeneration, processes: Processes, stop: StopRequest) -> None:
         self._generation = generation
         self._processes = processes
-        patience = generation.server_timeout
-        if local := generation.local_server:  # it is started again by itself
-            patience = max(patience, local.startup_timeout)
-        (self._patience,) = processes.reduce_max([patience])
+        patience, local = generation.server_timeout, generation.local_server
+        # A server of the main process is started again by itself.
+        self._patience = processes.decide(lambda: max(patience, local.startup_timeout) if local else patience)
         self._stop = stop
         self.progress_was_made()
 

@@ -1,19 +1,20 @@
 """The servers of a training run: which take part in a sync, and which hold the weights.
 
-Invariant: all processes know the same addresses and the same servers in `holding`. Only the main process talks to
-servers in a sync; the others are told by reductions.
+Invariant: all processes know the same addresses, the same accounts of the servers, and the same servers in `holding`.
+Only the main process talks to servers in a sync, and decides for all.
 """
 
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import requests
 
 from ..distributed.processes import Processes
-from ..errors import AprilError, ConfigError, ServerError
+from ..errors import AprilError, ServerError
 from ..server.check import ServerInfo
 from .synced_server import SyncedServer, combined, for_each
 
@@ -62,27 +63,37 @@ class SyncedServers:
         """The first server that takes part."""
         return next((server for server in self if server.takes_part), self._all[0])
 
-    def follow(self, addresses: Sequence[str], make: Callable[[str], SyncedServer]) -> None:
-        """Add and remove servers after a change of the addresses. A collective call if there are several."""
-        known = {server.base_url: server for server in self}
-        if len(addresses) > 1 or len(known) > 1:
-            checksum = float(zlib.crc32(",".join(addresses).encode()))
-            most, least = self._processes.reduce_max([checksum, -checksum])
-            if most != -least:
-                raise ConfigError(
-                    f"vllm_server_base_url is {','.join(addresses)} in one process, and another value in another. "
-                    "Change it in all processes at the same step."
-                )
-        for base_url in known.keys() - set(addresses):
-            known[base_url].give_up()
-        self._all = [known.get(base_url) or make(base_url) for base_url in addresses]
-
     # One sync
 
-    def begin_sync(self) -> None:
-        """Forget the outages of an earlier sync; lost servers that answer take part again."""
+    def meet(
+        self,
+        addresses: Callable[[], Sequence[str]],
+        make: Callable[[str], SyncedServer],
+        connect: Callable[[], object],
+    ) -> None:
+        """Follow the addresses of the main process, let it connect to the servers, and learn its accounts of them.
+
+        Outages of an earlier sync are forgotten; lost servers that answer take part again. A collective call.
+        """
+
+        def follow(addresses: Sequence[str]) -> None:
+            known = {server.base_url: server for server in self}
+            for base_url in known.keys() - set(addresses):
+                known[base_url].give_up()
+            self._all = [known.get(base_url) or make(base_url) for base_url in addresses]
+
+        def accounts() -> dict[str, dict[str, Any] | None]:
+            follow(addresses())
+            for server in self:
+                server.begin_sync()
+            connect()
+            return {server.base_url: asdict(server.info) if server.is_connected else None for server in self}
+
+        found = self._processes.decide(accounts)
+        follow(list(found))
         for server in self:
-            server.begin_sync()
+            if (account := found[server.base_url]) is not None:
+                server.info, server.is_connected = ServerInfo(**account), True
 
     def taking_part(self) -> list[SyncedServer]:
         """The servers of the present sync, in the main process; none in the others."""
@@ -111,42 +122,45 @@ class SyncedServers:
 
         A collective call.
         """
-        if self._processes.reduce_max([float(self._is_main and not self.taking_part())])[0]:
-            outage = next((server.outage for server in self if server.outage is not None), None)
-            raise ServerError(
-                f"The vLLM server at {self.base_url} was lost during the weight sync. {outage or ''}"
-            ) from outage
-        for server in self:
-            if server.outage is not None:
-                self.causes[server.base_url] = str(server.outage)
-                server.lose()
 
-    def announce(self, holding: Sequence[SyncedServer]) -> None:
-        """Tell all processes which servers hold the weights, as the main process knows. A collective call."""
-        flags = [float(server in holding) for server in self]
-        if len(flags) > 1:
-            flags = self._processes.reduce_max(flags)
-            self.holding = {address for address, held in zip(self.addresses, flags, strict=True) if held}
-        else:
-            self.holding = set(self.addresses)
-        if self.on_holding is not None:
-            self.on_holding()
-        self.causes.clear()
+        def settle() -> None:
+            if not self.taking_part():
+                outage = next((server.outage for server in self if server.outage is not None), None)
+                raise ServerError(
+                    f"The vLLM server at {self.base_url} was lost during the weight sync. {outage or ''}"
+                ) from outage
+            for server in self:
+                if server.outage is not None:
+                    self.causes[server.base_url] = str(server.outage)
+                    server.lose()
+
+        self._processes.decide(settle)
+
+    def announce(self, holding: Callable[[], list[str]]) -> bool:
+        """Tell all processes which servers hold the weights, by address, if any. A collective call."""
+        found = set(self._processes.decide(holding))
+        if found:
+            self.holding = found
+            if self.on_holding is not None:
+                self.on_holding()
+            self.causes.clear()
+        return bool(found)
 
     # Between syncs
 
     def holds_weights(self) -> bool:
         """Whether a server still has the weights of the last sync; others are left out. A collective call."""
-        asked = [server for server in self if self._is_main and not server.is_lost]
-        holding: list[SyncedServer] = []
-        for_each(lambda server: server.holds_weights() and holding.append(server), asked)
-        if self._processes.reduce_max([float(self._is_main and not holding)])[0]:
-            return False
-        for server in asked:
-            if server not in holding:
-                server.lose()
-        self.announce(holding)
-        return True
+
+        def ask() -> list[str]:
+            asked = [server for server in self if not server.is_lost]
+            holding: list[SyncedServer] = []
+            for_each(lambda server: server.holds_weights() and holding.append(server), asked)
+            for server in asked if holding else ():
+                if server not in holding:
+                    server.lose()
+            return [server.base_url for server in holding]
+
+        return self.announce(ask)
 
     def leave_out(self, base_url: str) -> None:
         """Leave a server out that a process has lost in a round, until it answers and gets new weights."""
@@ -166,13 +180,14 @@ class SyncedServers:
 
     def queues(self) -> list[tuple[float, float]]:
         """How many requests each server has queued, and decodes at once; 0 if not reported. A collective call."""
-        asked = self.taking_part()
-        waiting: dict[str, float] = {}
-        self.each(lambda server: waiting.update({server.base_url: server.requests_waiting()}), asked)
-        found = [waiting.get(address, 0.0) for address in self.addresses]
-        found += [float(server.info.max_sequences or 0) if server in asked else 0.0 for server in self]
-        found = self._processes.reduce_max(found)
-        return list(zip(found[: len(self)], found[len(self) :], strict=True))
+
+        def ask() -> list[list[float]]:
+            asked, waiting = self.taking_part(), dict.fromkeys(self.addresses, 0.0)
+            self.each(lambda server: waiting.update({server.base_url: server.requests_waiting()}), asked)
+            places = [float(server.info.max_sequences or 0) if server in asked else 0.0 for server in self]
+            return [[waiting[address], place] for address, place in zip(self.addresses, places, strict=True)]
+
+        return [(waiting, places) for waiting, places in self._processes.decide(ask)]
 
     # Requests that stay on the servers
 
@@ -188,16 +203,17 @@ class SyncedServers:
 
         A collective call. Returns whether they are paused; if not, their requests must be aborted.
         """
-        is_paused = self._is_main and self._keeps_requests
-        if is_paused:
+
+        def pause() -> bool:
             refused: list[SyncedServer] = []
-            self.each(lambda server: server.pause.begin() or refused.append(server))
+            if self._keeps_requests:
+                self.each(lambda server: server.pause.begin() or refused.append(server))
             for server in refused:
                 if len(self) > 1 and (problem := server.control.problem()):
                     server.outage = ServerError(problem)
-                else:
-                    is_paused = False
-        return bool(self._processes.reduce_max([float(is_paused)])[0])
+            return self._keeps_requests and not any(server.takes_part for server in refused)
+
+        return self._processes.decide(pause)
 
     def give_up(self) -> None:
         """Resume servers that were paused for a sync that will not be repeated."""

@@ -43,8 +43,8 @@ class ServerGeneration(VLLMGeneration):
     just before the weights change, to abort requests or pause the servers. `local_server` is the server if this
     process owns it.
 
-    Of several servers, some may be lost while the sync continues with the others. `addresses` is called in all
-    processes before every sync: servers may come and go.
+    Of several servers, some may be lost while the sync continues with the others. `addresses` is called in the main
+    process before every sync: servers may come and go.
     """
 
     def __init__(
@@ -82,13 +82,21 @@ class ServerGeneration(VLLMGeneration):
         super().__init__(mode="server", **kwargs)
 
     def _init_vllm(self) -> None:
-        """Connect to the servers, check them, and choose the transport. TRL calls it in every process."""
+        """Connect to the servers, check them, and choose the transport. A collective call."""
         if self._addresses is None:
             given = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self._addresses = lambda: server_addresses(given)
-        self.servers.follow(self._addresses(), self._new_server)
-        for server in self.servers:
-            self._connect(server, patience=self.server_timeout)
+
+        def connect() -> None:
+            for server in self.servers:
+                self._connect(server, patience=self.server_timeout)
+
+        self.servers.meet(self._addresses, self._new_server, connect)
+        if self._processes.rank > 0 and (problem := self.servers.problem()):
+            raise ServerError(
+                f"Process {self._processes.rank} does not reach the vLLM server at {self.base_url}, which process 0 "
+                f"reaches: {problem}. Set vllm_server_base_url to an address that every host reaches."
+            )
         self._transport = connected_transport(
             self.weight_sync,
             self._weight_sync_dir,
@@ -96,26 +104,26 @@ class ServerGeneration(VLLMGeneration):
             servers=list(self.servers),
             processes=self._processes,
             adapters=self._adapters(),
+            why_merged=lambda: self._why_merged(list(self.servers)),
             must_adapt=is_quantized(self.model),
             shares_device=self._shares_device,
         )
         self.weight_sync = self._transport.name
-        self._canary_ids = self.servers.first.canary.token_ids  # the same for all
+        self._canary_ids = Canary(self.model.config.get_text_config().vocab_size).token_ids  # as for every server
         # vLLM's CPU build keeps a packed copy of a tied output layer, and updates it only under its own name.
         has_cpu = any(server.info.device == "cpu" for server in self.servers)
         self._tied_names = tied_names(self.model) if has_cpu else {}
 
-    def _adapters(self) -> AdapterTransport | str | None:
-        """A transport of the adapter, or why there is none; `None` for a model without adapter."""
+    def _adapters(self) -> AdapterTransport | None:
+        """A transport of the adapter, if the model has one."""
         if not is_peft_model(extract_model_from_parallel(self.model, keep_torch_compile=False)):
             return None
-        return self._why_merged(list(self.servers)) or AdapterTransport(
+        return AdapterTransport(
             lambda: self.model,
             self._weight_sync_dir,
             version=self._policy_version,
             servers=lambda: [server.info for server in self.servers if server.is_connected],
-            processes=self._processes,
-            draw=lambda: secrets.randbits(32),
+            run=self._processes.decide(lambda: secrets.token_hex(4)),
         )
 
     def _why_merged(self, servers: Sequence[SyncedServer]) -> str | None:
@@ -151,7 +159,7 @@ class ServerGeneration(VLLMGeneration):
 
     @property
     def vllm_client(self) -> ServerClient:
-        """TRL's client of the first server. TRL generates with it for evaluation."""
+        """TRL's client of the first server, in the main process. TRL generates with it for evaluation."""
         return self.servers.first.client
 
     def _new_server(self, base_url: str) -> SyncedServer:
@@ -160,10 +168,9 @@ class ServerGeneration(VLLMGeneration):
         return SyncedServer(base_url, self.server_timeout, headers, self.group_port + self._group_ports - 1)
 
     def _connect(self, server: SyncedServer, *, patience: float) -> None:
-        """Wait until a server is ready, and check it."""
+        """Wait until a server is ready, and check it, in the main process."""
         server.client = ServerClient(server.control, group_port=server.group_port, connection_timeout=patience)
-        if self.accelerator.is_main_process:
-            server.pause.end_foreign()  # a paused server would not answer the check
+        server.pause.end_foreign()  # a paused server would not answer the check
         self._examine(server)
         config = self.model.config
         server.canary = Canary(
@@ -195,7 +202,7 @@ class ServerGeneration(VLLMGeneration):
                 f"{other.info.model!r}. All servers must serve the same name: start them with the same MODEL or the "
                 "same --served-model-name."
             )
-        if self.accelerator.is_main_process and self._why_merged([server]) is not None:
+        if self._why_merged([server]) is not None:
             self.servers.check_pause(server)
 
     # The sync
@@ -212,9 +219,7 @@ class ServerGeneration(VLLMGeneration):
         started = time.perf_counter()
         version = self._policy_version()
         assert self._addresses is not None
-        self.servers.follow(self._addresses(), self._new_server)
-        self.servers.begin_sync()
-        self.servers.each(self._reattach)
+        self.servers.meet(self._addresses, self._new_server, lambda: self.servers.each(self._reattach))
         # Work that needs no server runs before the servers are paused. Reading sharded weights takes all processes.
         self.model = self._trained_model()
         # Evaluation may change the model's data type. FSDP computes in its own.
@@ -222,9 +227,8 @@ class ServerGeneration(VLLMGeneration):
         as_weights = self.accelerator.mixed_precision in (None, "no") or not sharded
         dtypes = frozenset(dtypes_of(self.model))
         trainer_is_float32 = dtypes == {torch.float32} and as_weights
-        for server in self.servers:
-            if server.is_connected:
-                server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
+        for server in self.servers.taking_part():
+            server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
         as_next = isinstance(self._transport, AdapterTransport)
         expected = trainer_logprobs(self.model, self._canary_ids, self.accelerator.device, as_next=as_next)
         for module in self.model.modules():
@@ -249,7 +253,7 @@ class ServerGeneration(VLLMGeneration):
             server.client.model = adapter or server.info.model
             server.client.renew_cache_salt()
         self.sync_mismatch = max((server.mismatch for server in self.servers.taking_part()), default=0.0)
-        self.servers.announce(self.servers.taking_part())
+        self.servers.announce(lambda: [server.base_url for server in self.servers.taking_part()])
         self.sync_seconds = time.perf_counter() - started
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -259,14 +263,18 @@ class ServerGeneration(VLLMGeneration):
         """
         server = self.servers.first
         output: tuple[Any, ...] = super().generate(*args, **kwargs)
-        server.outage, server.client.lost = server.client.lost, None
-        # TRL repeats requests until a server answers, so it may be another one by now.
-        if self.accelerator.is_main_process and server.outage is None and not server.holds_weights():
-            server.outage = ServerError("It was restarted, or another client changed its weights.")
-        if self._processes.reduce_max([float(server.outage is not None)])[0]:
-            raise ServerError(
-                f"The vLLM server at {server.base_url} was lost during an evaluation. {server.outage or ''}"
-            ) from server.outage
+
+        def check() -> None:
+            server.outage, server.client.lost = server.client.lost, None
+            # TRL repeats requests until a server answers, so it may be another one by now.
+            if server.outage is None and not server.holds_weights():
+                server.outage = ServerError("It was restarted, or another client changed its weights.")
+            if server.outage is not None:
+                raise ServerError(
+                    f"The vLLM server at {server.base_url} was lost during an evaluation. {server.outage}"
+                ) from server.outage
+
+        self._processes.decide(check)
         return output
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,7 +27,7 @@ WATCH_SECONDS = 1.0  # between two health checks of a lost server
 
 
 class SyncedServer:
-    """A server as the main process sees it. `client`, `info` and `canary` are set when it is connected."""
+    """A server as the main process sees it. The others know its address and, once it is connected, its `info`."""
 
     client: ServerClient
     info: ServerInfo

@@ -1,6 +1,6 @@
 """Weight transports: how parameters travel to the servers, and which way is taken.
 
-To add one, write a class with the methods of [`WeightTransport`], and choose it in [`choose_transport`].
+To add one, write a class with the methods of [`WeightTransport`], and choose it in [`connected_transport`].
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import torch
 
 from ..distributed.processes import Processes
-from ..errors import ConfigError, WeightSyncError
+from ..errors import AprilError, ConfigError, WeightSyncError
 from ..server.host import gpus_of_host, is_of_this_host
 from ..server.local import sees_our_devices
-from .adapters import AdapterTransport, connect_all
+from .adapters import AdapterTransport
 from .files import FileTransport
 from .names import Parameters
 from .nccl import NcclTransport
@@ -55,73 +55,67 @@ def connected_transport(
     device: torch.device,
     servers: Sequence[SyncedServer],
     processes: Processes,
-    adapters: AdapterTransport | str | None = None,
+    adapters: AdapterTransport | None = None,
+    why_merged: Callable[[], str | None] = lambda: None,
     must_adapt: bool = False,
     shares_device: bool = False,
 ) -> WeightTransport:
     """The transport for the options `weight_sync` and `weight_sync_dir`, connected to all servers in the main process.
 
-    With `"auto"`, only the adapter is sent where that is possible: `adapters` sends it, or is the reason against it,
-    `None` for a model without one. With `must_adapt`, other weights cannot be sent. Otherwise files are used where
+    With `"auto"`, only the adapter is sent where that is possible: `adapters` sends it, and `why_merged` returns the
+    reason against it. With `must_adapt`, other weights cannot be sent. Otherwise files are used where
     NCCL is not possible, or its connection fails, and where an embedded server `shares_device` with the trainer. A
     collective call. Raises [`ConfigError`] if the folder does not exist or something was asked for that is not
     possible, and [`WeightSyncError`] if a connection by NCCL was asked for and fails.
     """
-    check_folder(folder)
-    if asked == "adapter" or must_adapt or (asked == "auto" and adapters is not None):
-        if isinstance(adapters, AdapterTransport):
-            transport, adapters = adapters, connect_all(adapters, servers, processes)
-            if adapters is None:
-                return transport
-        reason = adapters or "the model has none"
-        if must_adapt:
+    transports: dict[str, WeightTransport] = {"nccl": NcclTransport(device), "filesystem": FileTransport(folder)}
+    if adapters is not None:
+        transports["adapter"] = adapters
+
+    def connect(name: str) -> str:
+        for server in servers:
+            transports[name].connect(server)
+        return name
+
+    def choose() -> str:
+        if folder is not None and not os.path.isdir(folder):
             raise ConfigError(
-                "The weights are quantized, so only an adapter can be sent to the vLLM server, but this is not "
-                f"possible: {reason}. Set weight_sync='auto', or load the model unquantized."
+                f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the "
+                "same path, or leave weight_sync_dir out to use shared memory."
             )
-        if asked == "adapter":
-            raise ConfigError(
-                f"weight_sync is 'adapter', but the adapter cannot be sent alone: {reason}. Use weight_sync='auto', "
-                "which sends merged weights then."
-            )
-        if processes.rank == 0:
+        if asked == "adapter" or must_adapt or (asked == "auto" and adapters is not None):
+            reason = "the model has none" if adapters is None else why_merged()
+            try:
+                if reason is None:
+                    return connect("adapter")
+            except AprilError as error:
+                reason = str(error)
+            if must_adapt:
+                raise ConfigError(
+                    "The weights are quantized, so only an adapter can be sent to the vLLM server, but this is not "
+                    f"possible: {reason}. Set weight_sync='auto', or load the model unquantized."
+                )
+            if asked == "adapter":
+                raise ConfigError(
+                    f"weight_sync is 'adapter', but the adapter cannot be sent alone: {reason}. Use "
+                    "weight_sync='auto', which sends merged weights then."
+                )
             logger.warning("Merged weights are sent instead of the adapter: %s.", reason.rstrip("."))
-    if asked == "auto" and shares_device:
-        asked = "filesystem"  # NCCL cannot connect a GPU to itself
-    chosen = choose_transport(asked, folder, device=device, servers=servers, processes=processes)
-    failure = None
-    try:
-        _connect(chosen, servers, processes)
-    except WeightSyncError as error:
-        if asked != "auto":
-            raise
-        failure = str(error)
-    if isinstance(chosen, NcclTransport) and processes.reduce_max([float(failure is not None)])[0]:
-        if failure is not None:
-            logger.warning("%s So files are used instead.", failure)
-        chosen = FileTransport(folder)
-        _connect(chosen, servers, processes)
-    return chosen
+        if asked == "auto" and shares_device:
+            return connect("filesystem")  # NCCL cannot connect a GPU to itself
+        try:
+            return connect(choose_transport(asked, device=device, servers=servers))
+        except WeightSyncError as error:
+            if asked != "auto":
+                raise
+            logger.warning("%s So files are used instead.", error)
+            return connect("filesystem")
+
+    return transports[processes.decide(choose)]
 
 
-def _connect(transport: WeightTransport, servers: Sequence[SyncedServer], processes: Processes) -> None:
-    for server in servers if processes.rank == 0 else ():
-        transport.connect(server)
-
-
-def choose_transport(
-    asked: str,
-    folder: str | None,
-    *,
-    device: torch.device,
-    servers: Sequence[SyncedServer],
-    processes: Processes,
-) -> WeightTransport:
-    """Choose the transport for the options `weight_sync` and `weight_sync_dir`, the same one in all processes.
-
-    A collective call. Raises [`ConfigError`] if the folder does not exist, or NCCL was asked for and is not possible.
-    """
-    check_folder(folder)
+def choose_transport(asked: str, *, device: torch.device, servers: Sequence[SyncedServer]) -> str:
+    """Choose NCCL or files. Raises [`ConfigError`] if NCCL was asked for and is not possible."""
     infos = [server.info for server in servers]
     both_on_gpus = device.type == "cuda" and {info.device for info in infos} == {"cuda"}  # ROCm's name, too
     nccl_is_possible = both_on_gpus and all(info.has_weight_transfer for info in infos)
@@ -132,20 +126,9 @@ def choose_transport(
             """--weight-transfer-config '{"backend": "nccl"}'. Use weight_sync='filesystem' instead."""
         )
     if asked == "auto":
-        # NCCL cannot connect a GPU to itself. The main process decides, since others may run on other hosts.
-        shares_gpu = both_on_gpus and processes.rank == 0 and any(_shares_gpu(server.base_url) for server in servers)
-        (shares_gpu,) = processes.reduce_max([float(shares_gpu)])
+        shares_gpu = both_on_gpus and any(_shares_gpu(server.base_url) for server in servers)
         asked = "nccl" if nccl_is_possible and not shares_gpu else "filesystem"
-    return NcclTransport(device) if asked == "nccl" else FileTransport(folder)
-
-
-def check_folder(folder: str | None) -> None:
-    """Raise [`ConfigError`] unless `folder` exists or is `None`."""
-    if folder is not None and not os.path.isdir(folder):
-        raise ConfigError(
-            f"weight_sync_dir is {folder!r}, which is not a folder. Create it, visible to the server under the same "
-            "path, or leave weight_sync_dir out to use shared memory."
-        )
+    return asked
 
 
 def _shares_gpu(base_url: str) -> bool:
