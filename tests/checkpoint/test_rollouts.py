@@ -139,7 +139,13 @@ def test_checkpoint_of_format_2_is_read(name):
     assert saved.source == expected["source"]
     assert expected["groups"] == [
         [
-            *(group.group_id, repr(group.row), group.prompt_ids, group.max_completion_length, group.start_version),
+            *(
+                group.group_id,
+                repr(group.row),
+                group.prompt_ids,
+                group.budget_of(group.samples[0]),
+                group.start_version,
+            ),
             repr(group.score),
             [[s.token_ids.tolist(), s.logprobs.tobytes().hex(), s.versions, s.finish_reason] for s in group.samples],
         ]
