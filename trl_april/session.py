@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,16 @@ from trl import GRPOConfig
 from .checkpoint.resume import RunCheckpoints, account_of
 from .checkpoint.rollouts import FOLDER, SavedRollouts, save_rollouts
 from .config import AprilOptions
-from .data.admission import Admission
+from .data.admission import Admission, check_longest
 from .data.order import TrainingRows, make_source, resumed_source
 from .data.plan import TrainingPlan
 from .data.source import Row, RowSource
 from .distributed.processes import Processes
 from .distributed.signals import StopRequest
 from .engine.protocol import ImagesOf
-from .engine.sampling import sampling_of
+from .engine.sampling import SamplingOptions
 from .errors import CheckpointError, PoolError
+from .pool.budget import Budget
 from .pool.pool import Pool
 from .pool.samples import Group
 from .pool.state import restore, state_dict
@@ -54,7 +55,6 @@ from .weights.sync import ServerGeneration
 
 logger = get_logger(__name__)
 
-CHECKED_PROMPTS = 256  # the longest of the dataset, before the first round
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of the settings that a resume compares
 
 
@@ -74,7 +74,8 @@ class RolloutSession:
         tokenize: Callable[[list[Row]], list[list[int]]],
         images_of: ImagesOf,
         vocab_size: int,
-        eos_token_ids: Sequence[int | None],
+        budget: Budget,
+        sampling: SamplingOptions,
         server: ServerGeneration,
         num_reward_funcs: int,
         scorer: RewardScorer | None,
@@ -88,7 +89,7 @@ class RolloutSession:
         self._plan = plan = TrainingPlan.of(
             args,
             max_steps=state.max_steps,
-            context_length=server.server_info.max_model_len,
+            budget=budget,
             vocab_size=vocab_size,
             saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
@@ -109,6 +110,7 @@ class RolloutSession:
             has_tools=act is not None,
             has_environments=self._restorable is not None,
             max_parked_tokens=options.max_parked_tokens,
+            budget=budget,
         )
         self._settings = {
             **run_options(args, options, self.pool),
@@ -132,10 +134,9 @@ class RolloutSession:
         connections = reserve_connections(groups_here * plan.num_generations)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
         if processes.rank == 0:
-            admission.check_longest(rows.longest_prompts(CHECKED_PROMPTS, silent=self._silent))
+            check_longest(budget, rows, tokenize, silent=self._silent)
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
-        sampling = sampling_of(args, eos_token_ids)
         self._engine = rollout_engine(options, sampling, server, plan.vocab_size, processes.rank)
         self._dynamic = None
         if scorer is not None:

@@ -13,18 +13,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from datasets import IterableDataset
-from transformers.trainer_utils import SaveStrategy
+from datasets import Dataset, IterableDataset
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 from trl.extras.profiling import profiling_context
 
 from .config import AprilOptions
+from .data.admission import check_longest
 from .data.order import TrainingRows
 from .data.source import Row
 from .engine.images import SampleImages, prompt_of
-from .engine.sampling import sampling_of
+from .engine.sampling import SamplingOptions, sampling_of
 from .errors import ConfigError
+from .pool.budget import Budget
 from .rollout.daemon_threads import DaemonThreads
 from .training import compatibility
 from .training.construction import rollout_engine
@@ -83,8 +85,25 @@ def tokenize_prompts(
     return lambda rows: [[] for _ in rows]
 
 
-def sample_images(trainer: GRPOTrainer, options: AprilOptions) -> SampleImages:
-    """The images of samples, as the engine takes them."""
+def budget_of(trainer: GRPOTrainer, sampling: SamplingOptions) -> Budget:
+    """The limits of every sample of training and evaluation."""
+    context_length = trainer.vllm_generation.server_info.max_model_len
+    return Budget(trainer.args.max_completion_length, context_length, sampling.min_tokens)
+
+
+def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None, budget: Budget) -> None:
+    """Check the longest prompts of the datasets that will be evaluated during training, before it."""
+    if trainer.args.eval_strategy == IntervalStrategy.NO or trainer.args.process_index > 0:
+        return
+    given = trainer.eval_dataset
+    for name, dataset in given.items() if isinstance(given, dict) else [("", given)]:
+        if isinstance(dataset, (Dataset, IterableDataset)):
+            rows = TrainingRows(dataset, lambda rows: rows, lambda: [])
+            check_longest(budget, rows, tokenize_prompts(trainer, turns), f"evaluation {name}".rstrip())
+
+
+def sample_images(trainer: GRPOTrainer, options: AprilOptions | None = None) -> SampleImages:
+    """The images of samples, as the engine takes them. Those of training must suit its `options`."""
 
     def check() -> None:
         if not trainer._is_vlm:
@@ -92,7 +111,8 @@ def sample_images(trainer: GRPOTrainer, options: AprilOptions) -> SampleImages:
                 "A prompt has images, and the model or its processing_class takes text only. Train a vision-language "
                 "model with its processor."
             )
-        compatibility.check_images(options)
+        if options is not None:
+            compatibility.check_images(options)
 
     return SampleImages(trainer.vllm_generation._place_features, check)
 
@@ -118,7 +138,7 @@ def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None =
 
 
 def tool_turns(
-    trainer: GRPOTrainer, options: AprilOptions, context_length: int = 0, rollout: Rollout | None = None
+    trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | None = None
 ) -> ToolTurns | RolloutTurns | None:
     """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
     if rollout is None and not trainer.tools and trainer.environment_factories is None:
@@ -174,7 +194,7 @@ def tool_turns(
         return list(prompt_ids)
 
     if rollout is not None:
-        return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None), context_length)
+        return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None))
     environments = None
     if trainer.environment_factories is not None:
         # An evaluation, which may come while samples have theirs, has its own instances.
@@ -187,7 +207,6 @@ def tool_turns(
             tool_timeout=timeout,
             tokenize=tokenize,
             run_calls=run_calls,
-            context_length=context_length,
             saves_states=trainer.args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
             replays=options.replay_environments,
             threads=threads,
@@ -199,13 +218,10 @@ def tool_turns(
 
 
 @contextmanager
-def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
-    """What generates the completions of an evaluation; `None` without tools and rollout function, where TRL does."""
+def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
+    """What generates the completions of an evaluation."""
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
-    turns = tool_turns(trainer, options, server.server_info.max_model_len, trainer._rollout)
-    if turns is None:
-        yield None
-        return
+    turns = tool_turns(trainer, options, trainer._rollout)
     sampling = sampling_of(trainer.args, trainer.eos_token_ids)
     vocab_size = trainer.model.config.get_text_config().vocab_size
     found = Evaluation(
@@ -213,8 +229,9 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
         turns,
         rollout_engine(options, sampling, server, vocab_size, processes.rank),
         sampling,
+        budget=budget_of(trainer, sampling),
         tokenize=tokenize_prompts(trainer, turns),
-        images_of=sample_images(trainer, options),
+        images_of=sample_images(trainer),
         has_tools=bool(trainer.tools),
         servers=server.servers,
         processes=processes,

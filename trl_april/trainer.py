@@ -30,6 +30,7 @@ from .config import AprilOptions
 from .distributed.processes import processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .engine.images import returning_images
+from .engine.sampling import sampling_of
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
@@ -102,7 +103,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     _tag_names = ["trl", "grpo", "april"]
     _name = "APRIL"
     _paper = construction.PAPER
-    _evaluation: Any = None  # while one with tools, environments or a rollout function runs
+    _evaluation: Any = None  # while one runs
 
     def __init__(
         self,
@@ -220,8 +221,6 @@ class APRILGRPOTrainer(GRPOTrainer):
                     with profiling_context(self, "sync_weights"):
                         recovery.sync_weights()
                     self._last_loaded_step = self.state.global_step
-                if self._evaluation is None:
-                    return recovery.with_weights(partial(super()._generate_and_score_completions, inputs))
                 changes = self._evaluation.generate(inputs, recovery)
             with construction.replaced(self, **changes, _generate=returning_images(super()._generate)):
                 return super()._generate_and_score_completions(inputs)
@@ -253,6 +252,11 @@ class APRILGRPOTrainer(GRPOTrainer):
         rewards = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("reward")}
         self._session.run_log.add_round(done, rewards)
         return batch
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        # Overridden for empty prompts, which a vLLM server refuses.
+        prompt_ids, *rest = super()._tokenize_prompts(prompts)
+        return construction.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
@@ -335,14 +339,15 @@ class APRILGRPOTrainer(GRPOTrainer):
             accelerator=self.accelerator,
             processing_class=self.processing_class,
             processes=self._processes,
-            eos_token_ids=self.eos_token_ids,
             policy_version=lambda: self.state.global_step,
             trained_model=lambda: self.model,
         )
 
     def _open_session(self) -> RolloutSession:
-        length = self.vllm_generation.server_info.max_model_len
-        turns = session_parts.tool_turns(self, self._options, length, self._rollout)
+        turns = session_parts.tool_turns(self, self._options, self._rollout)
+        sampling = sampling_of(self.args, self.eos_token_ids)
+        budget = session_parts.budget_of(self, sampling)
+        session_parts.check_evaluation_rows(self, turns, budget)
         return RolloutSession(
             self.args,
             self._options,
@@ -350,7 +355,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             tokenize=session_parts.tokenize_prompts(self, turns),
             images_of=session_parts.sample_images(self, self._options),
             vocab_size=self.model.config.get_text_config().vocab_size,
-            eos_token_ids=self.eos_token_ids,
+            budget=budget,
+            sampling=sampling,
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
             scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,

@@ -1,12 +1,14 @@
 """Rows on their way into the pool: each to its process, tokenized once, and held to what fits."""
 
 import pytest
+from accelerate import PartialState
 from datasets import Dataset
 
-from trl_april.data.admission import Admission
+from trl_april.data.admission import Admission, check_longest
 from trl_april.data.order import TrainingRows
 from trl_april.data.plan import TrainingPlan
 from trl_april.errors import CheckpointError, ConfigError
+from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample
 
@@ -36,7 +38,7 @@ class Tokenizer:
 def plan(max_completion_length: int | None = 10, context_length: int = 30) -> TrainingPlan:
     return TrainingPlan(
         num_generations=4, groups_per_round=1, micro_steps_per_round=1, gradient_accumulation_steps=1, max_steps=1,
-        max_completion_length=max_completion_length, context_length=context_length, vocab_size=50,
+        budget=Budget(max_completion_length, context_length), vocab_size=50,
     )  # fmt: skip
 
 
@@ -82,19 +84,20 @@ def test_rows_of_other_processes_are_kept_until_their_groups_are_trained():
     assert here.row_of(3)["number"] == 3
 
 
-@pytest.mark.parametrize(
-    ("limit", "rows", "words"),
-    [
-        (10, 25, "prompt of group 20 .* has 21 tokens.*30 tokens leaves 20"),
-        (None, 40, "prompt of group 29 .* has 30 tokens"),
-    ],
-)
-def test_a_prompt_without_room_for_a_completion_is_refused(limit, rows, words):
-    with pytest.raises(ConfigError, match=words):
-        admission(max_completion_length=limit).next_groups(rows)
+@pytest.mark.parametrize("limit", [10, None])
+def test_a_prompt_without_room_for_a_completion_is_refused(limit, caplog):
+    PartialState(cpu=True)  # for log messages
+    admits = admission(max_completion_length=limit)
+    admits.next_groups(20)
+    assert not caplog.text
+    admits.next_groups(9)
+    assert caplog.text.count("leave less than max_completion_length=10 of the server's context of 30") == bool(limit)
+    with pytest.raises(ConfigError, match=r"The prompt \('x+'\) has 30 tokens.*context 30: no room is left.*Shorten"):
+        admits.next_groups(1)
 
 
-def test_the_longest_prompts_of_the_dataset_are_checked_first():
+def test_the_longest_prompts_of_a_dataset_are_checked_first(caplog):
+    PartialState(cpu=True)  # for log messages
     dataset = Dataset.from_dict({"prompt": ["x" * length for length in (5, 19, 7, 20, 25)], "number": [*range(5)]})
     rows = TrainingRows(dataset, lambda rows: rows, lambda: [])
     longest = rows.longest_prompts(3, silent=True)
@@ -102,37 +105,33 @@ def test_the_longest_prompts_of_the_dataset_are_checked_first():
     transformed = TrainingRows(dataset.with_transform(lambda batch: batch), lambda rows: rows, lambda: [])
     stream = TrainingRows(dataset.to_iterable_dataset(), lambda rows: rows, lambda: [])
     assert transformed.longest_prompts(3, silent=True) == stream.longest_prompts(3, silent=True) == []
-    checks = Admission(plan(), Rows(), rows.read, Tokenizer(), lambda group_id: True)
-    checks.check_longest([1])
-    with pytest.raises(
-        ConfigError, match="2 of the 3 longest prompts .* row 4 has 26 tokens, .* leaves 20 for a prom"
-    ):
-        checks.check_longest(longest)
-
-
-def test_without_a_limit_a_completion_may_fill_the_context():
-    (group,) = admission(max_completion_length=None).next_groups(1)
-    assert group.max_completion_length == 29
+    check_longest(Budget(4, 30), rows, Tokenizer())
+    assert not caplog.text
+    check_longest(Budget(10, 30), rows, Tokenizer())
+    assert "row 4, the longest of the training dataset, has 26 tokens" in caplog.text
+    assert "completions end after 4, before max_completion_length=10" in caplog.text
+    with pytest.raises(ConfigError, match="row 4, the longest of the evaluation dataset, has 26 tokens.* no room is"):
+        check_longest(Budget(10, 26), rows, Tokenizer(), "evaluation")
 
 
 # Groups of a checkpoint
 
 
-def saved_group(group_id: int = 7, *, samples: int = 4, token_id: int = 5, longest: int = 20) -> Group:
+def saved_group(group_id: int = 7, *, samples: int = 4, token_id: int = 5) -> Group:
     row = {"prompt": "1+", "answer": 2}
-    return Group(group_id, row, [1, token_id], longest, 0, [Sample(group_id, index) for index in range(samples)])
+    made = [Sample(group_id, index) for index in range(samples)]
+    return Group(group_id, row, [1, token_id], Budget(20), 0, made)
 
 
 @pytest.mark.parametrize(
-    ("samples", "token_id", "longest", "words"),
+    ("samples", "token_id", "words"),
     [
-        (2, 5, 20, "Group 7 of the checkpoint has 2 samples, and num_generations is 4. Resume with"),
-        (4, 50, 20, "Group 7 of the checkpoint holds token id 50, and the model has a vocabulary of 50. Resume with"),
-        (4, 5, 29, "has a prompt of 2 tokens and completions of up to 29, and the server's context is 30"),
+        (2, 5, "Group 7 of the checkpoint has 2 samples, and num_generations is 4. Resume with"),
+        (4, 50, "Group 7 of the checkpoint holds token id 50, and the model has a vocabulary of 50. Resume with"),
     ],
 )
-def test_partial_samples_that_do_not_fit_this_training_are_refused(samples, token_id, longest, words):
-    group = saved_group(samples=samples, token_id=token_id, longest=longest)
+def test_partial_samples_that_do_not_fit_this_training_are_refused(samples, token_id, words):
+    group = saved_group(samples=samples, token_id=token_id)
     with pytest.raises(CheckpointError, match=f"{words}.*or remove the folder"):
         admission().resume([group], [], ["prompt"])
 

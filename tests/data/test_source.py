@@ -42,7 +42,7 @@ def plan_of(quota: int = 1, micro: int = 1, accumulation: int = 1, max_steps: in
         micro_steps_per_round=micro,
         gradient_accumulation_steps=accumulation,
         max_steps=max_steps,
-        **{"num_generations": 2, "max_completion_length": 9, "context_length": 99, "vocab_size": 99, **values},
+        **{"num_generations": 2, "vocab_size": 99, **values},
     )
 
 
@@ -570,7 +570,7 @@ def recording_trainer(model_and_tokenizer, output_dir: Path, dataset, **options)
 
 
 def plan_of_trainer(trainer: APRILGRPOTrainer, **values) -> TrainingPlan:
-    plan = TrainingPlan.of(trainer.args, max_steps=trainer.state.max_steps, context_length=99, vocab_size=99)
+    plan = TrainingPlan.of(trainer.args, max_steps=trainer.state.max_steps, vocab_size=99)
     return replace(plan, **values)
 
 

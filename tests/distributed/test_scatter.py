@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trl_april.distributed.scatter import Shard, from_message, owner_of, shards, to_message
 from trl_april.errors import ConfigError, PoolError
+from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Score, Segment
 
 
@@ -55,7 +56,7 @@ def make_sample(length: int, index: int = 0) -> Sample:
 
 def make_group(*lengths: int, **fields: object) -> Group:
     samples = [make_sample(length, index) for index, length in enumerate(lengths)]
-    return Group(1, {"prompt": "row 1"}, [5, 6], 10, 0, samples, **fields)
+    return Group(1, {"prompt": "row 1"}, [5, 6], Budget(10), 0, samples, **fields)
 
 
 def rows_here(group_id: int) -> dict[str, str]:

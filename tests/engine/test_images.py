@@ -26,6 +26,7 @@ from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.engine.sampling import SamplingOptions
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import ConfigError, EngineError
+from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, Group, Sample
 
 
@@ -92,10 +93,10 @@ def ask(answers: list[bytes], count: int = 1, render: int = 200) -> tuple[list[A
 
     async def run() -> list[list[Chunk]]:
         async with RawServer(answer) as server, asyncio.timeout(HANG_GUARD):
-            sampling = SamplingOptions({"temperature": 0.5}, min_tokens=5)
+            sampling = SamplingOptions({"temperature": 0.5})
             engine = VLLMEngine(server.base_url, "model", sampling, stream_interval=8)
             requests = [
-                GenerationRequest(f"run-{n}", [*PROMPT, 7, 8, *RESULT], 2, 40, "salt", seed=3, images=images)
+                GenerationRequest(f"run-{n}", [*PROMPT, 7, 8, *RESULT], 2, 40, "salt", 3, seed=3, images=images)
                 for n in range(count)
             ]
             chunks = await asyncio.gather(*(collect(engine, request) for request in requests))
@@ -149,7 +150,7 @@ def test_a_sample_has_the_images_of_its_prompt_and_its_results():
     checks = []
     images_of = SampleImages(place, lambda: checks.append(1))
     samples = [Sample(0, index, conversation=Conversation()) for index in range(2)]
-    group = Group(0, {"prompt": TEXT, "image": RED}, PROMPT, 99, 0, samples)
+    group = Group(0, {"prompt": TEXT, "image": RED}, PROMPT, Budget(99), 0, samples)
     (of_prompt,) = images_of(group, samples[0])
     assert images_of(group, samples[1]) == [of_prompt] and checks == [1, 1]
     of_rollout = Sample(0, 2, conversation=Conversation(prompt_ids=[*PROMPT]))  # it began with the row's prompt
@@ -179,4 +180,4 @@ def test_a_sample_has_the_images_of_its_prompt_and_its_results():
     places = asyncio.run(joined_features(found, render))["mm_placeholders"]["image"]
     assert sent == [1, 2, 1]
     assert [place["offset"] for place in places] == [1, 5 + 5 + 1, 5 + 5 + 5, 5 + 5 + 7 + 2 + 1]
-    assert images_of(Group(1, {"prompt": TEXT}, PROMPT, 99, 0, []), Sample(1, 0)) == [] and len(checks) == 7
+    assert images_of(Group(1, {"prompt": TEXT}, PROMPT, Budget(99), 0, []), Sample(1, 0)) == [] and len(checks) == 7

@@ -7,7 +7,6 @@ import pytest
 from trl_april.config import APRILGRPOConfig
 from trl_april.engine.sampling import SamplingOptions, sampling_of, sampling_options
 from trl_april.errors import ConfigError
-from trl_april.training.construction import evaluation_kwargs
 
 
 def test_options_of_the_config_arrive():
@@ -109,16 +108,3 @@ def test_option_that_is_set_elsewhere_is_refused(name, value, place):
     with pytest.raises(ConfigError) as caught:
         sampling_options({name: value})
     assert all(word in str(caught.value) for word in (f"{name}={value!r}", place, "Remove it"))
-
-
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        (None, {"stop_token_ids": [2, 5]}),
-        ({"stop_token_ids": [7], "logit_bias": {3: 1.0}}, {"stop_token_ids": [2, 5, 7], "logit_bias": {3: 1.0}}),
-        ({"ignore_eos": True}, {"ignore_eos": True}),
-    ],
-)
-def test_evaluation_stops_where_training_does(own, expected):
-    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, generation_kwargs=own)
-    assert evaluation_kwargs(args, [5, None, 2]) == expected

@@ -94,7 +94,7 @@ def test_request_is_sent_as_token_ids_with_all_options():
     own = {"top_k": 20, "min_tokens": 8, "seed": 3, "logit_bias": {4: -100}, "vllm_xargs": {"own": 2}}
     sampling = sampling_options(own, [2, 5])
     request = GenerationRequest(
-        "run-7-1-9", [*PROMPT, 100, 101], generated=2, max_tokens=30, cache_salt="run-4", seed=77
+        "run-7-1-9", [*PROMPT, 100, 101], generated=2, max_tokens=30, cache_salt="run-4", min_tokens=6, seed=77
     )
     with FakeVLLM() as server:
         server.base_url += "/"
@@ -130,14 +130,6 @@ def test_request_is_sent_as_token_ids_with_all_options():
         "vllm_xargs": {"own": 2, TOKEN_IDS_ONLY: 1},
     }
     assert "seed" not in unseeded.body
-
-
-@pytest.mark.parametrize(("generated", "expected"), [(3, 5), (20, 0)])
-def test_resumed_request_asks_for_the_rest_of_the_minimum_length(generated: int, expected: int):
-    request = GenerationRequest("run-0-0-1", [*PROMPT, *[100] * generated], generated, 30, "run-0")
-    with FakeVLLM(length=99) as server:
-        generate(server, request, sampling=SamplingOptions({}, min_tokens=8))
-        assert server.received[0].body["min_tokens"] == expected
 
 
 def test_certificates_are_those_of_the_environment(monkeypatch, tmp_path):

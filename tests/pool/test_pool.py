@@ -18,6 +18,7 @@ from tests.support.pools import (
     snapshot,
 )
 from trl_april.errors import AprilError, ConfigError, EngineError, PoolError
+from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Sample, SampleState
 from trl_april.pool.state import restore, state_dict
@@ -149,7 +150,7 @@ def test_group_that_cannot_be_generated_is_not_admitted(wrong):
         (lambda pool: pool._groups[0].samples[0].token_ids.pop(), "lost or counted twice"),
         (lambda pool: pool._groups[0].samples[0].logprobs.pop(), "differ in length"),
         (lambda pool: setattr(pool._groups[0].samples[0].segments[0], "length", 2), "differ in length"),
-        (lambda pool: setattr(pool._groups[0], "max_completion_length", 0), "budget of 0"),
+        (lambda pool: setattr(pool._groups[0], "budget", Budget(0)), "budget of 0"),
         (lambda pool: setattr(pool._groups[0], "start_version", 4), "precede 4"),
         (lambda pool: setattr(pool._groups[0].samples[0], "finish_reason", None), "finish reason None"),
         (lambda pool: setattr(pool._groups[1].samples[0], "finish_reason", FinishReason.STOP), "is waiting"),

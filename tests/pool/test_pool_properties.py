@@ -280,7 +280,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = restored
 
     def compare(self, group: Group, model: ModelGroup) -> None:
-        assert (group.start_version, group.max_completion_length) == (model.start_version, model.budget)
+        assert (group.start_version, group.budget.max_completion_length) == (model.start_version, model.budget)
         assert group.row == {"prompt": f"p{group.group_id}"}
         for sample, expected in zip(group.samples, model.samples, strict=True):
             assert list(zip(sample.token_ids, sample.logprobs, sample.versions, strict=True)) == expected.tokens

@@ -44,7 +44,7 @@ def content(group: Group) -> tuple:
         group.group_id,
         group.row["number"],
         group.prompt_ids,
-        group.max_completion_length,
+        group.budget.max_completion_length,
         group.start_version,
         repr(group.score),
         [

@@ -31,6 +31,7 @@ from tests.project.test_docs import GivenCompletions
 from trl_april import APRILGRPOConfig
 from trl_april.commands import demo_training as task
 from trl_april.commands.demo_training import build_tokenizer
+from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Group, Sample, Segment
 
 
@@ -144,7 +145,7 @@ class TestRecorder:
             "completion_mask": torch.tensor([[1, 1, 1], [0, 0, 0]]),
         }
         recorder = learning.Recorder(every=5)
-        recorder.add_batch(batch, [Group(0, {}, [1], 10, 1, [first, second])], version=3)
+        recorder.add_batch(batch, [Group(0, {}, [1], Budget(10), 1, [first, second])], version=3)
         assert recorder.lengths == [(3, 2.0)]
         assert recorder.weights[2] == pytest.approx([1, 2.0, 4.0])
         assert recorder.weights[0] == pytest.approx([2, 1.0 + 2.0, 1.0 + 4.0])

@@ -26,6 +26,7 @@ from trl_april.cli import COMMANDS
 from trl_april.commands.simulate import main as simulate
 from trl_april.config import AprilOptions
 from trl_april.engine.servers import Traffic
+from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
 from trl_april.rollout.round import Round
 from trl_april.training.batch import round_metrics, server_metrics
@@ -102,7 +103,7 @@ class GivenCompletions(ServerlessTrainer):
     def _run_round(self) -> Round:
         size = self.args.num_generations
         self.groups = [
-            Group(group_id, {"prompt": "1+1="}, [5, 6], 8, 0, [Sample(group_id, i) for i in range(size)])
+            Group(group_id, {"prompt": "1+1="}, [5, 6], Budget(8), 0, [Sample(group_id, i) for i in range(size)])
             for group_id in range(self.args.generation_batch_size // size)
         ]
         for made in (made for one in self.groups for made in one.samples):

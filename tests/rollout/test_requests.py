@@ -20,7 +20,7 @@ def two_versions(run_id: str, seed: int | None = None):
 def test_a_request_has_the_prompt_and_every_token_so_far():
     (group,) = admit(make_pool(), 0)
     (sample,) = group.samples
-    maker, budget = RequestMaker("run"), group.max_completion_length
+    maker, budget = RequestMaker("run"), group.budget.max_completion_length
     for tokens in ([], [7, 8], [9]):
         sample.append(tokens, [-1.0] * len(tokens), 0)
         request = maker.make(group, sample, 1)

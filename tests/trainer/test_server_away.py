@@ -11,6 +11,7 @@ from tests.checkpoint.test_resume import assert_continued, saved_groups
 from tests.support.proxy import Proxy
 from tests.trainer.test_trainer import DATASET, make_trainer, wait_for_tokens, wait_until_idle
 from trl_april.errors import ServerError
+from trl_april.training.evaluation import Evaluation
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(400)]
@@ -54,22 +55,22 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
 
 
 @pytest.mark.long
-def test_evaluation_ends_training_with_a_checkpoint_if_the_server_stays_away(server, tiny_model_dir, tmp_path):
+def test_evaluation_ends_training_with_a_checkpoint_if_the_server_stays_away(
+    server, tiny_model_dir, tmp_path, monkeypatch
+):
     proxy = Proxy(server.base_url)
     trainer = make_trainer(
         SimpleNamespace(base_url=proxy.url), tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100,
         vllm_server_timeout=4.0, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
         eval_dataset=DATASET.select(range(2)),
     )  # fmt: skip
-    client = trainer.vllm_generation.vllm_client
-    client.session.adapters["http://"].max_retries.backoff_factor = 0
-    generate = client.generate
+    generate = Evaluation.generate
 
     def break_off_and_generate(*args, **kwargs):
         proxy.break_off()
         return generate(*args, **kwargs)
 
-    client.generate = break_off_and_generate
+    monkeypatch.setattr(Evaluation, "generate", break_off_and_generate)
     with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=4"):
         trainer.train()
     assert (tmp_path / "checkpoint-2" / "april").is_dir()

@@ -320,11 +320,7 @@ def test_the_interface_of_vllm_generation():
         for name in vars(ServerGeneration)
         if name in vars(VLLMGeneration) and callable(getattr(VLLMGeneration, name))
     }
-    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights", "generate"}
-    # An outage is an empty answer of the client, so that the other processes get one.
-    source = inspect.getsource(VLLMGeneration.generate)
-    called, broadcast = source.index("self.vllm_client.generate("), source.index("broadcast_object_list(")
-    assert source[called:broadcast].count('output["') == 3 and 'output["logprobs"]' in source[called:broadcast]
+    assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights"}
 
 
 def test_the_client_sets_its_session_up_before_it_checks_the_server():

@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 
 from trl_april.distributed.processes import OneProcess
+from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Segment
 from trl_april.session import RolloutSession
 from trl_april.training.correction import DriftWatch, correction_metrics
@@ -26,7 +27,7 @@ def sample(index: int, *segments: tuple[int, int]) -> Sample:
 
 
 def group(*samples: Sample) -> Group:
-    return Group(0, {}, [1], 100, 0, list(samples))
+    return Group(0, {}, [1], Budget(100), 0, list(samples))
 
 
 def batch(ratios: list[list[float]], weights: list[list[float]] | None = None, **more) -> dict:

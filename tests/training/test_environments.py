@@ -73,7 +73,7 @@ def make_stock(folder, factory, rows, tools=(multiply,), script=GAME, **options)
 
 def make_turns(stock, **options):
     stock.args.save_strategy = "steps"
-    return tool_turns(stock, AprilOptions(**options), context_length=4000)
+    return tool_turns(stock, AprilOptions(**options))
 
 
 def make_pool(**options):

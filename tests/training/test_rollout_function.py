@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.support.tool_calling import END, HEADER, ToolScript, encode
 from trl_april.errors import ConfigError
+from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
 from trl_april.training.rollout_function import RolloutTurns
 
@@ -35,8 +36,8 @@ def acts():
     made = []
     PartialState()  # for log messages
 
-    def make(rollout, context_length=4000):
-        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT], context_length))
+    def make(rollout):
+        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT]))
         return made[-1]
 
     yield make
@@ -44,9 +45,9 @@ def acts():
         act.close()
 
 
-def new_group(budget=BUDGET, turns=TURNS):
+def new_group(budget=BUDGET, turns=TURNS, context_length=4000):
     samples = [Sample(0, index, conversation=Conversation(awaits_reset=True)) for index in range(len(turns))]
-    return Group(0, {"prompt": "q"}, [], budget, 0, samples)
+    return Group(0, {"prompt": "q"}, [], Budget(budget, context_length), 0, samples)
 
 
 def play(act, group, piece, *, most=None, turns=TURNS):
@@ -163,8 +164,8 @@ def test_errors_of_a_rollout_reach_the_round(acts, rollout, error, message):
 
 
 def test_a_prompt_beyond_the_context_is_refused(acts):
-    with pytest.raises(ConfigError, match=rf"has {len(PROMPT)} tokens.*context of 201 tokens. Shorten"):
-        play(acts(ask_again, context_length=201), new_group(), 1000)
+    with pytest.raises(ConfigError, match=rf"has {len(PROMPT)} tokens.*context {len(PROMPT)}: no room is left"):
+        play(acts(ask_again), new_group(context_length=len(PROMPT)), 1000)
 
 
 def test_a_prompt_with_images_is_that_of_the_row(acts):

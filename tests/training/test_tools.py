@@ -29,6 +29,7 @@ from tests.support.tool_calling import (
 from trl_april.config import AprilOptions
 from trl_april.data.row_json import decode_messages
 from trl_april.errors import ConfigError
+from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
 from trl_april.session_parts import tool_turns
 from trl_april.training.batch import completion_columns, rollout_output
@@ -72,7 +73,7 @@ def play(act, turns, budget, piece):
     """A group whose turns come in pieces of at most so many tokens, each in a request of its own."""
     script, prompt_ids = ToolScript(turns), PROMPT_IDS
     samples = [Sample(0, index, conversation=Conversation()) for index in range(len(turns))]
-    group = Group(0, {}, prompt_ids, budget, 0, samples)
+    group = Group(0, {}, prompt_ids, Budget(budget), 0, samples)
     for sample in samples:
         while sample.finish_reason is None:
             rest, logprobs = script.rest([*prompt_ids, *sample.token_ids], sample.index)
@@ -178,7 +179,7 @@ def turn_with(stock, tools, text, timeout=None):
     sample = Sample(0, 0, conversation=Conversation())
     token_ids = encode(text + END)
     sample.append(token_ids, [-1.0] * len(token_ids), version=0)
-    return act(Group(0, {}, PROMPT_IDS, 2000, 0, [sample]), sample)
+    return act(Group(0, {}, PROMPT_IDS, Budget(2000), 0, [sample]), sample)
 
 
 def test_a_late_tool_is_an_error_of_its_call(stock):

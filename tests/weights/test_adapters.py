@@ -115,14 +115,6 @@ def test_adapters_stay_as_long_as_a_request_may_use_them(trainer, fake):
     assert weight_folders() - before == set()
 
 
-def test_evaluation_generates_with_the_adapter(trainer, fake):
-    generation = trainer.connect(fake, server_timeout=10.0)
-    for _ in range(2):
-        trainer.sync(generation)
-        generation.generate([[1]], None, 1)
-        assert fake.evaluated_model == generation.adapter_of(trainer.step)
-
-
 def test_every_server_gets_the_adapter_and_the_smallest_decides_how_many_stay(trainer, fakes):
     fakes[1].more_config = {"lora_config": {"max_loras": 1}}
     address = SimpleNamespace(base_url=",".join(fake.base_url for fake in fakes))

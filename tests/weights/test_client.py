@@ -97,28 +97,3 @@ def test_proxies_of_the_environment_are_ignored_and_its_certificates_used(fake, 
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/some/bundle.pem")
     client = connect(fake.base_url)
     assert client.model == fake.model and client.session.verify == "/some/bundle.pem"
-
-
-def test_a_later_turn_asks_for_what_the_context_leaves(fake):
-    """With tools, TRL asks for `max_completion_length` tokens in each turn, and the server would refuse them all."""
-    fake.max_model_len = 20
-    client = connect(fake.base_url)
-    client.context_length = 20
-    asked = []
-
-    def answer(url, json):
-        asked.append((json["prompt"], json["max_tokens"]))
-        choices = [
-            {"prompt_token_ids": prompt, "token_ids": [prompt[0]],
-             "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}]}}
-            for prompt in json["prompt"]
-        ]  # fmt: skip
-        return {"choices": choices}
-
-    client._post = answer
-    prompts = [[number] * length for number, length in enumerate([3, 15, 10, 20, 15])]
-    output = client.generate(prompts, n=1, max_tokens=10)
-    assert sorted((len(one[0]), most) for one, most in asked) == [(3, 10), (15, 5)]
-    assert output["prompt_ids"] == prompts
-    assert output["completion_ids"] == [[0], [1], [2], [], [4]]
-    assert [len(logprobs) for logprobs in output["logprobs"]] == [1, 1, 1, 0, 1]

@@ -11,11 +11,8 @@ import pytest
 from tests.server.test_process import wait_for
 from tests.support.synced_trainer import SyncedTrainer
 from tests.weights.test_sync_outages import MortalVLLM, paths
-from trl_april.distributed.processes import OneProcess
-from trl_april.distributed.signals import StopRequest
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.weights import synced_server
-from trl_april.weights.recovery import Recovery
 from trl_april.weights.sync import ServerGeneration
 
 
@@ -144,19 +141,6 @@ def test_a_restarted_server_is_left_out_until_the_next_sync(trainer, fakes, gene
     wait_for_watch(generation, 1)
     generation.sync_weights()
     assert versions(fakes) == ["2", "2"]
-
-
-@pytest.mark.parametrize("back_at_once", [False, True])
-def test_an_evaluation_is_repeated_on_another_server(fakes, generation, back_at_once):
-    """A server that is back at once answers TRL's own retry, with its initial weights."""
-    fakes[0].back_at_once = back_at_once
-    generation.vllm_client.session.adapters["http://"].max_retries.backoff_factor = 0
-    generation.sync_weights()
-    fakes[0].dies_at = "/evaluation"
-    recovery = Recovery(generation, OneProcess(), StopRequest())
-    _, completions, _, _ = recovery.with_weights(lambda: generation.generate([[1], [1]], None, 2))
-    assert completions == [[5], [5]] and fakes[1].evaluated == ["2"]
-    assert generation.servers.holding == {fakes[1].base_url}
 
 
 def test_servers_come_and_go_with_the_option(trainer, fakes, tiny_model_dir, generation):

@@ -37,7 +37,6 @@ class MortalVLLM(FakeVLLM):
         self.dies_at: str | None = None
         self.loses: str | None = None
         self.stalls: str | None = None
-        self.evaluated: list[str] = []  # weight versions of evaluations
         self._logprobs: list[float] | None = None
         self.prompt_logprobs = lambda ids: self._logprobs or [-1.0] * (len(ids) - 1)
 
@@ -70,23 +69,7 @@ class MortalVLLM(FakeVLLM):
             self._logprobs = trainer_logprobs(self._trained, token_ids, torch.device("cpu"), as_next=as_next)
         return answer
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        """Answers TRL's evaluations, too."""
-        if "n" not in (body := await request.json()):
-            return await super()._completions(request)
-        self.evaluated.append(self.weight_version)
-        self.evaluated_model = body["model"]
-        if self.dies_at == "/evaluation":
-            self.alive = False
-            if self.back_at_once:
-                self.restart()
-            request.transport.abort()
-        logprobs = {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}]}
-        choice = {"token_ids": [5], "prompt_token_ids": [1], "logprobs": logprobs}
-        return web.json_response({"choices": [choice] * body["n"] * len(body["prompt"])})
-
     canary_ids: list[int] = []
-    evaluated_model: str
 
 
 @pytest.fixture
@@ -341,9 +324,6 @@ def test_an_nccl_request_is_sent_once_and_has_a_time_limit(trainer, fake, status
     with pytest.raises(error, match=f"{status} to /update_weights .*busy" if status else "did not answer"):
         generation.vllm_client._post(f"{fake.base_url}/update_weights", json={"update_info": 1})
     assert len(fake.received_at("/update_weights")) == (1 if status else 0)  # a stalled request is not recorded
-
-
-# Evaluation
 
 
 # Which errors are outages

@@ -7,17 +7,25 @@ processes. Each process also knows the rows of the others' outstanding groups, w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from ..errors import CheckpointError, ConfigError
+from accelerate.logging import get_logger
+
+from ..errors import CheckpointError
+from ..pool.budget import Budget
 from ..pool.pool import Pool
 from ..pool.samples import Group
+from .order import TrainingRows
 from .plan import TrainingPlan
 from .row_json import encode_row
 from .source import Row, RowRef, RowSource
 
 
+logger = get_logger(__name__)
+
+CHECKED_PROMPTS = 256  # the longest of a dataset, before the first round
+Tokenize = Callable[[list[Row]], list[list[int]]]
 _CONTINUE_WITHOUT = "remove the folder `april` from the checkpoint to continue without its partial samples."
 
 
@@ -29,7 +37,6 @@ class NewGroup:
     row: Row | None = None
     prompt_ids: list[int] = field(default_factory=list)
     num_generations: int = 0
-    max_completion_length: int = 0
     row_index: int | None = None
 
     def admit_to(self, pool: Pool) -> None:
@@ -41,9 +48,36 @@ class NewGroup:
             self.row,
             self.prompt_ids,
             num_generations=self.num_generations,
-            max_completion_length=self.max_completion_length,
             row_index=self.row_index,
         )
+
+
+def check_prompt(budget: Budget, length: int, whose: str) -> None:
+    """Raise [`ConfigError`] if a prompt of `length` tokens leaves a completion no room; warn if it leaves little."""
+    if budget.check(length, whose) is not None:
+        logger.warning_once(
+            f"Prompts leave less than max_completion_length={budget.max_completion_length} of the server's context of "
+            f"{budget.context_length} tokens, at the end of which their completions end."
+        )
+
+
+def check_longest(
+    budget: Budget, rows: TrainingRows, tokenize: Tokenize, dataset: str = "training", *, silent: bool = True
+) -> None:
+    """Check the longest prompts of a dataset, which would otherwise end training when they are due, hours later."""
+    indices = rows.longest_prompts(CHECKED_PROMPTS, silent=silent)
+    if not indices:
+        return
+    lengths = [len(ids) for ids in tokenize([copy.deepcopy(rows.read(index)) for index in indices])]
+    length, index = max(zip(lengths, indices, strict=True))
+    if warning := budget.check(length, f"The prompt of row {index}, the longest of the {dataset} dataset,"):
+        logger.warning(warning)
+
+
+def prompt_name(row: Row, row_index: int | None = None) -> str:
+    """A prompt in messages for users."""
+    number = "" if row_index is None else f" of row {row_index}"
+    return f"The prompt{number} ({str(row.get('prompt'))[:200]!r})"
 
 
 class Admission:
@@ -58,26 +92,12 @@ class Admission:
         plan: TrainingPlan,
         source: RowSource,
         read_row: Callable[[RowRef], Row],
-        tokenize: Callable[[list[Row]], list[list[int]]],
+        tokenize: Tokenize,
         owns: Callable[[int], bool],
     ) -> None:
         self._plan, self._source = plan, source
         self._read_row, self._tokenize, self._owns = read_row, tokenize, owns
         self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
-
-    def check_longest(self, indices: Sequence[int]) -> None:
-        """Raise [`ConfigError`] if a prompt among those of these rows leaves no room for a completion.
-
-        Training would find it too, when the row is due, which may be hours later.
-        """
-        lengths = [len(ids) for ids in self._prompt_ids([self._read_row(index) for index in indices])]
-        too_long = {index: length for index, length in zip(indices, lengths, strict=True) if length > self._room}
-        if too_long:
-            longest = max(too_long, key=too_long.__getitem__)
-            raise ConfigError(
-                f"{len(too_long)} of the {len(indices)} longest prompts of the training dataset are too long: row "
-                f"{longest} has {too_long[longest]} tokens, and {self._remedy()}"
-            )
 
     def next_groups(self, count: int) -> list[NewGroup]:
         """The groups of the next dataset rows, at most `count` over all processes; those of this process tokenized.
@@ -133,37 +153,18 @@ class Admission:
     def _prompt_ids(self, rows: list[Row]) -> list[list[int]]:
         return [list(ids) for ids in self._tokenize(copy.deepcopy(rows))] if rows else []
 
-    @property
-    def _room(self) -> int:
-        """Tokens that a prompt may have."""
-        return max(0, self._plan.context_length - (self._plan.max_completion_length or 1))
-
-    def _remedy(self) -> str:
-        plan = self._plan
-        return (
-            f"with max_completion_length={plan.max_completion_length} the server's context of {plan.context_length} "
-            f"tokens leaves {self._room} for a prompt. Shorten the prompts or leave the rows out (dataset.filter), "
-            "lower max_completion_length, or restart the server with a larger --max-model-len."
-        )
-
     def _new_group(self, group_id: int, ref: RowRef, row: Row, prompt_ids: list[int]) -> NewGroup:
-        plan, length = self._plan, len(prompt_ids)
-        if length > self._room:
-            raise ConfigError(
-                f"The prompt of group {group_id} ({str(row['prompt'])[:200]!r}) has {length} tokens, and "
-                f"{self._remedy()}"
-            )
-        budget = plan.max_completion_length or plan.context_length - length
         row_index = ref if isinstance(ref, int) else None
-        if plan.saves_checkpoints and row_index is None:
+        check_prompt(self._plan.budget, len(prompt_ids), prompt_name(row, row_index))
+        if self._plan.saves_checkpoints and row_index is None:
             encode_row(row)  # fails now, not at the first checkpoint
-        return NewGroup(group_id, row, prompt_ids, plan.num_generations, budget, row_index)
+        return NewGroup(group_id, row, prompt_ids, self._plan.num_generations, row_index)
 
     def _check_resumed(self, group: Group) -> None:
         plan, name = self._plan, f"Group {group.group_id} of the checkpoint"
-        prompts = [group.prompt_ids_of(sample) for sample in group.samples]
+        prompts = (group.prompt_ids_of(sample) for sample in group.samples)
         tokens = (*prompts, *(sample.token_ids for sample in group.samples))
-        largest, longest = max(max(ids, default=0) for ids in tokens), max(map(len, prompts))
+        largest = max(max(ids, default=0) for ids in tokens)
         if len(group.samples) != plan.num_generations:
             raise CheckpointError(
                 f"{name} has {len(group.samples)} samples, and num_generations is {plan.num_generations}. Resume with "
@@ -173,10 +174,4 @@ class Admission:
             raise CheckpointError(
                 f"{name} holds token id {largest}, and the model has a vocabulary of {plan.vocab_size}. Resume with "
                 f"the model of the checkpoint, or {_CONTINUE_WITHOUT}"
-            )
-        if longest + group.max_completion_length > plan.context_length:
-            raise CheckpointError(
-                f"{name} has a prompt of {longest} tokens and completions of up to "
-                f"{group.max_completion_length}, and the server's context is {plan.context_length} tokens. Restart it "
-                f"with a larger --max-model-len, or {_CONTINUE_WITHOUT}"
             )

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..pool.budget import Budget
+
 
 WIND_DOWN_ROUNDS = 8  # at the end of training, each with fewer groups in flight than the one before
 
@@ -19,9 +21,8 @@ class TrainingPlan:
     micro_steps_per_round: int  # calls of `training_step` that train one round: steps_per_generation * num_iterations
     gradient_accumulation_steps: int  # calls of `training_step` per optimiser step
     max_steps: int  # optimiser steps at which training ends
-    max_completion_length: int | None  # token budget of a sample; `None`: whatever the context leaves
-    context_length: int  # tokens that the server takes, prompt and completion together
     vocab_size: int  # token ids are below it
+    budget: Budget = Budget()  # of each sample
     skip_trained_rows: bool = True  # whether a resumed run skips the rows of the steps done (`not ignore_data_skip`)
     saves_checkpoints: bool = False  # whether partial samples may be written into checkpoints
 
@@ -33,7 +34,6 @@ class TrainingPlan:
             groups_per_round=args.generation_batch_size // args.num_generations,
             micro_steps_per_round=args.steps_per_generation * args.num_iterations,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
-            max_completion_length=args.max_completion_length,
             skip_trained_rows=not args.ignore_data_skip,
             **values,
         )

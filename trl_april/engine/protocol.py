@@ -24,6 +24,7 @@ class GenerationRequest:
     generated: int  # how many of `token_ids` the present turn has, 0 for a fresh one
     max_tokens: int  # that may still be generated, at least 1
     cache_salt: str  # requests share KV blocks only with requests of the same salt
+    min_tokens: int = 0  # that must be generated before a token may end the turn
     seed: int | None = None  # of this request's sampling
     sample: Sample | None = None  # whose requests share KV blocks
     version: int = 0  # policy version of its weights
@@ -78,12 +79,15 @@ class RequestMaker:
         """Request the rest of `sample` under policy `version`."""
         self._made += 1
         salt = sample.segments[0].version if self._reuses_kv and len(sample) else version
+        turn_length = len(sample) - (sample.conversation.turn_start if sample.conversation else 0)
+        remaining = group.remaining(sample)
         return GenerationRequest(
             # The counter makes the id unique: each segment is a request, and so is each retry of a broken stream.
             request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._made}",
             token_ids=[*group.prompt_ids_of(sample), *sample.token_ids],
-            generated=len(sample) - (sample.conversation.turn_start if sample.conversation else 0),
-            max_tokens=group.remaining(sample),
+            generated=turn_length,
+            max_tokens=remaining,
+            min_tokens=group.budget.least(turn_length, remaining),
             cache_salt=f"{self._run_id}-{salt}",
             seed=None if self._seed is None else derive_seed(self._seed, sample),
             sample=sample,

@@ -51,7 +51,6 @@ class VLLMEngine:
         adapter: Callable[[int], str | None] = lambda version: None,
     ) -> None:
         self._base_url = base_url.rstrip("/")
-        self._min_tokens = sampling.min_tokens
         self._vocab_size = vocab_size
         self._adapter = adapter
         self._body = {"model": model, "stream": True, "return_token_ids": True}
@@ -108,7 +107,7 @@ class VLLMEngine:
         sampling = {
             **self._sampling,
             "max_tokens": request.max_tokens,
-            "min_tokens": max(0, self._min_tokens - request.generated),
+            "min_tokens": request.min_tokens,
         }
         if request.seed is not None:
             sampling["seed"] = request.seed

@@ -11,11 +11,12 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from typing import Any
 
 from ..errors import PoolError
+from .budget import Budget
 from .samples import Conversation, FinishReason, Group, Sample, SampleState, Score, Segment
 
 
@@ -49,7 +50,7 @@ def pack(groups: Sequence[Group]) -> PackedGroups:
                 "group_id": group.group_id,
                 "prompt": prompt_digest(group.row),
                 "prompt_length": len(group.prompt_ids),
-                "max_completion_length": group.max_completion_length,
+                "max_completion_length": group.budget.max_completion_length,
                 "start_version": group.start_version,
                 "score": score,
                 "samples": [
@@ -67,15 +68,20 @@ def pack(groups: Sequence[Group]) -> PackedGroups:
     return PackedGroups(heads, token_ids, logprobs)
 
 
-def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]]) -> list[Group]:
+def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]], budget: Budget | None = None) -> list[Group]:
     """The groups that were packed, with these dataset rows, and their unfinished samples parked or waiting.
+
+    They keep their `max_completion_length`; all else of their `budget` is that of this run.
 
     Raises:
         PoolError: If a head is malformed, or the lengths do not add up.
     """
     token_ids, logprobs = BytesIO(packed.token_ids), BytesIO(packed.logprobs)
     try:
-        groups = [_group(head, row, token_ids, logprobs) for head, row in zip(packed.heads, rows, strict=True)]
+        groups = [
+            _group(head, row, token_ids, logprobs, budget or Budget())
+            for head, row in zip(packed.heads, rows, strict=True)
+        ]
     except (EOFError, KeyError, TypeError, ValueError) as error:
         raise PoolError(f"The stored groups are malformed: {error!r}.") from error
     if token_ids.read(1) or logprobs.read(1):
@@ -105,12 +111,12 @@ def plain(value: Any) -> Any:
 _encode = json.JSONEncoder(default=plain, sort_keys=True).encode  # json.dumps makes an encoder for each call
 
 
-def _group(head: dict[str, Any], row: dict[str, Any], token_ids: BytesIO, logprobs: BytesIO) -> Group:
+def _group(head: dict[str, Any], row: dict[str, Any], token_ids: BytesIO, logprobs: BytesIO, budget: Budget) -> Group:
     group = Group(
         group_id=head["group_id"],
         row=row,
         prompt_ids=_take(array("i"), token_ids, head["prompt_length"]).tolist(),
-        max_completion_length=head["max_completion_length"],
+        budget=replace(budget, max_completion_length=head["max_completion_length"]),
         start_version=head["start_version"],
         samples=[],
         score=head["score"] and Score(*head["score"]),

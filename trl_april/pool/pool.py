@@ -9,9 +9,11 @@ An illegal transition raises [`PoolError`] and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from ..errors import PoolError
+from .budget import Budget
 from .counters import Counters
 from .samples import Conversation, Group, Sample, SampleState, Score
 from .schedule import Schedule
@@ -44,6 +46,8 @@ class Pool(Transitions):
         max_parked_tokens (`int`, *optional*):
             Completion tokens that this pool may hold before groups that the batch does not need have to wait. No bound
             by default.
+        budget ([`~trl_april.pool.budget.Budget`], *optional*):
+            Limits of each sample in tokens. None by default.
 
     Attributes:
         schedule ([`~trl_april.pool.schedule.Schedule`]):
@@ -68,11 +72,13 @@ class Pool(Transitions):
         has_tools: bool = False,
         has_environments: bool = False,
         max_parked_tokens: int | None = None,
+        budget: Budget | None = None,
     ) -> None:
         schedule = Schedule(quota, over_provisioning, max_staleness, staleness_policy, versions_per_round)
         super().__init__(schedule, dynamic_sampling=dynamic_sampling)
         self.has_tools, self.has_environments = has_tools or has_environments, has_environments
         self.max_parked_tokens = max_parked_tokens
+        self.budget = budget or Budget()
         self._rejected: dict[int, Group] = {}  # in this round
 
     def __len__(self) -> int:
@@ -107,23 +113,27 @@ class Pool(Transitions):
         prompt_ids: list[int],
         *,
         num_generations: int,
-        max_completion_length: int,
+        max_completion_length: int | None = None,
         row_index: int | None = None,
     ) -> Group:
         """Add a group for the next dataset row; other processes add its id to their schedules.
 
-        Age is the order of the ids, so they must ascend. `max_completion_length` is the token budget of each sample,
-        and `row_index` the row of the training dataset, by which checkpoints name it.
+        Age is the order of the ids, so they must ascend. `max_completion_length` replaces that of the pool's budget,
+        and `row_index` is the row of the training dataset, by which checkpoints name it.
         """
-        if bool(prompt_ids) == self.has_environments or num_generations < 1 or max_completion_length < 1:
+        budget = self.budget
+        if max_completion_length is not None:
+            budget = replace(budget, max_completion_length=max_completion_length)
+        after = budget.after(len(prompt_ids))
+        if bool(prompt_ids) == self.has_environments or num_generations < 1 or after < 1:
             raise PoolError(
                 f"Group {group_id} has {len(prompt_ids)} prompt tokens, {num_generations} samples and a budget of "
-                f"{max_completion_length} tokens; each must be at least 1."
+                f"{after} tokens; each must be at least 1."
             )
         self.schedule.admit(group_id)
         samples = self.new_samples(group_id, num_generations)
         start_version = self.schedule.start_version(group_id)
-        group = Group(group_id, row, prompt_ids, max_completion_length, start_version, samples, row_index=row_index)
+        group = Group(group_id, row, prompt_ids, budget, start_version, samples, row_index=row_index)
         self._groups[group_id] = group
         self.counters.groups_admitted += 1
         return group

@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any
 
 from ..errors import EngineError, PoolError
+from .budget import Budget
 
 
 # A certain token has log-probability 0, which the difference of two large logits misses by a few units in the last
@@ -199,7 +200,7 @@ class Group:
 
     `group_id` is the position of the row in training order, from 0, and `row_index` its index in the training dataset,
     or `None` for a row of a stream. `prompt_ids` are the token ids of the prompt; with environments they are empty,
-    and each sample has its own. `max_completion_length` is the token budget of each sample, over all its segments.
+    and each sample has its own. `budget` limits the tokens of each sample, over all its segments.
     `start_version` is the policy version of the round that admitted the group: no token is older. `score` is set once
     the group is scored during generation.
     """
@@ -207,7 +208,7 @@ class Group:
     group_id: int
     row: dict[str, Any]
     prompt_ids: list[int]
-    max_completion_length: int
+    budget: Budget
     start_version: int
     samples: list[Sample]
     score: Score | None = None
@@ -228,9 +229,13 @@ class Group:
         own = None if sample.conversation is None else sample.conversation.prompt_ids
         return self.prompt_ids if own is None else own
 
+    def budget_of(self, sample: Sample) -> int:
+        """The most completion tokens of `sample`, those of tools included."""
+        return self.budget.after(len(self.prompt_ids_of(sample)))
+
     def remaining(self, sample: Sample) -> int:
         """Tokens that `sample` may still generate."""
-        return self.max_completion_length - len(sample)
+        return self.budget_of(sample) - len(sample)
 
     @property
     def num_tokens(self) -> int:
@@ -260,8 +265,12 @@ class Group:
                 raise PoolError(f"Group {self.group_id} holds {sample} at index {index}.")
             if length != len(sample.logprobs) or length != sum(segment.length for segment in sample.segments):
                 raise PoolError(f"Tokens, log-probabilities and segments of {sample} differ in length.")
-            if length > self.max_completion_length:
-                raise PoolError(f"{sample} has {length} tokens with a budget of {self.max_completion_length}.")
+            if self.budget_of(sample) < max(1, length):
+                raise PoolError(
+                    f"{sample} has {length} tokens with a budget of {self.budget_of(sample)}, after a prompt of "
+                    f"{len(self.prompt_ids_of(sample))}. The server's context is {self.budget.context_length} tokens: "
+                    "restart it with a larger --max-model-len if it was larger before."
+                )
             versions = [segment.version for segment in sample.segments if segment.version is not None]
             if versions != sorted(versions) or (versions and versions[0] < self.start_version):
                 raise PoolError(

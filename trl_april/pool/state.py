@@ -12,6 +12,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from ..errors import PoolError
+from .budget import Budget
 from .counters import Counters
 from .packing import PackedGroups, pack, prompt_digest, unpack
 from .pool import Pool
@@ -82,7 +83,7 @@ def restore(
             f"The pool state is of policy version {saved_version}, and training continues with version {version}: it "
             "belongs to another checkpoint."
         )
-    found = [group for state in states for group in _groups_of(state, read_row)]
+    found = [group for state in states for group in _groups_of(state, read_row, pool.budget)]
     if any((sample.conversation is not None) != pool.has_tools for group in found for sample in group.samples):
         raise PoolError(f"The pool state was saved with{'out' if pool.has_tools else ''} tools: resume with the same.")
     if any(state["has_environments"] != pool.has_environments for state in states):
@@ -120,10 +121,10 @@ def restore(
     return [group for group_id, group in groups.items() if not owns(group_id)]
 
 
-def _groups_of(state: dict[str, Any], read_row: Callable[[int], dict[str, Any]] | None) -> list[Group]:
+def _groups_of(state: dict[str, Any], read_row: Callable[[int], dict[str, Any]] | None, budget: Budget) -> list[Group]:
     """The groups of one state, with the rows that they were generated for."""
     rows = [row if isinstance(row, dict) else _read(row, read_row) for row in state["rows"]]
-    groups = unpack(PackedGroups(state["groups"], state["token_ids"], state["logprobs"]), rows)
+    groups = unpack(PackedGroups(state["groups"], state["token_ids"], state["logprobs"]), rows, budget)
     for group, head, row in zip(groups, state["groups"], state["rows"], strict=True):
         group.row_index = None if isinstance(row, dict) else row
         if head["prompt"] != prompt_digest(group.row):

@@ -179,6 +179,6 @@ class Transitions:
 def _check_budget(group: Group, sample: Sample, count: int, what: str) -> None:
     if count > group.remaining(sample):
         raise PoolError(
-            f"{what} {count} tokens with {group.remaining(sample)} of the budget of {group.max_completion_length} "
+            f"{what} {count} tokens with {group.remaining(sample)} of the budget of {group.budget_of(sample)} "
             f"left for {sample}."
         )

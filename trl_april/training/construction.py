@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerCallback
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions
 from ..distributed.processes import Processes
-from ..engine.sampling import SamplingOptions, sampling_of
+from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
 from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
@@ -235,7 +235,6 @@ def connect_server(
     *,
     server: EmbeddedServer | None,
     processes: Processes,
-    eos_token_ids: Sequence[int | None],
     **of_trainer: Any,
 ) -> ServerGeneration:
     """Connect to the server as TRL's constructor would, with our own weight sync. A collective call.
@@ -280,7 +279,6 @@ def connect_server(
             min_p=args.min_p,
             max_completion_length=args.max_completion_length,
             logprobs=0,  # only those of the sampled tokens
-            generation_kwargs=evaluation_kwargs(args, eos_token_ids),
             **of_trainer,
         )
     except BaseException as error:
@@ -296,11 +294,18 @@ def addresses_in(args: GRPOConfig) -> list[str]:
     return server_addresses(args.vllm_server_base_url or [])
 
 
-def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> dict[str, Any]:
-    """Request fields of an evaluation: the user's, and the tokens that end a completion in training."""
-    body = sampling_of(args, eos_token_ids).body
-    stops = {"stop_token_ids": body["stop_token_ids"]} if "stop_token_ids" in body else {}
-    return {**(args.generation_kwargs or {}), **stops}
+def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Prompts with a first token where they are empty, since a vLLM server refuses no tokens.
+
+    As in transformers it is BOS. A model without one was trained on texts that follow EOS.
+    """
+    first = next((id for id in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id is not None), None)
+    if first is None and not all(prompt_ids):
+        raise ConfigError(
+            "A prompt has no tokens, and the tokenizer has no BOS or EOS token to begin with. Leave the row out "
+            "(dataset.filter), or set the tokenizer's bos_token."
+        )
+    return [ids or [first] for ids in prompt_ids]
 
 
 def stock_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer]) -> dict[str, Any]:

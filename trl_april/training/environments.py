@@ -16,6 +16,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
+from ..data.admission import check_prompt, prompt_name
 from ..data.row_json import encode_messages
 from ..engine.images import prompt_of
 from ..errors import ConfigError
@@ -104,7 +105,6 @@ class Environments(Restorable):
     tool_timeout: float | None
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
     run_calls: RunCalls
-    context_length: int
     saves_states: bool
     replays: bool  # whether to repeat the recorded calls of instances without a saved state
     threads: Executor
@@ -200,13 +200,8 @@ class Environments(Restorable):
                 f"{error}. Return text, or a list of blocks of text and images."
             ) from None
         prompt_ids = self.tokenize(prompt_of({**group.row, "prompt": prompt}), occupied.name)
-        if len(prompt_ids) + group.max_completion_length > self.context_length:
-            raise ConfigError(
-                f"After the reset of its environment, the prompt of group {group.group_id} has {len(prompt_ids)} "
-                f"tokens. With max_completion_length={group.max_completion_length} it does not fit into the server's "
-                f"context of {self.context_length} tokens. Shorten prompts or observations, lower "
-                "max_completion_length, or restart the server with a larger --max-model-len."
-            )
+        name = prompt_name({"prompt": prompt}, group.row_index)
+        check_prompt(group.budget, len(prompt_ids), f"{name} after the reset of its environment")
         return None if observation is None and "prompt" in group.row else encoded, prompt_ids
 
     def _restore(self, group: Group, sample: Sample) -> bool:
@@ -235,7 +230,11 @@ class Environments(Restorable):
                 turns.append([message])
         for (message, *results), end in zip(turns, _ends_of_turns(sample), strict=False):
             done = self.run_calls(
-                conversation.prompt_ids or [], token_ids[:end], message, group.max_completion_length, occupied.tools
+                conversation.prompt_ids or [],
+                token_ids[:end],
+                message,
+                group.budget_of(sample),
+                occupied.tools,
             )
             if done.messages != results:
                 return False

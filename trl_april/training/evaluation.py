@@ -1,4 +1,4 @@
-"""Evaluations with tools, environments or a rollout function, by the driver of training.
+"""Evaluations, by the driver of training.
 
 In TRL's own loop, each turn waits for the slowest sample of all processes, and hangs if one process has none left.
 Invariant: a sample has the turns that it would have in training, and waits for no other one.
@@ -14,12 +14,14 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from ..data.admission import check_prompt, prompt_name
 from ..data.source import Row
 from ..distributed.processes import Processes
 from ..engine.protocol import ImagesOf
 from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
 from ..errors import ServerError
+from ..pool.budget import Budget
 from ..pool.pool import Pool
 from ..pool.samples import Group
 from ..rollout.driver import RolloutDriver
@@ -35,18 +37,19 @@ from .tools import ToolTurns, handed_over
 class Evaluation:
     """Generates the completions of one evaluation, one sample for each row that TRL asks for.
 
-    `act` is called after each turn of the model. `tokenize` returns the prompt ids of dataset rows, `images_of` the
-    images that a sample has seen. `has_tools` says whether TRL's trainer has any, and `version` is the policy version
-    to evaluate. After [`Evaluation.close`], only idle environments are left.
+    `act`, if there is one, is called after each turn of the model. `tokenize` returns the prompt ids of dataset rows,
+    `images_of` the images that a sample has seen. `has_tools` says whether TRL's trainer has any, and `version` is the
+    policy version to evaluate. After [`Evaluation.close`], only idle environments are left.
     """
 
     def __init__(
         self,
         args: GRPOConfig,
-        act: ToolTurns | RolloutTurns,
+        act: ToolTurns | RolloutTurns | None,
         engine: ServersEngine,
         sampling: SamplingOptions,
         *,
+        budget: Budget,
         tokenize: Callable[[list[Row]], list[list[int]]],
         images_of: ImagesOf,
         has_tools: bool,
@@ -55,7 +58,7 @@ class Evaluation:
         version: int,
     ) -> None:
         self._args, self._act, self._engine, self._sampling = args, act, engine, sampling
-        self._tokenize, self._images_of, self._has_tools = tokenize, images_of, has_tools
+        self._budget, self._tokenize, self._images_of, self._has_tools = budget, tokenize, images_of, has_tools
         self._servers, self._processes, self._version = servers, processes, version
         self._environments = act.environments if isinstance(act, ToolTurns) else None
         self._run_id = secrets.token_hex(6)
@@ -75,13 +78,14 @@ class Evaluation:
             len(rows),
             over_provisioning=1.0,
             max_staleness=None,
-            has_tools=True,
+            budget=self._budget,
+            has_tools=self._act is not None,
             has_environments=self._environments is not None or isinstance(self._act, RolloutTurns),
         )
         pool.begin_round(self._version)
-        budget = self._args.max_completion_length
         for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
-            pool.admit(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1, max_completion_length=budget)
+            check_prompt(self._budget, len(prompt_ids), prompt_name(row))
+            pool.admit(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1)
             self._next_id += 1
         driver = RolloutDriver(
             pool,

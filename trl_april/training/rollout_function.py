@@ -15,6 +15,7 @@ from typing import Any
 
 from trl.trainer.utils import start_event_loop_in_daemon
 
+from ..data.admission import check_prompt, prompt_name
 from ..engine.images import images_in, prompt_of
 from ..errors import ConfigError
 from ..pool.samples import FinishReason, Group, Sample
@@ -36,7 +37,8 @@ class Turn:
         logprobs (`list[float]`):
             Their log-probabilities in nats, each under the policy version that sampled it.
         finish_reason (`str`):
-            `"stop"`, or `"length"` if `max_completion_length` is used up. Then the sample has no further turn.
+            `"stop"`, or `"length"` if `max_completion_length` or the server's context is used up. Then the sample has
+            no further turn.
     """
 
     token_ids: list[int]
@@ -144,13 +146,13 @@ class _Episode:
 class RolloutTurns(Restorable):
     """Runs the coroutine of each sample between its turns; an `Act` of the driver.
 
-    `tokenize` returns the token ids of a prompt, in any thread. `context_length` is the server's, in tokens.
+    `tokenize` returns the token ids of a prompt, in any thread.
     """
 
     lost_because = "given the recorded turns, their rollouts did not ask for the same ones"
 
-    def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]], context_length: int) -> None:
-        self._rollout, self._tokenize, self._context_length = rollout, tokenize, context_length
+    def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]]) -> None:
+        self._rollout, self._tokenize = rollout, tokenize
         _, self._loop, ready = start_event_loop_in_daemon(name="trl-april-rollout-functions")
         ready.wait()
         self._episodes: dict[tuple[int, int], _Episode] = {}
@@ -171,8 +173,8 @@ class RolloutTurns(Restorable):
             event = episode.answer([], [], FinishReason.LENGTH)
             if not isinstance(event, Returned):
                 raise ConfigError(
-                    f"The rollout of {sample} asked for a turn with max_completion_length="
-                    f"{group.max_completion_length} used up. Return when finish_reason is 'length'."
+                    f"The rollout of {sample} asked for a turn with its {group.budget_of(sample)} tokens used up "
+                    "(max_completion_length). Return when finish_reason is 'length'."
                 )
         del self._episodes[sample.key]
         return TurnResult([], [], columns=event.columns)
@@ -199,12 +201,7 @@ class RolloutTurns(Restorable):
                 f"The rollout of group {group.group_id} began with token ids of its own, but its row has images, and "
                 "only engine.prompt_ids has their places. Begin with engine.generate(engine.prompt_ids)."
             )
-        if len(event) + group.max_completion_length > self._context_length:
-            raise ConfigError(
-                f"The prompt of group {group.group_id} has {len(event)} tokens. With max_completion_length="
-                f"{group.max_completion_length} it does not fit into the server's context of {self._context_length} "
-                "tokens. Shorten it, lower max_completion_length, or restart the server with a larger --max-model-len."
-            )
+        check_prompt(group.budget, len(event), prompt_name(group.row, group.row_index))
         return event
 
     def _restore(self, group: Group, sample: Sample) -> bool:

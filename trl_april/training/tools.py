@@ -78,7 +78,7 @@ class ToolTurns:
         message = self._parse(token_ids[start:], [*prompt_ids, *token_ids[:start]], tools.environment)
         if not message.get("tool_calls") or conversation.iterations >= self._max_iterations:
             return TurnResult([message], [], environment=conversation.environment)
-        done = self._run_calls(prompt_ids, token_ids, message, group.max_completion_length, tools)
+        done = self._run_calls(prompt_ids, token_ids, message, group.budget_of(sample), tools)
         return TurnResult(
             [message, *done.messages],
             done.token_ids,

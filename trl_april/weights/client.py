@@ -10,7 +10,6 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
@@ -33,7 +32,6 @@ UNAVAILABLE = (429, 502, 503, 504)  # from an overloaded server, or from a proxy
 SYNC_PATHS = (
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
 )  # fmt: skip
-OF_COMPLETIONS = ("completion_ids", "logprobs", "logprob_token_ids")  # of TRL's client
 
 
 class ServerControl:
@@ -112,8 +110,6 @@ class ServerClient(VLLMClient):
 
     def __init__(self, control: ServerControl, **kwargs: Any) -> None:
         self.control = control
-        self.lost: ServerError | None = None  # why `generate` returned nothing
-        self.context_length: int | None = None  # of the server, once it is known
         self.renew_cache_salt()
         super().__init__(base_url=control.base_url, **kwargs)
 
@@ -131,38 +127,6 @@ class ServerClient(VLLMClient):
             return super()._post(url, **kwargs)
         except requests.RequestException as error:  # after TRL's retries
             raise ServerError(f"The vLLM server at {self.base_url} did not generate: {error}") from error
-
-    def generate(self, prompts: list[Any], **kwargs: Any) -> dict[str, Any]:
-        """As TRL's, but if the server is lost it notes the error and returns nothing: other processes wait for it.
-
-        With tools, TRL asks for as many tokens in each turn, which the prompt and the turns before may leave no room
-        for. The server would refuse all prompts then.
-        """
-        generate, limit = super().generate, kwargs.get("max_tokens")
-        try:
-            if kwargs.get("n", 1) > 1 or kwargs.get("features") or not (limit and self.context_length):
-                return generate(prompts, **kwargs)
-            by_room: dict[int, list[int]] = {}
-            for place, prompt in enumerate(prompts):
-                by_room.setdefault(min(limit, self.context_length - len(prompt)), []).append(place)
-
-            def within(room: int) -> dict[str, Any]:
-                some = [prompts[place] for place in by_room[room]]
-                if room == 0:
-                    return {"prompt_ids": some, **{name: [[] for _ in some] for name in OF_COMPLETIONS}}
-                return generate(some, **{**kwargs, "max_tokens": room})
-
-            with ThreadPoolExecutor(max_workers=16) as threads:
-                parts = dict(zip(by_room, threads.map(within, by_room), strict=True))
-        except ServerError as error:
-            self.lost = error
-            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
-        answers: dict[str, Any] = {name: [None] * len(prompts) for name in ("prompt_ids", *OF_COMPLETIONS)}
-        for room, part in parts.items():
-            for name, values in answers.items():
-                for place, value in zip(by_room[room], part[name], strict=True):
-                    values[place] = value
-        return answers
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server is ready; TRL's own method may wait without a limit."""

@@ -194,7 +194,6 @@ class ServerGeneration(VLLMGeneration):
                 f"The vLLM server at {server.base_url} is ready, but did not answer a question about its "
                 f"configuration: {error}. See its log, or raise vllm_server_timeout."
             ) from error
-        server.client.context_length = server.info.max_model_len
         other = next((one for one in self.servers if one is not server and one.is_connected), server)
         if server.info.model != other.info.model:
             raise ConfigError(
@@ -255,27 +254,6 @@ class ServerGeneration(VLLMGeneration):
         self.sync_mismatch = max((server.mismatch for server in self.servers.taking_part()), default=0.0)
         self.servers.announce(lambda: [server.base_url for server in self.servers.taking_part()])
         self.sync_seconds = time.perf_counter() - started
-
-    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Generate for evaluation, with the weights of the last sync. A collective call.
-
-        If the server was lost or restarted meanwhile, all processes raise [`ServerError`].
-        """
-        server = self.servers.first
-        output: tuple[Any, ...] = super().generate(*args, **kwargs)
-
-        def check() -> None:
-            server.outage, server.client.lost = server.client.lost, None
-            # TRL repeats requests until a server answers, so it may be another one by now.
-            if server.outage is None and not server.holds_weights():
-                server.outage = ServerError("It was restarted, or another client changed its weights.")
-            if server.outage is not None:
-                raise ServerError(
-                    f"The vLLM server at {server.base_url} was lost during an evaluation. {server.outage}"
-                ) from server.outage
-
-        self._processes.decide(check)
-        return output
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's iteration over the parameters, under the names that vLLM's loader knows."""
