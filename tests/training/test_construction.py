@@ -93,6 +93,12 @@ def test_model_by_name_is_served_as_it_is_loaded():
     assert "--trust-remote-code" in server.vllm_args
 
 
+@pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
+def test_server_reports_log_probabilities_of_the_temperature(temperature, mode):
+    command = embedded_server(config(temperature=temperature), "owner/model", None).command(8000)
+    assert flag_value(command, "--logprobs-mode") == mode
+
+
 @pytest.mark.parametrize(
     ("adapter", "changes", "rank"),
     [
