@@ -21,20 +21,9 @@ MEANING = {
     PROCESSED_LOGPROBS: "right for training at any temperature, but top_p, top_k, min_p and repetition_penalty bias "
     "the correction (at temperature 1, not with --logprobs-mode raw_logprobs)",
 }
-_LOWERS, _SHIFTS = "too small, by the probability of the tokens that it keeps", "too large or too small by token"
-# Option -> its values that mean "off", and its effect on the importance ratio. `None` is always off.
-_EFFECTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "top_p": ((1.0,), f"{_LOWERS}: a factor between top_p and 1"),
-    "top_k": ((0, -1), _LOWERS),
-    "min_p": ((0.0,), _LOWERS),
-    "min_tokens": ((0,), _LOWERS),
-    "allowed_token_ids": (([],), _LOWERS),
-    "bad_words": (([],), _LOWERS),
-    "repetition_penalty": ((1.0,), _SHIFTS),
-    "presence_penalty": ((0.0,), _SHIFTS),
-    "frequency_penalty": ((0.0,), _SHIFTS),
-    "logit_bias": (({},), _SHIFTS),
-}
+_TRUNCATING = ("top_p", "top_k", "min_p", "min_tokens", "allowed_token_ids", "bad_words")
+_SHIFTING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+_OFF = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}  # beside zero and nothing
 
 
 def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str | None:
@@ -50,13 +39,15 @@ def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str
             "log-probabilities are of temperature 1, so the off-policy correction would be wrong. Restart it with "
             f"--logprobs-mode {PROCESSED_LOGPROBS}, or set temperature=1.0."
         )
-    effects = [
-        f"{name}={sampling[name]!r} makes it {effect}"
-        for name, (off, effect) in _EFFECTS.items()
-        if sampling.get(name) not in (None, *off)
-    ]
-    if mode == RAW_LOGPROBS or not effects:
+    used = [one for one in (*_TRUNCATING, *_SHIFTING) if sampling.get(one) and sampling[one] != _OFF.get(one)]
+    if mode == RAW_LOGPROBS or not used:
         return None
+    lowers = "too small, by the probability of the tokens that it keeps"
+    effects = [
+        f"{name}={sampling[name]!r} makes it {lowers if name in _TRUNCATING else 'too large or too small, by token'}"
+        + f" (at least {sampling[name]})" * (name == "top_p")
+        for name in used
+    ]
     remedy = f"start the server with --logprobs-mode {RAW_LOGPROBS} (the default of `trl-april serve`)"
     return (
         f"The importance ratio of every token is biased. {'; '.join(effects)}. The vLLM server at {base_url} reports "

@@ -130,8 +130,7 @@ def correction_metrics(
 
         - `tokens_fraction`: share of the batch's tokens;
         - `mean_ratio`: mean of the ratio, before it is truncated or masked;
-        - `mean_log_ratio`: mean of the logarithm of each token's ratio. At age 0 it is the bias of the recorded
-          log-probabilities, such as the log of the probability that `top_p` keeps; 0 without one;
+        - `mean_log_ratio`: mean logarithm of the tokens' ratios, at age 0 the bias of the recorded log-probabilities;
         - `clipped_fraction`: share of the tokens whose ratio was truncated or masked;
         - `effective_sample_size`: `(sum r)^2 / (n sum r^2)` of the tokens' ratios `r` before they are truncated or
           masked, from 0 to 1 (Kish 1965). It falls when the policy moves fast.

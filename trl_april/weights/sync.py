@@ -190,8 +190,7 @@ class ServerGeneration(VLLMGeneration):
                 f"configuration: {error}. See its log, or raise vllm_server_timeout."
             ) from error
         if self._needs_logprobs:
-            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            sampling = {**{name: getattr(self, name) for name in names}, **self.generation_kwargs}
+            sampling = {**vars(self), **self.generation_kwargs}
             biased = check_logprobs(server.info.logprobs_mode, server.base_url, sampling)
             if biased and self.accelerator.is_main_process and not self._has_warned_of_bias:
                 self._has_warned_of_bias = True
