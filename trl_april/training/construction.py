@@ -264,7 +264,7 @@ def connect_server(
             weight_sync=options.weight_sync,
             shares_device=bool(shares_device),
             weight_sync_dir=options.weight_sync_dir,
-            needs_logprobs=args.vllm_importance_sampling_correction,
+            needs_logprobs=args.vllm_importance_sampling_correction or args.off_policy_mask_threshold is not None,
             api_key=api_key(),
             resume_kv=options.resume_kv,
             server_base_url=f"http://{DEFAULT_HOST}:{int(port)}" if port else None,
