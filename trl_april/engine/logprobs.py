@@ -44,7 +44,7 @@ def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str
         return None
     lowers = "too small, by the probability of the tokens that it keeps"
     effects = [
-        f"{name}={sampling[name]!r} makes it {lowers if name in _TRUNCATING else 'too large or too small, by token'}"
+        f"{name}={sampling[name]!r:.60} makes it {lowers if name in _TRUNCATING else 'too large or too small, by token'}"
         + f" (at least {sampling[name]})" * (name == "top_p")
         for name in used
     ]
