@@ -277,7 +277,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             `"reuse"` without. `"recompute"`: the server recomputes it with the current
             weights. `"reuse"`: the sample finds the blocks of its earlier segments in the server's prefix cache, which
             is no longer reset. This saves the prefill, and the next tokens are sampled from a mixture of policies.
-            Their recorded log-probabilities are those of the mixture, so the correction stays exact. A new sample
+            Their recorded log-probabilities are those of the mixture, so the correction covers it. A new sample
             never finds blocks of older weights. `"keep"`, with `overlap_generation`: requests are not aborted for a
             weight sync. The server is paused, and they continue with the new weights; the server reports where in each
             request the version changes. It needs a server started by `trl-april serve`. On any other server requests

@@ -212,6 +212,7 @@ def test_sound_server_passes_and_is_measured(fake, tiny_model_dir, tmp_path, one
     fake.prompt_logprobs = tiny_logprobs(tiny_model_dir)
     findings = examine(fake.base_url, weight_sync_dir=str(tmp_path))
     assert {name for name, finding in findings.items() if finding.mark is not OK} <= {"decode speed"}  # busy machine
+    assert "processed_logprobs: right for training at any temperature, but top_p" in findings["model"].found
     # The weights went through the folder once, and nothing of them is left.
     (loaded,) = [request for request in fake.received_at("/collective_rpc") if request.body]
     assert loaded.body["kwargs"]["weights_path"].startswith(str(tmp_path))

@@ -35,7 +35,7 @@ def test_other_flags_are_passed_on_in_order(started):
     assert (flag_value(command, "--host"), flag_value(command, "--port")) == ("127.0.0.1", "8123")
     start = command.index("--max-model-len")
     assert command[start : start + 7] == [*before, *after]
-    assert flag_value(command, "--logprobs-mode") == "processed_logprobs"
+    assert flag_value(command, "--logprobs-mode") == "raw_logprobs"
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"] == os.environ["PATH"]
 
 

@@ -25,6 +25,14 @@ def test_options_of_the_config_arrive():
     changed = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
     args = APRILGRPOConfig("out", use_cpu=True, bf16=False, **changed)
     assert sampling_of(args, [2]).body == {**expected, **changed}
+    args.generation_kwargs = {"temperature": 0.7}
+    assert sampling_of(args, [2]).body == {**expected, **changed}
+
+
+def test_temperature_of_sampling_alone_is_refused():
+    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, generation_kwargs={"temperature": 0.7})
+    with pytest.raises(ConfigError, match="generation_kwargs sets temperature=0.7, .* Set the option temperature=0.7"):
+        sampling_of(args)
 
 
 def test_generation_kwargs_override_and_are_not_changed():

@@ -23,7 +23,7 @@ def config(**changed: Any) -> Qwen3Config:
 
 def check(options: dict[str, Any] | None = None, **says: Any) -> ServerInfo:
     """Check a server that says these things; `options` go to `check_server`, but `api_key` to the session."""
-    options = {"config": config(), "max_completion_length": 256, "needs_logprobs": True, **(options or {})}
+    options = {"config": config(), "max_completion_length": 256, **(options or {})}
     with FakeVLLM(**{"vocab_size": VOCAB, **says}) as server, requests.Session() as session:
         if "api_key" in options:
             session.headers["Authorization"] = f"Bearer {options.pop('api_key')}"
@@ -48,6 +48,7 @@ def test_accepted_server_describes_itself(tmp_path: Path):
         device="cpu",
         has_weight_transfer=False,
         max_sequences=None,
+        logprobs_mode="processed_logprobs",
     )
     info = check(
         dtype="torch.bfloat16",
@@ -68,7 +69,7 @@ def test_accepted_server_describes_itself(tmp_path: Path):
     [
         ({"device": "cuda"}, {"config": config(num_experts=8)}),
         ({}, {"config": config(num_local_experts=None)}),
-        ({"logprobs_mode": "raw_logprobs"}, {"needs_logprobs": False}),
+        ({"logprobs_mode": "raw_logprobs"}, {}),
         ({"max_model_len": 257}, {}),
         ({"max_model_len": 256}, {"max_completion_length": None}),
         ({"api_key": "secret"}, {"api_key": "secret"}),
@@ -82,7 +83,7 @@ def test_server_is_accepted(says, options):
     ("error", "says", "words"),
     [
         (ServerError, {"dev_endpoints": False}, ["no development endpoints", "VLLM_SERVER_DEV_MODE=1"]),
-        (ConfigError, {"logprobs_mode": "raw_logits"}, ["--logprobs-mode raw_logits", "processed_logprobs"]),
+        (ConfigError, {"logprobs_mode": "raw_logits"}, ["--logprobs-mode raw_logits", "raw_logprobs"]),
         (
             ConfigError,
             {"max_model_len": 256},  # a prompt has at least one token

@@ -36,7 +36,7 @@ def test_command_on_a_cpu():
         "--model": "dir/model",
         "--host": "127.0.0.1",
         "--port": "8123",
-        "--logprobs-mode": "processed_logprobs",
+        "--logprobs-mode": "raw_logprobs",
         "--max-logprobs": "-1",
         "--generation-config": "vllm",
         "--max-model-len": "4096",
@@ -94,18 +94,19 @@ def test_a_server_on_the_only_gpu_leaves_memory_to_the_trainer(monkeypatch, gpus
 
 def test_user_flags_override_defaults_but_not_what_training_needs():
     """Order decides, because vLLM's parser accepts abbreviations."""
-    given = ["--generation-config", "auto", "--max_logprobs=5", "--logprobs-mod", "raw_logprobs"]
+    given = ["--generation-config", "auto", "--max_logprobs=5", "--logprobs_mode=processed_logprobs", "--mode", "x"]
     command = server_command("m", "h", 1, given, platform="cpu")
     assert command.count("--generation-config") == 1  # vLLM warns of a flag that is given twice
     assert flag_value(command, "--generation-config") == "auto"
     assert flag_value(command, "--max-logprobs") == "5"
-    assert command.index("--logprobs-mod") < command.index("--logprobs-mode")
+    assert flag_value(command, "--logprobs-mode") == "processed_logprobs"
+    assert command.index("--mode") < command.index("--model")
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--logprobs-mode", "raw_logprobs"], ["raw_logprobs", "processed_logprobs", "Leave the flag out"]),
+        (["--logprobs-mode", "raw_logits"], ["raw_logits", "raw_logprobs", "Leave the flag out"]),
         (["--port", "8000"], ["--port", "argument `port`"]),
         (["--host=0.0.0.0"], ["--host", "argument `host`"]),
         ("--dtype float32", ["--dtype float32", "one entry per word", "['--dtype', 'float32']"]),

@@ -13,10 +13,15 @@ from trl import GRPOConfig
 
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.tiny import build_model, build_tokenizer
-from trl_april.config import APRILGRPOConfig
+from trl_april.config import APRILGRPOConfig, AprilOptions
+from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError
 from trl_april.server.command_line import flag_value
-from trl_april.training.construction import embedded_server, needs_server, precision
+from trl_april.training import construction
+from trl_april.training.construction import connect_server, embedded_server, needs_server, precision
+
+
+OFF = {"vllm_importance_sampling_correction": False}
 
 
 def config(**changes) -> APRILGRPOConfig:
@@ -91,6 +96,24 @@ def test_model_by_name_is_served_as_it_is_loaded():
     expected = {"--dtype": "float32", "--max-model-len": "512", "--revision": "main", "--model-impl": "transformers"}
     assert {name: flag_value(server.vllm_args, name) for name in expected} == expected
     assert "--trust-remote-code" in server.vllm_args
+
+
+@pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
+def test_server_reports_log_probabilities_of_the_temperature(temperature, mode):
+    command = embedded_server(config(temperature=temperature), "owner/model", None).command(8000)
+    assert flag_value(command, "--logprobs-mode") == mode
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [({}, True), (OFF, False), ({**OFF, "off_policy_mask_threshold": 0.5}, True)],
+)
+def test_recorded_log_probabilities_are_needed(monkeypatch, changes, needed):
+    """TRL's off-policy mask compares with them even without the correction."""
+    monkeypatch.setattr(construction, "ServerGeneration", dict)  # its arguments
+    args = config(**changes)
+    made = connect_server(args, AprilOptions.of(args), server=None, processes=OneProcess(), eos_token_ids=[])
+    assert made["needs_logprobs"] is needed
 
 
 @pytest.mark.parametrize(

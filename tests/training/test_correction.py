@@ -51,6 +51,7 @@ def test_metrics_by_age():
     metrics = correction_metrics(batch([[2.0, 4.0, 0.5, 3.0, 1.0, 1.0]]), groups, 4)
     assert metrics["correction/age_0/tokens_fraction"] == pytest.approx(2 / 6)
     assert metrics["correction/age_0/mean_ratio"] == pytest.approx(1.0)
+    assert metrics["correction/age_0/mean_log_ratio"] == 0.0
     assert metrics["correction/age_1/mean_ratio"] == pytest.approx(3.0)
     assert metrics["correction/age_2/mean_ratio"] == pytest.approx(0.5)
     assert metrics["correction/age_3+/mean_ratio"] == pytest.approx(3.0)
@@ -119,6 +120,7 @@ def test_a_ratio_per_sequence_counts_for_all_its_tokens():
     metrics = correction_metrics(batch(ratios, [[0.0], [1.0]]), groups, 1)
     assert metrics["correction/age_1/mean_ratio"] == pytest.approx(8.0)
     assert metrics["correction/age_0/mean_ratio"] == pytest.approx((8 + 8 + 1) / 3)
+    assert metrics["correction/age_0/mean_log_ratio"] == pytest.approx(math.log(4) / 3)  # of the tokens
 
 
 def test_metrics_by_length():

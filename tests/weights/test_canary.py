@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.fake_vllm import FakeVLLM
+from trl_april.engine.sampling import sampling_options
 from trl_april.errors import WeightSyncError
 from trl_april.weights.canary import (
     NUM_TOKENS,
@@ -16,6 +17,7 @@ from trl_april.weights.canary import (
     VISIBLE_OTHER,
     Canary,
     distance,
+    next_logprobs,
     server_logprobs,
     trainer_logprobs,
 )
@@ -158,3 +160,10 @@ def test_the_servers_values_are_prompt_logprobs_at_temperature_1():
         server.answers["/v1/completions"] = (500, "EngineCore died")
         with pytest.raises(WeightSyncError, match="answered 500 .* EngineCore died"):
             server_logprobs(control, "tiny", [5, 6, 7])
+
+
+def test_defaults_of_the_server_do_not_truncate_the_values_of_an_adapter():
+    with FakeVLLM() as server:
+        assert next_logprobs(ServerControl(server.base_url, 10.0, {}), "tiny", [5, 6, 7]) == [-1.0, -1.0]
+        sent = server.received[0].body
+        assert {name: sent[name] for name in sampling_options().body} == sampling_options().body

@@ -18,6 +18,7 @@ import psutil
 import requests
 from transformers import AutoConfig
 
+from ..engine.logprobs import MEANING
 from ..errors import AprilError, WeightSyncError
 from ..rollout.event_loop import BackgroundLoop
 from ..server.check import check_server, get_json, max_sequences, remedy_for_address, server_info
@@ -147,15 +148,15 @@ def check_model(server: Server, max_completion_length: int) -> Finding:
         found = f"the configuration of {name} cannot be read here, so the model was not checked"
         mark = Mark.FAIL if server.model is not None else Mark.WARN
         return Finding(mark, f"{found} ({str(error).splitlines()[0]})", "name the model to train: --model DIR")
-    check_server(
+    info = check_server(
         server.session,
         server.base_url,
         config=config,
         max_completion_length=max_completion_length,
-        needs_logprobs=True,
     )
     room, architecture = server.context - max_completion_length, (config.architectures or [config.model_type])[0]
-    return Finding(Mark.OK, f"{architecture}, with room for prompts of {room} tokens; its log-probabilities are exact")
+    meaning = MEANING[info.logprobs_mode]
+    return Finding(Mark.OK, f"{architecture}, with room for prompts of {room} tokens; {info.logprobs_mode}: {meaning}")
 
 
 def check_idle(server: Server) -> Finding:

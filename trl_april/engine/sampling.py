@@ -95,4 +95,10 @@ def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int | None] = ()) -> 
     own = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     if args.vllm_structured_outputs_regex is not None:
         own["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
-    return sampling_options({**own, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}, stop_token_ids)
+    extra = args.generation_kwargs or {}
+    if (given := extra.get("temperature", args.temperature)) != args.temperature:
+        raise ConfigError(
+            f"generation_kwargs sets temperature={given!r}, but the trainer's log-probabilities and its loss are of "
+            f"temperature={args.temperature}. Set the option temperature={given!r} instead, which both use."
+        )
+    return sampling_options({**own, "min_p": args.min_p or 0.0, **extra}, stop_token_ids)

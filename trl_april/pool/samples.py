@@ -129,7 +129,7 @@ class Sample:
         if max(new_logprobs) > LOGPROB_ROUNDING:
             raise EngineError(
                 f"The engine sent {max(new_logprobs)} as a log-probability for {self}; log-probabilities are not "
-                "positive. Start the server with --logprobs-mode processed_logprobs: it may be reporting logits."
+                "positive. It may report logits: start it with --logprobs-mode raw_logprobs or processed_logprobs."
             )
         self.token_ids.extend(new_ids)
         self.logprobs.extend(new_logprobs)

@@ -14,6 +14,7 @@ import requests
 from transformers import AutoConfig, PretrainedConfig
 
 from ..errors import ConfigError, ServerError
+from .command_line import PROCESSED_LOGPROBS, RAW_LOGPROBS
 
 
 # Names that configurations use for the number of experts in a layer.
@@ -36,6 +37,7 @@ class ServerInfo:
     max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
     engines: int = 1  # data-parallel ones at its address
+    logprobs_mode: str = RAW_LOGPROBS
 
 
 def check_server(
@@ -44,17 +46,15 @@ def check_server(
     *,
     config: PretrainedConfig,
     max_completion_length: int | None,
-    needs_logprobs: bool,
 ) -> ServerInfo:
     """Check a server that answers against the trainer's model, and return its account of itself.
 
-    `needs_logprobs` says whether the importance-sampling correction uses the recorded log-probabilities. Raises
-    [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
+    Raises [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
     """
     try:
         described = server_info(session, base_url)
         model = described["model_config"]
-        logprobs_mode, served_model = str(model["logprobs_mode"]), str(model["model"])
+        served_model = str(model["model"])
         info = ServerInfo(
             model=str(get_json(session, f"{base_url}/v1/models")["data"][0]["id"]),
             max_model_len=int(model["max_model_len"]),
@@ -67,6 +67,7 @@ def check_server(
             max_loras=max_loras(session, base_url, described),
             max_sequences=max_sequences(described),
             engines=engines(described),
+            logprobs_mode=str(model["logprobs_mode"]),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ServerError(
@@ -78,12 +79,10 @@ def check_server(
             f"The vLLM server at {base_url} does not report its weight version; vLLM before 0.27 cannot by itself. "
             "Start it with `trl-april serve`, or install a newer one: pip install 'trl-april[vllm]' says which."
         )
-    if needs_logprobs and logprobs_mode != "processed_logprobs":
+    if info.logprobs_mode not in (RAW_LOGPROBS, PROCESSED_LOGPROBS):
         raise ConfigError(
-            f"The vLLM server at {base_url} runs with --logprobs-mode {logprobs_mode}, which does not report the "
-            "log-probabilities that its tokens are sampled with, so the off-policy correction would be wrong. Restart "
-            "it with --logprobs-mode processed_logprobs (`trl-april serve` does), or set "
-            "vllm_importance_sampling_correction=False with over_provisioning=1.0."
+            f"The vLLM server at {base_url} runs with --logprobs-mode {info.logprobs_mode}, but training needs "
+            f"log-probabilities. Restart it with --logprobs-mode {RAW_LOGPROBS}, the default of `trl-april serve`."
         )
     if max_completion_length is not None and info.max_model_len <= max_completion_length:
         raise ConfigError(

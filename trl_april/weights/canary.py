@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..engine.sampling import sampling_options
 from ..errors import WeightSyncError
 from .client import ServerControl
 
@@ -174,7 +175,8 @@ def next_logprobs(
     For an adapter: vLLM applies it to prompt log-probabilities as if no other request ran, and on a CPU it crashes if
     one does.
     """
-    body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+    body = {"model": model, "prompt": token_ids, "max_tokens": 1, "logprobs": 0}
+    body |= sampling_options().body  # a server's own defaults could truncate
     body |= {"logprob_token_ids": sorted(set(token_ids)), "return_tokens_as_token_ids": True}
     answer = server.request("POST", "v1/completions", body, headers=headers)
     (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..distributed.processes import Processes
+from ..engine.logprobs import check_logprobs
 from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
 from ..server.check import ServerInfo, check_server
@@ -74,6 +75,7 @@ class ServerGeneration(VLLMGeneration):
         self._trained_model = trained_model
         self._processes = processes
         self._needs_logprobs = needs_logprobs
+        self._has_warned_of_bias = False
         self._api_key = api_key
         self.local_server = local_server
         self._keeps_cache = resume_kv != "recompute"
@@ -187,13 +189,18 @@ class ServerGeneration(VLLMGeneration):
                 server.base_url,
                 config=self.model.config,
                 max_completion_length=self.max_completion_length,
-                needs_logprobs=self._needs_logprobs,
             )
         except requests.RequestException as error:
             raise ServerError(
                 f"The vLLM server at {server.base_url} is ready, but did not answer a question about its "
                 f"configuration: {error}. See its log, or raise vllm_server_timeout."
             ) from error
+        if self._needs_logprobs:
+            sampling = {**vars(self), **self.generation_kwargs}
+            biased = check_logprobs(server.info.logprobs_mode, server.base_url, sampling)
+            if biased and not self._has_warned_of_bias:
+                self._has_warned_of_bias = True
+                logger.warning(biased)
         other = next((one for one in self.servers if one is not server and one.is_connected), server)
         if server.info.model != other.info.model:
             raise ConfigError(
