@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .data.source import Row, RowSource
 from .distributed.processes import Processes
 from .distributed.signals import StopRequest
 from .engine.protocol import ImagesOf
-from .engine.sampling import sampling_of
+from .engine.sampling import SamplingOptions
 from .errors import CheckpointError, PoolError
 from .pool.pool import Pool
 from .pool.samples import Group
@@ -74,7 +74,7 @@ class RolloutSession:
         tokenize: Callable[[list[Row]], list[list[int]]],
         images_of: ImagesOf,
         vocab_size: int,
-        eos_token_ids: Sequence[int | None],
+        sampling: SamplingOptions,
         server: ServerGeneration,
         num_reward_funcs: int,
         scorer: RewardScorer | None,
@@ -135,7 +135,6 @@ class RolloutSession:
             admission.check_longest(rows.longest_prompts(CHECKED_PROMPTS, silent=self._silent))
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
-        sampling = sampling_of(args, eos_token_ids)
         self._engine = rollout_engine(options, sampling, server, plan.vocab_size, processes.rank)
         self._dynamic = None
         if scorer is not None:

@@ -23,7 +23,7 @@ from .config import AprilOptions
 from .data.order import TrainingRows
 from .data.source import Row
 from .engine.images import SampleImages, prompt_of
-from .engine.sampling import sampling_of
+from .engine.sampling import SamplingOptions, sampling_of
 from .errors import ConfigError
 from .rollout.daemon_threads import DaemonThreads
 from .training import compatibility
@@ -80,6 +80,25 @@ def tokenize_prompts(
     if trainer.environment_factories is None and not isinstance(turns, RolloutTurns):
         return lambda rows: trainer._tokenize_prompts([prompt_of(row) for row in rows])[0]
     return lambda rows: [[] for _ in rows]
+
+
+def sampling(trainer: GRPOTrainer) -> SamplingOptions:
+    """The options of completions from now on: the trainer's own, which evaluations by TRL use too.
+
+    They end with every token that the trainer, its model or its tokenizer names by now as an end token.
+    """
+    tokenizer, ends = trainer._tokenizer, list(trainer.eos_token_ids)
+    for config in (trainer.model.generation_config, trainer.generation_config, tokenizer):
+        ends += config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    trainer.eos_token_ids = [token_id for token_id in dict.fromkeys(ends) if token_id is not None]
+    kwargs = trainer.args.generation_kwargs or {}
+    if kwargs.get("stop"):
+        tokenizer = copy.deepcopy(tokenizer)  # the event loop's own
+    skips = kwargs.get("skip_special_tokens", True)
+    decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+    made = sampling_of(trainer.args, trainer.eos_token_ids, decode)
+    trainer.vllm_generation.generation_kwargs = made.of_one_request
+    return made
 
 
 def sample_images(trainer: GRPOTrainer, options: AprilOptions) -> SampleImages:
@@ -199,17 +218,17 @@ def tool_turns(
 def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
     """What generates the completions of an evaluation; `None` without tools and rollout function, where TRL does."""
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
+    sampled = sampling(trainer)
     turns = tool_turns(trainer, options, server.server_info.max_model_len, trainer._rollout)
     if turns is None:
         yield None
         return
-    sampling = sampling_of(trainer.args, trainer.eos_token_ids)
     vocab_size = trainer.model.config.get_text_config().vocab_size
     found = Evaluation(
         trainer.args,
         turns,
-        rollout_engine(options, sampling, server, vocab_size, processes.rank),
-        sampling,
+        rollout_engine(options, sampled, server, vocab_size, processes.rank),
+        sampled,
         tokenize=tokenize_prompts(trainer, turns),
         images_of=sample_images(trainer, options),
         has_tools=bool(trainer.tools),

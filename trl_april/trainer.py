@@ -335,10 +335,10 @@ class APRILGRPOTrainer(GRPOTrainer):
             accelerator=self.accelerator,
             processing_class=self.processing_class,
             processes=self._processes,
-            eos_token_ids=self.eos_token_ids,
             policy_version=lambda: self.state.global_step,
             trained_model=lambda: self.model,
         )
+        session_parts.sampling(self)
 
     def _open_session(self) -> RolloutSession:
         length = self.vllm_generation.server_info.max_model_len
@@ -350,7 +350,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             tokenize=session_parts.tokenize_prompts(self, turns),
             images_of=session_parts.sample_images(self, self._options),
             vocab_size=self.model.config.get_text_config().vocab_size,
-            eos_token_ids=self.eos_token_ids,
+            sampling=session_parts.sampling(self),
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
             scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,

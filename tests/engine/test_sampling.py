@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trl_april.config import APRILGRPOConfig
+from trl_april.engine import sampling
 from trl_april.engine.sampling import SamplingOptions, sampling_of, sampling_options
 from trl_april.errors import ConfigError
-from trl_april.training.construction import evaluation_kwargs
 
 
 def test_options_of_the_config_arrive():
@@ -58,10 +58,9 @@ def test_stop_tokens_of_user_and_model_are_both_sent(stop_token_ids, generation_
 @pytest.mark.parametrize(
     ("name", "value", "reason", "remedy"),
     [
-        ("presence_penalty", 0.5, "count would restart at every abort", "repetition_penalty"),
-        ("frequency_penalty", -0.5, "count would restart at every abort", "repetition_penalty"),
-        ("stop", "END", "straddles an abort", "stop_token_ids"),
-        ("bad_words", ["no"], "straddles an abort", "logit_bias"),
+        ("presence_penalty", 0.5, "count would restart at every cut", "repetition_penalty"),
+        ("frequency_penalty", -0.5, "count would restart at every cut", "repetition_penalty"),
+        ("bad_words", ["no"], "straddles a cut", "logit_bias"),
         ("structured_outputs", {"json": {}}, "start without it", "GRPOTrainer"),
         ("response_format", {"type": "json_object"}, "start without it", "GRPOTrainer"),
         ("repetition_detection", {"max_pattern_size": 3}, "start without it", "GRPOTrainer"),
@@ -70,12 +69,13 @@ def test_stop_tokens_of_user_and_model_are_both_sent(stop_token_ids, generation_
         ("vllm_structured_outputs_regex", "a+", "start without it", "GRPOTrainer"),
     ],
 )
-def test_option_that_an_abort_breaks_is_refused(name, value, reason, remedy):
+def test_option_that_a_cut_breaks_is_refused(name, value, reason, remedy):
     own = {name: value} if name == "vllm_structured_outputs_regex" else {"generation_kwargs": {name: value}}
     args = APRILGRPOConfig("out", use_cpu=True, bf16=False, **own)
     with pytest.raises(ConfigError) as caught:
         sampling_of(args)
-    assert all(word in str(caught.value) for word in (f"{name}={value!r}", "partial rollouts", reason, remedy))
+    words = (f"{name}={value!r}", "partial rollouts", reason, "resume_kv='keep' too", remedy)
+    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,62 @@ def test_option_that_is_set_elsewhere_is_refused(name, value, place):
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("name", "value", "remedy"),
     [
-        (None, {"stop_token_ids": [2, 5]}),
-        ({"stop_token_ids": [7], "logit_bias": {3: 1.0}}, {"stop_token_ids": [2, 5, 7], "logit_bias": {3: 1.0}}),
-        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ("temprature", 0.2, "did you mean temperature"),
+        ("stop_token_id", [5], "did you mean stop_token_ids"),
+        ("max_new_tokens", 5, "max_completion_length"),
+        ("min_new_tokens", 5, "use min_tokens"),
+        ("suppress_tokens", [5], "logit_bias={TOKEN_ID: -100}"),
+        ("no_repeat_ngram_size", 2, "repetition_penalty"),
+        ("do_sample", False, "rollouts are sampled"),
+        ("stop_strings", ["x"], "use stop."),
+        ("eos_token_id", 5, "use stop_token_ids"),
+        ("best_of", 3, "num_generations"),
+        ("guided_decoding", {"regex": "a"}, "lost at a cut"),
+        ("logits_processors", ["x"], "vllm_xargs"),
+        ("wholly_unknown", 1, "leave it out"),
     ],
 )
-def test_evaluation_stops_where_training_does(own, expected):
-    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, generation_kwargs=own)
-    assert evaluation_kwargs(args, [5, None, 2]) == expected
+def test_option_that_vllm_would_ignore_is_refused(name, value, remedy):
+    with pytest.raises(ConfigError) as caught:
+        sampling_options({name: value})
+    assert all(
+        word in str(caught.value) for word in (f"{name}={value!r}", "/v1/completions", remedy, "allowed_token_ids")
+    )
+
+
+def test_sampling_that_transformers_is_asked_for_is_what_is_done():
+    assert sampling_options({"do_sample": True}) == sampling_options()
+
+
+def test_every_field_of_vllm_is_passed_on_or_refused():
+    """A new field of vLLM's request fails here: pass it on if it survives a cut, otherwise refuse it."""
+    protocol = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+    ours = {*sampling._PASSED_ON, *sampling._SET_ELSEWHERE, *sampling._BROKEN_BY_A_CUT}
+    assert ours - {"vllm_structured_outputs_regex"} == set(protocol.CompletionRequest.model_fields)
+    assert not ours & sampling._INSTEAD.keys()
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
+def test_stop_strings_that_vllm_refuses_are_refused(stop):
+    with pytest.raises(ConfigError, match=r"stop=.*it must be a string that is not empty"):
+        sampling_options({"stop": stop})
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"stop_token_ids": [2, 5]}),
+        ({"stop_token_ids": [7], "logit_bias": {3: 1.0}}, {"stop_token_ids": [2, 5, 7], "logit_bias": {3: 1.0}}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        (
+            {"stop": "x", "seed": 3, "min_tokens": 4},
+            {"stop": ["x"], "seed": 3, "min_tokens": 4, "stop_token_ids": [2, 5]},
+        ),
+    ],
+)
+def test_a_request_that_is_never_cut_has_the_same_options(own, expected):
+    common = {**sampling_options().body, "min_tokens": 0}
+    del common["stop_token_ids"]
+    assert sampling_options(own, [5, None, 2]).of_one_request == {**common, **expected}

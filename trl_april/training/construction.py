@@ -11,7 +11,7 @@ import os
 import tempfile
 import textwrap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions
 from ..distributed.processes import Processes
-from ..engine.sampling import SamplingOptions, sampling_of
+from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
 from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
@@ -235,7 +235,6 @@ def connect_server(
     *,
     server: EmbeddedServer | None,
     processes: Processes,
-    eos_token_ids: Sequence[int | None],
     **of_trainer: Any,
 ) -> ServerGeneration:
     """Connect to the server as TRL's constructor would, with our own weight sync. A collective call.
@@ -277,7 +276,6 @@ def connect_server(
             min_p=args.min_p,
             max_completion_length=args.max_completion_length,
             logprobs=0,  # only those of the sampled tokens
-            generation_kwargs=evaluation_kwargs(args, eos_token_ids),
             **of_trainer,
         )
     except BaseException as error:
@@ -291,13 +289,6 @@ def connect_server(
 def addresses_in(args: GRPOConfig) -> list[str]:
     """The servers' addresses, which may change during training."""
     return server_addresses(args.vllm_server_base_url or [])
-
-
-def evaluation_kwargs(args: GRPOConfig, eos_token_ids: Sequence[int | None]) -> dict[str, Any]:
-    """Request fields of an evaluation: the user's, and the tokens that end a completion in training."""
-    body = sampling_of(args, eos_token_ids).body
-    stops = {"stop_token_ids": body["stop_token_ids"]} if "stop_token_ids" in body else {}
-    return {**(args.generation_kwargs or {}), **stops}
 
 
 def stock_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer]) -> dict[str, Any]:
