@@ -85,19 +85,17 @@ def tokenize_prompts(
 def sampling(trainer: GRPOTrainer) -> SamplingOptions:
     """The options of completions from now on: the trainer's own, which evaluations by TRL use too.
 
-    They end with every token that the trainer, its model or its tokenizer names by now as an end token.
+    They end with the end tokens of now, which the model or the tokenizer may have got since the trainer was made.
     """
-    tokenizer, ends = trainer._tokenizer, list(trainer.eos_token_ids)
-    for config in (trainer.model.generation_config, trainer.generation_config, tokenizer):
-        ends += config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    trainer.eos_token_ids = [token_id for token_id in dict.fromkeys(ends) if token_id is not None]
-    kwargs = trainer.args.generation_kwargs or {}
+    trainer.eos_token_ids = compatibility.end_tokens(trainer)
+    kwargs, tokenizer = trainer.args.generation_kwargs or {}, trainer._tokenizer
     if kwargs.get("stop"):
         tokenizer = copy.deepcopy(tokenizer)  # the event loop's own
     skips = kwargs.get("skip_special_tokens", True)
     decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
-    made = sampling_of(trainer.args, trainer.eos_token_ids, decode)
-    trainer.vllm_generation.generation_kwargs = made.of_one_request
+    server = trainer.vllm_generation  # its options may differ in an evaluation
+    made = sampling_of(server, kwargs, trainer.eos_token_ids, decode)
+    server.generation_kwargs = made.of_one_request
     return made
 
 

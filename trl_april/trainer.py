@@ -68,8 +68,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory.
 
     APRIL is on when `args.use_vllm` is true, without `rollout_func`, and unless a subclass overrides `_generate`,
-    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO, and
-    says so. Tools and environments work in threads, while other samples are generated.
+    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -338,7 +337,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             policy_version=lambda: self.state.global_step,
             trained_model=lambda: self.model,
         )
-        session_parts.sampling(self)
+        self._fixed = compatibility.fixed_options(self)
 
     def _open_session(self) -> RolloutSession:
         length = self.vllm_generation.server_info.max_model_len
@@ -368,7 +367,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             raise NothingToTrain  # `Trainer` would do one more step
         if self._session is None:
             self._session = self._open_session()
-            self.pool = self._session.pool
+            self.pool, self._fixed["trainer.eos_token_ids"] = self._session.pool, [*self.eos_token_ids]
+        compatibility.check_fixed(self._fixed, compatibility.fixed_options(self))
         is_synced, profiled = step == self._last_loaded_step, partial(profiling_context, self)
         with self._saved_if_stopped():
             done, metrics = self._session.run_round(self._step, is_synced=is_synced, profiled=profiled)

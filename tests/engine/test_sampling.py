@@ -22,10 +22,14 @@ def test_options_of_the_config_arrive():
         "frequency_penalty": 0.0,
         "stop_token_ids": [2],
     }
-    assert sampling_of(args, [2]) == sampling_options(None, [2]) == SamplingOptions(expected, min_tokens=0, seed=None)
+    assert (
+        sampling_of(args, None, [2])
+        == sampling_options(None, [2])
+        == SamplingOptions(expected, min_tokens=0, seed=None)
+    )
     changed = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
     args = APRILGRPOConfig("out", use_cpu=True, bf16=False, **changed)
-    assert sampling_of(args, [2]).body == {**expected, **changed}
+    assert sampling_of(args, {}, [2]).body == {**expected, **changed}
 
 
 def test_generation_kwargs_override_and_are_not_changed():

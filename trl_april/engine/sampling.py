@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -17,11 +17,8 @@ from ..errors import ConfigError, EngineError
 from .stop_strings import Decode, StopStrings
 
 
-if TYPE_CHECKING:
-    from trl import GRPOConfig
-
-
 JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # `logit_bias` is by token id; sweeps set numpy numbers
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options of TRL's own
 _COUNTS_OUTPUT = "it counts only tokens of the same request, so its count would restart at every cut"
 _KEEPS_STATE = "the server keeps its state per request, and a resumed request would start without it"
 _LEAVE_OUT = "leave it out, or train with GRPOTrainer"
@@ -60,9 +57,8 @@ _SET_ELSEWHERE = {
 }  # fmt: skip
 # All other fields of vLLM's `/v1/completions`.
 _PASSED_ON = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "seed", "stop",
-    "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output", "skip_special_tokens",
-    "spaces_between_special_tokens", "watermarking", "vllm_xargs",
+    *SAMPLING, "logit_bias", "allowed_token_ids", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "watermarking", "vllm_xargs",
 )  # fmt: skip
 # Options of transformers, of TRL and of earlier versions of vLLM -> what vLLM or the trainer has instead.
 _INSTEAD = {
@@ -154,11 +150,11 @@ def sampling_options(
 
 
 def sampling_of(
-    args: GRPOConfig, stop_token_ids: Sequence[int | None] = (), decode: Decode = _without_tokenizer
+    config: Any,
+    generation_kwargs: Mapping[str, Any] | None,
+    stop_token_ids: Sequence[int | None] = (),
+    decode: Decode = _without_tokenizer,
 ) -> SamplingOptions:
-    """The sampling options of a training run, checked; `generation_kwargs` override the config's own fields."""
-    own = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
-    if args.vllm_structured_outputs_regex is not None:
-        own["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
-    kwargs = {**own, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}
-    return sampling_options(kwargs, stop_token_ids, decode)
+    """The sampling options of a [`~trl.GRPOConfig`] or a server's client; `generation_kwargs` override its fields."""
+    own = {name: getattr(config, name) for name in SAMPLING if getattr(config, name) is not None}
+    return sampling_options({**own, **(generation_kwargs or {})}, stop_token_ids, decode)
