@@ -21,62 +21,38 @@ JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # `logit_bias` is b
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options of TRL's own
 _COUNTS_OUTPUT = "it counts only tokens of the same request, so its count would restart at every cut"
 _KEEPS_STATE = "the server keeps its state per request, and a resumed request would start without it"
-_LEAVE_OUT = "leave it out, or train with GRPOTrainer"
 # Option -> (value that means "off", why a cut breaks it, remedy).
 _BROKEN_BY_A_CUT: dict[str, tuple[Any, str, str]] = {
     "presence_penalty": (0.0, _COUNTS_OUTPUT, "use repetition_penalty, which counts the prompt too"),
     "frequency_penalty": (0.0, _COUNTS_OUTPUT, "use repetition_penalty, which counts the prompt too"),
     "bad_words": ([], "a word that straddles a cut would be missed", "use logit_bias or allowed_token_ids"),
-    "structured_outputs": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "vllm_structured_outputs_regex": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "response_format": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "repetition_detection": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "thinking_token_budget": (None, _KEEPS_STATE, _LEAVE_OUT),
     "use_beam_search": (False, _KEEPS_STATE, "leave it out: rollouts are sampled"),
-}
-# Option that the engine does not override -> what sets it.
-_ONLY_COMPLETIONS, _OF_EACH_REQUEST = "nothing: only completion tokens are trained", "the trainer, for each request"
-_NO_EFFECT = "nothing: it does not change completions"
-_SET_ELSEWHERE = {
-    "max_tokens": "max_completion_length",
-    "n": "num_generations",
-    "stream_interval": "stream_interval of APRILGRPOConfig",
-    "prompt_logprobs": _ONLY_COMPLETIONS,
-    "echo": _ONLY_COMPLETIONS,
-    "suffix": _ONLY_COMPLETIONS,
-    "truncate_prompt_tokens": "the dataset: shorten its prompts",
-    "truncation_side": "the dataset: shorten its prompts",
     **dict.fromkeys(
-        ("model", "prompt", "prompt_embeds", "stream", "stream_options", "logprobs", "logprob_token_ids", "request_id",
-         "cache_salt", "return_token_ids", "return_tokens_as_token_ids"), _OF_EACH_REQUEST,
-    ),
-    **dict.fromkeys(
-        ("add_special_tokens", "length_penalty", "priority", "user", "session_id", "return_token_offsets",
-         "routed_experts_prompt_start", "kv_transfer_params", "ec_transfer_params"), _NO_EFFECT,
+        ("structured_outputs", "vllm_structured_outputs_regex", "response_format", "repetition_detection",
+         "thinking_token_budget"), (None, _KEEPS_STATE, "leave it out, or train with GRPOTrainer"),
     ),
 }  # fmt: skip
-# All other fields of vLLM's `/v1/completions`.
+# The other fields of vLLM's `/v1/completions` that change which tokens are sampled.
 _PASSED_ON = (
     *SAMPLING, "logit_bias", "allowed_token_ids", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "watermarking", "vllm_xargs",
 )  # fmt: skip
-# Options of transformers, of TRL and of earlier versions of vLLM -> what vLLM or the trainer has instead.
+# Options of transformers, TRL and vLLM, by what replaces them.
 _INSTEAD = {
-    **dict.fromkeys(("max_new_tokens", "max_length"), "set max_completion_length in the config"),
-    **dict.fromkeys(("min_new_tokens", "min_length"), "use min_tokens"),
-    **dict.fromkeys(("num_return_sequences", "best_of"), "set num_generations in the config"),
-    **dict.fromkeys(("suppress_tokens", "bad_words_ids", "sequence_bias"), "use logit_bias={TOKEN_ID: -100}"),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_repetition_penalty"), "use repetition_penalty"),
-    **dict.fromkeys(("num_beams", "early_stopping", "penalty_alpha", "pad_token_id"), "leave it out"),
-    **dict.fromkeys(
-        ("guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar"),
-        "leave it out: structured outputs are lost at a cut; GRPOTrainer has vllm_structured_outputs_regex",
+    "set max_completion_length in the config": ("max_tokens", "max_new_tokens", "max_length"),
+    "set num_generations in the config": ("n", "num_return_sequences", "best_of"),
+    "set stream_interval of APRILGRPOConfig": ("stream_interval",),
+    "shorten the prompts of the dataset": ("truncate_prompt_tokens", "truncation_side"),
+    "use min_tokens": ("min_new_tokens", "min_length"),
+    "use logit_bias={TOKEN_ID: -100}": ("suppress_tokens", "bad_words_ids", "sequence_bias"),
+    "use repetition_penalty": ("no_repeat_ngram_size", "encoder_repetition_penalty"),
+    "use stop": ("stop_strings",),
+    "use stop_token_ids": ("eos_token_id",),
+    "leave it out: rollouts are sampled": ("do_sample", "num_beams"),
+    "leave it out, or train with GRPOTrainer and vllm_structured_outputs_regex": (
+        "guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar",
     ),
-    "do_sample": "leave it out: rollouts are sampled",
-    "stop_strings": "use stop",
-    "eos_token_id": "use stop_token_ids",
-    "logits_processors": "start the server with --logits-processors, and pass their arguments in vllm_xargs",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +71,14 @@ class SamplingOptions:
         return {**self.body, **{name: value for name, value in parts.items() if value is not None}}
 
 
-def _without_tokenizer(token_ids: list[int]) -> str:
-    raise EngineError("Stop strings are searched for in text, and sampling_options() got no `decode`.")
+def _no_text(token_ids: list[int]) -> str:
+    raise EngineError("Stop strings are searched for in text, and `decode` was not given.")
 
 
 def sampling_options(
     generation_kwargs: Mapping[str, Any] | None = None,
     stop_token_ids: Sequence[int | None] = (),
-    decode: Decode = _without_tokenizer,
+    decode: Decode = _no_text,
 ) -> SamplingOptions:
     """Build the options of every rollout request, as TRL would send them; the defaults are TRL's.
 
@@ -122,16 +98,12 @@ def sampling_options(
                 f"To train with APRIL, {remedy}."
             )
     for name, value in extra.items():
-        if name in _SET_ELSEWHERE:
-            raise ConfigError(
-                f"generation_kwargs sets {name}={value!r}, which is set by {_SET_ELSEWHERE[name]}. Remove it."
-            )
         if name not in _PASSED_ON:
-            close = get_close_matches(name, _PASSED_ON, n=1)
-            remedy = _INSTEAD.get(name) or (f"did you mean {close[0]}" if close else "leave it out")
+            remedies = [remedy for remedy, names in _INSTEAD.items() if name in names]
+            remedies += [f"did you mean {close}" for close in get_close_matches(name, _PASSED_ON, n=1)]
             raise ConfigError(
-                f"generation_kwargs has {name}={value!r}, which vLLM's /v1/completions does not know and would "
-                f"ignore: {remedy}. It takes {', '.join(_PASSED_ON)}."
+                f"generation_kwargs has {name}={value!r}, which is no sampling option of vLLM and would be ignored: "
+                f"{[*remedies, 'leave it out'][0]}. The options are {', '.join(_PASSED_ON)}."
             )
     seed = extra.pop("seed", None)
     min_tokens = int(extra.pop("min_tokens", 0) or 0)
@@ -153,7 +125,7 @@ def sampling_of(
     config: Any,
     generation_kwargs: Mapping[str, Any] | None,
     stop_token_ids: Sequence[int | None] = (),
-    decode: Decode = _without_tokenizer,
+    decode: Decode = _no_text,
 ) -> SamplingOptions:
     """The sampling options of a [`~trl.GRPOConfig`] or a server's client; `generation_kwargs` override its fields."""
     own = {name: getattr(config, name) for name in SAMPLING if getattr(config, name) is not None}
