@@ -29,7 +29,7 @@ from .data.source import Row, RowSource
 from .distributed.processes import Processes
 from .distributed.signals import StopRequest
 from .engine.protocol import ImagesOf
-from .engine.sampling import SamplingOptions
+from .engine.sampling import SAMPLING, SamplingOptions
 from .errors import CheckpointError, PoolError
 from .pool.budget import Budget
 from .pool.pool import Pool
@@ -54,8 +54,6 @@ from .weights.sync import ServerGeneration
 
 
 logger = get_logger(__name__)
-
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of the settings that a resume compares
 
 
 class RolloutSession:
@@ -114,7 +112,7 @@ class RolloutSession:
         )
         self._settings = {
             **run_options(args, options, self.pool),
-            **{name: getattr(args, name) for name in SAMPLING},
+            **{name: getattr(args, name) for name in SAMPLING},  # which a resume compares
             "dataset_rows": None if rows.is_stream else len(rows.dataset),
         }
         saved = checkpoints.take_rollouts()

@@ -85,6 +85,21 @@ def tokenize_prompts(
     return lambda rows: [[] for _ in rows]
 
 
+def sampling(trainer: GRPOTrainer) -> SamplingOptions:
+    """The options of completions from now on.
+
+    They end with the end tokens of now, which the model or the tokenizer may have got since the trainer was made.
+    """
+    trainer.eos_token_ids = compatibility.end_tokens(trainer)
+    kwargs, tokenizer = trainer.args.generation_kwargs or {}, trainer._tokenizer
+    if kwargs.get("stop"):
+        tokenizer = copy.deepcopy(tokenizer)  # the event loop's own
+    skips = kwargs.get("skip_special_tokens", True)
+    decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+    server = trainer.vllm_generation  # its options may differ in an evaluation
+    return sampling_of(server, kwargs, trainer.eos_token_ids, decode)
+
+
 def budget_of(trainer: GRPOTrainer, sampling: SamplingOptions) -> Budget:
     """The limits of every sample of training and evaluation."""
     context_length = trainer.vllm_generation.server_info.max_model_len
@@ -221,15 +236,15 @@ def tool_turns(
 def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
     """What generates the completions of an evaluation."""
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
+    sampled = sampling(trainer)
     turns = tool_turns(trainer, options, trainer._rollout)
-    sampling = sampling_of(trainer.args, trainer.eos_token_ids)
     vocab_size = trainer.model.config.get_text_config().vocab_size
     found = Evaluation(
         trainer.args,
         turns,
-        rollout_engine(options, sampling, server, vocab_size, processes.rank),
-        sampling,
-        budget=budget_of(trainer, sampling),
+        rollout_engine(options, sampled, server, vocab_size, processes.rank),
+        sampled,
+        budget=budget_of(trainer, sampled),
         tokenize=tokenize_prompts(trainer, turns),
         images_of=sample_images(trainer),
         has_tools=bool(trainer.tools),

@@ -30,7 +30,6 @@ from .config import AprilOptions
 from .distributed.processes import processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .engine.images import returning_images
-from .engine.sampling import sampling_of
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
@@ -69,8 +68,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory.
 
     APRIL is on when `args.use_vllm` is true, without `rollout_func`, and unless a subclass overrides `_generate`,
-    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO, and
-    says so. Tools and environments work in threads, while other samples are generated.
+    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -342,10 +340,11 @@ class APRILGRPOTrainer(GRPOTrainer):
             policy_version=lambda: self.state.global_step,
             trained_model=lambda: self.model,
         )
+        self._fixed = compatibility.fixed_options(self)
 
     def _open_session(self) -> RolloutSession:
         turns = session_parts.tool_turns(self, self._options, self._rollout)
-        sampling = sampling_of(self.args, self.eos_token_ids)
+        sampling = session_parts.sampling(self)
         budget = session_parts.budget_of(self, sampling)
         session_parts.check_evaluation_rows(self, turns, budget)
         return RolloutSession(
@@ -374,7 +373,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             raise NothingToTrain  # `Trainer` would do one more step
         if self._session is None:
             self._session = self._open_session()
-            self.pool = self._session.pool
+            self.pool, self._fixed["trainer.eos_token_ids"] = self._session.pool, [*self.eos_token_ids]
+        compatibility.check_fixed(self._fixed, compatibility.fixed_options(self))
         is_synced, profiled = step == self._last_loaded_step, partial(profiling_context, self)
         with self._saved_if_stopped():
             done, metrics = self._session.run_round(self._step, is_synced=is_synced, profiled=profiled)

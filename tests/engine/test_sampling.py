@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trl_april.config import APRILGRPOConfig
+from trl_april.engine import sampling
 from trl_april.engine.sampling import SamplingOptions, sampling_of, sampling_options
 from trl_april.errors import ConfigError
 
@@ -21,18 +22,21 @@ def test_options_of_the_config_arrive():
         "frequency_penalty": 0.0,
         "stop_token_ids": [2],
     }
-    assert sampling_of(args, [2]) == sampling_options(None, [2]) == SamplingOptions(expected, min_tokens=0, seed=None)
+    assert (
+        sampling_of(args, None, [2])
+        == sampling_options(None, [2])
+        == SamplingOptions(expected, min_tokens=0, seed=None)
+    )
     changed = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
     args = APRILGRPOConfig("out", use_cpu=True, bf16=False, **changed)
-    assert sampling_of(args, [2]).body == {**expected, **changed}
-    args.generation_kwargs = {"temperature": 0.7}
-    assert sampling_of(args, [2]).body == {**expected, **changed}
+    assert sampling_of(args, {}, [2]).body == {**expected, **changed}
+    assert sampling_of(args, {"temperature": 0.7}, [2]).body == {**expected, **changed}
 
 
 def test_temperature_of_sampling_alone_is_refused():
-    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, generation_kwargs={"temperature": 0.7})
+    args = APRILGRPOConfig("out", use_cpu=True, bf16=False)
     with pytest.raises(ConfigError, match="generation_kwargs sets temperature=0.7, .* Set the option temperature=0.7"):
-        sampling_of(args)
+        sampling_of(args, {"temperature": 0.7})
 
 
 def test_generation_kwargs_override_and_are_not_changed():
@@ -65,10 +69,9 @@ def test_stop_tokens_of_user_and_model_are_both_sent(stop_token_ids, generation_
 @pytest.mark.parametrize(
     ("name", "value", "reason", "remedy"),
     [
-        ("presence_penalty", 0.5, "count would restart at every abort", "repetition_penalty"),
-        ("frequency_penalty", -0.5, "count would restart at every abort", "repetition_penalty"),
-        ("stop", "END", "straddles an abort", "stop_token_ids"),
-        ("bad_words", ["no"], "straddles an abort", "logit_bias"),
+        ("presence_penalty", 0.5, "count would restart at every cut", "repetition_penalty"),
+        ("frequency_penalty", -0.5, "count would restart at every cut", "repetition_penalty"),
+        ("bad_words", ["no"], "straddles a cut", "logit_bias"),
         ("structured_outputs", {"json": {}}, "start without it", "GRPOTrainer"),
         ("response_format", {"type": "json_object"}, "start without it", "GRPOTrainer"),
         ("repetition_detection", {"max_pattern_size": 3}, "start without it", "GRPOTrainer"),
@@ -77,12 +80,11 @@ def test_stop_tokens_of_user_and_model_are_both_sent(stop_token_ids, generation_
         ("vllm_structured_outputs_regex", "a+", "start without it", "GRPOTrainer"),
     ],
 )
-def test_option_that_an_abort_breaks_is_refused(name, value, reason, remedy):
-    own = {name: value} if name == "vllm_structured_outputs_regex" else {"generation_kwargs": {name: value}}
-    args = APRILGRPOConfig("out", use_cpu=True, bf16=False, **own)
+def test_option_that_a_cut_breaks_is_refused(name, value, reason, remedy):
     with pytest.raises(ConfigError) as caught:
-        sampling_of(args)
-    assert all(word in str(caught.value) for word in (f"{name}={value!r}", "partial rollouts", reason, remedy))
+        sampling_options({name: value})
+    words = (f"{name}={value!r}", "partial rollouts", reason, "resume_kv='keep' too", remedy)
+    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +104,55 @@ def test_option_that_is_off_is_accepted(name, off):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "place"),
+    ("name", "value", "remedy"),
     [
+        ("temprature", 0.2, "did you mean temperature"),
+        ("stop_token_id", [5], "did you mean stop_token_ids"),
+        ("max_new_tokens", 5, "max_completion_length"),
         ("max_tokens", 5, "max_completion_length"),
         ("n", 1, "num_generations"),
         ("stream_interval", 8, "APRILGRPOConfig"),
-        ("prompt_logprobs", 1, "only completion tokens"),
-        ("echo", True, "only completion tokens"),
-        ("truncate_prompt_tokens", 5, "shorten its prompts"),
+        ("truncate_prompt_tokens", 5, "shorten the prompts"),
+        ("echo", True, "leave it out"),
+        ("min_new_tokens", 5, "use min_tokens"),
+        ("suppress_tokens", [5], "logit_bias={TOKEN_ID: -100}"),
+        ("no_repeat_ngram_size", 2, "repetition_penalty"),
+        ("do_sample", False, "rollouts are sampled"),
+        ("stop_strings", ["x"], "use stop."),
+        ("eos_token_id", 5, "use stop_token_ids"),
+        ("best_of", 3, "num_generations"),
+        ("guided_decoding", {"regex": "a"}, "GRPOTrainer and vllm_structured_outputs_regex"),
+        ("logits_processors", ["x"], "leave it out"),
+        ("wholly_unknown", 1, "leave it out"),
     ],
 )
-def test_option_that_is_set_elsewhere_is_refused(name, value, place):
+def test_option_that_vllm_would_ignore_is_refused(name, value, remedy):
     with pytest.raises(ConfigError) as caught:
         sampling_options({name: value})
-    assert all(word in str(caught.value) for word in (f"{name}={value!r}", place, "Remove it"))
+    assert all(
+        word in str(caught.value) for word in (f"{name}={value!r}", "no sampling option", remedy, "allowed_token_ids")
+    )
+
+
+def test_sampling_that_transformers_is_asked_for_is_what_is_done():
+    assert sampling_options({"do_sample": True}) == sampling_options()
+
+
+def test_every_field_of_vllm_is_passed_on_or_refused():
+    """A new field of vLLM's request fails here: pass it on if it survives a cut, otherwise refuse it."""
+    protocol = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+    refused = set(
+        """add_special_tokens cache_salt ec_transfer_params echo kv_transfer_params length_penalty logprob_token_ids
+        logprobs max_tokens model n priority prompt prompt_embeds prompt_logprobs request_id return_token_ids
+        return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start session_id stream stream_interval
+        stream_options suffix truncate_prompt_tokens truncation_side user""".split()
+    )
+    ours = {*sampling._PASSED_ON, *sampling._BROKEN_BY_A_CUT} - {"vllm_structured_outputs_regex"}
+    assert ours | refused == set(protocol.CompletionRequest.model_fields) and not ours & refused
+    assert not any(ours & set(names) for names in sampling._INSTEAD.values())
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
+def test_stop_strings_that_vllm_refuses_are_refused(stop):
+    with pytest.raises(ConfigError, match=r"stop=.*it must be a string that is not empty"):
+        sampling_options({"stop": stop})

@@ -507,3 +507,30 @@ def test_invalid_event_ends_the_round(event: Callable[[Stream], bytes], words: s
     [group] = pool
     assert list(group.samples[0].token_ids) == [1, 2]
     assert group.samples[0].state is SampleState.PARKED
+
+
+def letters(token_ids: list[int]) -> str:
+    return "".join(chr(token_id - 100 + ord("a")) if token_id >= 100 else "?" for token_id in token_ids)
+
+
+@pytest.mark.parametrize(("held", "stops_at"), [(0, 106), (4, 106), (5, 106), (6, 112)])
+def test_stop_string_over_the_seam_of_a_cut_ends_the_request(held: int, stops_at: int):
+    """Of a string that began before the cut, the server sees only the end, and has sent more by then.
+
+    A string that was complete before the cut is not found again.
+    """
+    sampling = sampling_options({"stop": ["def"]}, decode=letters)
+    request = GenerationRequest("run-0-0-1", [*PROMPT, *range(100, 100 + held)], held, 12 - held, "salt")
+
+    async def main(engine: VLLMEngine) -> list[Chunk]:
+        chunks = await collect(engine, request)
+        await until_no_stream_is_live(server)
+        return chunks
+
+    with FakeVLLM(length=12, pace=0.001) as server:
+        chunks = with_engine(server, main, sampling, stream_interval=8)
+    assert server.received[0].body["stop"] == ["def"]
+    assert tokens_of(chunks) == list(range(100 + held, stops_at)) and chunks[-1].finish_reason == "stop"
+    assert [value for chunk in chunks for value in chunk.logprobs] == [
+        -1 / (n - 99) for n in range(100 + held, stops_at)
+    ]

@@ -42,9 +42,9 @@ def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str
     used = [one for one in (*_TRUNCATING, *_SHIFTING) if sampling.get(one) and sampling[one] != _OFF.get(one)]
     if mode == RAW_LOGPROBS or not used:
         return None
-    lowers = "too small, by the probability of the tokens that it keeps"
+    lowers, shifts = "too small, by the probability of the tokens that it keeps", "too large or too small, by token"
     effects = [
-        f"{name}={sampling[name]!r:.60} makes it {lowers if name in _TRUNCATING else 'too large or too small, by token'}"
+        f"{name}={sampling[name]!r:.60} makes it {lowers if name in _TRUNCATING else shifts}"
         + f" (at least {sampling[name]})" * (name == "top_p")
         for name in used
     ]

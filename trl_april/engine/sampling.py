@@ -1,51 +1,58 @@
-"""The sampling options of requests, and the options that an abort would break.
+"""The sampling options of requests, and the options that are refused.
 
 A resumed sample is a new request whose prompt is the old prompt plus the tokens so far. An option is safe only if the
-server then treats those tokens as it would have without the abort.
+server then treats those tokens as it would have without the cut. vLLM ignores fields that it does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from difflib import get_close_matches
+from typing import Any
 
 import orjson
 
-from ..errors import ConfigError
-
-
-if TYPE_CHECKING:
-    from trl import GRPOConfig
+from ..errors import ConfigError, EngineError
+from .stop_strings import Decode, StopStrings
 
 
 JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # `logit_bias` is by token id; sweeps set numpy numbers
-_COUNTS_OUTPUT = "it counts only tokens of the same request, so its count would restart at every abort"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options of TRL's own
+_COUNTS_OUTPUT = "it counts only tokens of the same request, so its count would restart at every cut"
 _KEEPS_STATE = "the server keeps its state per request, and a resumed request would start without it"
-_MAY_STRADDLE = "a match that straddles an abort would be missed"
-_LEAVE_OUT = "leave it out, or train with GRPOTrainer"
-# Option -> (value that means "off", why an abort breaks it, remedy).
-_BROKEN_BY_AN_ABORT: dict[str, tuple[Any, str, str]] = {
+# Option -> (value that means "off", why a cut breaks it, remedy).
+_BROKEN_BY_A_CUT: dict[str, tuple[Any, str, str]] = {
     "presence_penalty": (0.0, _COUNTS_OUTPUT, "use repetition_penalty, which counts the prompt too"),
     "frequency_penalty": (0.0, _COUNTS_OUTPUT, "use repetition_penalty, which counts the prompt too"),
-    "stop": ([], _MAY_STRADDLE, "use stop_token_ids"),
-    "bad_words": ([], _MAY_STRADDLE, "use logit_bias or allowed_token_ids"),
-    "structured_outputs": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "vllm_structured_outputs_regex": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "response_format": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "repetition_detection": (None, _KEEPS_STATE, _LEAVE_OUT),
-    "thinking_token_budget": (None, _KEEPS_STATE, _LEAVE_OUT),
+    "bad_words": ([], "a word that straddles a cut would be missed", "use logit_bias or allowed_token_ids"),
     "use_beam_search": (False, _KEEPS_STATE, "leave it out: rollouts are sampled"),
-}
-# Option that the engine does not override -> what sets it.
-_SET_ELSEWHERE = {
-    "max_tokens": "max_completion_length",
-    "n": "num_generations",
-    "stream_interval": "stream_interval of APRILGRPOConfig",
-    "prompt_logprobs": "nothing: only completion tokens are trained",
-    "echo": "nothing: only completion tokens are trained",
-    "truncate_prompt_tokens": "the dataset: shorten its prompts",
-}
+    **dict.fromkeys(
+        ("structured_outputs", "vllm_structured_outputs_regex", "response_format", "repetition_detection",
+         "thinking_token_budget"), (None, _KEEPS_STATE, "leave it out, or train with GRPOTrainer"),
+    ),
+}  # fmt: skip
+# The other fields of vLLM's `/v1/completions` that change which tokens are sampled.
+_PASSED_ON = (
+    *SAMPLING, "logit_bias", "allowed_token_ids", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "watermarking", "vllm_xargs",
+)  # fmt: skip
+# Options of transformers, TRL and vLLM, by what replaces them.
+_INSTEAD = {
+    "set max_completion_length in the config": ("max_tokens", "max_new_tokens", "max_length"),
+    "set num_generations in the config": ("n", "num_return_sequences", "best_of"),
+    "set stream_interval of APRILGRPOConfig": ("stream_interval",),
+    "shorten the prompts of the dataset": ("truncate_prompt_tokens", "truncation_side"),
+    "use min_tokens": ("min_new_tokens", "min_length"),
+    "use logit_bias={TOKEN_ID: -100}": ("suppress_tokens", "bad_words_ids", "sequence_bias"),
+    "use repetition_penalty": ("no_repeat_ngram_size", "encoder_repetition_penalty"),
+    "use stop": ("stop_strings",),
+    "use stop_token_ids": ("eos_token_id",),
+    "leave it out: rollouts are sampled": ("do_sample", "num_beams"),
+    "leave it out, or train with GRPOTrainer and vllm_structured_outputs_regex": (
+        "guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,50 +62,71 @@ class SamplingOptions:
     body: dict[str, Any]  # fields of vLLM's `/v1/completions`
     min_tokens: int = 0  # of a completion; a resumed request asks for the rest of it
     seed: int | None = None  # each request's seed is derived from it
+    stop: StopStrings | None = None  # searched for here, too, since a match may straddle two requests
+
+
+def _no_text(token_ids: list[int]) -> str:
+    raise EngineError("Stop strings are searched for in text, and `decode` was not given.")
 
 
 def sampling_options(
-    generation_kwargs: Mapping[str, Any] | None = None, stop_token_ids: Sequence[int | None] = ()
+    generation_kwargs: Mapping[str, Any] | None = None,
+    stop_token_ids: Sequence[int | None] = (),
+    decode: Decode = _no_text,
 ) -> SamplingOptions:
     """Build the options of every rollout request, as TRL would send them; the defaults are TRL's.
 
     `stop_token_ids` may hold `None`, as the trainer's `eos_token_ids` do for a tokenizer without an end token. They
-    are not used under `ignore_eos`.
+    are not used under `ignore_eos`. `decode` returns the text of token ids, and is needed for stop strings.
 
     Raises:
-        ConfigError: If an option is lost when a sample is aborted and resumed, or is set in the wrong place.
+        ConfigError: If an option is unknown, is lost when a sample is cut and resumed, or is set in the wrong place.
     """
-    extra = dict(generation_kwargs or {})
-    for name, (off, reason, remedy) in _BROKEN_BY_AN_ABORT.items():
-        value = extra.get(name, off)
+    extra = {name: value for name, value in (generation_kwargs or {}).items() if (name, value) != ("do_sample", True)}
+    for name, (off, reason, remedy) in _BROKEN_BY_A_CUT.items():
+        value = extra.pop(name, off)
         if value is not None and value != off:
             raise ConfigError(
-                f"The sampling option {name}={value!r} cannot be used with partial rollouts: {reason}. To train with "
-                f"APRIL, {remedy}."
+                f"The sampling option {name}={value!r} cannot be used with partial rollouts: {reason}. That happens "
+                "with resume_kv='keep' too: when a server is lost, when training resumes, or when the pool is full. "
+                f"To train with APRIL, {remedy}."
             )
-    for name, place in _SET_ELSEWHERE.items():
-        if name in extra:
-            raise ConfigError(f"generation_kwargs sets {name}={extra[name]!r}, which is set by {place}. Remove it.")
+    for name, value in extra.items():
+        if name not in _PASSED_ON:
+            remedies = [remedy for remedy, names in _INSTEAD.items() if name in names]
+            remedies += [f"did you mean {close}" for close in get_close_matches(name, _PASSED_ON, n=1)]
+            raise ConfigError(
+                f"generation_kwargs has {name}={value!r}, which is no sampling option of vLLM and would be ignored: "
+                f"{[*remedies, 'leave it out'][0]}. The options are {', '.join(_PASSED_ON)}."
+            )
     seed = extra.pop("seed", None)
     min_tokens = int(extra.pop("min_tokens", 0) or 0)
+    stop = extra.pop("stop", None)
+    strings = [stop] if isinstance(stop, str) else list(stop or ())
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ConfigError(f"generation_kwargs has stop={stop!r}; it must be a string that is not empty, or several.")
     # Set explicitly, so that the server's defaults do not apply.
     body = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **extra}
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
     if not body.get("ignore_eos"):
         # They too, so that they do not depend on how the server reads the model's generation config.
         body["stop_token_ids"] = sorted({*stop_token_ids, *(body.get("stop_token_ids") or [])} - {None})
-    return SamplingOptions(body, min_tokens, None if seed is None else int(seed))
+    search = StopStrings(strings, decode, min_tokens) if strings else None
+    return SamplingOptions(body, min_tokens, None if seed is None else int(seed), search)
 
 
-def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int | None] = ()) -> SamplingOptions:
-    """The sampling options of a training run, checked; `generation_kwargs` override the config's own fields."""
-    own = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
-    if args.vllm_structured_outputs_regex is not None:
-        own["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
-    extra = args.generation_kwargs or {}
-    if (given := extra.get("temperature", args.temperature)) != args.temperature:
+def sampling_of(
+    config: Any,
+    generation_kwargs: Mapping[str, Any] | None,
+    stop_token_ids: Sequence[int | None] = (),
+    decode: Decode = _no_text,
+) -> SamplingOptions:
+    """The sampling options of a [`~trl.GRPOConfig`] or a server's client; `generation_kwargs` override its fields."""
+    own = {name: getattr(config, name) for name in SAMPLING if getattr(config, name) is not None}
+    extra = generation_kwargs or {}
+    if (given := extra.get("temperature", config.temperature)) != config.temperature:
         raise ConfigError(
             f"generation_kwargs sets temperature={given!r}, but the trainer's log-probabilities and its loss are of "
-            f"temperature={args.temperature}. Set the option temperature={given!r} instead, which both use."
+            f"temperature={config.temperature}. Set the option temperature={given!r} instead, which both use."
         )
-    return sampling_options({**own, "min_p": args.min_p or 0.0, **extra}, stop_token_ids)
+    return sampling_options({**own, **extra}, stop_token_ids, decode)

@@ -23,6 +23,7 @@ from .event_stream import EventStream
 from .images import joined_features
 from .protocol import Chunk, GenerationRequest
 from .sampling import JSON, SamplingOptions
+from .stop_strings import StopSearch
 
 
 GENERATE_PATH, RENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/render"  # for prompts with images
@@ -51,6 +52,7 @@ class VLLMEngine:
         adapter: Callable[[int], str | None] = lambda version: None,
     ) -> None:
         self._base_url = base_url.rstrip("/")
+        self._stop = sampling.stop
         self._vocab_size = vocab_size
         self._adapter = adapter
         self._body = {"model": model, "stream": True, "return_token_ids": True}
@@ -76,9 +78,13 @@ class VLLMEngine:
             data, headers = orjson.dumps(body, option=JSON), {"X-Request-Id": request.request_id}
             has_adapter = body["model"] != self._body["model"]
             async with self._request("POST", path, has_adapter=has_adapter, data=data, headers=headers) as response:
+                search = None if self._stop is None else StopSearch(self._stop, request)
                 async with aclosing(self._chunks(response, EventStream(request, self._vocab_size))) as chunks:
                     async for chunk in chunks:
+                        chunk = chunk if search is None else search.cut(chunk)
                         yield chunk
+                        if chunk.finish_reason is not None:
+                            return  # if the server has not ended the request, it does when its connection is closed
         finally:
             self._with_images.discard(request.request_id)
 
@@ -111,6 +117,8 @@ class VLLMEngine:
         }
         if request.seed is not None:
             sampling["seed"] = request.seed
+        if self._stop is not None and not request.images and self._stop.is_safe_on_server(request.token_ids):
+            sampling["stop"] = self._stop.strings  # spares it the tokens until the next chunk
         if not request.images:
             # Spares the server the text of every log-probability, and of the completion (`middleware.TokenIdsOnly`).
             spared = {"return_tokens_as_token_ids": True, "vllm_xargs": {**self._more_arguments, TOKEN_IDS_ONLY: 1}}
@@ -118,6 +126,8 @@ class VLLMEngine:
         else:
             features = await joined_features(request.images, self._render)
             sampling["detokenize"] = False
+            if "vllm_xargs" in sampling:
+                sampling["extra_args"] = sampling.pop("vllm_xargs")  # its name there
             body |= {"token_ids": request.token_ids, "features": features, "sampling_params": sampling}
         # Not the present version: a sync may have come since the request was made.
         body["model"] = self._adapter(request.version) or body["model"]

@@ -21,13 +21,30 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ..config import AprilOptions
 from ..engine.images import images_in
-from ..engine.sampling import sampling_of
+from ..engine.sampling import SAMPLING, sampling_of
 from ..errors import ConfigError
 from ..weights.adapters import is_quantized
 
 
 logger = get_logger(__name__)
 
+# Only transformers' own generation has them.
+OF_TRANSFORMERS = (
+    "cache_implementation", "ds3_gather_for_generation", "transformers_continuous_batching_config",
+    "use_transformers_continuous_batching",
+)  # fmt: skip
+_OF_BOTH = (
+    *SAMPLING, "num_generations", "max_completion_length", "num_iterations", "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max",
+)  # fmt: skip
+# Options that samples and batches in flight depend on, and TRL's copies of them.
+FIXED = {
+    "trainer": (*_OF_BOTH, "generation_kwargs", "rollout_func", "use_vllm", "vllm_mode"),
+    "trainer.args": (
+        *_OF_BOTH, "generation_kwargs", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"
+    ),
+    "trainer.vllm_generation": SAMPLING,
+}  # fmt: skip
 # TRL's methods that decide what is generated for which rows. APRIL does both itself.
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
@@ -160,7 +177,16 @@ def check_arguments(
         )
     if has_images(train_dataset):
         check_images(options)
-    sampling_of(args)
+    regex = {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex}
+    sampling_of(args, {**regex, **(args.generation_kwargs or {})})
+    if args.vllm_enable_sleep_mode:
+        raise ConfigError(
+            "vllm_enable_sleep_mode is True, but the server of partial rollouts cannot sleep: it keeps unfinished "
+            "requests. Leave it out, and lower vllm_gpu_memory_utilization if trainer and server share a GPU."
+        )
+    defaults = GRPOConfig.__dataclass_fields__
+    if ignored := [name for name in OF_TRANSFORMERS if getattr(args, name) != defaults[name].default]:
+        logger.warning(f"Without effect, since vLLM generates and not transformers: {', '.join(ignored)}.")
     if args.vllm_importance_sampling_correction:
         if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):
             # TRL skips this check of its own while vLLM is off in its constructor.
@@ -191,6 +217,35 @@ def check_tools(train_dataset: Dataset | IterableDataset | None) -> None:
             "chat template tells the model about its tools: make each prompt a list of messages, such as "
             "[{'role': 'user', 'content': ...}]."
         )
+
+
+def end_tokens(trainer: GRPOTrainer) -> list[int]:
+    """Every token that the trainer, its model or its tokenizer names by now as an end token."""
+    named = list(trainer.eos_token_ids)
+    for config in (trainer.model.generation_config, trainer.generation_config, trainer._tokenizer):
+        named += config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [token_id for token_id in dict.fromkeys(named) if token_id is not None]
+
+
+def fixed_options(trainer: GRPOTrainer) -> dict[str, Any]:
+    """The present values of options that must not change while samples are in flight, by their place."""
+    owners = {"trainer": trainer, "trainer.args": trainer.args, "trainer.vllm_generation": trainer.vllm_generation}
+    values = {f"{place}.{name}": getattr(owners[place], name) for place, names in FIXED.items() for name in names}
+    of_model = trainer.generation_config.to_dict().items()  # which generates in stock GRPO without vLLM
+    values |= {f"trainer.generation_config.{name}": value for name, value in of_model if name != "eos_token_id"}
+    values["trainer.eos_token_ids"] = end_tokens(trainer)
+    return {name: copy.deepcopy(value) if isinstance(value, dict) else value for name, value in values.items()}
+
+
+def check_fixed(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise [`ConfigError`] if one of the [`fixed_options`] has changed."""
+    for name in before | now:
+        if (old := before.get(name)) != (new := now.get(name)):
+            remedy = "before training starts" if name == "trainer.eos_token_ids" else "in the trainer's config"
+            raise ConfigError(
+                f"{name} was changed from {old!r} to {new!r}, but samples live for several batches with the options "
+                f"that they began with. Set it {remedy}, or train with GRPOTrainer."
+            )
 
 
 def sees_images(batch: Mapping[str, Any]) -> bool:

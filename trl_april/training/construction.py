@@ -282,6 +282,7 @@ def connect_server(
             min_p=args.min_p,
             max_completion_length=args.max_completion_length,
             logprobs=0,  # only those of the sampled tokens
+            generation_kwargs=args.generation_kwargs,
             **of_trainer,
         )
     except BaseException as error:

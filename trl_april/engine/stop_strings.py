@@ -1,0 +1,80 @@
+"""Stop strings, found in the text of a turn wherever its requests were cut.
+
+Invariant: a turn ends with the token that vLLM would end it with if it had been a single request. vLLM searches the
+text of one request at a time, so a string that straddles two is found here only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .protocol import Chunk, GenerationRequest
+
+
+Decode = Callable[[list[int]], str]  # the text of token ids, as vLLM writes it
+INCOMPLETE = "\ufffd"  # at the end of a text whose last character lacks bytes
+CONTEXT = 8  # characters before the searched text, since tokens may be written differently at the start of a text
+
+
+@dataclass(frozen=True, slots=True)
+class StopStrings:
+    """Strings that end a turn after its first `min_tokens` tokens, and the text of tokens."""
+
+    strings: Sequence[str]
+    decode: Decode
+    min_tokens: int = 0
+
+    def is_safe_on_server(self, token_ids: list[int]) -> bool:
+        """Whether the server may search the text after these tokens, too.
+
+        After an incomplete character, vLLM takes the whole prompt for generated text, and would find strings there.
+        """
+        return not self.decode(token_ids[-CONTEXT:]).endswith(INCOMPLETE)
+
+
+class StopSearch:
+    """Searches the text of `request` and of the turn that it continues. `cut` takes all its chunks, in order."""
+
+    def __init__(self, stop: StopStrings, request: GenerationRequest) -> None:
+        self._stop, self._longest = stop, max(map(len, stop.strings))
+        self._ids = list(request.token_ids)
+        self._turn = len(self._ids) - request.generated  # index of its first token
+        self._advance()
+
+    def cut(self, chunk: Chunk) -> Chunk:
+        """The chunk up to the token that completes a stop string, if one does."""
+        held = len(self._ids)
+        self._ids += chunk.token_ids
+        if self._find(self._text(len(self._ids))):
+            for end in range(held + 1, len(self._ids) + 1):
+                text = self._text(end)
+                if text.endswith(INCOMPLETE):
+                    continue  # vLLM waits for the rest of the character, too
+                if end - self._turn > self._stop.min_tokens and self._find(text):
+                    return Chunk(chunk.token_ids[: end - held], chunk.logprobs[: end - held], "stop")
+                self._searched = len(text)
+        self._advance()
+        return chunk
+
+    def _find(self, text: str) -> bool:
+        """Whether a stop string ends beyond the searched part of the text, and begins in the turn."""
+        return any(
+            text.find(string, max(self._before, self._searched - len(string) + 1)) >= 0
+            for string in self._stop.strings
+        )
+
+    def _text(self, end: int) -> str:
+        return self._stop.decode(self._ids[self._window : end])
+
+    def _advance(self) -> None:
+        """Everything so far is searched. Keep only as much text as a stop string can begin in."""
+        size = self._longest + CONTEXT
+        while True:
+            self._window = max(0, len(self._ids) - size)
+            text = self._text(len(self._ids)).rstrip(INCOMPLETE)  # an incomplete character is not searched yet
+            if not self._window or len(text) >= self._longest + CONTEXT:
+                break
+            size *= 2
+        self._searched = len(text)
+        self._before = len(self._text(self._turn).rstrip(INCOMPLETE)) if self._window < self._turn else 0
