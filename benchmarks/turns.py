@@ -44,7 +44,7 @@ from trl_april.engine.vllm import VLLMEngine
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample
 from trl_april.rollout.acting import TurnResult
-from trl_april.rollout.daemon_threads import DaemonThreads
+from trl_april.rollout.user_code import DaemonThreads
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.training.tools import tools_by_kind
 

@@ -12,6 +12,7 @@ from PIL import Image
 from tests.support.tool_calling import END, HEADER, ToolScript, encode
 from trl_april.errors import ConfigError
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
+from trl_april.rollout.user_code import UserCode
 from trl_april.training.rollout_function import RolloutTurns
 
 
@@ -36,7 +37,7 @@ def acts():
     PartialState()  # for log messages
 
     def make(rollout, context_length=4000):
-        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT], context_length))
+        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT], context_length, UserCode()))
         return made[-1]
 
     yield make
