@@ -155,7 +155,7 @@ async def exits(prompt, engine, row):
         (returns_text, ConfigError, "returned 'text'. Return None, or a dict"),
         (goes_on, ConfigError, "max_completion_length=200 used up. Return when"),
         (asks_twice, ConfigError, "during another call"),
-        (exits, RuntimeError, "SystemExit"),
+        (exits, SystemExit, "3"),
     ],
 )
 def test_errors_of_a_rollout_reach_the_round(acts, rollout, error, message):

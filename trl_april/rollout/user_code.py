@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 
 logger = logging.getLogger(__name__)
@@ -166,20 +166,14 @@ class _SignalWatch:
 _watch = _SignalWatch()
 
 
-class _Attempt(NamedTuple):
-    """A call in a thread of ours."""
-
-    outcome: Future[Any]
-    bound_by: str  # why it must be repeated in the thread that trains; empty if it need not
-
-
-def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> _Attempt:
+def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Future[Any], str]:
+    """The outcome of a call in this thread, and why it must be repeated in the thread that trains, if it must."""
     outer, _here.bound_by = _here.bound_by, ""
     outcome: Future[Any] = Future()
     with _watch.on():
         text = str(_settle(outcome, function, args, kwargs))
     bound_by, _here.bound_by = _here.bound_by, outer
-    return _Attempt(outcome, bound_by or (text if any(words in text for words in BOUND) else ""))
+    return outcome, bound_by or (text if any(words in text for words in BOUND) else "")
 
 
 class UserCode:
@@ -220,22 +214,22 @@ class UserCode:
         def call(*args: Any, **kwargs: Any) -> Any:
             if key not in self._bound and (_here.is_ours or threads is not None):
                 if threads is None:
-                    attempt = _attempt(function, args, kwargs)
+                    outcome, bound_by = _attempt(function, args, kwargs)
                 else:
                     future = threads.submit(_attempt, function, args, kwargs)
                     if not self._wait(future, timeout):
                         on_late()
                         raise TimeoutError(f"{name} did not return within {timeout:g} seconds.")
-                    attempt = future.result()
-                if not attempt.bound_by:
-                    return result_of(attempt.outcome.result)
+                    outcome, bound_by = future.result()
+                if not bound_by:
+                    return result_of(outcome.result)
                 self._bound.add(key)
                 logger.warning(
                     "%s works only in the thread that trains: %s. The call is repeated there. Later ones wait until "
                     "training waits for a round, and have no tool_timeout. For calls beside training, limit their "
                     "time without signals, as by a child process, and open connections in the call.",
                     name,
-                    attempt.bound_by,
+                    bound_by,
                 )
             if not _here.is_ours:
                 return function(*args, **kwargs)
@@ -275,10 +269,10 @@ class UserCode:
         return [result_of(future.result) for future in list(futures) if self._wait(future, None)]
 
     def cancel(self) -> None:
-        """Cancel the calls that wait for the thread that trains, which serves no more."""
+        """End the calls that wait for the thread that trains, which serves no more."""
         while not self.calls.empty():
             if isinstance(call := self.calls.get(), partial):
-                call.args[0].cancel()
+                call.args[0].set_exception(carried(GeneratorExit("Training has ended.")))
 
     def _wait(self, future: Future[Any], timeout: float | None) -> bool:
         """Wait for a call in a thread; whether it has ended. The thread that trains serves calls meanwhile."""

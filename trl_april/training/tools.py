@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,16 +103,16 @@ class ToolTurns:
 class ToolCalls:
     """Calls tools with a time limit, and finds errors that TRL's loop would take for results.
 
-    These are exits that coroutines ask for, and tools that never work: the first `NEVER_WORKED` calls to fail for a
-    reason that is not their arguments' did so for the same one, with different arguments, and none has worked. A model
-    that is weak fails by its arguments, and a tool that works now and then is not broken.
+    These are exits that a tool asks for, and a tool that never works: `NEVER_WORKED` calls with various arguments have
+    failed for one reason, which is none of `NOT_OF_ARGUMENTS`, and no call has worked. A weak model gives arguments
+    that are wrong, and sees that in results; it is not stopped for it.
     """
 
     def __init__(self, user_code: UserCode, timeout: float | None) -> None:
         self.user_code, self.timeout = user_code, timeout
         self.threads = user_code.threads("tools")
         self._error: BaseException | None = None
-        self._failed: dict[str, Counter[str]] = {}  # arguments of failed calls, by tool and kind of error
+        self._failed: dict[tuple[str, str], list[str]] = {}  # arguments of calls, by tool and kind of error
         self._worked: set[str] = set()
 
     def by_kind(
@@ -134,7 +134,7 @@ class ToolCalls:
         return wrapped(function, name, of=of, threads=threads, timeout=self.timeout, on_late=on_late)
 
     def check(self) -> None:
-        """Raise the first of these errors. Called after TRL's loop, which would make a result of it."""
+        """Raise the first of these errors, after TRL's loop has made a result of it."""
         if self._error is not None:
             raise self._error
 
@@ -142,31 +142,14 @@ class ToolCalls:
         function = self.in_time(tool, tool.__name__, of, on_late)
 
         def call(**arguments: Any) -> Any:
-            try:
-                result = function(**arguments)
-            except Exception as error:
-                self._note_failure(tool, arguments, error)
-                raise
-            self._worked.add(tool.__qualname__)
-            return result
+            with self._noted(tool, arguments):
+                return function(**arguments)
 
         return call
 
     def _coroutine(self, tool: Callable[..., Coroutine[Any, Any, Any]], on_late: Callable[[], None]) -> Tool:
-        async def noted(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
-            try:
-                result = await coroutine
-            except (KeyboardInterrupt, SystemExit) as error:  # it would end the event loop of all coroutines
-                self._error = self._error or error
-                raise RuntimeError(repr(error)) from error
-            except Exception as error:
-                self._note_failure(tool, arguments, error)
-                raise
-            self._worked.add(tool.__qualname__)
-            return result
-
-        async def in_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            task = asyncio.ensure_future(coroutine)
+        async def in_time(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
+            task = asyncio.ensure_future(noted(coroutine, arguments))
             await asyncio.wait({task}, timeout=self.timeout)  # `wait_for` would wait for one that ignores its end
             if not task.done():
                 task.cancel()
@@ -174,23 +157,36 @@ class ToolCalls:
                 raise TimeoutError(f"{tool.__name__} did not return within {self.timeout:g} seconds.")
             return task.result()
 
-        # Wrong arguments are an error of the call and not of the coroutine, as without a limit.
-        return lambda **arguments: in_time(noted(tool(**arguments), arguments))
+        async def noted(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
+            with self._noted(tool, arguments):
+                return await coroutine
 
-    def _note_failure(self, tool: Tool, arguments: dict[str, Any], error: Exception) -> None:
+        # Wrong arguments are an error of the call and not of the coroutine, as without a limit.
+        return lambda **arguments: in_time(tool(**arguments), arguments)
+
+    @contextmanager
+    def _noted(self, tool: Tool, arguments: dict[str, Any]) -> Iterator[None]:
         name = tool.__qualname__
-        if name in self._worked or not isinstance(error, NOT_OF_ARGUMENTS):
-            return
-        is_of_network = isinstance(error, OSError) and error.filename is None  # whose text may have the arguments
-        kind = type(error).__name__ if is_of_network else repr(error)
-        failed = self._failed.setdefault(f"{name} {kind}", Counter())
-        failed[repr(arguments) if signature(tool).parameters else str(len(failed))] += 1
-        if failed.total() >= NEVER_WORKED and len(failed) >= DIFFERENT:
-            self._error = self._error or ConfigError(
-                f"The tool {tool.__name__!r} has failed in {failed.total()} calls with one kind of error, and never "
-                f"worked, with {len(failed)} different arguments. The last one is {error!r:.300}. Call "
-                "it in a script of its own, in a thread, and correct it or what it needs."
-            )
+        try:
+            yield
+            self._worked.add(name)
+        except (KeyboardInterrupt, SystemExit) as error:  # which would end the event loop of all coroutines
+            self._error = self._error or error
+            raise RuntimeError(repr(error)) from error
+        except NOT_OF_ARGUMENTS as error:
+            # The text of an error of the network may have the arguments in it.
+            is_of_network = isinstance(error, OSError) and error.filename is None
+            kind = type(error).__name__ if is_of_network else repr(error)
+            calls = self._failed.setdefault((name, kind), [])
+            calls.append(repr(arguments)[:1000])
+            varied = len(set(calls)) >= DIFFERENT or not signature(tool).parameters
+            if name not in self._worked and len(calls) >= NEVER_WORKED and varied:
+                self._error = self._error or ConfigError(
+                    f"The tool {tool.__name__!r} has never worked: {len(calls)} calls with different arguments have "
+                    f"failed. The last error is {error!r:.300}. Call it from a thread in a script of its own, and "
+                    "correct it, or start the service that it needs."
+                )
+            raise
 
 
 def check_message_images(messages: list[Message], whose: str, *, takes_images: bool) -> None:
