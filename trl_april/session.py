@@ -97,10 +97,9 @@ class RolloutSession:
         self.scorer, self._act, self._user_code = scorer, act, user_code
         # What a checkpoint does not hold, or not whole, and must be brought back.
         self._restorable = act.environments if isinstance(act, ToolTurns) else act
-        self._silent = args.disable_tqdm or processes.rank > 0
+        self._silent, self._drift = args.disable_tqdm or processes.rank > 0, DriftWatch()
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
-        self._drift = DriftWatch()
         self.pool = Pool(
             plan.groups_per_round,
             over_provisioning=options.bounded_factor(plan.versions_per_round),
@@ -338,11 +337,9 @@ class RolloutSession:
         with ExitStack() as rest:  # also if the first call is interrupted
             rest.callback(self._loop.close)
             rest.callback(lambda: self._loop.run(self._engine.close()))
-            if self._dynamic is not None:
-                rest.callback(self._dynamic.close)
             rest.callback(self._rounds.close)
-            if self._act is not None:
-                rest.callback(self._act.close)
+            for part in filter(None, (self._dynamic, self._act)):
+                rest.callback(part.close)
             self._user_code.cancel()
             self._server.before_sync = self._server.servers.on_holding = None
             self._server.servers.give_up()

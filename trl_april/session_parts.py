@@ -115,7 +115,7 @@ def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None =
     )
 
 
-def use_threads_of_environments(trainer: GRPOTrainer) -> None:
+def _use_threads_of_environments(trainer: GRPOTrainer) -> None:
     """Let the rewards that environments own be computed in the threads of their instances."""
 
     def in_threads(kind: type) -> Callable[..., list[Any]]:
@@ -190,6 +190,7 @@ def tool_turns(
         return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None), context_length, trainer._user_code)
     environments = None
     if trainer.environment_factories is not None:
+        _use_threads_of_environments(trainer)
         # An evaluation, which may come while samples have theirs, has its own instances.
         idle, trainer._environment_pool = trainer._environment_pool, {name: [] for name in trainer._environment_pool}
         environments = Environments(

@@ -69,8 +69,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory.
 
     APRIL is on when `args.use_vllm` is true, without `rollout_func`, and unless a subclass overrides `_generate`,
-    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO, and
-    says so. Tools and environments work in threads, while other samples are generated.
+    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise stock GRPO runs, with a warning.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -154,7 +153,6 @@ class APRILGRPOTrainer(GRPOTrainer):
             )  # fmt: skip
             if self.april_enabled:
                 compatibility.check_model(self.model)
-                session_parts.use_threads_of_environments(self)
                 if self._is_vlm and (tools or environment_factory):  # which may return images
                     self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
@@ -230,7 +228,6 @@ class APRILGRPOTrainer(GRPOTrainer):
                 return super()._generate_and_score_completions(inputs)
         self._requested.answer(inputs)
         done = self._run_round()
-        assert self._session is not None
         inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
@@ -265,9 +262,8 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         # Overridden to choose the samples of micro-batches, and to notice a subclass that generates by itself.
-        before = self._buffered_inputs
         self._requested.ask(generation_batch if self.april_enabled and self.model.training else None)
-        inputs = super()._prepare_inputs(generation_batch)
+        before, inputs = self._buffered_inputs, super()._prepare_inputs(generation_batch)
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
