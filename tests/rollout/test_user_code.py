@@ -171,6 +171,24 @@ def test_an_error_in_the_main_thread_is_raised_there(error):
     assert raised.value is error
 
 
+def test_an_environment_with_a_late_call_can_still_be_asked():
+    """As for its reward, although its thread is not free."""
+
+    class Slow:
+        def wait(self):
+            never.wait()
+
+    user_code, never, late = UserCode(), threading.Event(), []
+    slow = user_code.factories(Slow)()
+    wait = user_code.wrapped(slow.wait, "wait", of=slow, timeout=0.05, on_late=lambda: late.append(True))
+    with pytest.raises(TimeoutError, match=r"wait did not return within 0.05 seconds"):
+        served(user_code, wait)
+    assert late and served(user_code, user_code.wrapped(lambda: "asked", "ask", of=slow)) == "asked"
+    never.set()
+    user_code.release([slow])
+    assert not named("trl-april-environment")
+
+
 class Environment:
     """Everything in it is bound to a thread."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -176,6 +177,16 @@ def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Futu
     return outcome, bound_by or (text if any(words in text for words in BOUND) else "")
 
 
+@dataclass(eq=False, slots=True)
+class _Lasting:
+    """An environment and its thread, which is another one after a call that took too long."""
+
+    instance: Any
+    threads: DaemonThreads
+    key: Hashable
+    is_late: bool = False
+
+
 class UserCode:
     """Calls the functions of a user, in threads that call `prepare` first, and owns the threads of environments.
 
@@ -186,7 +197,7 @@ class UserCode:
         self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._prepare = prepare
         self._bound: set[Hashable] = set()  # keys of functions that work only in the thread that trains
-        self._lasting: dict[int, tuple[Any, DaemonThreads, Hashable]] = {}  # of environments, with their keys, by id
+        self._lasting: dict[int, _Lasting] = {}  # by the id of the environment
         weakref.finalize(self, _shut_down, self._lasting)
 
     def threads(self, name: str, limit: int = sys.maxsize) -> DaemonThreads:
@@ -209,19 +220,24 @@ class UserCode:
         A call of more than `timeout` seconds raises `TimeoutError`, after `on_late`. A call that works only in the
         thread that trains is repeated there, without a limit, and so are later calls with the same `key`.
         """
-        _, threads, key = self._lasting.get(id(of), (of, threads, key or function))
+        lasting = self._lasting.get(id(of))
+        key = lasting.key if lasting else key or function
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if key not in self._bound and (_here.is_ours or threads is not None):
-                if threads is None:
+            where = lasting.threads if lasting else threads
+            if key not in self._bound and (_here.is_ours or where is not None):
+                if where is None:
                     outcome, bound_by = _attempt(function, args, kwargs)
                 else:
-                    future = threads.submit(_attempt, function, args, kwargs)
+                    future = where.submit(_attempt, function, args, kwargs)
                     if not self._wait(future, timeout):
+                        if lasting:
+                            where.shutdown()
+                            lasting.threads, lasting.is_late = self.threads("environment", limit=1), True
                         on_late()
                         raise TimeoutError(f"{name} did not return within {timeout:g} seconds.")
                     outcome, bound_by = future.result()
-                if not bound_by:
+                if not bound_by or lasting and lasting.is_late:
                     return result_of(outcome.result)
                 self._bound.add(key)
                 logger.warning(
@@ -246,7 +262,6 @@ class UserCode:
         return None if make is None else self._factory(make)
 
     def _factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
-
         def made() -> Any:
             threads = self.threads("environment", limit=1)
             try:
@@ -254,7 +269,7 @@ class UserCode:
             except BaseException:
                 threads.shutdown()
                 raise
-            if self._lasting.setdefault(id(instance), (instance, threads, make))[1] is not threads:
+            if self._lasting.setdefault(id(instance), _Lasting(instance, threads, make)).threads is not threads:
                 threads.shutdown()  # it was returned before
             return instance
 
@@ -300,6 +315,6 @@ def _serve(answer: Future[Any], function: Callable[..., Any], args: Any, kwargs:
         raise error  # Ctrl-C, or an exit
 
 
-def _shut_down(lasting: dict[int, tuple[Any, DaemonThreads, Hashable]]) -> None:
-    for _, threads, _ in lasting.values():
-        threads.shutdown()
+def _shut_down(lasting: dict[int, _Lasting]) -> None:
+    for one in lasting.values():
+        one.threads.shutdown()

@@ -139,7 +139,7 @@ class Environments(Restorable):
         occupied = self._occupied[sample.key]
         if not self.saves_states or occupied.is_late or not hasattr(type(occupied.instance), "_april_state"):
             return None
-        state = self._in_thread(occupied, "_april_state")()
+        state = self.user_code.wrapped(occupied.instance._april_state, "_april_state", of=occupied.instance)()
         if not is_json(state):
             raise ConfigError(
                 f"_april_state of {type(occupied.instance).__name__} returned {state!r:.200}, which JSON cannot hold. "
