@@ -44,9 +44,9 @@ from trl_april.engine.vllm import VLLMEngine
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample
 from trl_april.rollout.acting import TurnResult
-from trl_april.rollout.daemon_threads import DaemonThreads
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.training.tools import tools_by_kind
+from trl_april.rollout.user_code import UserCode
+from trl_april.training.tools import ToolCalls
 
 
 DEFAULTS = AprilOptions()
@@ -106,8 +106,7 @@ class Contestant:
         sampling = sampling_options(generation_kwargs={"ignore_eos": True})
         self._engine = ScriptedTurns(base_url, model, sampling, stream_interval=64)
         self._engine.script, self._engine.turn_of = self._script, {}
-        threads = DaemonThreads("april-tools")
-        self._tools, _ = tools_by_kind([sleep], options.tool_timeout, threads)
+        self._tools, _ = ToolCalls(UserCode(), options.tool_timeout).by_kind([sleep])
         self._pause = pause_of(base_url)
         self._prompts, self._rows, self._version = random.Random(options.seed), count(), 0
         self._overlaps = name in ("default", "hanging")

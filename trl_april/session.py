@@ -40,6 +40,7 @@ from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.event_loop import BackgroundLoop
 from .rollout.round import Round
 from .rollout.rounds import Rounds
+from .rollout.user_code import UserCode
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
 from .training.construction import rollout_engine
@@ -78,6 +79,7 @@ class RolloutSession:
         num_reward_funcs: int,
         scorer: RewardScorer | None,
         act: ToolTurns | RolloutTurns | None,
+        user_code: UserCode,
         state: TrainerState,
         processes: Processes,
         stop: StopRequest,
@@ -91,13 +93,12 @@ class RolloutSession:
             vocab_size=vocab_size,
             saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
-        self.scorer, self._act = scorer, act
+        self.scorer, self._act, self._user_code = scorer, act, user_code
         # What a checkpoint does not hold, or not whole, and must be brought back.
         self._restorable = act.environments if isinstance(act, ToolTurns) else act
-        self._silent = args.disable_tqdm or processes.rank > 0
+        self._silent, self._drift = args.disable_tqdm or processes.rank > 0, DriftWatch()
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
-        self._drift = DriftWatch()
         self.pool = Pool(
             plan.groups_per_round,
             over_provisioning=options.bounded_factor(plan.versions_per_round),
@@ -145,6 +146,7 @@ class RolloutSession:
                 max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
                 # Beside training, a reward model would need memory that training uses.
                 between_rounds=not options.dynamic_sampling and not scorer.has_models,
+                executor=user_code.threads("rewards", limit=1),
             )
         quota = processes.quota(self.pool.schedule, self._dynamic.max_rejected if self._dynamic else None)
         self._recovery = Recovery(server, processes, stop)
@@ -161,6 +163,7 @@ class RolloutSession:
             server_of=self._engine.server_of,
             images_of=images_of,
             act=act,
+            threads=None if act is None else act.threads,
         )
         self._loop = BackgroundLoop("trl-april-rollouts")
         self._rounds = Rounds(
@@ -177,6 +180,7 @@ class RolloutSession:
             stop=stop,
             keeps_requests=options.resume_kv == "keep",
             overlap=options.overlap_generation,
+            calls=user_code.calls,
         )
         self._chooser = None
         if options.over_provisioning == "auto":
@@ -331,11 +335,10 @@ class RolloutSession:
         with ExitStack() as rest:  # also if the first call is interrupted
             rest.callback(self._loop.close)
             rest.callback(lambda: self._loop.run(self._engine.close()))
-            if self._dynamic is not None:
-                rest.callback(self._dynamic.close)
             rest.callback(self._rounds.close)
-            if isinstance(self._act, RolloutTurns):
-                rest.callback(self._act.close)
+            for part in filter(None, (self._dynamic, self._act)):
+                rest.callback(part.close)
+            self._user_code.cancel()
             self._server.before_sync = self._server.servers.on_holding = None
             self._server.servers.give_up()
             self._loop.run(self.driver.close())

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import iscoroutinefunction, isfunction
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -27,16 +28,15 @@ from .engine.images import SampleImages, prompt_of
 from .engine.sampling import SamplingOptions, sampling_of
 from .errors import ConfigError
 from .pool.budget import Budget
-from .rollout.daemon_threads import DaemonThreads
 from .training import compatibility
 from .training.construction import rollout_engine
 from .training.environments import NO_PROMPT, Environments
 from .training.evaluation import Evaluation
 from .training.forward_pass import attention_in_blocks, base_attention
 from .training.micro_batches import MicroBatch, filled, regrouped
-from .training.rewards import RewardScorer, checked, decode_completions, use_device
+from .training.rewards import RewardScorer, checked, decode_completions
 from .training.rollout_function import Rollout, RolloutTurns
-from .training.tools import CallResults, Message, Tools, ToolTurns, check_message_images, encode_results, tools_by_kind
+from .training.tools import CallResults, Message, ToolCalls, Tools, ToolTurns, check_message_images, encode_results
 from .weights.canary import depends_on_width
 
 
@@ -148,8 +148,25 @@ def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None =
         async_loop=trainer.async_loop if trainer._has_async_funcs else None,
         chat_template_kwargs=trainer.chat_template_kwargs,
         device=trainer.accelerator.device,
+        user_code=trainer._user_code,
         environments=turns.environments if isinstance(turns, ToolTurns) else None,
     )
+
+
+def _use_threads_of_environments(trainer: GRPOTrainer) -> None:
+    """Let the rewards that environments own be computed in the threads of their instances."""
+
+    def in_threads(kind: type) -> Callable[..., list[Any]]:
+        call = partial(trainer._user_code.wrapped, name=f"get_reward of {kind.__name__}")
+        # As TRL's function, whose default is the class.
+        return lambda environments, **kwargs: [
+            call(one.get_reward, of=one)() if type(one) is kind else None for one in environments
+        ]
+
+    for place, function in enumerate(trainer.reward_funcs):
+        is_trls = getattr(function, "__module__", None) == GRPOTrainer.__module__ and isfunction(function)
+        if is_trls and not iscoroutinefunction(function):
+            trainer.reward_funcs[place] = in_threads(*function.__defaults__)
 
 
 def tool_turns(
@@ -162,8 +179,7 @@ def tool_turns(
     lock, view.processing_class = threading.Lock(), copy.deepcopy(trainer.processing_class)
     view._tokenizer = tokenizer = getattr(view.processing_class, "tokenizer", view.processing_class)
     view.vllm_mode, view.max_tool_calling_iterations = "server", 1
-    render, threads = view._get_tool_suffix_ids, DaemonThreads("trl-april-tool")
-    timeout = options.tool_timeout
+    render, tool_calls = view._get_tool_suffix_ids, ToolCalls(trainer._user_code, options.tool_timeout)
 
     def parse(token_ids: list[int], prefix: list[int], environment: str | None) -> Message:
         with lock:
@@ -177,7 +193,6 @@ def tool_turns(
     def run_calls(
         prompt_ids: list[int], token_ids: list[int], message: Message, budget: int, tools: Tools
     ) -> CallResults:
-        use_device(trainer.accelerator.device)
         step, prompts, encoded = copy.copy(view), [], []
 
         def render_results(messages: list[Message]) -> list[int]:
@@ -197,6 +212,7 @@ def tool_turns(
         _, _, (results,), _, calls, failures, _ = step._tool_call_loop(
             [[]], [prompt_ids], [token_ids], [[message]], [[0.0] * len(token_ids)], None, {}
         )
+        tool_calls.check()
         fit = bool(prompts)
         return CallResults(results[len(token_ids) :], encoded if fit else [], calls, failures, fit)
 
@@ -209,9 +225,10 @@ def tool_turns(
         return list(prompt_ids)
 
     if rollout is not None:
-        return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None))
+        return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None), trainer._user_code)
     environments = None
     if trainer.environment_factories is not None:
+        _use_threads_of_environments(trainer)
         # An evaluation, which may come while samples have theirs, has its own instances.
         idle, trainer._environment_pool = trainer._environment_pool, {name: [] for name in trainer._environment_pool}
         environments = Environments(
@@ -219,17 +236,14 @@ def tool_turns(
             by_name=trainer._multi_environment,
             idle=idle,
             tools=trainer._standalone_tools,
-            tool_timeout=timeout,
+            calls=tool_calls,
             tokenize=tokenize,
             run_calls=run_calls,
             saves_states=trainer.args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
             replays=options.replay_environments,
-            threads=threads,
         )
-    tools = Tools(*tools_by_kind(trainer._standalone_tools, timeout, threads))
-    return ToolTurns(
-        parse, run_calls, tools, max_iterations=trainer.max_tool_calling_iterations, environments=environments
-    )
+    tools, limit = Tools(*tool_calls.by_kind(trainer._standalone_tools)), trainer.max_tool_calling_iterations
+    return ToolTurns(parse, run_calls, tools, tool_calls, max_iterations=limit, environments=environments)
 
 
 @contextmanager
@@ -257,4 +271,5 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
     finally:
         found.close()
         if isinstance(turns, ToolTurns) and turns.environments is not None:
-            trainer._environment_pool = turns.environments.idle  # for the next one
+            trainer._environment_pool, turns.environments.idle = turns.environments.idle, {}  # for the next one
+        turns.close()

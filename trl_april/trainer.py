@@ -33,6 +33,7 @@ from .engine.images import returning_images
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
+from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
 from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
@@ -41,7 +42,7 @@ from .training.compatibility import sees_images
 from .training.correction import can_correct_in_training
 from .training.forward_pass import without_padding
 from .training.micro_batches import weight_of_loss
-from .training.rewards import checked, extra_columns, trained_rewards
+from .training.rewards import checked, extra_columns, trained_rewards, use_device
 from .training.rollout_function import Rollout
 from .training.run_log import outline
 from .training.tools import handed_over
@@ -68,7 +69,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory.
 
     APRIL is on when `args.use_vllm` is true, without `rollout_func`, and unless a subclass overrides `_generate`,
-    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise the trainer runs stock GRPO.
+    `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise stock GRPO runs, with a warning.
 
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -130,12 +131,13 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._session: RolloutSession | None = None
         self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
-            acts = bool(tools or environment_factory or rollout)
-            keeps = not compatibility.has_images(train_dataset)
+            keeps, acts = not compatibility.has_images(train_dataset), bool(tools or environment_factory or rollout)
             self._options = AprilOptions.of(args).with_schedule(keeps=keeps, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)
+            self._user_code = UserCode(lambda: use_device(args.device))
+            environment_factory = self._user_code.factories(environment_factory)
         else:
             # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
@@ -224,7 +226,6 @@ class APRILGRPOTrainer(GRPOTrainer):
                 return super()._generate_and_score_completions(inputs)
         self._requested.answer(inputs)
         done = self._run_round()
-        assert self._session is not None
         inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
@@ -260,13 +261,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
         session = self._session if self.model.training else None
         with nullcontext() if session is None else session.run_log.timing("reward_calls"):
-            return super()._calculate_rewards(*args, **kwargs)
+            return result_of(partial(super()._calculate_rewards, *args, **kwargs))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         # Overridden to choose the samples of micro-batches, and to notice a subclass that generates by itself.
-        before = self._buffered_inputs
         self._requested.ask(generation_batch if self.april_enabled and self.model.training else None)
-        inputs = super()._prepare_inputs(generation_batch)
+        before, inputs = self._buffered_inputs, super()._prepare_inputs(generation_batch)
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
@@ -360,6 +360,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             num_reward_funcs=len(self.reward_funcs),
             scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,
             act=turns,
+            user_code=self._user_code,
             state=self.state,
             processes=self._processes,
             stop=self._stop,

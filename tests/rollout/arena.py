@@ -23,6 +23,7 @@ from trl_april.pool.samples import Group, SampleState, Score
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
 from trl_april.rollout.round import Round
+from trl_april.rollout.user_code import carried
 
 
 SILENT = Attempt([Silence()])
@@ -133,7 +134,7 @@ class SlowThread(Executor):
             try:
                 future.set_result(function(*args, **kwargs))
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(carried(error))
 
         asyncio.get_running_loop().call_later(self.seconds, finish)
         return future

@@ -54,7 +54,7 @@ class Waits(SlowThread):
         self._seconds_of = seconds if callable(seconds) else lambda group_id: (seconds or {}).get(group_id, 2.0)
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future:
-        _, group, _ = args
+        group, _ = args
         self.seconds = self._seconds_of(group.group_id)
         return super().submit(function, *args, **kwargs)
 

@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 
 from tests.support.fake_vllm import Stream
 from tests.support.tiny import build_chat_tokenizer, build_model
+from trl_april.rollout.user_code import UserCode
 
 
 TOKENIZER = build_chat_tokenizer()
@@ -169,7 +170,7 @@ class ByQuestion(ToolScript):
 class ScriptedStock(GRPOTrainer):
     """Stock GRPO whose completions are scripted."""
 
-    script = ToolScript()
+    script, _user_code = ToolScript(), UserCode()
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         answers = [self.script.rest(ids, place % num_generations) for place, ids in enumerate(prompt_ids)]

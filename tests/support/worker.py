@@ -520,9 +520,13 @@ def train_with_environments(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
     """Each process trains a part of each group, whose rewards only the process that generated it can compute."""
     from tests.support.environments import Counting
 
+    class Leaving(Counting):
+        def get_reward(self) -> float:
+            return sys.exit(3) if run.get("exits") and RANK == 1 else super().get_reward()
+
     trainer = trainer_with_tools(
         spec, {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 3},
-        tools=[], environment_factory=Counting,
+        tools=[], environment_factory=Leaving,
     )  # fmt: skip
     trainer.train()
     return {

@@ -13,6 +13,7 @@ from tests.support.tool_calling import END, HEADER, ToolScript, encode
 from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
+from trl_april.rollout.user_code import UserCode
 from trl_april.training.rollout_function import RolloutTurns
 
 
@@ -37,7 +38,7 @@ def acts():
     PartialState()  # for log messages
 
     def make(rollout):
-        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT]))
+        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT], UserCode()))
         return made[-1]
 
     yield make
@@ -155,7 +156,7 @@ async def exits(prompt, engine, row):
         (returns_text, ConfigError, "returned 'text'. Return None, or a dict"),
         (goes_on, ConfigError, "max_completion_length=200 used up. Return when"),
         (asks_twice, ConfigError, "during another call"),
-        (exits, RuntimeError, "SystemExit"),
+        (exits, SystemExit, "3"),
     ],
 )
 def test_errors_of_a_rollout_reach_the_round(acts, rollout, error, message):

@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
 from ..pool.pool import Pool
 from ..pool.samples import Group, Sample
-from .daemon_threads import DaemonThreads
+from .user_code import DaemonThreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ class Acting:
         """Run the step of an acting sample."""
         assert self._act is not None, "the pool has tools, and the driver was given none"
         self._loop = asyncio.get_running_loop()
-        # Threads inherit no context variables, and trackio keeps its run in one.
-        result = self._threads.submit(copy_context().run, self._act, group, sample)
+        result = self._threads.submit(self._act, group, sample)
         step = self._steps[sample.key] = _Step(group, sample, self._loop.time(), result)
         result.add_done_callback(lambda result: self._finished(step))
 
@@ -117,10 +115,6 @@ class Acting:
         longest, self._longest = max([self._longest, *running]), 0.0
         return longest
 
-    def close(self) -> None:
-        """Release the threads without waiting for those that work."""
-        self._threads.shutdown(wait=False)
-
     def _finished(self, step: _Step) -> None:
         """In the thread of the call."""
         self._done.append(step)
@@ -130,10 +124,6 @@ class Acting:
 
     def _land(self, step: _Step) -> None:
         try:
-            error = step.result.exception()
-            if error is not None:
-                # An exit that a tool asks for, as by sys.exit, would end the event loop.
-                raise error if isinstance(error, Exception) else RuntimeError(f"A tool has raised {error!r}.")
             result = step.result.result()
             if isinstance(result, ResetResult):
                 self._pool.reset_ended(step.sample, result.prompt, result.prompt_ids, result.environment)

@@ -51,7 +51,7 @@ class RolloutDriver:
         server_of: Callable[[str], str | None] = lambda request_id: None,  # address by request id, for several servers
         images_of: ImagesOf = no_images,
         act: Act | None = None,  # what follows a turn of the model; the pool has tools exactly if it is given
-        threads: Executor | None = None,  # that it is called in; daemon threads by default
+        threads: Executor | None = None,  # that it is called in, which the caller shuts down
     ) -> None:
         self.pool = pool
         self.round: Round | None = None
@@ -227,7 +227,6 @@ class RolloutDriver:
             task.cancel()
         if not self._flight.is_cutting_off:  # it may be, after a second Ctrl-C
             await self._flight.cut_off()
-        self._flight.acting.close()
 
     def _sample_ended(self, group: Group) -> None:
         if not group.is_finished:

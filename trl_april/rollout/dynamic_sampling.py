@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextvars import copy_context
+from concurrent.futures import Executor, Future
 
 from ..data.admission import NewGroup
 from ..pool.pool import Pool
 from ..pool.samples import Group, Score
+from .user_code import DaemonThreads
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class DynamicSampling:
         self._score, self._has_signal, self._replace = score, has_signal, replace
         self.max_rejected, self.between_rounds = max_rejected, between_rounds
         self.replaced = 0  # rejected groups of the round with a replacement
-        self._thread = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="trl-april-rewards")
+        self._thread = executor or DaemonThreads("trl-april-rewards", limit=1)
         self._scoring: tuple[list[Group], Future[list[Score]]] | None = None
 
     async def filter_finished(self, pool: Pool) -> bool:
@@ -55,8 +55,7 @@ class DynamicSampling:
             groups = pool.unscored()
             if not groups:
                 return False
-            # Threads inherit no context variables, and trackio keeps its run in one.
-            self._scoring = groups, self._thread.submit(copy_context().run, self._score, groups)
+            self._scoring = groups, self._thread.submit(self._score, groups)
         groups, call = scoring = self._scoring
         # If the round closes meanwhile, the call continues and the next round awaits it here.
         scores = await asyncio.shield(asyncio.wrap_future(call))
@@ -94,7 +93,7 @@ class DynamicSampling:
         if missing <= 0 or self._hit_limit(pool):
             return False
         self.replaced += missing
-        call = self._thread.submit(copy_context().run, self._replace, missing)
+        call = self._thread.submit(self._replace, missing)
         try:
             groups = await asyncio.wrap_future(call)
         except asyncio.CancelledError:

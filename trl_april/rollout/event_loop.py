@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
+from .user_code import result_of, serve_next
 
 
 T = TypeVar("T")
@@ -23,18 +24,25 @@ class BackgroundLoop:
     """Runs coroutines in a daemon thread until closed."""
 
     def __init__(self, name: str) -> None:
-        self._thread, self._loop, ready = start_event_loop_in_daemon(name=name)
-        ready.wait()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def run(
-        self, coroutine: Coroutine[Any, Any, T], *, poll: Callable[[], None] | None = None, interval: float = 0.1
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        poll: Callable[[], None] | None = None,
+        interval: float = 0.1,
+        calls: SimpleQueue[Callable[[], Any] | None] | None = None,
     ) -> T:
-        """Run `coroutine` and return its result, calling `poll` in this thread every `interval` seconds meanwhile.
+        """Run `coroutine` and return its result, with `calls` and, every `interval` seconds, `poll` in this thread.
 
         An exception in this thread, such as `KeyboardInterrupt`, cancels the coroutine, waits for its clean-up, and is
         raised.
         """
         started, ended = threading.Event(), threading.Event()
+        calls = SimpleQueue() if calls is None else calls
 
         async def watched() -> T:
             started.set()
@@ -42,20 +50,22 @@ class BackgroundLoop:
                 return await coroutine
             finally:
                 ended.set()
+                calls.put(None)
 
         future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
-            while not ended.wait(interval):
-                if poll is not None:
+            while not ended.is_set():
+                serve_next(calls, interval)
+                if poll is not None and not ended.is_set():
                     poll()
         except BaseException:
             future.cancel()
             if started.is_set():
                 ended.wait(GRACE_SECONDS)
             raise
-        return future.result()
+        return result_of(future.result)
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], Any]) -> None:
         """Schedule `function` in the loop, without waiting for it."""
         self._loop.call_soon_threadsafe(function)
 
@@ -78,7 +88,17 @@ class BackgroundLoop:
     def close(self) -> None:
         """Cancel the remaining tasks, and stop the loop and its thread."""
         self.run(_cancel_others())
-        shutdown_event_loop_in_daemon(self._thread, self._loop)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        is_stopped = False
+        while not is_stopped:
+            # An exit that a task asks for ends `run_forever`, too. Those that await the task get it.
+            with suppress(KeyboardInterrupt, SystemExit):
+                self._loop.run_forever()
+                is_stopped = True
         self._loop.close()
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from ..data.admission import Admission
@@ -48,6 +49,7 @@ class Rounds:
     stop: StopRequest
     keeps_requests: bool  # through a weight sync
     overlap: bool  # whether requests run between rounds
+    calls: SimpleQueue[Callable[[], Any] | None]  # of user code, which wait for this thread
 
     def __post_init__(self) -> None:
         self._tokens_at_outage = 0
@@ -143,7 +145,7 @@ class Rounds:
                     self.loop.call(lambda: self.driver.suspend("A signal has asked training to stop."))
 
             try:
-                self.loop.run(self.driver.generate(), poll=poll)
+                self.loop.run(self.driver.generate(), poll=poll, calls=self.calls)
             except (ServerError, RoundSuspended) as error:
                 interrupted = error
         if interrupted is None:

@@ -10,7 +10,6 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,8 @@ from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult
-from ..rollout.daemon_threads import DaemonThreads
-from .tools import Message, RunCalls, Tools, in_time, is_json, tools_by_kind
+from ..rollout.user_code import DaemonThreads, UserCode
+from .tools import Message, RunCalls, ToolCalls, Tools, is_json
 
 
 logger = get_logger(__name__)
@@ -50,6 +49,8 @@ class Restorable:
     """What samples have beside their tokens, and must have again when training resumes."""
 
     lost_because = ""
+    user_code: UserCode
+    threads: DaemonThreads
     num_restarted = 0  # since the last `take_restarted`
 
     def restore(self, groups: Sequence[Group]) -> list[Sample]:
@@ -61,9 +62,7 @@ class Restorable:
             for sample in group.samples
             if sample.conversation is not None and not sample.conversation.awaits_reset
         ]
-        threads = DaemonThreads("trl-april-restore")
-        restored = list(threads.map(lambda pair: self._try_to_restore(*pair), lacking))
-        threads.shutdown()
+        restored = self.user_code.gather(self.threads.submit(self._try_to_restore, *pair) for pair in lacking)
         lost = [sample for (_, sample), is_back in zip(lacking, restored, strict=True) if not is_back]
         self.num_restarted = sum(len(sample) > 0 for sample in lost)
         if self.num_restarted:
@@ -102,14 +101,16 @@ class Environments(Restorable):
     by_name: bool  # whether the column `environment` of a row names its factory
     idle: dict[str | None, list[Any]]  # instances that belong to no sample
     tools: Sequence[Callable[..., Any]]  # of all samples, beside those of their environments
-    tool_timeout: float | None
+    calls: ToolCalls
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
     run_calls: RunCalls
     saves_states: bool
     replays: bool  # whether to repeat the recorded calls of instances without a saved state
-    threads: Executor
     _occupied: dict[tuple[int, int], Occupied] = field(default_factory=dict)  # by sample
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.user_code, self.threads = self.calls.user_code, self.calls.threads
 
     def reset(self, group: Group, sample: Sample) -> ResetResult:
         """Reset an instance for a new sample with its dataset row, and another one if that takes too long."""
@@ -138,7 +139,7 @@ class Environments(Restorable):
         occupied = self._occupied[sample.key]
         if not self.saves_states or occupied.is_late or not hasattr(type(occupied.instance), "_april_state"):
             return None
-        state = occupied.instance._april_state()
+        state = self.user_code.wrapped(occupied.instance._april_state, "_april_state", of=occupied.instance)()
         if not is_json(state):
             raise ConfigError(
                 f"_april_state of {type(occupied.instance).__name__} returned {state!r:.200}, which JSON cannot hold. "
@@ -156,6 +157,10 @@ class Environments(Restorable):
             for sample in group.samples:
                 self._put_back(self._occupied.pop(sample.key))
 
+    def close(self) -> None:
+        """End the threads of all instances."""
+        self.user_code.release([*sum(self.idle.values(), []), *(one.instance for one in self._occupied.values())])
+
     def _occupy(self, group: Group) -> Occupied:
         name = group.row.get("environment") if self.by_name else None
         if name not in self.factories:
@@ -167,28 +172,28 @@ class Environments(Restorable):
             idle = self.idle[name]
             instance = idle.pop() if idle else None
         occupied = Occupied(name, self.factories[name]() if instance is None else instance)
-        shared = tools_by_kind(self.tools, self.tool_timeout, self.threads)
-        own = tools_by_kind(
-            tool_methods(occupied.instance), self.tool_timeout, self.threads, on_late=occupied.mark_late
-        )
+        shared = self.calls.by_kind(self.tools)
+        own = self.calls.by_kind(tool_methods(occupied.instance), occupied.instance, occupied.mark_late)
         occupied.tools = Tools(shared[0] | own[0], shared[1] | own[1], name)
         return occupied
 
-    def _in_time(self, occupied: Occupied, name: str) -> Callable[..., Any]:
-        """A method of the instance, which must return within `tool_timeout`."""
+    def _in_thread(self, occupied: Occupied, name: str) -> Callable[..., Any]:
+        """A method of the instance, in its thread, which must return within `tool_timeout`."""
         of_instance = f"{name} of {type(occupied.instance).__name__}"
         method = getattr(occupied.instance, name)
-        return in_time(method, of_instance, self.tool_timeout, self.threads, occupied.mark_late)
+        return self.calls.in_time(method, of_instance, occupied.instance, occupied.mark_late)
 
     def _put_back(self, occupied: Occupied) -> None:
-        if not occupied.is_late:
-            with self._lock:
-                self.idle[occupied.name].append(occupied.instance)
+        if occupied.is_late:
+            self.user_code.release([occupied.instance])
+            return
+        with self._lock:
+            self.idle[occupied.name].append(occupied.instance)
 
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
         """The prompt, unless it is the dataset row's, and its token ids."""
         row = copy.deepcopy(group.row)
-        observation = self._in_time(occupied, "reset")(
+        observation = self._in_thread(occupied, "reset")(
             **{key: value for key, value in row.items() if key != "environment" or not self.by_name}
         )
         prompt = with_observation(copy.deepcopy(group.row.get("prompt", NO_PROMPT)), observation)
@@ -209,7 +214,7 @@ class Environments(Restorable):
         assert conversation is not None
         occupied = self._occupy(group)
         if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
-            self._in_time(occupied, "_april_restore")(copy.deepcopy(conversation.environment))
+            self._in_thread(occupied, "_april_restore")(copy.deepcopy(conversation.environment))
         elif not self.replays or not self._replay(occupied, group, sample):
             self._put_back(occupied)
             return False

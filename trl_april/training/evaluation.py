@@ -96,6 +96,7 @@ class Evaluation:
             server_of=self._engine.server_of,
             images_of=self._images_of,
             act=self._act,
+            threads=self._act.threads,
         )
         try:
             recovery.with_weights(lambda: self._run(driver))
@@ -125,8 +126,6 @@ class Evaluation:
         with ExitStack() as rest:
             rest.callback(self._loop.close)
             rest.callback(lambda: self._loop.run(self._engine.close()))
-            if isinstance(self._act, RolloutTurns):
-                rest.callback(self._act.close)
             self._release()
 
     def _run(self, driver: RolloutDriver) -> None:
@@ -134,7 +133,7 @@ class Evaluation:
         servers, error = self._servers, None
         self._loop.run(self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes))
         try:
-            self._loop.run(driver.generate(), poll=self._processes.check)
+            self._loop.run(driver.generate(), poll=self._processes.check, calls=self._act.user_code.calls)
         except ServerError as caught:
             error = caught
         if self._processes.any(error is not None):

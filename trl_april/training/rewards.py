@@ -27,6 +27,7 @@ from trl.trainer.utils import is_async_callable, nanstd
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Score
+from ..rollout.user_code import UserCode, carried, result_of
 from .batch import batch_rows
 from .environments import Environments
 from .tools import messages_of
@@ -56,6 +57,7 @@ class RewardScorer:
     async_loop: asyncio.AbstractEventLoop | None  # where TRL runs coroutine functions
     chat_template_kwargs: dict[str, Any]
     device: torch.device
+    user_code: UserCode
     environments: Environments | None = None  # whose instances are released after their groups are scored
     _metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -66,7 +68,16 @@ class RewardScorer:
 
     def score(self, groups: Sequence[Group]) -> list[Score]:
         """Decode and score the completions of `groups`, with one call of each reward function; one score per group."""
-        use_device(self.device)
+        whose = f"One of the reward functions {', '.join(self.names)}"
+        scores, metrics = self.user_code.wrapped(self._score, whose, key=RewardScorer)(groups)
+        for name, value in metrics:
+            self._metrics[name].append(value)
+        if self.environments is not None:
+            self.environments.release(groups)
+        return scores
+
+    def _score(self, groups: Sequence[Group]) -> tuple[list[Score], list[tuple[str, float]]]:
+        """The scores, and the logged metrics by name. It changes nothing, since it may be repeated."""
         rows = batch_rows(groups)
         prompts = [prompt_of(row) for row in rows]
         prompt_ids = [group.prompt_ids_of(sample) for group in groups for sample in group.samples]
@@ -75,6 +86,7 @@ class RewardScorer:
         if not any(completions):  # neither tools nor an environment
             completions = self.decode(copy.deepcopy(prompts), prompt_ids, completion_ids)
         extra: dict[str, list[Any]] = defaultdict(list)
+        metrics: list[tuple[str, float]] = []
         arguments = {
             "prompts": prompts,
             "completions": completions,
@@ -82,19 +94,17 @@ class RewardScorer:
             **{key: [row[key] for row in rows] for key in rows[0] if key not in NOT_PASSED_ON},
             "trainer_state": copy.copy(self.state()),
             "log_extra": lambda column, values: extra[column].extend(values),
-            "log_metric": lambda name, value: self._metrics[name].append(value),
+            "log_metric": lambda name, value: metrics.append((name, value)),
         }
         if self.environments is not None:
             arguments["environments"] = self.environments.of(groups)
         rewards = self._call(arguments)
-        if self.environments is not None:
-            self.environments.release(groups)
         scores, start = [], 0
         for group in groups:
             end = start + len(group.samples)
             scores.append(Score(rewards[start:end], {name: values[start:end] for name, values in extra.items()}))
             start = end
-        return scores
+        return scores, metrics
 
     def has_signal(self, score: Score) -> bool:
         """Whether the advantages of a group with this score can differ from zero.
@@ -130,7 +140,7 @@ class RewardScorer:
                     found.append(function(**arguments))
         by_function = []
         for result, name in zip(found, self.names, strict=True):
-            values = result.result() if isinstance(result, Future) else result
+            values = result_of(result.result) if isinstance(result, Future) else result
             if len(values) != len(prompts):
                 raise ValueError(
                     f"The reward function {name!r} returned {len(values)} rewards for {len(prompts)} completions. "
@@ -176,7 +186,10 @@ def _checked(function: Any, name: str, refuses_nan: bool) -> Any:
         return lambda **kwargs: _check_rewards(function(**kwargs), name, refuses_nan)
 
     async def call(**kwargs: Any) -> Any:
-        return _check_rewards(await function(**kwargs), name, refuses_nan)
+        try:
+            return _check_rewards(await function(**kwargs), name, refuses_nan)
+        except (KeyboardInterrupt, SystemExit) as error:  # it would end the event loop of all coroutines
+            raise carried(error) from None
 
     return call
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from trl.trainer.utils import start_event_loop_in_daemon
-
 from ..data.admission import check_prompt, prompt_name
 from ..engine.images import images_in, prompt_of
 from ..errors import ConfigError
 from ..pool.samples import FinishReason, Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
+from ..rollout.event_loop import BackgroundLoop
+from ..rollout.user_code import UserCode
 from .environments import Restorable
 from .tools import is_json
 
@@ -102,9 +102,7 @@ Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] |
 class _Episode:
     """The coroutine of one sample. Its methods are called in other threads than that of the event loop."""
 
-    def __init__(
-        self, rollout: Rollout, row: dict[str, Any], engine: TurnEngine, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, rollout: Rollout, row: dict[str, Any], engine: TurnEngine, loop: BackgroundLoop) -> None:
         self._loop, self.engine = loop, engine
 
         async def run() -> None:
@@ -118,13 +116,13 @@ class _Episode:
         def start() -> None:
             self._task = asyncio.get_running_loop().create_task(run())
 
-        loop.call_soon_threadsafe(start)
+        loop.call(start)
 
     def next(self) -> list[int] | Returned:
         """Wait for what it does next: the ids after which it wants a turn, or its end. Raises its errors."""
         event = self.engine._events.get()
         if isinstance(event, BaseException):
-            raise event if isinstance(event, Exception) else RuntimeError(f"The rollout has raised {event!r}.")
+            raise event
         return event
 
     def answer(
@@ -132,15 +130,12 @@ class _Episode:
     ) -> list[int] | Returned:
         """Return a turn from `generate`, and wait for what it does next."""
         turn = Turn([*token_ids], [*logprobs], str(reason))
-        self._loop.call_soon_threadsafe(lambda: self.engine._answer(turn))
+        self._loop.call(lambda: self.engine._answer(turn))
         return self.next()
 
     def cancel(self) -> None:
         """Cancel the coroutine."""
-        self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        self._task.cancel()
+        self._loop.call(lambda: self._task.cancel())
 
 
 class RolloutTurns(Restorable):
@@ -151,10 +146,10 @@ class RolloutTurns(Restorable):
 
     lost_because = "given the recorded turns, their rollouts did not ask for the same ones"
 
-    def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]]) -> None:
+    def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]], user_code: UserCode) -> None:
         self._rollout, self._tokenize = rollout, tokenize
-        _, self._loop, ready = start_event_loop_in_daemon(name="trl-april-rollout-functions")
-        ready.wait()
+        self.user_code, self.threads = user_code, user_code.threads("rollout-function-steps")
+        self._loop = BackgroundLoop("trl-april-rollout-functions")
         self._episodes: dict[tuple[int, int], _Episode] = {}
 
     def __call__(self, group: Group, sample: Sample) -> TurnResult | ResetResult:
@@ -183,7 +178,8 @@ class RolloutTurns(Restorable):
         """Cancel the coroutines, without waiting for one that blocks."""
         for episode in self._episodes.values():
             episode.cancel()
-        self._loop.call_soon_threadsafe(lambda: self._loop.call_later(CANCEL_SECONDS, self._loop.stop))
+        self._loop.call(lambda: asyncio.get_running_loop().call_later(CANCEL_SECONDS, asyncio.get_running_loop().stop))
+        self.threads.shutdown()
 
     def _begin(self, group: Group) -> _Episode:
         row = copy.deepcopy(group.row)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Executor, wait
-from inspect import iscoroutinefunction
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.row_json import Message, decode_messages, encode_messages
@@ -17,12 +17,16 @@ from ..engine.images import images_in
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
+from ..rollout.user_code import UserCode
 
 
 if TYPE_CHECKING:
     from .environments import Environments
 
 Tool = Callable[..., Any]
+
+NEVER_WORKED, DIFFERENT = 64, 8  # failed calls, and different arguments among them, of a tool that is broken
+NOT_OF_ARGUMENTS = (OSError, RuntimeError, ImportError, NameError)  # errors that are rarely due to arguments
 
 
 class CallResults(NamedTuple):
@@ -59,13 +63,14 @@ class ToolTurns:
         parse: Callable[[list[int], list[int], str | None], Message],
         run_calls: RunCalls,
         tools: Tools,
+        calls: ToolCalls,
         *,
         max_iterations: int,
         environments: Environments | None = None,
     ) -> None:
         self.environments = environments
         self._parse, self._run_calls, self._max_iterations = parse, run_calls, max_iterations
-        self._tools = tools
+        self._tools, self.user_code, self.threads = tools, calls.user_code, calls.threads
 
     def __call__(self, group: Group, sample: Sample) -> TurnResult | ResetResult:
         conversation, environments = sample.conversation, self.environments
@@ -88,55 +93,100 @@ class ToolTurns:
             environment=None if environments is None else environments.state_of(sample),
         )
 
+    def close(self) -> None:
+        """End the threads, without waiting for calls."""
+        self.threads.shutdown()
+        if self.environments is not None:
+            self.environments.close()
 
-def tools_by_kind(
-    tools: Iterable[Tool], timeout: float | None, threads: Executor, *, on_late: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Tool], dict[str, Tool]]:
-    """Functions and coroutine functions by name. A late result raises `TimeoutError`, after `on_late` was called.
 
-    With a `timeout`, functions are called in `threads`, of which a late call keeps one to itself.
+class ToolCalls:
+    """Calls tools with a time limit, and finds errors that TRL's loop would take for results.
+
+    These are exits that a tool asks for, and a tool that never works: `NEVER_WORKED` calls with various arguments have
+    failed for one reason, which is none of `NOT_OF_ARGUMENTS`, and no call has worked. A weak model gives arguments
+    that are wrong, and sees that in results; it is not stopped for it.
     """
-    functions, coroutines = {}, {}
-    for tool in tools:
-        name = tool.__name__
-        if iscoroutinefunction(tool):
-            coroutines[name] = tool if timeout is None else _coroutine_in_time(tool, name, timeout, on_late)
-        else:
-            functions[name] = in_time(tool, name, timeout, threads, on_late)
-    return functions, coroutines
 
+    def __init__(self, user_code: UserCode, timeout: float | None) -> None:
+        self.user_code, self.timeout = user_code, timeout
+        self.threads = user_code.threads("tools")
+        self._error: BaseException | None = None
+        self._failed: dict[tuple[str, str], list[str]] = {}  # arguments of calls, by tool and kind of error
+        self._worked: set[str] = set()
 
-def in_time(function: Tool, name: str, timeout: float | None, threads: Executor, on_late: Callable[[], None]) -> Tool:
-    """`function` with calls that raise `TimeoutError` after `timeout` seconds, as in [`tools_by_kind`]."""
+    def by_kind(
+        self, tools: Iterable[Tool], of: Any = None, on_late: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, Tool], dict[str, Tool]]:
+        """Functions and coroutine functions by name. A late result raises `TimeoutError`, after `on_late`."""
+        functions, coroutines = {}, {}
+        for tool in tools:
+            if iscoroutinefunction(tool):
+                coroutines[tool.__name__] = self._coroutine(tool, on_late)
+            else:
+                functions[tool.__name__] = self._function(tool, of, on_late)
+        return functions, coroutines
 
-    def call(*args: Any, **arguments: Any) -> Any:
-        result = threads.submit(function, *args, **arguments)
-        if wait([result], timeout).not_done:
-            on_late()
-            raise _too_late(name, timeout)
-        return result.result()
+    def in_time(self, function: Tool, name: str, of: Any, on_late: Callable[[], None]) -> Tool:
+        """`function` with the time limit, in the thread of its environment if it has one."""
+        threads = None if self.timeout is None else self.threads
+        wrapped = self.user_code.wrapped
+        return wrapped(function, name, of=of, threads=threads, timeout=self.timeout, on_late=on_late)
 
-    return function if timeout is None else call
+    def check(self) -> None:
+        """Raise the first of these errors, after TRL's loop has made a result of it."""
+        if self._error is not None:
+            raise self._error
 
+    def _function(self, tool: Tool, of: Any, on_late: Callable[[], None]) -> Tool:
+        function = self.in_time(tool, tool.__name__, of, on_late)
 
-def _coroutine_in_time(
-    tool: Callable[..., Coroutine[Any, Any, Any]], name: str, timeout: float, on_late: Callable[[], None]
-) -> Tool:
-    async def in_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        task = asyncio.ensure_future(coroutine)
-        await asyncio.wait({task}, timeout=timeout)  # `wait_for` would wait for a task that ignores its cancellation
-        if not task.done():
-            task.cancel()
-            on_late()
-            raise _too_late(name, timeout)
-        return task.result()
+        def call(**arguments: Any) -> Any:
+            with self._noted(tool, arguments):
+                return function(**arguments)
 
-    # Wrong arguments are an error of the call and not of the coroutine, as without a limit.
-    return lambda **arguments: in_time(tool(**arguments))
+        return call
 
+    def _coroutine(self, tool: Callable[..., Coroutine[Any, Any, Any]], on_late: Callable[[], None]) -> Tool:
+        async def in_time(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
+            task = asyncio.ensure_future(noted(coroutine, arguments))
+            await asyncio.wait({task}, timeout=self.timeout)  # `wait_for` would wait for one that ignores its end
+            if not task.done():
+                task.cancel()
+                on_late()
+                raise TimeoutError(f"{tool.__name__} did not return within {self.timeout:g} seconds.")
+            return task.result()
 
-def _too_late(name: str, timeout: float) -> TimeoutError:
-    return TimeoutError(f"{name} did not return within {timeout:g} seconds.")
+        async def noted(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
+            with self._noted(tool, arguments):
+                return await coroutine
+
+        # Wrong arguments are an error of the call and not of the coroutine, as without a limit.
+        return lambda **arguments: in_time(tool(**arguments), arguments)
+
+    @contextmanager
+    def _noted(self, tool: Tool, arguments: dict[str, Any]) -> Iterator[None]:
+        name = tool.__qualname__
+        try:
+            yield
+            self._worked.add(name)
+        except (KeyboardInterrupt, SystemExit) as error:  # which would end the event loop of all coroutines
+            self._error = self._error or error
+            raise RuntimeError(repr(error)) from error
+        except NOT_OF_ARGUMENTS as error:
+            # The text of an error of the network may have the arguments in it.
+            is_of_network = isinstance(error, OSError) and error.filename is None
+            kind = type(error).__name__ if is_of_network else repr(error)
+            calls = self._failed.setdefault((name, kind), [])
+            calls.append(repr(arguments)[:1000])
+            varied = len(set(calls)) >= DIFFERENT or not signature(tool).parameters
+            if name not in self._worked and len(calls) >= NEVER_WORKED and varied:
+                self._error = self._error or ConfigError(
+                    f"The tool {tool.__name__!r} has never worked: {len(calls)} calls with different arguments have "
+                    f"failed. The last error is {error!r:.300}. Call it from a thread in a script of its own, and "
+                    "correct it, or start the service that it needs."
+                )
+            raise
 
 
 def check_message_images(messages: list[Message], whose: str, *, takes_images: bool) -> None:

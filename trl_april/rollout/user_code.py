@@ -1,0 +1,320 @@
+"""The code of users: called in threads where it works there, and otherwise in the thread that trains.
+
+Invariants: whatever it raises reaches the thread that trains as it was raised, carried past the futures and coroutines
+that would take it for their own; no thread that it runs in blocks the exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import CancelledError, Executor, Future, wait
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+
+logger = logging.getLogger(__name__)
+
+# In errors of `signal`, `asyncio` and `sqlite3` about the thread of a call.
+BOUND = ("main thread", "can only be used in that same thread")
+
+
+class Raised(Exception):
+    """Carries an exception of user code that futures and coroutines treat as their own, such as `StopIteration`."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(repr(error))
+        self.error = error
+
+
+def carried(error: BaseException) -> Exception:
+    """The exception in a form that passes through futures, tasks and coroutines."""
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration, CancelledError)):
+        return error
+    return Raised(error)
+
+
+def result_of(call: Callable[[], Any]) -> Any:
+    """The result of a call, such as `future.result`. Raises what user code raised."""
+    try:
+        return call()
+    except Raised as carrier:
+        error = carrier.error
+    raise error  # not in the handler, whose exception would become its context
+
+
+# Threads
+
+
+class _LazyLoop(asyncio.AbstractEventLoop):
+    """An event loop that is made at its first use: each opens three files, and few threads need one."""
+
+    made: Any = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if _LazyLoop.of(self) is None:
+            object.__setattr__(self, "made", asyncio.new_event_loop())
+        return getattr(_LazyLoop.of(self), name)
+
+    def of(self) -> Any:
+        return object.__getattribute__(self, "made")
+
+
+class DaemonThreads(Executor):
+    """Runs every call at once, in a thread that is idle or else new: a call that hangs delays no other.
+
+    With a `limit` of 1, all run in one lasting thread, one after the other. Threads call `prepare` first, and have an
+    event loop set, as the main thread of a script has. Calls have the context variables of their callers, as trackio.
+    """
+
+    def __init__(self, name: str, limit: int = sys.maxsize, prepare: Callable[[], None] = lambda: None) -> None:
+        self._name, self._limit, self._prepare = name, limit, prepare
+        self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)  # threads that wait for a call which is not there yet
+        self._lock, self._count, self._is_shut_down = threading.Lock(), 0, False
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError("Training has ended, and with it the threads of its tools and rewards.")
+            self._calls.put(partial(copy_context().run, _settle, future, function, args, kwargs))
+            if not self._idle.acquire(blocking=False) and self._count < self._limit:
+                self._count += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Let idle threads end, and others once their call returns. It never waits."""
+        with self._lock:
+            self._is_shut_down = True
+            for _ in range(self._count):
+                self._calls.put(None)
+
+    def _work(self) -> None:
+        _here.is_ours, loop = True, _LazyLoop()
+        self._prepare()
+        while (call := self._calls.get()) is not None:
+            asyncio.set_event_loop(loop)  # `asyncio.run` leaves none
+            call()
+            del call  # what it refers to may be large
+            self._idle.release()
+        if _LazyLoop.of(loop) is not None:
+            loop.close()
+
+
+class _Here(threading.local):
+    is_ours = False  # whether the thread is one of `DaemonThreads`
+    bound_by: str | None = None  # why the call that runs works only in the thread that trains
+
+
+_here = _Here()
+
+
+def _settle(future: Future[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> BaseException | None:
+    """Call the function for a future, unless that is cancelled, and return what it raised."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # whoever waits must learn of it
+            future.set_exception(carried(error))
+            return error
+    return None
+
+
+# Calls that work only in the thread that trains
+
+
+class _SignalWatch:
+    """Notices `signal.signal` in our threads, also where its error is caught. No audit event tells of it.
+
+    While user code runs in them, the function of the module is one that notes the call and then does the same.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._signal = threading.Lock(), 0, signal.signal
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._signal, signal.signal = signal.signal, self.signal
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users and signal.signal == self.signal:
+                    signal.signal = self._signal
+
+    def signal(self, signalnum: Any, handler: Any) -> Any:
+        if _here.bound_by is not None:
+            caller = sys._getframe(1)
+            _here.bound_by = f"signal.signal is called in {caller.f_code.co_filename}, line {caller.f_lineno}"
+        return self._signal(signalnum, handler)
+
+
+_watch = _SignalWatch()
+
+
+def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Future[Any], str]:
+    """The outcome of a call in this thread, and why it must be repeated in the thread that trains, if it must."""
+    outer, _here.bound_by = _here.bound_by, ""
+    outcome: Future[Any] = Future()
+    with _watch.on():
+        text = str(_settle(outcome, function, args, kwargs))
+    bound_by, _here.bound_by = _here.bound_by, outer
+    return outcome, bound_by or (text if any(words in text for words in BOUND) else "")
+
+
+@dataclass(eq=False, slots=True)
+class _Lasting:
+    """An environment and its thread, which is another one after a call that took too long."""
+
+    instance: Any
+    threads: DaemonThreads
+    key: Hashable
+    is_late: bool = False
+
+
+class UserCode:
+    """Calls the functions of a user, in threads that call `prepare` first, and owns the threads of environments.
+
+    `calls` wait for the thread that trains, which serves them while it waits for a round.
+    """
+
+    def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
+        self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._prepare = prepare
+        self._bound: set[Hashable] = set()  # keys of functions that work only in the thread that trains
+        self._lasting: dict[int, _Lasting] = {}  # by the id of the environment
+        weakref.finalize(self, _shut_down, self._lasting)
+
+    def threads(self, name: str, limit: int = sys.maxsize) -> DaemonThreads:
+        """New threads, for the caller to shut down."""
+        return DaemonThreads(f"trl-april-{name}", limit, self._prepare)
+
+    def wrapped(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        of: Any = None,
+        key: Hashable = None,
+        threads: Executor | None = None,
+        timeout: float | None = None,
+        on_late: Callable[[], None] = lambda: None,
+    ) -> Callable[..., Any]:
+        """`function`, called in the thread of the environment `of`, else in `threads`, else in that of the caller.
+
+        A call of more than `timeout` seconds raises `TimeoutError`, after `on_late`. A call that works only in the
+        thread that trains is repeated there, without a limit, and so are later calls with the same `key`.
+        """
+        lasting = self._lasting.get(id(of))
+        key = lasting.key if lasting else key or function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            where = lasting.threads if lasting else threads
+            if key not in self._bound and (_here.is_ours or where is not None):
+                if where is None:
+                    outcome, bound_by = _attempt(function, args, kwargs)
+                else:
+                    future = where.submit(_attempt, function, args, kwargs)
+                    if not self._wait(future, timeout):
+                        if lasting:
+                            where.shutdown()
+                            lasting.threads, lasting.is_late = self.threads("environment", limit=1), True
+                        on_late()
+                        raise TimeoutError(f"{name} did not return within {timeout:g} seconds.")
+                    outcome, bound_by = future.result()
+                if not bound_by or lasting and lasting.is_late:
+                    return result_of(outcome.result)
+                self._bound.add(key)
+                logger.warning(
+                    "%s works only in the thread that trains: %s. The call is repeated there. Later ones wait until "
+                    "training waits for a round, and have no tool_timeout. For calls beside training, limit their "
+                    "time without signals, as by a child process, and open connections in the call.",
+                    name,
+                    bound_by,
+                )
+            if not _here.is_ours:
+                return function(*args, **kwargs)
+            answer: Future[Any] = Future()
+            self.calls.put(partial(_serve, answer, function, args, kwargs))
+            return result_of(answer.result)
+
+        return call
+
+    def factories(self, make: Any) -> Any:
+        """Factories of environments, as TRL takes them, each of whose environments has a thread that it is made in."""
+        if isinstance(make, dict):
+            return {name: self.factories(one) for name, one in make.items()}
+        return None if make is None else self._factory(make)
+
+    def _factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        def made() -> Any:
+            threads = self.threads("environment", limit=1)
+            try:
+                instance = self.wrapped(make, getattr(make, "__name__", repr(make)), threads=threads)()
+            except BaseException:
+                threads.shutdown()
+                raise
+            if self._lasting.setdefault(id(instance), _Lasting(instance, threads, make)).threads is not threads:
+                threads.shutdown()  # it was returned before
+            return instance
+
+        return made
+
+    def release(self, environments: Iterable[Any]) -> None:
+        """End the threads of environments that are not used any more."""
+        _shut_down({id(one): self._lasting.pop(id(one)) for one in environments if id(one) in self._lasting})
+
+    def gather(self, futures: Iterable[Future[Any]]) -> list[Any]:
+        """The results of calls in threads, for the thread that trains."""
+        return [result_of(future.result) for future in list(futures) if self._wait(future, None)]
+
+    def cancel(self) -> None:
+        """End the calls that wait for the thread that trains, which serves no more."""
+        while not self.calls.empty():
+            if isinstance(call := self.calls.get(), partial):
+                call.args[0].set_exception(carried(GeneratorExit("Training has ended.")))
+
+    def _wait(self, future: Future[Any], timeout: float | None) -> bool:
+        """Wait for a call in a thread; whether it has ended. The thread that trains serves calls meanwhile."""
+        if _here.is_ours or timeout is not None:
+            return bool(wait([future], timeout).done)
+        future.add_done_callback(lambda _: self.calls.put(None))
+        while not future.done():
+            serve_next(self.calls, None)
+        return True
+
+
+def serve_next(calls: SimpleQueue[Callable[[], Any] | None], timeout: float | None) -> None:
+    """Run the next call that waits for this thread, if there is one in time. `None` only wakes it."""
+    try:
+        call = calls.get(timeout=timeout)
+    except Empty:
+        return
+    if call is not None:
+        call()
+
+
+def _serve(answer: Future[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    error = _settle(answer, function, args, kwargs)
+    if error is not None and not isinstance(error, Exception):
+        raise error  # Ctrl-C, or an exit
+
+
+def _shut_down(lasting: dict[int, _Lasting]) -> None:
+    for one in lasting.values():
+        one.threads.shutdown()
