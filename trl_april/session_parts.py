@@ -198,6 +198,16 @@ def tool_turns(
 @contextmanager
 def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
     """What generates the completions of an evaluation; `None` without tools and rollout function, where TRL does."""
+    try:
+        with _evaluation(trainer) as found:
+            yield found
+    finally:
+        if trainer._session is None:  # outside of training
+            trainer.vllm_generation.servers.give_up()
+
+
+@contextmanager
+def _evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation | None]:
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
     turns = tool_turns(trainer, options, server.server_info.max_model_len, trainer._rollout)
     if turns is None:

@@ -6,7 +6,10 @@ log-probabilities that the correction needs, and has room for prompt and complet
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +29,7 @@ class ServerInfo:
     """A server's account of itself."""
 
     model: str  # name under which the model is served
+    path: str  # folder or id of the served model
     max_model_len: int  # tokens of prompt and completion together
     dtype: str  # of the weights, such as "float32"
     quantized: bool
@@ -36,6 +40,13 @@ class ServerInfo:
     max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
     engines: int = 1  # data-parallel ones at its address
+
+    def description(self, base_url: str, config: PretrainedConfig) -> str:
+        """A line for the user, whose weights this server gets: `config` is that of the trainer's model."""
+        served = f"{self.path} as {self.model!r}" if self.path != self.model else self.path
+        own = config._name_or_path
+        differs = "" if not own or _is_one_of(own, (self.path, self.model)) else f", and gets the weights of {own}"
+        return f"vLLM server at {base_url}: used for training. It serves {served}{differs}."
 
 
 def check_server(
@@ -57,6 +68,7 @@ def check_server(
         logprobs_mode, served_model = str(model["logprobs_mode"]), str(model["model"])
         info = ServerInfo(
             model=str(get_json(session, f"{base_url}/v1/models")["data"][0]["id"]),
+            path=served_model,
             max_model_len=int(model["max_model_len"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             quantized=model["quantization"] is not None,
@@ -91,7 +103,7 @@ def check_server(
             f"completion of max_completion_length={max_completion_length} tokens have to fit. Restart it with a "
             "larger --max-model-len, or lower max_completion_length."
         )
-    check_architecture(served_model, base_url, config)
+    check_architecture(info, base_url, config)
     check_experts(info.device, base_url, config)
     check_vocabulary(session, base_url, info.model, config)
     return info
@@ -130,8 +142,12 @@ def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
     return config
 
 
-def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> None:
-    """Compare the served model's shape with the trainer's, if the served model can be read from this machine."""
+def check_architecture(info: ServerInfo, base_url: str, config: PretrainedConfig) -> None:
+    """Compare the served model with the trainer's, if the served one can be read from this machine.
+
+    A folder may be trained on a server of its base. Two models of the Hub are different ones, such as a judge.
+    """
+    name = info.path
     try:
         served = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
@@ -144,6 +160,20 @@ def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> No
                 f"The vLLM server at {base_url} serves {name!r} with {field}={theirs}, but the trainer's model has "
                 f"{field}={ours}. Start it with the model that is trained."
             )
+    own_name = config._name_or_path
+    on_hub = all(re.fullmatch(r"[\w.-]+/[\w.-]+", one) and not Path(one).exists() for one in (name, own_name))
+    if on_hub and not info.quantized and not _is_one_of(own_name, (name, info.model)):
+        raise ConfigError(
+            f"The vLLM server at {base_url} serves {name}, but the trainer's model is {own_name}, whose weights would "
+            f"replace its own. Give the address of a server of that model (`trl-april serve {own_name}`). If you mean "
+            f"this one, start it with --served-model-name {own_name}."
+        )
+
+
+def _is_one_of(name: str, others: Sequence[str]) -> bool:
+    """Whether a model has one of these names, wherever its folder or its copy on the Hub is."""
+    last = [one.rstrip("/").rpartition("/")[2].lower() for one in (name, *others)]
+    return last[0] in last[1:]
 
 
 def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:

@@ -1,26 +1,25 @@
 """The server that a trainer starts for itself: its devices, its flags, and its life.
 
-Invariant: a process runs at most one, and it ends with its trainer.
+Invariant: a process runs at most one, and it ends with the last of its trainers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import requests
-
 from ..errors import ConfigError
 from .local import LocalServer
-from .traffic import TimedRequests
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+CONFIG_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a model's configuration and tokenizer
+NOT_SERVED = (".index.json", "trainer_state.json")  # names of files that are not theirs
 MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
-PROBE_SECONDS = 2.0  # for an answer at the default address, which is on this host
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
 
@@ -74,13 +73,19 @@ def lora_flags(rank: int) -> list[str]:
     return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", str(allowed[0])] if allowed else []
 
 
-def answers(base_url: str) -> bool:
-    """Whether a vLLM server answers at `base_url`, even one that is not ready. Other programs have no /health."""
-    with TimedRequests(PROBE_SECONDS) as session:
-        try:
-            return session.get(f"{base_url}/health").status_code in (200, 503)
-        except requests.RequestException:
-            return False
+def model_files(model: str, *, weights: bool) -> object:
+    """A value that differs between models that need different servers: their name, or the contents of their folder.
+
+    The weights count only if they are asked for, since a sync replaces them.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    if weights:
+        return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    files = [file for file in files if file.suffix in CONFIG_FILES and not file.name.endswith(NOT_SERVED)]
+    return {file.name: hashlib.sha256(file.read_bytes()).digest() for file in files}
 
 
 class EmbeddedServer(LocalServer):
@@ -101,8 +106,27 @@ class EmbeddedServer(LocalServer):
         env = dict.fromkeys(gpu_variables, ",".join(devices.gpus)) if devices.gpus else None
         super().__init__(model, vllm_args=flags, env=env, restart=True)
         self.devices = devices
+        self.has_base = True  # whether its weights are still those of the model, as adapters need
+        self._trainers: weakref.WeakSet[object] = weakref.WeakSet()
+        self._started_as = self.env, list(flags), model_files(model, weights="--enable-lora" in flags)
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def shared_with(self, trainer: object) -> EmbeddedServer:
+        """This server for a trainer, or a running one that was started in the same way, which gets other weights."""
+        shared = self
+        for other in list(_servers):
+            keeps = other.has_base or "--enable-lora" not in other.vllm_args
+            if other.is_running and keeps and other._started_as == self._started_as:
+                shared = other
+                shared._show("used again, with the weights of the next trainer")
+        shared._trainers.add(trainer)
+        return shared
+
+    def leave(self) -> None:
+        """Stop the server unless another trainer has it. Called when a trainer is collected."""
+        if not list(self._trainers):
+            self.stop()
 
     def start_without_adapters(self) -> EmbeddedServer:
         """Start again for merged weights, after a start that failed because vLLM has no adapters for this model."""

@@ -1,0 +1,110 @@
+"""The lease of a server: one training run at a time sends it weights.
+
+Invariant: while a run renews its lease, no run of another process gets one.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import requests
+
+from ..errors import WeightSyncError
+from .command_line import LEASE_PATH
+from .traffic import TimedRequests
+
+
+LEASE_SECONDS = 30.0  # after which a run that was killed no longer holds its servers
+RENEWAL_SECONDS = 5.0
+POLL_SECONDS = 1.0  # between two questions whether another run renews its lease
+ANSWER_SECONDS = 10.0
+
+
+class Claim:
+    """Who holds a server, and until when. It lives in the server."""
+
+    def __init__(self) -> None:
+        self._holder = ""
+        self._since = self._until = 0.0
+
+    def take(self, holder: str, seconds: float) -> dict[str, Any] | None:
+        """Take or renew the lease for `seconds`, or return who else has it."""
+        now = time.monotonic()
+        if now < self._until and holder != self._holder:
+            return {"holder": self._holder, "held": now - self._since, "left": self._until - now}
+        if now >= self._until:
+            self._since = now
+        self._holder, self._until = holder, now + seconds
+        return None
+
+
+class ServerLease:
+    """This process's lease of a server. All training runs of a process share it: they take turns."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
+        self._base_url, self._headers = base_url, headers
+        self._ended = threading.Event()
+        self._renewal: threading.Thread | None = None
+
+    def take(self, *, renews: bool = False) -> bool:
+        """Take the server, and renew the lease until [`ServerLease.give_back`] if it `renews`.
+
+        Returns `False` for a server without leases. A lease that is not renewed is waited for. Raises
+        [`WeightSyncError`] if another process renews its own.
+        """
+        left = LEASE_SECONDS
+        while (answer := _ask(self._base_url, self._headers, LEASE_SECONDS)).status_code == 409:
+            other = answer.json()
+            if other["left"] > left:
+                raise WeightSyncError(
+                    f"The vLLM server at {self._base_url} is in use by another training run, {other['holder']}, for "
+                    f"{other['held']:.0f} s. Two would overwrite each other's weights. Start a server for this run "
+                    "(`trl-april serve MODEL --port PORT`), leave its address out and the trainer starts one, or end "
+                    "the other run."
+                )
+            left = other["left"]
+            time.sleep(POLL_SECONDS)
+        if answer.status_code != 200:
+            return False
+        if renews and self._renewal is None:
+            self._ended = threading.Event()
+            weakref.finalize(self, self._ended.set)
+            arguments = (self._base_url, self._headers, self._ended)
+            self._renewal = threading.Thread(target=_renew, args=arguments, name="trl-april-lease", daemon=True)
+            self._renewal.start()
+        return True
+
+    def give_back(self) -> None:
+        """Let other runs have the server. Does nothing if the lease is not being renewed."""
+        if self._renewal is not None:
+            self._ended.set()
+            self._renewal.join(ANSWER_SECONDS)
+            self._renewal = None
+
+
+def _renew(base_url: str, headers: Mapping[str, str], ended: threading.Event) -> None:
+    is_over = False
+    while not is_over:
+        is_over = ended.wait(RENEWAL_SECONDS)
+        with suppress(requests.RequestException):  # the next sync asks again
+            _ask(base_url, headers, 0.0 if is_over else LEASE_SECONDS)
+
+
+def _ask(base_url: str, headers: Mapping[str, str], seconds: float) -> requests.Response:
+    body = {"holder": this_process(), "seconds": seconds}
+    with TimedRequests(ANSWER_SECONDS) as session:
+        return session.post(f"{base_url}{LEASE_PATH}", json=body, headers=dict(headers))
+
+
+def this_process() -> str:
+    """This process, as the holder of a lease."""
+    process = psutil.Process()
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+    return f"process {process.pid} on {socket.gethostname()}, started {started}"
