@@ -107,6 +107,18 @@ class Stream:
         self.request.transport.abort()
 
 
+class TakenClaim(Claim):
+    """Of a run that renews it at every request of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = 1.0
+
+    def take(self, holder, seconds):
+        self.left += 1.0
+        return {"holder": "process 7 on other", "held": 60.0, "left": self.left}
+
+
 @dataclass(eq=False, repr=False)
 class FakeVLLM:
     """The server, on its own thread for the length of a `with` block. All fields may change while it runs."""

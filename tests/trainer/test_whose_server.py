@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 from trl import GRPOConfig
 
-from tests.support.fake_vllm import FakeVLLM
+from tests.support.fake_vllm import FakeVLLM, TakenClaim
 from tests.support.tool_calling import TOKENIZER, ToolScript
 from tests.trainer.test_tools import april
 from trl_april.errors import WeightSyncError
 from trl_april.server.embedded import EmbeddedServer
-from trl_april.server.lease import Claim
 from trl_april.training import construction
 
 
@@ -77,18 +76,6 @@ def test_a_judge_at_the_default_address_is_left_alone(judge, fake, tmp_path, mon
         assert there.received == []
 
 
-class TakenClaim(Claim):
-    """Of a run that renews it at every request of another."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = 1.0
-
-    def take(self, holder, seconds):
-        self.left += 1.0
-        return {"holder": "process 7 on other", "held": 60.0, "left": self.left}
-
-
 def changes(fake):
     """Requests that change what the server has."""
     return [one for one in fake.received if one.path in ("/collective_rpc", "/update_weight_version", "/resume")]
@@ -101,6 +88,7 @@ def test_a_second_run_is_refused_before_the_weights_change(fake, tmp_path, capsy
     fake.claim, mine = TakenClaim(), fake.claim
     with pytest.raises(WeightSyncError, match="in use by another training run, process 7 on other, for 60 s"):
         april(fake, tmp_path)
+    trainer.vllm_generation.servers.first.lease._until[0] = 0.0  # it has lapsed
     with pytest.raises(WeightSyncError, match="in use by another"):
         trainer.train()
     assert not changes(fake)

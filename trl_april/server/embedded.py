@@ -5,7 +5,7 @@ Invariant: a process runs at most one, and it ends with the last of its trainers
 
 from __future__ import annotations
 
-import hashlib
+import json
 import shutil
 import weakref
 from collections.abc import Sequence
@@ -19,6 +19,8 @@ from .local import LocalServer
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 CONFIG_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a model's configuration and tokenizer
 NOT_SERVED = (".index.json", "trainer_state.json")  # names of files that are not theirs
+# In config.json; the data type is a flag of the server.
+CHANGED_BY_TRAINERS = ("use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
@@ -84,8 +86,14 @@ def model_files(model: str, *, weights: bool) -> object:
     files = sorted(file for file in folder.iterdir() if file.is_file())
     if weights:
         return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    files = [file for file in files if file.suffix in CONFIG_FILES and not file.name.endswith(NOT_SERVED)]
-    return {file.name: hashlib.sha256(file.read_bytes()).digest() for file in files}
+    contents: dict[str, object] = {}
+    for file in files:
+        if file.name == "config.json":
+            options = json.loads(file.read_text())
+            contents[file.name] = {name: options[name] for name in options if name not in CHANGED_BY_TRAINERS}
+        elif file.suffix in CONFIG_FILES and not file.name.endswith(NOT_SERVED):
+            contents[file.name] = file.read_bytes()
+    return contents
 
 
 class EmbeddedServer(LocalServer):

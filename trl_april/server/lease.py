@@ -5,18 +5,20 @@ Invariant: while a run renews its lease, no run of another process gets one.
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
 import requests
 
-from ..errors import WeightSyncError
+from ..errors import ServerError, WeightSyncError
 from .command_line import LEASE_PATH
 from .traffic import TimedRequests
 
@@ -49,7 +51,9 @@ class ServerLease:
     """This process's lease of a server. All training runs of a process share it: they take turns."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        self._base_url, self._headers = base_url, headers
+        self._ask = partial(_ask, base_url, headers)
+        self._base_url = base_url
+        self._until = [0.0]  # when it ends, as the thread that renews it knows; infinite for a server without leases
         self._ended = threading.Event()
         self._renewal: threading.Thread | None = None
 
@@ -60,8 +64,7 @@ class ServerLease:
         [`WeightSyncError`] if another process renews its own.
         """
         left = LEASE_SECONDS
-        while (answer := _ask(self._base_url, self._headers, LEASE_SECONDS)).status_code == 409:
-            other = answer.json()
+        while time.monotonic() > self._until[0] and (other := self._ask(self._until, LEASE_SECONDS)):
             if other["left"] > left:
                 raise WeightSyncError(
                     f"The vLLM server at {self._base_url} is in use by another training run, {other['holder']}, for "
@@ -71,12 +74,12 @@ class ServerLease:
                 )
             left = other["left"]
             time.sleep(POLL_SECONDS)
-        if answer.status_code != 200:
+        if self._until[0] == math.inf:
             return False
         if renews and self._renewal is None:
             self._ended = threading.Event()
             weakref.finalize(self, self._ended.set)
-            arguments = (self._base_url, self._headers, self._ended)
+            arguments = (partial(self._ask, self._until), self._ended)
             self._renewal = threading.Thread(target=_renew, args=arguments, name="trl-april-lease", daemon=True)
             self._renewal.start()
         return True
@@ -89,18 +92,27 @@ class ServerLease:
             self._renewal = None
 
 
-def _renew(base_url: str, headers: Mapping[str, str], ended: threading.Event) -> None:
+def _renew(ask: Callable[[float], object], ended: threading.Event) -> None:
     is_over = False
     while not is_over:
         is_over = ended.wait(RENEWAL_SECONDS)
-        with suppress(requests.RequestException):  # the next sync asks again
-            _ask(base_url, headers, 0.0 if is_over else LEASE_SECONDS)
+        with suppress(ServerError):  # the next sync asks again
+            ask(0.0 if is_over else LEASE_SECONDS)
 
 
-def _ask(base_url: str, headers: Mapping[str, str], seconds: float) -> requests.Response:
-    body = {"holder": this_process(), "seconds": seconds}
-    with TimedRequests(ANSWER_SECONDS) as session:
-        return session.post(f"{base_url}{LEASE_PATH}", json=body, headers=dict(headers))
+def _ask(base_url: str, headers: Mapping[str, str], until: list[float], seconds: float) -> dict[str, Any]:
+    """Take the lease for `seconds` and note `until` when, or return who else has it."""
+    asked, body = time.monotonic(), {"holder": this_process(), "seconds": seconds}
+    try:
+        with TimedRequests(ANSWER_SECONDS) as session:
+            answer = session.post(f"{base_url}{LEASE_PATH}", json=body, headers=dict(headers))
+        if answer.status_code >= 500:  # of a proxy
+            answer.raise_for_status()
+    except requests.RequestException as error:
+        raise ServerError(f"The vLLM server at {base_url} did not answer: {error}") from error
+    until[0] = {200: asked + seconds, 409: 0.0}.get(answer.status_code, math.inf)
+    found: dict[str, Any] = answer.json() if answer.status_code == 409 else {}
+    return found
 
 
 def this_process() -> str:
