@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -31,27 +30,9 @@ def given_address(args: GRPOConfig) -> str | None:
     return next((name for name in names if getattr(args, name) != getattr(GRPOConfig, name)), None)
 
 
-def names_server(args: GRPOConfig) -> bool:
-    """Whether the user has a vLLM server for training, rather than one that the trainer starts."""
-    return args.vllm_mode == "server" if args.vllm_mode else given_address(args) is not None
-
-
 def correction_mode(args: GRPOConfig) -> str:
     """`vllm_importance_sampling_mode` with APRIL."""
     return args.vllm_importance_sampling_mode or "token_truncate"
-
-
-def trl_options(args: GRPOConfig, *, april_enabled: bool) -> dict[str, Any]:
-    """Values for TRL of the options that [`APRILGRPOConfig`] leaves open: without APRIL, TRL's own defaults."""
-    is_server = names_server(args)
-    values = {
-        "use_vllm": april_enabled or is_server,
-        "vllm_mode": "server" if is_server else GRPOConfig.vllm_mode,
-        "vllm_importance_sampling_mode": correction_mode(args)
-        if april_enabled
-        else GRPOConfig.vllm_importance_sampling_mode,
-    }
-    return {name: value for name, value in values.items() if getattr(args, name) is None}
 
 
 @dataclass

@@ -131,31 +131,27 @@ def test_other_architecture_is_refused(tmp_path: Path, field: str, served: Pretr
 
 
 @pytest.mark.parametrize(
-    ("own", "served", "alias", "says"),
+    ("own", "served", "alias", "has_name"),
     [
         ("org/policy", "org/judge", "judge", None),  # refused
-        ("org/policy", "mirror/Policy", "tiny", "It serves mirror/Policy as 'tiny'."),
-        ("org/policy", "org/judge", "policy", "It serves org/judge as 'policy'."),
-        ("", "org/judge", "org/judge", "It serves org/judge."),
-        ("checkpoint-100", "org/judge", "tiny", "It serves org/judge as 'tiny', and gets the weights of "),
-        ("org/policy", "checkpoint-100", "tiny", "and gets the weights of org/policy."),
+        ("org/policy", "mirror/Policy", "tiny", True),
+        ("org/policy", "org/judge", "policy", True),
+        ("checkpoint-100", "org/base", "tiny", False),
+        ("org/policy", "checkpoint-100", "tiny", False),
     ],
 )
-def test_other_model_of_the_hub_is_refused(own, served, alias, says, tmp_path, monkeypatch):
+def test_other_model_of_the_hub_is_refused(own, served, alias, has_name, tmp_path, monkeypatch):
     """Any folder may be a copy, a checkpoint or the base of the trainer's model: a line says what is served."""
     config().save_pretrained(tmp_path / "checkpoint-100")
     own, served = (str(tmp_path / name) if name.startswith("checkpoint") else name for name in (own, served))
     monkeypatch.setattr(
         "trl_april.server.check.AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config())
     )
-    options = {"config": config(name_or_path=own)}
-    if says is None:
-        assert "serves org/judge, but the trainer's model is org/policy" in refusal(
-            ConfigError, options, model_path=served, model=alias
-        )
+    arguments = {"options": {"config": config(name_or_path=own)}, "model_path": served, "model": alias}
+    if has_name is None:
+        assert "serves org/judge, but the trainer's model is org/policy" in refusal(ConfigError, **arguments)
     else:
-        found = check(options, model_path=served, model=alias)
-        assert says in found.description("http://127.0.0.1:8000", options["config"])
+        assert check(**arguments).has_name(own) is has_name
 
 
 @pytest.mark.parametrize(

@@ -256,8 +256,7 @@ class FakeVLLM:
 
     async def _lease(self, request: web.Request) -> web.Response:
         assert self.claim is not None
-        other = self.claim.take(**await request.json())
-        return web.json_response(other or {}, status=409 if other else 200)
+        return web.json_response(self.claim.take(**await request.json()))
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})

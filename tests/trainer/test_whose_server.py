@@ -84,7 +84,7 @@ def changes(fake):
 def test_a_second_run_is_refused_before_the_weights_change(fake, tmp_path, capsys):
     """When it connects, and at a sync if it had to do without the server meanwhile."""
     trainer = april(fake, tmp_path)
-    assert f"vLLM server at {fake.base_url}: used for training. It serves /nowhere/tiny" in capsys.readouterr().err
+    assert f"Training uses the vLLM server at {fake.base_url}. It serves /nowhere/tiny" in capsys.readouterr().err
     fake.claim, mine = TakenClaim(), fake.claim
     with pytest.raises(WeightSyncError, match="in use by another training run, process 7 on other, for 60 s"):
         april(fake, tmp_path)
@@ -94,10 +94,10 @@ def test_a_second_run_is_refused_before_the_weights_change(fake, tmp_path, capsy
     assert not changes(fake)
     fake.claim = mine
     trainer.train()
-    assert mine.take("next", 30.0) is None, "given back at the end of training"
-    assert mine.take("next", 0.0) is None
+    assert mine.take("next", 30.0) == {}, "given back at the end of training"
+    assert mine.take("next", 0.0) == {}
     trainer.evaluate(trainer.train_dataset.select(range(2)))
-    assert mine.take("next", 30.0) is None, "given back at the end of an evaluation"
+    assert mine.take("next", 30.0) == {}, "given back at the end of an evaluation"
 
 
 def test_a_run_on_a_server_without_leases_is_noticed_by_its_requests(tmp_path):

@@ -7,7 +7,6 @@ log-probabilities that the correction needs, and has room for prompt and complet
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,9 @@ class ServerInfo:
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
     engines: int = 1  # data-parallel ones at its address
 
-    def description(self, base_url: str, config: PretrainedConfig) -> str:
-        """A line for the user, whose weights this server gets: `config` is that of the trainer's model."""
-        served = f"{self.path} as {self.model!r}" if self.path != self.model else self.path
-        own = config._name_or_path
-        differs = "" if not own or _is_one_of(own, (self.path, self.model)) else f", and gets the weights of {own}"
-        return f"vLLM server at {base_url}: used for training. It serves {served}{differs}."
+    def has_name(self, name: str) -> bool:
+        """Whether the served model has this name, wherever its folder or its copy on the Hub is."""
+        return _last(name) in (_last(self.path), _last(self.model))
 
 
 def check_server(
@@ -162,7 +158,7 @@ def check_architecture(info: ServerInfo, base_url: str, config: PretrainedConfig
             )
     own_name = config._name_or_path
     on_hub = all(re.fullmatch(r"[\w.-]+/[\w.-]+", one) and not Path(one).exists() for one in (name, own_name))
-    if on_hub and not info.quantized and not _is_one_of(own_name, (name, info.model)):
+    if on_hub and not info.quantized and not info.has_name(own_name):
         raise ConfigError(
             f"The vLLM server at {base_url} serves {name}, but the trainer's model is {own_name}, whose weights would "
             f"replace its own. Give the address of a server of that model (`trl-april serve {own_name}`). If you mean "
@@ -170,10 +166,8 @@ def check_architecture(info: ServerInfo, base_url: str, config: PretrainedConfig
         )
 
 
-def _is_one_of(name: str, others: Sequence[str]) -> bool:
-    """Whether a model has one of these names, wherever its folder or its copy on the Hub is."""
-    last = [one.rstrip("/").rpartition("/")[2].lower() for one in (name, *others)]
-    return last[0] in last[1:]
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:

@@ -17,8 +17,6 @@ from .local import LocalServer
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
-CONFIG_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a model's configuration and tokenizer
-NOT_SERVED = (".index.json", "trainer_state.json")  # names of files that are not theirs
 # In config.json; the data type is a flag of the server.
 CHANGED_BY_TRAINERS = ("use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
@@ -75,25 +73,14 @@ def lora_flags(rank: int) -> list[str]:
     return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", str(allowed[0])] if allowed else []
 
 
-def model_files(model: str, *, weights: bool) -> object:
-    """A value that differs between models that need different servers: their name, or the contents of their folder.
-
-    The weights count only if they are asked for, since a sync replaces them.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
+def description(model: str) -> object:
+    """What a server reads from the folder of a model, and no weight sync replaces; of another model its name."""
+    config = Path(model, "config.json")
+    if not config.is_file():
         return model
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    if weights:
-        return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    contents: dict[str, object] = {}
-    for file in files:
-        if file.name == "config.json":
-            options = json.loads(file.read_text())
-            contents[file.name] = {name: options[name] for name in options if name not in CHANGED_BY_TRAINERS}
-        elif file.suffix in CONFIG_FILES and not file.name.endswith(NOT_SERVED):
-            contents[file.name] = file.read_bytes()
-    return contents
+    options = json.loads(config.read_text()).items()
+    files = sorted(file for kind in ("*token*", "*processor*") for file in config.parent.glob(kind) if file.is_file())
+    return {k: v for k, v in options if k not in CHANGED_BY_TRAINERS}, [file.read_bytes() for file in files]
 
 
 class EmbeddedServer(LocalServer):
@@ -116,23 +103,22 @@ class EmbeddedServer(LocalServer):
         self.devices = devices
         self.has_base = True  # whether its weights are still those of the model, as adapters need
         self._trainers: weakref.WeakSet[object] = weakref.WeakSet()
-        self._started_as = self.env, list(flags), model_files(model, weights="--enable-lora" in flags)
+        self._has_adapters = "--enable-lora" in flags
+        self._started_as = self.env, list(flags), model if self._has_adapters else description(model)
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def shared_with(self, trainer: object) -> EmbeddedServer:
-        """This server for a trainer, or a running one that was started in the same way, which gets other weights."""
-        shared = self
-        for other in list(_servers):
-            keeps = other.has_base or "--enable-lora" not in other.vllm_args
-            if other.is_running and keeps and other._started_as == self._started_as:
-                shared = other
-                shared._show("used again, with the weights of the next trainer")
+        """This server for a trainer, or a running one that was started in the same way. It ends with its trainers."""
+        others = (other for other in list(_servers) if other.is_running and other._started_as == self._started_as)
+        shared = next((other for other in others if other.has_base or not self._has_adapters), self)
+        if shared is not self:
+            shared._show("gets the weights of another trainer")
         shared._trainers.add(trainer)
+        weakref.finalize(trainer, shared._leave)
         return shared
 
-    def leave(self) -> None:
-        """Stop the server unless another trainer has it. Called when a trainer is collected."""
+    def _leave(self) -> None:
         if not list(self._trainers):
             self.stop()
 

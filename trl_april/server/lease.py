@@ -10,23 +10,22 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import psutil
-import requests
 
 from ..errors import ServerError, WeightSyncError
 from .command_line import LEASE_PATH
-from .traffic import TimedRequests
 
 
 LEASE_SECONDS = 30.0  # after which a run that was killed no longer holds its servers
 RENEWAL_SECONDS = 5.0
 POLL_SECONDS = 1.0  # between two questions whether another run renews its lease
-ANSWER_SECONDS = 10.0
+
+Answer = Callable[[str, str, dict[str, Any]], dict[str, Any]]  # to a request with this method, path and body
 
 
 class Claim:
@@ -36,35 +35,34 @@ class Claim:
         self._holder = ""
         self._since = self._until = 0.0
 
-    def take(self, holder: str, seconds: float) -> dict[str, Any] | None:
+    def take(self, holder: str, seconds: float) -> dict[str, Any]:
         """Take or renew the lease for `seconds`, or return who else has it."""
         now = time.monotonic()
         if now < self._until and holder != self._holder:
             return {"holder": self._holder, "held": now - self._since, "left": self._until - now}
-        if now >= self._until:
-            self._since = now
+        self._since = self._since if now < self._until else now
         self._holder, self._until = holder, now + seconds
-        return None
+        return {}
 
 
 class ServerLease:
-    """This process's lease of a server. All training runs of a process share it: they take turns."""
+    """This process's lease of a server, which all of its training runs share: they take turns."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        self._ask = partial(_ask, base_url, headers)
+    def __init__(self, answer: Answer, base_url: str) -> None:
         self._base_url = base_url
-        self._until = [0.0]  # when it ends, as the thread that renews it knows; infinite for a server without leases
+        self._until = [0.0]  # when it ends; infinite for a server without leases
+        self._ask = partial(_ask, answer, self._until)
         self._ended = threading.Event()
         self._renewal: threading.Thread | None = None
 
     def take(self, *, renews: bool = False) -> bool:
         """Take the server, and renew the lease until [`ServerLease.give_back`] if it `renews`.
 
-        Returns `False` for a server without leases. A lease that is not renewed is waited for. Raises
-        [`WeightSyncError`] if another process renews its own.
+        Returns `False` for a server without leases. Waits for a lease that is not renewed, such as that of a run which
+        was killed. Raises [`WeightSyncError`] if another process renews its own.
         """
         left = LEASE_SECONDS
-        while time.monotonic() > self._until[0] and (other := self._ask(self._until, LEASE_SECONDS)):
+        while time.monotonic() > self._until[0] and (other := self._ask(LEASE_SECONDS)):
             if other["left"] > left:
                 raise WeightSyncError(
                     f"The vLLM server at {self._base_url} is in use by another training run, {other['holder']}, for "
@@ -74,21 +72,19 @@ class ServerLease:
                 )
             left = other["left"]
             time.sleep(POLL_SECONDS)
-        if self._until[0] == math.inf:
-            return False
-        if renews and self._renewal is None:
+        if renews and self._renewal is None and self._until[0] != math.inf:
             self._ended = threading.Event()
             weakref.finalize(self, self._ended.set)
-            arguments = (partial(self._ask, self._until), self._ended)
+            arguments = (self._ask, self._ended)
             self._renewal = threading.Thread(target=_renew, args=arguments, name="trl-april-lease", daemon=True)
             self._renewal.start()
-        return True
+        return self._until[0] != math.inf
 
     def give_back(self) -> None:
         """Let other runs have the server. Does nothing if the lease is not being renewed."""
         if self._renewal is not None:
             self._ended.set()
-            self._renewal.join(ANSWER_SECONDS)
+            self._renewal.join()
             self._renewal = None
 
 
@@ -100,23 +96,15 @@ def _renew(ask: Callable[[float], object], ended: threading.Event) -> None:
             ask(0.0 if is_over else LEASE_SECONDS)
 
 
-def _ask(base_url: str, headers: Mapping[str, str], until: list[float], seconds: float) -> dict[str, Any]:
+def _ask(answer: Answer, until: list[float], seconds: float) -> dict[str, Any]:
     """Take the lease for `seconds` and note `until` when, or return who else has it."""
-    asked, body = time.monotonic(), {"holder": this_process(), "seconds": seconds}
-    try:
-        with TimedRequests(ANSWER_SECONDS) as session:
-            answer = session.post(f"{base_url}{LEASE_PATH}", json=body, headers=dict(headers))
-        if answer.status_code >= 500:  # of a proxy
-            answer.raise_for_status()
-    except requests.RequestException as error:
-        raise ServerError(f"The vLLM server at {base_url} did not answer: {error}") from error
-    until[0] = {200: asked + seconds, 409: 0.0}.get(answer.status_code, math.inf)
-    found: dict[str, Any] = answer.json() if answer.status_code == 409 else {}
-    return found
-
-
-def this_process() -> str:
-    """This process, as the holder of a lease."""
-    process = psutil.Process()
+    asked, process = time.monotonic(), psutil.Process()
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
-    return f"process {process.pid} on {socket.gethostname()}, started {started}"
+    holder = f"process {process.pid} on {socket.gethostname()}, started {started}"
+    try:
+        other = answer("POST", LEASE_PATH.lstrip("/"), {"holder": holder, "seconds": seconds})
+    except WeightSyncError:  # there is no such path
+        until[0] = math.inf
+        return {}
+    until[0] = 0.0 if other else asked + seconds
+    return other

@@ -63,19 +63,18 @@ class Lease:
     """Reserves the server for one training run, so that a second one is refused before it changes any weights.
 
     `POST /april/lease` with `{"holder": text, "seconds": s}` takes it, or renews it, for s seconds from now; 0 gives
-    it back. While another has it: 409 and `{"holder": text, "held": seconds, "left": seconds}`.
+    it back. The answer is `{}`, or `{"holder": text, "held": seconds, "left": seconds}` while another has it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self.claim = Claim()
+        self._app, self._claim = app, Claim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != LEASE_PATH:
             await self._app(scope, receive, send)
         else:
-            other = self.claim.take(**await Request(scope, receive).json())
-            await JSONResponse(other or {}, 409 if other else 200)(scope, receive, send)
+            other = self._claim.take(**await Request(scope, receive).json())
+            await JSONResponse(other)(scope, receive, send)
 
 
 def _generate(generate: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
-from ..config import AprilOptions, correction_mode, names_server
+from ..config import AprilOptions, correction_mode, given_address
 from ..engine.images import images_in
 from ..engine.sampling import sampling_of
 from ..errors import ConfigError
@@ -44,6 +44,11 @@ def why_stock(args: GRPOConfig, rollout_func: Any = None, overridden: Sequence[s
     if args.world_size > 1 and not dist.is_initialized():
         return f"the {args.world_size} processes do not form a torch.distributed process group"
     return None
+
+
+def names_server(args: GRPOConfig) -> bool:
+    """Whether the user has a vLLM server for training, rather than one that the trainer starts."""
+    return args.vllm_mode == "server" if args.vllm_mode else given_address(args) is not None
 
 
 def has_images(train_dataset: Dataset | IterableDataset | None) -> bool:

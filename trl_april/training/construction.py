@@ -10,7 +10,6 @@ import copy
 import os
 import tempfile
 import textwrap
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from ..config import APRILGRPOConfig, AprilOptions, names_server, trl_options
+from ..config import APRILGRPOConfig, AprilOptions, correction_mode
 from ..distributed.processes import Processes
 from ..engine.sampling import SamplingOptions, sampling_of
 from ..engine.servers import ServersEngine
@@ -37,6 +36,7 @@ from ..server.host import bind
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
+from .compatibility import names_server
 
 
 logger = get_logger(__name__)
@@ -66,6 +66,17 @@ def gspo_options(args: GRPOConfig) -> dict[str, Any]:
         if args.epsilon_high is None:
             options["epsilon_high"] = GSPO_EPSILON_HIGH
     return options
+
+
+def trl_options(args: GRPOConfig, *, april_enabled: bool) -> dict[str, Any]:
+    """Values for TRL of the options that [`APRILGRPOConfig`] leaves open: without APRIL, TRL's own defaults."""
+    is_server, mode = names_server(args), GRPOConfig.vllm_importance_sampling_mode
+    values = {
+        "use_vllm": april_enabled or is_server,
+        "vllm_mode": "server" if is_server else "colocate",
+        "vllm_importance_sampling_mode": correction_mode(args) if april_enabled else mode,
+    }
+    return {name: value for name, value in values.items() if getattr(args, name) is None}
 
 
 def default_arguments(model: Any) -> APRILGRPOConfig:
@@ -140,7 +151,6 @@ def start_server(
     if not needs_server(args):
         return None
     server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
-    weakref.finalize(trainer, server.leave)
     server.start(wait=False)
     return server
 

@@ -165,14 +165,15 @@ class ServerGeneration(VLLMGeneration):
         """Wait until a server is ready, and check it."""
         server.client = ServerClient(server.control, group_port=server.group_port, connection_timeout=patience)
         config = self.model.config
-        is_given = self.local_server is None and self.accelerator.is_main_process
-        if is_given:
-            server.reserve()
         if self.accelerator.is_main_process:
+            if self.local_server is None:
+                server.reserve()
             server.pause.end_foreign()  # a paused server would not answer the check
         self._examine(server)
-        if is_given:
-            sys.stderr.write(f"{server.info.description(server.base_url, config)}\n")
+        if self.accelerator.is_main_process and self.local_server is None:
+            own, served = config._name_or_path, server.info.path
+            gets = f" and gets the weights of {own}" if own and not server.info.has_name(own) else ""
+            sys.stderr.write(f"Training uses the vLLM server at {server.base_url}. It serves {served}{gets}.\n")
         server.canary = Canary(
             config.get_text_config().vocab_size,
             comparable=not (server.info.quantized or is_quantized(self.model) or depends_on_width(config)),

@@ -39,8 +39,8 @@ class SyncedServer:
         self.base_url = base_url
         self.group_port = group_port  # where its NCCL group meets
         self.control = ServerControl(base_url, seconds, headers)
-        self.lease = ServerLease(base_url, headers)
-        self.pause = ServerPause(partial(self.control.request, seconds=ANSWER_SECONDS), base_url)
+        answer = partial(self.control.request, seconds=ANSWER_SECONDS)
+        self.pause, self.lease = ServerPause(answer, base_url), ServerLease(answer, base_url)
         self.is_connected = False
         self.mismatch = 0.0  # of server and trainer after the last sync, in nats
         self.synced_version: str | None = None  # of the last complete sync
