@@ -65,7 +65,7 @@ class Trainer(APRILGRPOTrainer):
         self._last_loaded_step = 0
 
     def _run_round(self) -> Round:
-        self._session = self._session or Session(self.args.vllm_importance_sampling_mode)
+        self._session = self._session or Session(self.vllm_importance_sampling_mode)
         return self.next_round
 
     def count_positions(self, module: Any, args: Any, kwargs: Any) -> None:

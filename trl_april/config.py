@@ -24,6 +24,17 @@ RESUME_KV = ("auto", "recompute", "reuse", "keep")
 DEFAULT_FACTOR, DEFAULT_FACTOR_WITH_TOOLS = START, 6.0
 
 
+def given_address(args: GRPOConfig) -> str | None:
+    """The option that gives the address of a server, if any does."""
+    names = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+    return next((name for name in names if getattr(args, name) != getattr(GRPOConfig, name)), None)
+
+
+def correction_mode(args: GRPOConfig) -> str:
+    """`vllm_importance_sampling_mode` with APRIL."""
+    return args.vllm_importance_sampling_mode or "token_truncate"
+
+
 @dataclass
 class AprilOptions:
     """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them."""
@@ -239,13 +250,16 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
     all others please refer to [`~trl.GRPOConfig`]. Four of its defaults differ:
 
-    - `use_vllm=True` and `vllm_mode="server"`: APRIL needs a vLLM server. The trainer starts one if neither
-      `vllm_server_base_url` nor `vllm_server_host` or `vllm_server_port` is set and none answers at TRL's default
-      address, and always with `vllm_mode="colocate"`. TRL's `vllm_gpu_memory_utilization`,
-      `vllm_tensor_parallel_size`, `vllm_max_model_length` and `vllm_model_impl` apply to it.
+    - `use_vllm=None`: APRIL, which needs a vLLM server. Stock GRPO instead of it does without vLLM, as in TRL.
+    - `vllm_mode=None`: the server whose address is given (`vllm_server_base_url`, `vllm_server_host` or
+      `vllm_server_port`), otherwise one that the trainer starts. `"server"` is always a server of yours, at TRL's
+      default address if none is given, and `"colocate"` is always the trainer's. TRL's
+      `vllm_gpu_memory_utilization`, `vllm_tensor_parallel_size`, `vllm_max_model_length` and `vllm_model_impl` apply
+      to the trainer's.
     - `bf16=False` on a machine without a GPU, where TRL's default is an error.
-    - `vllm_importance_sampling_mode="token_truncate"`: TRL's default, `"sequence_mask"`, exponentiates the log-ratio
-      summed over the sequence. It would mask out the long samples of several policy versions that APRIL keeps.
+    - `vllm_importance_sampling_mode=None`: `"token_truncate"`. TRL's default, `"sequence_mask"`, exponentiates the
+      log-ratio summed over the sequence. It would mask out the long samples of several policy versions that APRIL
+      keeps. Stock GRPO keeps TRL's default.
 
     `vllm_server_base_url` takes the addresses of several servers, as a list or as one text with commas. It is read
     again before every weight sync, so servers can be added and removed during training.
@@ -331,15 +345,18 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     """
 
     # Changed defaults and meanings; the class docstring gives the reasons.
-    use_vllm: bool = field(
-        default=True,
-        metadata={"help": "Whether to use vLLM for generating completions. If `False`, training runs as stock GRPO."},
-    )
-    vllm_mode: str = field(
-        default="server",
+    use_vllm: bool | None = field(
+        default=None,
         metadata={
-            "help": "`'server'`: the vLLM server at `vllm_server_base_url`, or one that the trainer starts if none is "
-            "given. `'colocate'`: always one that the trainer starts."
+            "help": "Whether to use vLLM for generating completions. If `False`, training runs as stock GRPO. By "
+            "default APRIL uses it, and stock GRPO does not."
+        },
+    )
+    vllm_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "`'server'`: a vLLM server of yours. `'colocate'`: one that the trainer starts. By default the "
+            "former if its address is given."
         },
     )
     vllm_server_base_url: str | None = field(
@@ -349,11 +366,11 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             "them. If given, `vllm_server_host` and `vllm_server_port` are ignored."
         },
     )
-    vllm_importance_sampling_mode: str = field(
-        default="token_truncate",
+    vllm_importance_sampling_mode: str | None = field(
+        default=None,
         metadata={
             "help": "Importance sampling correction for tokens sampled under other weights: 'token_truncate', "
-            "'token_mask', 'sequence_truncate' or 'sequence_mask'. See `GRPOConfig`."
+            "'token_mask', 'sequence_truncate' or 'sequence_mask'. By default the first; see `GRPOConfig`."
         },
     )
 
@@ -364,4 +381,12 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             self.vllm_server_base_url = ",".join(server_addresses(given))  # TRL's option is text
         if self.bf16 is None and not self.use_cpu and not torch.accelerator.is_available():
             self.bf16 = False
+        if self.vllm_mode == "colocate" and (address := given_address(self)):
+            raise ConfigError(
+                f"vllm_mode is 'colocate', for which the trainer starts a server, but {address} gives the address of "
+                "another. Leave one of them out."
+            )
+        mode = self.vllm_importance_sampling_mode
+        self.vllm_importance_sampling_mode = correction_mode(self)  # TRL checks the bounds that it needs
         GRPOConfig.__post_init__(self)
+        self.vllm_importance_sampling_mode = mode

@@ -249,6 +249,16 @@ def tool_turns(
 @contextmanager
 def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
     """What generates the completions of an evaluation."""
+    try:
+        with _evaluation(trainer) as found:
+            yield found
+    finally:
+        if trainer._session is None:  # outside of training
+            trainer.vllm_generation.servers.give_up()
+
+
+@contextmanager
+def _evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
     sampled = sampling(trainer)
     turns = tool_turns(trainer, options, trainer._rollout)

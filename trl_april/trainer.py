@@ -65,10 +65,10 @@ class APRILGRPOTrainer(GRPOTrainer):
     All else is inherited. The log gains keys with the prefix `april/`, and `output_dir` a file `april_rounds.jsonl`
     for `trl-april report`.
 
-    Where no server is given and none answers at TRL's default address, the trainer starts one, which ends with it: on
-    GPUs that the trainer does not use, else beside it with `vllm_gpu_memory_utilization` of its memory.
+    Where no server is given, the trainer starts one, which ends with it: on GPUs that the trainer does not use, else
+    beside it with `vllm_gpu_memory_utilization` of its memory. The next trainer for such a server takes it over.
 
-    APRIL is on when `args.use_vllm` is true, without `rollout_func`, and unless a subclass overrides `_generate`,
+    APRIL is on unless `args.use_vllm` is false, `rollout_func` is given, or a subclass overrides `_generate`,
     `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise stock GRPO runs, with a warning.
 
     Args:
@@ -142,7 +142,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
-            vars(self).update(construction.stock_card(type(self), APRILGRPOTrainer))
+        vars(self).update(construction.model_card(type(self), APRILGRPOTrainer, april_enabled=self.april_enabled))
         with construction.arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._server):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset,

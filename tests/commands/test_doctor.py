@@ -16,7 +16,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.fake_vllm import FakeVLLM, Stream
+from tests.support.fake_vllm import FakeVLLM, Stream, TakenClaim
 from trl_april import cli
 from trl_april.commands import doctor, doctor_server, doctor_speed
 from trl_april.commands.doctor import DoctorOptions, Examination, Finding, Mark
@@ -427,10 +427,15 @@ def sync(fake: FakeVLLM, folder: Any) -> Finding:
         ({"weight_version": "17"}, 1e12, SKIP, "a training run (version '17')"),
         ({"quantization": "fp8"}, 1e12, SKIP, "quantized"),
         ({}, 1e5, SKIP, "0.0 GB of memory are free"),
+        ({"claim": TakenClaim()}, 1e12, SKIP, "in use by another training run"),
         ({}, 1e12, WARN, "nothing was sent"),  # stock TRL sets no version, but its weights are other ones
     ],
 )
-def test_weights_are_not_sent_if_others_may_be_lost(fake, changed, memory, mark, words, tmp_path, monkeypatch):
+def test_weights_are_not_sent_if_others_may_be_lost(
+    fake, changed, memory, mark, words, tiny_model_dir, tmp_path, monkeypatch, one_thread
+):
+    if "claim" in changed:  # found last
+        fake.prompt_logprobs = tiny_logprobs(tiny_model_dir)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
     for name, value in changed.items():
         setattr(fake, name, value)

@@ -1,6 +1,7 @@
 """Servers that cannot be trained with: one error for each reason, before the first rollout."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ def test_accepted_server_describes_itself(tmp_path: Path):
     info = check(model="served-name", model_path=str(tmp_path), max_model_len=512)
     assert info == ServerInfo(
         model="served-name",
+        path=str(tmp_path),
         max_model_len=512,
         dtype="float32",
         quantized=False,
@@ -127,6 +129,30 @@ def test_other_architecture_is_refused(tmp_path: Path, field: str, served: Pretr
     message = refusal(ConfigError, model_path=str(tmp_path))
     assert str(tmp_path) in message
     assert f"{field}={getattr(served, field)}" in message and f"{field}={getattr(config(), field)}" in message
+
+
+@pytest.mark.parametrize(
+    ("own", "served", "alias", "has_name"),
+    [
+        ("org/policy", "org/judge", "judge", None),  # refused
+        ("org/policy", "mirror/Policy", "tiny", True),
+        ("org/policy", "org/judge", "policy", True),
+        ("checkpoint-100", "org/base", "tiny", False),
+        ("org/policy", "checkpoint-100", "tiny", False),
+    ],
+)
+def test_other_model_of_the_hub_is_refused(own, served, alias, has_name, tmp_path, monkeypatch):
+    """Any folder may be a copy, a checkpoint or the base of the trainer's model: a line says what is served."""
+    config().save_pretrained(tmp_path / "checkpoint-100")
+    own, served = (str(tmp_path / name) if name.startswith("checkpoint") else name for name in (own, served))
+    monkeypatch.setattr(
+        "trl_april.server.check.AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: config())
+    )
+    arguments = {"options": {"config": config(name_or_path=own)}, "model_path": served, "model": alias}
+    if has_name is None:
+        assert "serves org/judge, but the trainer's model is org/policy" in refusal(ConfigError, **arguments)
+    else:
+        assert check(**arguments).has_name(own) is has_name
 
 
 @pytest.mark.parametrize(

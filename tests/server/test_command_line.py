@@ -16,7 +16,7 @@ from trl_april.server.command_line import (
     server_environment,
 )
 from trl_april.server.local import LocalServer
-from trl_april.server.middleware import BrowserGuard, GeneratedTokens, MissingEndpoints, TokenIdsOnly
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, MissingEndpoints, TokenIdsOnly
 from trl_april.server.worker import QuietReload
 
 
@@ -44,7 +44,7 @@ def test_command_on_a_cpu():
         assert flag_value(command, flag) == value
     assert "--disable-uvicorn-access-log" in command and "--enable-scale-out" in command
     assert "--weight-transfer-config" not in command  # no NCCL on a CPU
-    always = [path_of(GeneratedTokens), path_of(TokenIdsOnly)]
+    always = [path_of(GeneratedTokens), path_of(TokenIdsOnly), path_of(Lease)]
     assert middleware_of(command) == [*always, path_of(BrowserGuard)]
     assert flag_value(command, "--worker-extension-cls") == path_of(QuietReload)
     open_to_all = server_command("m", "127.0.0.1", 1, ["--allowed-origins", '["*"]'], platform="cpu")
@@ -154,6 +154,22 @@ def test_environment_is_that_of_the_process_without_its_launcher(monkeypatch):
     assert env["A"] == "b" and env["PATH"] == os.environ["PATH"]
     assert env["VLLM_SERVER_DEV_MODE"] == "1"
     assert not set(launcher) & env.keys()
+
+
+@pytest.mark.parametrize(
+    ("variables", "port", "folder"),
+    [
+        ({"VLLM_PORT": "tcp://10.0.0.7:8000"}, None, None),  # Kubernetes', for a service that is called vllm
+        ({"VLLM_PORT": "8123", "TMPDIR": "/" + "x" * 69}, "8123", None),
+        ({"TMPDIR": "/" + "x" * 70}, None, "/tmp"),
+        ({"VLLM_RPC_BASE_PATH": "/short", "TMPDIR": "/" + "x" * 70}, None, "/short"),
+    ],
+)
+def test_environment_fits_vllm(variables, port, folder, monkeypatch):
+    """Its sockets have 37 characters after the folder, and Unix allows 107."""
+    monkeypatch.delenv("VLLM_PORT", raising=False)
+    env = server_environment(variables, platform="gpu")
+    assert (env.get("VLLM_PORT"), env.get("VLLM_RPC_BASE_PATH")) == (port, folder)
 
 
 def test_a_server_for_adapters_can_load_them_while_it_runs():

@@ -1,15 +1,15 @@
 """The embedded server: its devices and flags, and that a process has only one."""
 
 import gc
+import json
 import sys
 
 import pytest
 
 from tests.server.test_local import HEALTHY, script  # noqa: F401
-from tests.support.fake_vllm import FakeVLLM
 from trl_april.errors import ConfigError
 from trl_april.server.command_line import flag_value
-from trl_april.server.embedded import Devices, EmbeddedServer, answers, choose_devices, server_flags
+from trl_april.server.embedded import Devices, EmbeddedServer, choose_devices, lora_flags, server_flags
 from trl_april.server.process import session_members
 
 
@@ -51,14 +51,6 @@ def test_flags_follow_the_devices(devices, memory, eager, words):
     assert str(devices) == words
 
 
-def test_only_a_vllm_server_answers():
-    with FakeVLLM() as fake:
-        for status, expected in ((200, True), (503, True), (404, False)):
-            fake.answers = {"/health": (status, "")}
-            assert answers(fake.base_url) is expected
-    assert not answers("http://127.0.0.1:9")
-
-
 class ScriptEmbedded(EmbeddedServer):
     """An embedded server that runs a script instead of vLLM."""
 
@@ -86,3 +78,51 @@ def test_embedded_server_stops_the_one_before_it(script, tmp_path, capsys):  # n
     del first
     gc.collect()
     assert not folder.exists()
+
+
+class User:
+    """Stands for a trainer."""
+
+
+def used_by(user, model, flags=()):
+    """A server for a trainer, as it starts one."""
+    return ScriptEmbedded(str(model), Devices(), flags).shared_with(user)
+
+
+def test_next_trainer_of_the_same_model_takes_the_server_over(script, monkeypatch, tmp_path, capsys):  # noqa: F811
+    """Of a folder, all that a weight sync does not bring must be the same. It ends with the last trainer."""
+    program, folders = script(HEALTHY), [tmp_path / str(number) for number in range(3)]
+    monkeypatch.setattr(ScriptEmbedded, "command", lambda self, port: [sys.executable, str(program), str(port)])
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        options = {"vocab_size": number // 2, "use_cache": number == 0}  # TRL changes the second one
+        folder.joinpath("config.json").write_text(json.dumps(options))
+        folder.joinpath("model.safetensors").write_text(str(number))
+    users = [User() for _ in range(4)]
+    server = used_by(users[0], folders[0]).start()
+    capsys.readouterr()
+    assert used_by(users[1], folders[1]) is server and "gets the weights of another" in capsys.readouterr().err
+    assert used_by(users[2], folders[2]) is not server
+    assert used_by(users[3], folders[0], ["--dtype", "float32"]) is not server
+    del users[0]
+    gc.collect()
+    assert server.is_running
+    del users[:]
+    gc.collect()
+    assert not server.is_running
+
+
+def test_server_of_adapters_is_taken_over_while_it_has_their_base(script, monkeypatch, tmp_path):  # noqa: F811
+    program, folder, users = script(HEALTHY), tmp_path / "model", [User() for _ in range(4)]
+    monkeypatch.setattr(ScriptEmbedded, "command", lambda self, port: [sys.executable, str(program), str(port)])
+    folder.mkdir()
+    for place in (folder, tmp_path / "merged"):
+        place.mkdir(exist_ok=True)
+        place.joinpath("config.json").write_text("{}")
+    server = used_by(users[0], folder, lora_flags(8)).start()
+    assert used_by(users[1], folder, lora_flags(8)) is server
+    server.has_base = False  # merged weights were loaded
+    assert used_by(users[2], folder, lora_flags(8)) is not server
+    server.has_base = True
+    assert used_by(users[3], tmp_path / "merged", lora_flags(8)) is not server
+    server.stop()

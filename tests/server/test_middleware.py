@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import requests
 
-from trl_april.server.command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
-from trl_april.server.middleware import BrowserGuard, GeneratedTokens, MissingEndpoints, TokenIdsOnly
+from trl_april.server.command_line import GENERATED_TOKENS_PATH, LEASE_PATH, TOKEN_IDS_ONLY
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, MissingEndpoints, TokenIdsOnly
 from trl_april.server.worker import RELOAD_LOGGER, QuietReload
 
 
@@ -253,3 +253,20 @@ def test_only_the_warning_of_computed_tables_is_left_out(caplog):
         logging.getLogger(RELOAD_LOGGER).warning("%s: Failed to load weights", name)
     logging.getLogger(RELOAD_LOGGER).warning("RotaryEmbedding: no such device")
     assert caplog.messages == ["QKVParallelLinear: Failed to load weights", "RotaryEmbedding: no such device"]
+
+
+def test_lease_is_answered_by_the_server():
+    lease = Lease(None)
+
+    def middleware(app):
+        lease._app = app
+        return lease
+
+    def ask(holder: str, path: str = LEASE_PATH) -> Any:
+        body = json.dumps({"holder": holder, "seconds": 60}).encode()
+        return asyncio.run(answer_of(middleware, {"type": "http", "path": path, "method": "POST"}, body))
+
+    assert ask("first") == ask("first") == (200, {})
+    _, other = ask("second")
+    assert other["holder"] == "first" and 0 < other["left"] <= 60 and other["held"] >= 0
+    assert ask("second", "/health") == "passed on"

@@ -19,6 +19,9 @@ from typing import Any
 from aiohttp import web
 from PIL import Image
 
+from trl_april.server.command_line import LEASE_PATH
+from trl_april.server.lease import Claim
+
 
 HANG_GUARD = 20.0  # seconds; nothing here takes that long unless it hangs
 
@@ -104,6 +107,18 @@ class Stream:
         self.request.transport.abort()
 
 
+class TakenClaim(Claim):
+    """Of a run that renews it at every request of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = 1.0
+
+    def take(self, holder, seconds):
+        self.left += 1.0
+        return {"holder": "process 7 on other", "held": 60.0, "left": self.left}
+
+
 @dataclass(eq=False, repr=False)
 class FakeVLLM:
     """The server, on its own thread for the length of a `with` block. All fields may change while it runs."""
@@ -122,6 +137,7 @@ class FakeVLLM:
     more_config: dict[str, Any] = field(default_factory=dict)
     api_key: str | None = None  # required under `/v1`, as in vLLM
     dev_endpoints: bool = True  # as with `VLLM_SERVER_DEV_MODE=1`
+    claim: Claim | None = field(default_factory=Claim)  # `None` without our middleware
     # Answers.
     prompt_length: int = 3  # tokens of every prompt that were not generated
     length: int = 10  # tokens of a completion, over all its requests
@@ -178,6 +194,8 @@ class FakeVLLM:
         if self.max_loras:
             app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
             app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
+        if self.claim is not None:
+            app.router.add_post(LEASE_PATH, self._lease)
         if self.dev_endpoints:
             for path in ("server_info", "weight_info"):
                 app.router.add_get(f"/{path}", getattr(self, f"_{path}"))
@@ -235,6 +253,10 @@ class FakeVLLM:
         }
         as_json = request.query.get("config_format") == "json"
         return web.json_response({"vllm_config": config if as_json else str(config), "vllm_env": {}})
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        assert self.claim is not None
+        return web.json_response(self.claim.take(**await request.json()))
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})

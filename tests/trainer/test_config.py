@@ -11,6 +11,7 @@ from trl import GRPOConfig, TrlParser
 
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import AprilError, ConfigError
+from trl_april.training.construction import trl_options
 
 
 CPU = {"use_cpu": True, "bf16": False}
@@ -63,9 +64,34 @@ def test_the_fields_and_their_defaults():
         for name, field in trls.items()
         if (field.default, field.default_factory) != (ours[name].default, ours[name].default_factory)
     }
-    assert changed == {
-        "use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"
-    }  # fmt: skip
+    assert changed == dict.fromkeys(("use_vllm", "vllm_mode", "vllm_importance_sampling_mode"))
+
+
+@pytest.mark.parametrize(
+    ("given", "april", "stock"),
+    [
+        ({}, (True, "colocate", "token_truncate"), (False, "colocate", "sequence_mask")),
+        ({"vllm_mode": "server"}, (True, "server", "token_truncate"), (True, "server", "sequence_mask")),
+        ({"vllm_server_port": 1}, (True, "server", "token_truncate"), (True, "server", "sequence_mask")),
+        ({"use_vllm": True}, (True, "colocate", "token_truncate"), (True, "colocate", "sequence_mask")),
+        (
+            {"use_vllm": False, "vllm_importance_sampling_mode": "token_mask"},
+            (False, "colocate", "token_mask"),
+            (False, "colocate", "token_mask"),
+        ),
+    ],
+)
+def test_options_that_are_not_set_are_trls_where_april_is_off(given, april, stock):
+    args = APRILGRPOConfig("out", **CPU, **given)
+    for is_on, expected in ((True, april), (False, stock)):
+        names = ("use_vllm", "vllm_mode", "vllm_importance_sampling_mode")
+        values = {**{name: getattr(args, name) for name in names}, **trl_options(args, april_enabled=is_on)}
+        assert tuple(values.values()) == expected
+
+
+def test_trl_checks_the_bounds_of_the_correction():
+    with pytest.raises(ValueError, match="At least one of `vllm_importance_sampling_clip_min`"):
+        APRILGRPOConfig("out", **CPU, vllm_importance_sampling_clip_max=None)
 
 
 @pytest.mark.parametrize(("has_gpu", "options", "bf16"), [
@@ -121,7 +147,7 @@ def test_the_command_line(parser):
         [*COMMAND_LINE, *options, "--num_generations", "4", "--use_vllm", "false"]
     )
     assert own(args) == OWN
-    assert (args.num_generations, args.use_vllm, args.vllm_mode) == (4, False, "server")
+    assert (args.num_generations, args.use_vllm, args.vllm_mode) == (4, False, None)
 
 
 def test_the_command_line_overrides_yaml(tmp_path):

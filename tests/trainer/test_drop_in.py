@@ -204,5 +204,26 @@ def test_the_model_card_names_the_method(tmp_path, april):
     card = (tmp_path / "README.md").read_text()
     said = {name: bool(re.search(name, card)) for name in (r"trained with APRIL", r"- april\b", "zhou2025april")}
     assert set(said.values()) == {april}, said
-    assert ("shao2024deepseekmath" in card) is not april
+    assert "shao2024deepseekmath" in card
     assert ("april" in trainer.model.model_tags) is april
+
+
+def test_the_model_card_of_another_method_cites_both(tmp_path):
+    """Mixed in, or a subclass of ours."""
+
+    class Other(GRPOTrainer):
+        _tag_names = ["trl", "other"]
+        _paper = {"title": "Other", "id": "1", "citation": "@article{other}"}
+
+    class Mixed(ServerlessTrainer, Other):
+        pass
+
+    class Own(ServerlessTrainer):
+        _name, _paper = "Own", {"title": "Own", "id": "2", "citation": "@article{own}"}
+
+    for trainer_class, name, cited in ((Mixed, "APRIL", "@article{other}"), (Own, "Own", "@article{own}")):
+        trainer = make_trainer(tmp_path, trainer_class)
+        trainer.create_model_card()
+        card = (tmp_path / "README.md").read_text()
+        assert f"trained with {name}" in card and cited in card and "zhou2025april" in card
+    assert "- other" in card or trainer_class is Own

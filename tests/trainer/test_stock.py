@@ -38,19 +38,32 @@ def stock_history(tiny_model_dir, tmp_path):
     return history(trainer), {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
+class OwnLoader(APRILGRPOTrainer):
+    """A reason for stock GRPO in a script that says nothing about vLLM."""
+
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+
 @pytest.mark.parametrize(
-    "config", [lambda path: GRPOConfig(path, **OPTIONS), lambda path: APRILGRPOConfig(path, use_vllm=False, **OPTIONS)]
+    ("config_class", "options", "trainer_class", "reason"),
+    [
+        (GRPOConfig, {}, APRILGRPOTrainer, "use_vllm is False"),
+        (APRILGRPOConfig, {"use_vllm": False}, APRILGRPOTrainer, "use_vllm is False"),
+        (APRILGRPOConfig, {}, OwnLoader, "a subclass overrides get_train_dataloader"),
+    ],
 )
 def test_without_vllm_the_results_equal_stock_number_for_number(
-    config, stock_history, tiny_model_dir, tmp_path, caplog
+    config_class, options, trainer_class, reason, stock_history, tiny_model_dir, tmp_path, caplog
 ):
     expected_history, expected_weights = stock_history
-    trainer = APRILGRPOTrainer(tiny_model_dir, distinct_characters, config(str(tmp_path / "april")), DATASET)
+    args = config_class(str(tmp_path / "april"), **OPTIONS, **options)
+    trainer = trainer_class(tiny_model_dir, distinct_characters, args, DATASET)
     assert history(trainer) == expected_history
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, expected_weights[name])
-    assert caplog.text.count("APRIL is off: use_vllm is False") == 1
-    assert "This was stock GRPO, without APRIL: use_vllm is False" in caplog.messages[-1]
+    assert caplog.text.count(f"APRIL is off: {reason}") == 1
+    assert f"This was stock GRPO, without APRIL: {reason}" in caplog.messages[-1]
 
 
 def test_a_new_checkpoint_removes_the_rollouts_of_an_earlier_run(tiny_model_dir, tmp_path):

@@ -128,9 +128,8 @@ def test_the_checks_consume_no_row_of_a_stream_and_leave_foreign_datasets_to_trl
 
 
 def test_options_without_effect_are_named_when_april_is_off():
-    assert "vllm_importance_sampling_mode stays 'token_truncate'; TRL's default is" in without_effect(config())
-    assert "importance_sampling" not in without_effect(config(vllm_importance_sampling_mode="sequence_mask"))
-    assert "importance_sampling" not in without_effect(config(use_vllm=False))
+    assert without_effect(config()) == without_effect(config(use_vllm=False, vllm_server_port=1)) == ""
+    assert "a vLLM server with its own GPUs" in without_effect(config(vllm_server_port=1))
     assert "no effect: over_provisioning, stream_interval." in without_effect(
         config(over_provisioning=2.0, stream_interval=8)
     )

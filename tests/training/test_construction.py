@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOConfig
 
-from tests.support.fake_vllm import FakeVLLM
 from tests.support.tiny import build_model, build_tokenizer
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.distributed.processes import OneProcess
@@ -42,23 +41,18 @@ class TwoProcesses(APRILGRPOConfig):
         ({"vllm_server_base_url": "http://127.0.0.1:9"}, False),
         ({"vllm_server_host": "127.0.0.1"}, False),
         ({"vllm_server_port": 8001}, False),
-        ({"vllm_server_port": 8001, "vllm_mode": "colocate"}, True),
+        ({"vllm_mode": "server"}, False),
+        ({"vllm_mode": "colocate"}, True),
     ],
 )
 def test_server_is_needed_where_none_is_given(changes, needed):
     assert needs_server(config(**changes)) is needed
 
 
-def test_server_at_the_default_address_is_used(monkeypatch):
-    with FakeVLLM() as fake:
-        default = GRPOConfig.__dataclass_fields__["vllm_server_port"]
-        monkeypatch.setattr(default, "default", int(fake.base_url.rsplit(":", 1)[1]))
-        args = config(vllm_server_port=default.default)
-        assert not needs_server(args)
-        args.vllm_mode = "colocate"
-        assert needs_server(args)
-    args.vllm_mode = "server"
-    assert needs_server(args)
+def test_address_beside_an_own_server_is_refused_unless_trl_would_ignore_it():
+    with pytest.raises(ConfigError, match="'colocate', .*but vllm_server_port gives the address.*Leave one"):
+        config(vllm_mode="colocate", vllm_server_port=8001)
+    assert needs_server(GRPOConfig("out", use_cpu=True, bf16=False, use_vllm=True, vllm_server_port=8001))
 
 
 def test_the_first_process_starts_it_on_one_host(monkeypatch):

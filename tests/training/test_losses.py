@@ -317,7 +317,7 @@ def paper_loss(
 
 
 def assert_as_in_the_papers(trainer, policies, groups, *, kept=lambda sample, position: True) -> None:
-    loss_type, mode = trainer.args.loss_type, trainer.args.vllm_importance_sampling_mode
+    loss_type, mode = trainer.args.loss_type, trainer.vllm_importance_sampling_mode
     trainer.groups = groups
     loss, gradients, held = optimisation_step(trainer, policies)
 

@@ -29,7 +29,7 @@ DTYPES = frozenset([torch.float32])
 
 def info(*, device: str = "cuda", has_transfer: bool = True) -> ServerInfo:
     return ServerInfo(
-        model="m", max_model_len=100, dtype="bfloat16", quantized=False, device=device,
+        model="m", path="m", max_model_len=100, dtype="bfloat16", quantized=False, device=device,
         has_weight_transfer=has_transfer,
     )  # fmt: skip
 

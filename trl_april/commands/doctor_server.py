@@ -211,8 +211,15 @@ def check_weight_sync(server: Server, folder: str | None) -> Finding:
     parameters = model.named_parameters(remove_duplicate=server.device != "cpu" or not tied_names(model))
     started = time.perf_counter()
     read = partial(in_checkpoint_format, parameters, model)
-    with FileTransport(folder).stage(read, sends=True, dtypes=frozenset()) as load:
-        load([receiver], for_each)
+    try:
+        receiver.lease.take(renews=True)
+    except WeightSyncError as error:
+        return Finding(Mark.SKIP, str(error))
+    try:
+        with FileTransport(folder).stage(read, sends=True, dtypes=frozenset()) as load:
+            load([receiver], for_each)
+    finally:
+        receiver.lease.give_back()
     control.request("POST", "reset_prefix_cache")
     seconds = time.perf_counter() - started
     difference = check.compare(expected, logprobs(), 0)

@@ -6,7 +6,9 @@ log-probabilities that the correction needs, and has room for prompt and complet
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +29,7 @@ class ServerInfo:
     """A server's account of itself."""
 
     model: str  # name under which the model is served
+    path: str  # folder or id of the served model
     max_model_len: int  # tokens of prompt and completion together
     dtype: str  # of the weights, such as "float32"
     quantized: bool
@@ -38,6 +41,10 @@ class ServerInfo:
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
     engines: int = 1  # data-parallel ones at its address
     logprobs_mode: str = RAW_LOGPROBS
+
+    def has_name(self, name: str) -> bool:
+        """Whether the served model has this name, wherever its folder or its copy on the Hub is."""
+        return _last(name) in (_last(self.path), _last(self.model))
 
 
 def check_server(
@@ -57,6 +64,7 @@ def check_server(
         served_model = str(model["model"])
         info = ServerInfo(
             model=str(get_json(session, f"{base_url}/v1/models")["data"][0]["id"]),
+            path=served_model,
             max_model_len=int(model["max_model_len"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             quantized=model["quantization"] is not None,
@@ -90,7 +98,7 @@ def check_server(
             f"completion of max_completion_length={max_completion_length} tokens have to fit. Restart it with a "
             "larger --max-model-len, or lower max_completion_length."
         )
-    check_architecture(served_model, base_url, config)
+    check_architecture(info, base_url, config)
     check_experts(info.device, base_url, config)
     check_vocabulary(session, base_url, info.model, config)
     return info
@@ -129,8 +137,12 @@ def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
     return config
 
 
-def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> None:
-    """Compare the served model's shape with the trainer's, if the served model can be read from this machine."""
+def check_architecture(info: ServerInfo, base_url: str, config: PretrainedConfig) -> None:
+    """Compare the served model with the trainer's, if the served one can be read from this machine.
+
+    A folder may be trained on a server of its base. Two models of the Hub are different ones, such as a judge.
+    """
+    name = info.path
     try:
         served = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
@@ -143,6 +155,18 @@ def check_architecture(name: str, base_url: str, config: PretrainedConfig) -> No
                 f"The vLLM server at {base_url} serves {name!r} with {field}={theirs}, but the trainer's model has "
                 f"{field}={ours}. Start it with the model that is trained."
             )
+    own_name = config._name_or_path
+    on_hub = all(re.fullmatch(r"[\w.-]+/[\w.-]+", one) and not Path(one).exists() for one in (name, own_name))
+    if on_hub and not info.quantized and not info.has_name(own_name):
+        raise ConfigError(
+            f"The vLLM server at {base_url} serves {name}, but the trainer's model is {own_name}, whose weights would "
+            f"replace its own. Give the address of a server of that model (`trl-april serve {own_name}`). If you mean "
+            f"this one, start it with --served-model-name {own_name}."
+        )
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,8 @@ LAUNCHER_VARIABLES = re.compile(
     r"(TORCHELASTIC_.*|ROLE_.*|(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT))$"
 )
 GENERATED_TOKENS_PATH = "/april/generated_tokens"
+LEASE_PATH = "/april/lease"
+LEASE = "trl_april.server.middleware.Lease"
 GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
 TOKEN_IDS_ONLY = "trl_april.token_ids_only"  # among `vllm_xargs`
 WITHOUT_TEXT = "trl_april.server.middleware.TokenIdsOnly"
@@ -37,6 +40,7 @@ RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 
 # Flags that are arguments of their own, and flags that make training impossible.
 MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
+LONGEST_SOCKET_FOLDER = 107 - 37  # a Unix socket's path has 107 bytes, of which vLLM's name takes 37
 STREAM_INTERVAL = "64"  # the default of APRILGRPOConfig
 SHARED_GPU = "0.4"  # of the memory of a GPU that the trainer uses, too. vLLM's own default leaves it too little
 
@@ -176,7 +180,7 @@ def server_command(
     # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
     # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
-    defaults += [f"--middleware={GENERATED_TOKENS}", f"--middleware={WITHOUT_TEXT}"]
+    defaults += [f"--middleware={name}" for name in (GENERATED_TOKENS, WITHOUT_TEXT, LEASE)]
     if "--allowed-origins" not in given:
         defaults += [f"--middleware={BROWSER_GUARD}"]
     if release < (0, 27):
@@ -202,6 +206,11 @@ def server_environment(
     merged = {**inherited, **(env or {}), "VLLM_SERVER_DEV_MODE": "1"}
     if "--enable-lora" in map(flag_name, vllm_args):  # the trainer loads its adapters
         merged.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    if not merged.get("VLLM_PORT", "0").isdigit():
+        del merged["VLLM_PORT"]  # Kubernetes' address of a service that is called vllm
+    folder = merged.get("VLLM_RPC_BASE_PATH") or os.path.abspath(merged.get("TMPDIR") or tempfile.gettempdir())
+    if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:
+        merged["VLLM_RPC_BASE_PATH"] = next(one for one in ("/tmp", "/dev/shm", folder) if os.access(one, os.W_OK))
     if (platform or vllm_platform()) != "cpu":
         return merged
     if not MEMORY_FLAGS & {flag_name(argument) for argument in vllm_args}:

@@ -1,26 +1,25 @@
 """The server that a trainer starts for itself: its devices, its flags, and its life.
 
-Invariant: a process runs at most one, and it ends with its trainer.
+Invariant: a process runs at most one, and it ends with the last of its trainers.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import requests
-
 from ..errors import ConfigError
 from .local import LocalServer
-from .traffic import TimedRequests
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+# In config.json; the data type is a flag of the server.
+CHANGED_BY_TRAINERS = ("use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
-PROBE_SECONDS = 2.0  # for an answer at the default address, which is on this host
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
 
@@ -74,13 +73,14 @@ def lora_flags(rank: int) -> list[str]:
     return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", str(allowed[0])] if allowed else []
 
 
-def answers(base_url: str) -> bool:
-    """Whether a vLLM server answers at `base_url`, even one that is not ready. Other programs have no /health."""
-    with TimedRequests(PROBE_SECONDS) as session:
-        try:
-            return session.get(f"{base_url}/health").status_code in (200, 503)
-        except requests.RequestException:
-            return False
+def description(model: str) -> object:
+    """What a server reads from the folder of a model, and no weight sync replaces; of another model its name."""
+    config = Path(model, "config.json")
+    if not config.is_file():
+        return model
+    options = json.loads(config.read_text()).items()
+    files = sorted(file for kind in ("*token*", "*processor*") for file in config.parent.glob(kind) if file.is_file())
+    return {k: v for k, v in options if k not in CHANGED_BY_TRAINERS}, [file.read_bytes() for file in files]
 
 
 class EmbeddedServer(LocalServer):
@@ -101,8 +101,26 @@ class EmbeddedServer(LocalServer):
         env = dict.fromkeys(gpu_variables, ",".join(devices.gpus)) if devices.gpus else None
         super().__init__(model, vllm_args=flags, env=env, restart=True)
         self.devices = devices
+        self.has_base = True  # whether its weights are still those of the model, as adapters need
+        self._trainers: weakref.WeakSet[object] = weakref.WeakSet()
+        self._has_adapters = "--enable-lora" in flags
+        self._started_as = self.env, list(flags), model if self._has_adapters else description(model)
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def shared_with(self, trainer: object) -> EmbeddedServer:
+        """This server for a trainer, or a running one that was started in the same way. It ends with its trainers."""
+        others = (other for other in list(_servers) if other.is_running and other._started_as == self._started_as)
+        shared = next((other for other in others if other.has_base or not self._has_adapters), self)
+        if shared is not self:
+            shared._show("gets the weights of another trainer")
+        shared._trainers.add(trainer)
+        weakref.finalize(trainer, shared._leave)
+        return shared
+
+    def _leave(self) -> None:
+        if not list(self._trainers):
+            self.stop()
 
     def start_without_adapters(self) -> EmbeddedServer:
         """Start again for merged weights, after a start that failed because vLLM has no adapters for this model."""

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
+from .command_line import GENERATED_TOKENS_PATH, LEASE_PATH, TOKEN_IDS_ONLY
+from .lease import Claim
 
 
 class GeneratedTokens:
@@ -56,6 +57,24 @@ class TokenIdsOnly:
             self._engine = scope["app"].state.engine_client
             self._engine.generate = partial(_generate, self._engine.generate)
         await self._app(scope, receive, send)
+
+
+class Lease:
+    """Reserves the server for one training run, so that a second one is refused before it changes any weights.
+
+    `POST /april/lease` with `{"holder": text, "seconds": s}` takes it, or renews it, for s seconds from now; 0 gives
+    it back. The answer is `{}`, or `{"holder": text, "held": seconds, "left": seconds}` while another has it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._claim = app, Claim()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != LEASE_PATH:
+            await self._app(scope, receive, send)
+        else:
+            other = self._claim.take(**await Request(scope, receive).json())
+            await JSONResponse(other)(scope, receive, send)
 
 
 def _generate(generate: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:

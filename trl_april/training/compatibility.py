@@ -19,7 +19,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
-from ..config import AprilOptions
+from ..config import AprilOptions, correction_mode, given_address
 from ..engine.images import images_in
 from ..engine.sampling import SAMPLING, sampling_of
 from ..errors import ConfigError
@@ -52,7 +52,7 @@ REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "ge
 
 def why_stock(args: GRPOConfig, rollout_func: Any = None, overridden: Sequence[str] = ()) -> str | None:
     """The reason for running stock GRPO, as half a sentence; `None` if APRIL applies."""
-    if not args.use_vllm:
+    if args.use_vllm is False:
         return "use_vllm is False, and partial rollouts need a server (use_vllm=True, APRILGRPOConfig's default)"
     if rollout_func is not None:
         return "rollout_func is given, which replaces the rollouts"
@@ -61,6 +61,11 @@ def why_stock(args: GRPOConfig, rollout_func: Any = None, overridden: Sequence[s
     if args.world_size > 1 and not dist.is_initialized():
         return f"the {args.world_size} processes do not form a torch.distributed process group"
     return None
+
+
+def names_server(args: GRPOConfig) -> bool:
+    """Whether the user has a vLLM server for training, rather than one that the trainer starts."""
+    return args.vllm_mode == "server" if args.vllm_mode else given_address(args) is not None
 
 
 def has_images(train_dataset: Dataset | IterableDataset | None) -> bool:
@@ -87,16 +92,8 @@ def without_effect(args: GRPOConfig) -> str:
     options = args if isinstance(args, AprilOptions) else AprilOptions()
     ignored = [name for name, default in vars(AprilOptions()).items() if getattr(options, name) != default]
     said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
-    mode, default = args.vllm_importance_sampling_mode, GRPOConfig.vllm_importance_sampling_mode
-    if args.use_vllm and mode != default:
-        said += f" vllm_importance_sampling_mode stays {mode!r}; TRL's default is {default!r}."
-    if args.use_vllm and args.vllm_mode == "server":
-        said += (
-            " Stock GRPO needs a vLLM server with its own GPUs and without an API key. If you have none, set "
-            "use_vllm=False or vllm_mode='colocate'."
-        )
-        if "," in str(args.vllm_server_base_url):
-            said += " Of several servers it uses the first."
+    if args.use_vllm is not False and names_server(args):
+        said += " Stock GRPO needs a vLLM server with its own GPUs and without an API key; of several it uses one."
     return said
 
 
@@ -163,7 +160,7 @@ def check_arguments(
     if args.loss_type not in LOSS_TYPES:
         raise ConfigError(f"loss_type is {args.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}.")
     check_processes(args)
-    if args.vllm_mode not in ("server", "colocate"):
+    if args.vllm_mode not in (None, "server", "colocate"):
         raise ConfigError(f"vllm_mode is {args.vllm_mode!r}; it must be 'server' or 'colocate'.")
     quota = args.generation_batch_size // args.num_generations
     check_dataset(train_dataset, quota, needs_prompt=environment_factory is None)
@@ -188,7 +185,7 @@ def check_arguments(
     if ignored := [name for name in OF_TRANSFORMERS if getattr(args, name) != defaults[name].default]:
         logger.warning(f"Without effect, since vLLM generates and not transformers: {', '.join(ignored)}.")
     if args.vllm_importance_sampling_correction:
-        if args.loss_type == "vespo" and not args.vllm_importance_sampling_mode.startswith("token_"):
+        if args.loss_type == "vespo" and not correction_mode(args).startswith("token_"):
             # TRL skips this check of its own while vLLM is off in its constructor.
             raise ConfigError(
                 f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but loss_type='vespo' "

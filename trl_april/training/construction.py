@@ -10,7 +10,6 @@ import copy
 import os
 import tempfile
 import textwrap
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from ..config import APRILGRPOConfig, AprilOptions
+from ..config import APRILGRPOConfig, AprilOptions, correction_mode
 from ..distributed.processes import Processes
 from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
@@ -33,10 +32,12 @@ from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
-from ..server.embedded import EmbeddedServer, answers, choose_devices, lora_flags, server_flags
+from ..server.embedded import EmbeddedServer, choose_devices, lora_flags, server_flags
+from ..server.host import bind
 from ..server.local import DEFAULT_HOST
-from ..weights.adapters import is_quantized, why_not_served
+from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
+from .compatibility import names_server
 
 
 logger = get_logger(__name__)
@@ -68,6 +69,17 @@ def gspo_options(args: GRPOConfig) -> dict[str, Any]:
     return options
 
 
+def trl_options(args: GRPOConfig, *, april_enabled: bool) -> dict[str, Any]:
+    """Values for TRL of the options that [`APRILGRPOConfig`] leaves open: without APRIL, TRL's own defaults."""
+    is_server, mode = names_server(args), GRPOConfig.vllm_importance_sampling_mode
+    values = {
+        "use_vllm": april_enabled or is_server,
+        "vllm_mode": "server" if is_server else "colocate",
+        "vllm_importance_sampling_mode": correction_mode(args) if april_enabled else mode,
+    }
+    return {name: value for name, value in values.items() if getattr(args, name) is None}
+
+
 def default_arguments(model: Any) -> APRILGRPOConfig:
     """The configuration of a trainer without one, as TRL's."""
     name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -82,7 +94,9 @@ def arguments_for_trl(
 
     Saved configs keep the user's values. After an error `server` is stopped, since the traceback keeps the trainer.
     """
-    changes = gspo_options(args) if args.loss_type == "gspo" else {}
+    changes = trl_options(args, april_enabled=april_enabled)
+    if args.loss_type == "gspo":
+        changes |= gspo_options(args)
     if april_enabled:
         changes |= {"use_vllm": False, "generation_kwargs": None}
     elif args.vllm_server_base_url is not None:
@@ -130,33 +144,33 @@ def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
 def start_server(
     trainer: object, args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any
 ) -> EmbeddedServer | None:
-    """Start a server for the trainer without waiting, if it needs one, and stop it when the trainer is collected.
+    """Start a server for the trainer without waiting, if it needs one, or take over that of an earlier trainer.
 
+    It is stopped when its last trainer is collected.
     Returns `None` in all processes but the first.
     """
     if not needs_server(args):
         return None
-    server = embedded_server(args, model, processing_class, peft_config)
-    weakref.finalize(trainer, server.stop)
+    server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
     server.start(wait=False)
     return server
 
 
 def needs_server(args: GRPOConfig) -> bool:
-    """Whether this process has to start a server: none is given, and none answers at TRL's default address."""
-    if args.vllm_mode == "server":
-        names = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-        if any(getattr(args, name) != GRPOConfig.__dataclass_fields__[name].default for name in names):
-            return False
+    """Whether this process has to start a server.
+
+    No server is looked for where the user named none: one at the default address may be a judge, whose weights would
+    be overwritten.
+    """
+    if names_server(args):
+        return False
     if args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
         raise ConfigError(
             f"The {args.world_size} processes run on several hosts, and no server is given. A server that the trainer "
             "starts is reached from its own host only: start one with `trl-april serve MODEL --host ADDRESS`, and set "
             "vllm_server_base_url."
         )
-    if args.process_index > 0:
-        return False
-    return args.vllm_mode != "server" or not answers(f"http://{args.vllm_server_host}:{args.vllm_server_port}")
+    return args.process_index == 0
 
 
 def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any = None) -> EmbeddedServer:
@@ -246,9 +260,9 @@ def connect_server(
     accelerator.
     """
 
-    def wait() -> tuple[int | None, bool]:
+    def wait() -> tuple[int | None, bool, int]:
         if server is None:
-            return None, False
+            return None, False, args.vllm_group_port
         try:
             server.wait()
         except ServerError as error:
@@ -256,11 +270,13 @@ def connect_server(
                 raise
             logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
             server.start_without_adapters()
-        return server.port, server.devices.shared
+        # An earlier trainer may still hold the default port for its own group.
+        is_free = args.vllm_group_port == GRPOConfig.vllm_group_port
+        return server.port, server.devices.shared, bind("0.0.0.0", 0) if is_free else args.vllm_group_port
 
-    port, shares_device = processes.decide(wait)
+    port, shares_device, group_port = processes.decide(wait)
     try:
-        return ServerGeneration(
+        generation = ServerGeneration(
             local_server=server,
             processes=processes,
             weight_sync=options.weight_sync,
@@ -274,7 +290,7 @@ def connect_server(
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,
             server_timeout=args.vllm_server_timeout,
-            group_port=args.vllm_group_port,
+            group_port=group_port,
             repetition_penalty=args.repetition_penalty,
             temperature=args.temperature,
             top_p=args.top_p,
@@ -285,6 +301,9 @@ def connect_server(
             generation_kwargs=args.generation_kwargs,
             **of_trainer,
         )
+        if server is not None:
+            server.has_base &= generation.weight_sync == AdapterTransport.name
+        return generation
     except BaseException as error:
         if server is not None:
             server.stop()
@@ -312,10 +331,18 @@ def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -
     return [ids or [first] for ids in prompt_ids]
 
 
-def stock_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer]) -> dict[str, Any]:
-    """Attributes of the model card of stock GRPO, but for those that a subclass has of its own."""
-    names = ("_tag_names", "_name", "_paper")
-    return {name: getattr(GRPOTrainer, name) for name in names if getattr(trainer_class, name) is getattr(ours, name)}
+def model_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer], *, april_enabled: bool) -> dict[str, Any]:
+    """Attributes of the model card: it cites APRIL beside the method that it is used with, or not at all."""
+    other = super(ours, trainer_class)  # GRPOTrainer, or another one that a subclass mixes in
+    if not april_enabled:
+        names = ("_tag_names", "_name", "_paper")
+        return {name: getattr(other, name) for name in names if getattr(trainer_class, name) is getattr(ours, name)}
+    papers = (trainer_class._paper, ours._paper, other._paper)
+    citations = dict.fromkeys(paper["citation"] for paper in papers if "citation" in paper)
+    return {
+        "_paper": {**trainer_class._paper, "citation": "\n\n".join(citations)},
+        "_tag_names": list(dict.fromkeys([*trainer_class._tag_names, *other._tag_names])),
+    }
 
 
 class StockNotice(TrainerCallback):

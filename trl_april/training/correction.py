@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
+from ..config import correction_mode
 from ..distributed.processes import OneProcess, Processes
 from ..pool.samples import Group
 
@@ -57,7 +58,7 @@ class TrainingPassCorrection:
     def __init__(self, args: GRPOConfig, batch: dict[str, Any]) -> None:
         mask = batch["completion_mask"]
         batch[ROWS] = torch.arange(len(mask), device=mask.device)
-        self._mode = args.vllm_importance_sampling_mode
+        self._mode = correction_mode(args)
         self._lowest = args.vllm_importance_sampling_clip_min
         self._highest = args.vllm_importance_sampling_clip_max
         self._left = len(mask)

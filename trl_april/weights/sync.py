@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -172,9 +173,15 @@ class ServerGeneration(VLLMGeneration):
     def _connect(self, server: SyncedServer, *, patience: float) -> None:
         """Wait until a server is ready, and check it, in the main process."""
         server.client = ServerClient(server.control, group_port=server.group_port, connection_timeout=patience)
+        config = self.model.config
+        if self.local_server is None:
+            server.reserve()
         server.pause.end_foreign()  # a paused server would not answer the check
         self._examine(server)
-        config = self.model.config
+        if self.local_server is None:
+            own, served = config._name_or_path, server.info.path
+            gets = f" and gets the weights of {own}" if own and not server.info.has_name(own) else ""
+            sys.stderr.write(f"Training uses the vLLM server at {server.base_url}. It serves {served}{gets}.\n")
         server.canary = Canary(
             config.get_text_config().vocab_size,
             comparable=not (server.info.quantized or is_quantized(self.model) or depends_on_width(config)),
@@ -276,7 +283,9 @@ class ServerGeneration(VLLMGeneration):
 
     def _reattach(self, server: SyncedServer) -> None:
         """Check a server and connect to it again, unless it still has the weights of the last sync."""
-        if self.local_server is not None and not self.local_server.is_running:
+        if self.local_server is None:
+            server.lease.take(renews=True)
+        elif not self.local_server.is_running:
             self.local_server.start()  # it was stopped for another trainer
         if server.holds_weights():
             return  # after one request: each waits for the server's API process, which is busy with streams

@@ -14,6 +14,7 @@ import requests
 
 from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
+from ..server.lease import ServerLease
 from ..server.traffic import ServerPause, server_load
 from .canary import Canary, distance, next_logprobs, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
@@ -37,7 +38,8 @@ class SyncedServer:
         self.base_url = base_url
         self.group_port = group_port  # where its NCCL group meets
         self.control = ServerControl(base_url, seconds, headers)
-        self.pause = ServerPause(partial(self.control.request, seconds=ANSWER_SECONDS), base_url)
+        answer = partial(self.control.request, seconds=ANSWER_SECONDS)
+        self.pause, self.lease = ServerPause(answer, base_url), ServerLease(answer, base_url)
         self.is_connected = False
         self.mismatch = 0.0  # of server and trainer after the last sync, in nats
         self.synced_version: str | None = None  # of the last complete sync
@@ -51,6 +53,17 @@ class SyncedServer:
     def takes_part(self) -> bool:
         """Whether the present sync includes this server."""
         return not self.is_lost and self.outage is None
+
+    def reserve(self) -> None:
+        """Raise [`WeightSyncError`] if another training run uses the server, as far as can be seen."""
+        if self.lease.take() or self.control.weight_version() in (None, "default"):
+            return
+        load = server_load(self.control.session, self.base_url, timeout=ANSWER_SECONDS)
+        if load is not None and load.running + load.waiting:
+            raise WeightSyncError(
+                f"The vLLM server at {self.base_url} has the weights of a training run, and requests are running: two "
+                "runs would overwrite each other's weights. Use a separate server for every training run."
+            )
 
     def begin_sync(self) -> None:
         """Forget the outage of an earlier sync; a lost server that answers takes part again."""
@@ -78,12 +91,13 @@ class SyncedServer:
         ).start()
 
     def give_up(self) -> None:
-        """End the watch, and resume a server that was paused for a sync that will not be repeated."""
+        """End the watch and the lease, and resume a server that was paused for a sync that will not be repeated."""
         self._given_up.set()
         if self.is_lost:
             self._answers.set()  # the next sync asks it
         else:
             self.pause.give_up()
+        self.lease.give_back()
 
     def holds_weights(self) -> bool:
         """Whether the server answers, and has the weights of its last sync."""

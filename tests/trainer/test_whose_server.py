@@ -1,0 +1,111 @@
+"""Which server gets the weights: never one that the user did not name, nor one that another run is using."""
+
+import http.server
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from trl import GRPOConfig
+
+from tests.support.fake_vllm import FakeVLLM, TakenClaim
+from tests.support.tool_calling import TOKENIZER, ToolScript
+from tests.trainer.test_tools import april
+from trl_april.errors import WeightSyncError
+from trl_april.server.embedded import EmbeddedServer
+from trl_april.training import construction
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def fake():
+    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript().stream) as server:
+        yield server
+
+
+@contextmanager
+def other_program():
+    """Has a /health, as web frameworks' examples do."""
+    received = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            received.append(self.path)
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        do_POST = do_GET
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}", received=received)
+    server.shutdown()
+    server.server_close()
+
+
+JUDGES = {
+    "for training": lambda: FakeVLLM(vocab_size=len(TOKENIZER)),
+    "plain": lambda: FakeVLLM(vocab_size=len(TOKENIZER), dev_endpoints=False, claim=None),
+    "another program": other_program,
+}
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_a_judge_at_the_default_address_is_left_alone(judge, fake, tmp_path, monkeypatch):
+    """Nothing is sent to it, so its weights stay what they are."""
+
+    class Own(EmbeddedServer):
+        def start(self, **_):
+            self.port = int(fake.base_url.rpartition(":")[2])
+
+        wait = start
+        is_running = True
+
+    monkeypatch.setattr(construction, "EmbeddedServer", Own)
+    with JUDGES[judge]() as there:
+        port = int(there.base_url.rpartition(":")[2])
+        monkeypatch.setattr(GRPOConfig, "vllm_server_port", port)
+        monkeypatch.setattr(GRPOConfig.__dataclass_fields__["vllm_server_port"], "default", port)
+        nothing_said = SimpleNamespace(base_url=None)
+        trainer = april(nothing_said, tmp_path, vllm_server_port=port)
+        fake.prompt_logprobs = nothing_said.prompt_logprobs
+        trainer.train()
+        assert trainer.vllm_generation.base_url == fake.base_url and fake.weight_version == "1"
+        assert there.received == []
+    assert not trainer._server.has_base, "it got merged weights"
+    assert trainer.vllm_generation.group_port != GRPOConfig.vllm_group_port, "an earlier trainer may hold that one"
+
+
+def changes(fake):
+    """Requests that change what the server has."""
+    return [one for one in fake.received if one.path in ("/collective_rpc", "/update_weight_version", "/resume")]
+
+
+def test_a_second_run_is_refused_before_the_weights_change(fake, tmp_path, capsys):
+    """When it connects, and at a sync if it had to do without the server meanwhile."""
+    trainer = april(fake, tmp_path)
+    assert f"Training uses the vLLM server at {fake.base_url}. It serves /nowhere/tiny" in capsys.readouterr().err
+    fake.claim, mine = TakenClaim(), fake.claim
+    with pytest.raises(WeightSyncError, match="in use by another training run, process 7 on other, for 60 s"):
+        april(fake, tmp_path)
+    trainer.vllm_generation.servers.first.lease._until[0] = 0.0  # it has lapsed
+    with pytest.raises(WeightSyncError, match="in use by another"):
+        trainer.train()
+    assert not changes(fake)
+    fake.claim = mine
+    trainer.train()
+    assert mine.take("next", 30.0) == {}, "given back at the end of training"
+    assert mine.take("next", 0.0) == {}
+    trainer.evaluate(trainer.train_dataset.select(range(2)))
+    assert mine.take("next", 30.0) == {}, "given back at the end of an evaluation"
+
+
+def test_a_run_on_a_server_without_leases_is_noticed_by_its_requests(tmp_path):
+    with FakeVLLM(vocab_size=len(TOKENIZER), claim=None, weight_version="7") as fake:
+        fake.answers["/metrics"] = (200, "vllm:num_requests_running 2.0\nvllm:num_requests_waiting 0.0\n")
+        with pytest.raises(WeightSyncError, match="has the weights of a training run, and requests are running"):
+            april(fake, tmp_path)
+        fake.answers.clear()  # of a run that has ended
+        assert april(fake, tmp_path).april_enabled and not changes(fake)

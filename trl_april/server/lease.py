@@ -1,0 +1,110 @@
+"""The lease of a server: one training run at a time sends it weights.
+
+Invariant: while a run renews its lease, no run of another process gets one.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import psutil
+
+from ..errors import ServerError, WeightSyncError
+from .command_line import LEASE_PATH
+
+
+LEASE_SECONDS = 30.0  # after which a run that was killed no longer holds its servers
+RENEWAL_SECONDS = 5.0
+POLL_SECONDS = 1.0  # between two questions whether another run renews its lease
+
+Answer = Callable[[str, str, dict[str, Any]], dict[str, Any]]  # to a request with this method, path and body
+
+
+class Claim:
+    """Who holds a server, and until when. It lives in the server."""
+
+    def __init__(self) -> None:
+        self._holder = ""
+        self._since = self._until = 0.0
+
+    def take(self, holder: str, seconds: float) -> dict[str, Any]:
+        """Take or renew the lease for `seconds`, or return who else has it."""
+        now = time.monotonic()
+        if now < self._until and holder != self._holder:
+            return {"holder": self._holder, "held": now - self._since, "left": self._until - now}
+        self._since = self._since if now < self._until else now
+        self._holder, self._until = holder, now + seconds
+        return {}
+
+
+class ServerLease:
+    """This process's lease of a server, which all of its training runs share: they take turns."""
+
+    def __init__(self, answer: Answer, base_url: str) -> None:
+        self._base_url = base_url
+        self._until = [0.0]  # when it ends; infinite for a server without leases
+        self._ask = partial(_ask, answer, self._until)
+        self._ended = threading.Event()
+        self._renewal: threading.Thread | None = None
+
+    def take(self, *, renews: bool = False) -> bool:
+        """Take the server, and renew the lease until [`ServerLease.give_back`] if it `renews`.
+
+        Returns `False` for a server without leases. Waits for a lease that is not renewed, such as that of a run which
+        was killed. Raises [`WeightSyncError`] if another process renews its own.
+        """
+        left = LEASE_SECONDS
+        while time.monotonic() > self._until[0] and (other := self._ask(LEASE_SECONDS)):
+            if other["left"] > left:
+                raise WeightSyncError(
+                    f"The vLLM server at {self._base_url} is in use by another training run, {other['holder']}, for "
+                    f"{other['held']:.0f} s. Two would overwrite each other's weights. Start a server for this run "
+                    "(`trl-april serve MODEL --port PORT`), leave its address out and the trainer starts one, or end "
+                    "the other run."
+                )
+            left = other["left"]
+            time.sleep(POLL_SECONDS)
+        if renews and self._renewal is None and self._until[0] != math.inf:
+            self._ended = threading.Event()
+            weakref.finalize(self, self._ended.set)
+            arguments = (self._ask, self._ended)
+            self._renewal = threading.Thread(target=_renew, args=arguments, name="trl-april-lease", daemon=True)
+            self._renewal.start()
+        return self._until[0] != math.inf
+
+    def give_back(self) -> None:
+        """Let other runs have the server. Does nothing if the lease is not being renewed."""
+        if self._renewal is not None:
+            self._ended.set()
+            self._renewal.join()
+            self._renewal = None
+
+
+def _renew(ask: Callable[[float], object], ended: threading.Event) -> None:
+    is_over = False
+    while not is_over:
+        is_over = ended.wait(RENEWAL_SECONDS)
+        with suppress(ServerError):  # the next sync asks again
+            ask(0.0 if is_over else LEASE_SECONDS)
+
+
+def _ask(answer: Answer, until: list[float], seconds: float) -> dict[str, Any]:
+    """Take the lease for `seconds` and note `until` when, or return who else has it."""
+    asked, process = time.monotonic(), psutil.Process()
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+    holder = f"process {process.pid} on {socket.gethostname()}, started {started}"
+    try:
+        other = answer("POST", LEASE_PATH.lstrip("/"), {"holder": holder, "seconds": seconds})
+    except WeightSyncError:  # there is no such path
+        until[0] = math.inf
+        return {}
+    until[0] = 0.0 if other else asked + seconds
+    return other
