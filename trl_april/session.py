@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class RolloutSession:
         self._plan = plan = TrainingPlan.of(
             args,
             max_steps=state.max_steps,
+            epochs=state.num_train_epochs,
             context_length=server.server_info.max_model_len,
             vocab_size=vocab_size,
             saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
@@ -228,8 +230,12 @@ class RolloutSession:
             ServerError, Stopped, WeightSyncError: As [`Recovery.sync_weights`] and [`Rounds.run`], in all processes.
         """
         self.run_log.round_began()
+        step = self._state.global_step
+        # `Trainer` does at least one more step, also where a callback has lowered the number to the steps done.
+        self._plan = replace(self._plan, max_steps=max(self._state.max_steps, step + 1))
         with self._loop.paused():
-            self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
+            self._source.follow(self._plan.max_steps)
+            self.pool.schedule.surplus_share = self._plan.surplus_share(step)
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:
                 self._recovery.sync_weights()

@@ -364,9 +364,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     def _run_round(self) -> Round:
         """Sync the weights, fill the pool, and run until the quota is met."""
         step = self.state.global_step
-        if step >= self.state.max_steps:
-            raise NothingToTrain  # `Trainer` would do one more step
         if self._session is None:
+            if step >= self.state.max_steps:
+                raise NothingToTrain  # `Trainer` would do one more step
             self._session = self._open_session()
             self.pool = self._session.pool
         is_synced, profiled = step == self._last_loaded_step, partial(profiling_context, self)

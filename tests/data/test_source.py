@@ -55,11 +55,13 @@ def stock_rounds(
     has_length: bool,
     start_step: int = 0,
     skip_rows: bool = True,
+    changes: dict[int, int] | None = None,
 ) -> list[tuple[int, object]]:
     """Every generation of a stock run, as its global step and its chunk of rows.
 
     Follows `Trainer.set_initial_training_values`, `_init_training_state` and `_run_epoch`, and TRL's
-    `_prepare_inputs`. `chunks(epoch)` are the complete chunks of rows of an epoch.
+    `_prepare_inputs`. `chunks(epoch)` are the complete chunks of rows of an epoch. `changes` has the values that a
+    callback gives `state.max_steps` at the end of steps.
     """
     len_dataloader = len(chunks(0)) * micro if has_length else None
     if len_dataloader is not None:
@@ -74,11 +76,12 @@ def stock_rounds(
     epochs_trained = global_step // num_update_steps_per_epoch
     steps_trained_in_current_epoch = global_step % num_update_steps_per_epoch * accumulation if skip_rows else 0
     remainder = steps_in_epoch % accumulation or accumulation
+    num_train_epochs = -(-max_steps // num_update_steps_per_epoch) if has_length else math.inf
 
     rounds = []
     trl_step = 0  # `self._step`, which no checkpoint holds
     epoch = epochs_trained
-    while True:
+    while epoch < num_train_epochs:
         epoch_iterator = iter([chunk for chunk in chunks(epoch) for _ in range(micro)])
         step, num_update_steps_trained = -1, 0
         if epoch == epochs_trained and steps_trained_in_current_epoch > 0:
@@ -95,9 +98,11 @@ def stock_rounds(
                 trl_step += 1
                 if do_sync_step:
                     global_step += 1
+                    max_steps = (changes or {}).get(global_step, max_steps)
                     if global_step >= max_steps:
                         return rounds
         epoch += 1
+    return rounds
 
 
 def stock_rows(plan: TrainingPlan, chunks: Callable[[int], list], *, has_length: bool, start_step: int = 0) -> list:
@@ -191,6 +196,30 @@ def test_source_hands_out_exactly_the_rows_of_stock(
     assert [row for _, row in rows] == stock_rows(plan, chunks, has_length=has_length, start_step=start_step)
     assert [group_id for group_id, _ in rows] == list(range(rows[0][0], rows[0][0] + len(rows)) if rows else [])
     assert start_step or rows[0][0] == 0
+
+
+@given(at=st.integers(1, 20), changed=st.integers(1, 40), handed_out=st.integers(0, 60), **SIZES)
+@example(quota=2, micro=3, accumulation=1, rounds_per_epoch=9, max_steps=4, has_length=False, at=4, changed=7, handed_out=9)
+def test_rows_follow_a_callback_that_changes_the_number_of_steps(
+    quota, micro, accumulation, rounds_per_epoch, max_steps, has_length, at, changed, handed_out
+):
+    """Up to the last epoch that training began with; of a stream, an epoch has as many steps as it began with."""
+    sizes = {"micro": micro, "accumulation": accumulation, "has_length": has_length}
+    assume(trains_at_all(rounds_per_epoch=rounds_per_epoch, **sizes) and at <= max_steps and at <= changed)
+    chunks, plan = numbered_chunks(rounds_per_epoch, quota), plan_of(quota, micro, accumulation, max_steps)
+    rounds = stock_rounds(chunks, max_steps=max_steps, changes={at: changed}, **sizes)
+    wanted = [row for _, chunk in rounds for row in chunk]
+    steps_per_epoch = -(-rounds_per_epoch * micro // accumulation)
+    source = RowSource(
+        as_epochs(chunks),
+        replace(plan, epochs=-(-max_steps // steps_per_epoch) if has_length else math.inf),
+        rounds_per_epoch=rounds_per_epoch if has_length else None,
+    )
+    before = source.next_rows(handed_out)
+    source.follow(changed)
+    rows = [row for _, row in before + drain(source)]
+    assert rows[: len(wanted)] == wanted
+    assert len(rows) <= max(len(wanted), -(-len(before) // quota) * quota)  # a batch that was begun is completed
 
 
 def test_resuming_continues_ids_and_epochs():

@@ -19,6 +19,7 @@ class TrainingPlan:
     micro_steps_per_round: int  # calls of `training_step` that train one round: steps_per_generation * num_iterations
     gradient_accumulation_steps: int  # calls of `training_step` per optimiser step
     max_steps: int  # optimiser steps at which training ends
+    epochs: float = math.inf  # after which training ends, too; of a stream there is no end
     max_completion_length: int | None  # token budget of a sample; `None`: whatever the context leaves
     context_length: int  # tokens that the server takes, prompt and completion together
     vocab_size: int  # token ids are below it
