@@ -10,7 +10,6 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +229,10 @@ class RolloutSession:
             ServerError, Stopped, WeightSyncError: As [`Recovery.sync_weights`] and [`Rounds.run`], in all processes.
         """
         self.run_log.round_began()
-        step = self._state.global_step
-        # `Trainer` does at least one more step, also where a callback has lowered the number to the steps done.
-        self._plan = replace(self._plan, max_steps=max(self._state.max_steps, step + 1))
+        self._plan = self._plan.until(self._state.max_steps, self._state.global_step)
         with self._loop.paused():
             self._source.follow(self._plan.max_steps)
-            self.pool.schedule.surplus_share = self._plan.surplus_share(step)
+            self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:
                 self._recovery.sync_weights()

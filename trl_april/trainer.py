@@ -132,8 +132,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
             acts = bool(tools or environment_factory or rollout)
-            keeps = not compatibility.has_images(train_dataset)
-            self._options = AprilOptions.of(args).with_schedule(keeps=keeps, acts=acts)
+            has_images = compatibility.has_images(train_dataset)
+            self._options = AprilOptions.of(args).with_schedule(keeps=not has_images, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)
@@ -152,7 +152,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             )  # fmt: skip
             if self.april_enabled:
                 compatibility.check_model(self.model)
-                if self._is_vlm and (tools or environment_factory):  # which may return images
+                if self._is_vlm and (tools or environment_factory or has_images is None):  # which may return images
                     self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
             self.add_callback(construction.StockNotice(stock_because))
@@ -315,7 +315,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.args.output_dir, self._get_output_dir, self._processes, resume_from_checkpoint
         )
         try:
-            with session_parts.rows_in_blocks(self):
+            with session_parts.rows_in_blocks(self), session_parts.read_once(self):
                 return super().train(self._checkpoints.resumed_from, *args, **kwargs)
         except NothingToTrain:
             logger.warning(f"{self._checkpoints.resumed_from} is the end of its training: nothing is left to train.")
