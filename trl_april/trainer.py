@@ -106,7 +106,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: str | torch.nn.Module,
+        model: str | Path | torch.nn.Module,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
@@ -122,7 +122,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         environment_factory: Any = None,
         rollout: Rollout | None = None,
     ) -> None:
-        args = args or construction.default_arguments(model)
+        model, args = construction.model_and_arguments(model, args)
         stock_because = compatibility.why_stock(args, rollout_func, compatibility.ignored_overrides(type(self)))
         compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout

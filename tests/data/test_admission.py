@@ -110,6 +110,15 @@ def test_the_longest_prompts_of_the_dataset_are_checked_first():
         checks.check_longest(longest)
 
 
+def test_a_token_without_embedding_is_refused_where_a_prompt_has_it():
+    def tokenize(rows):
+        return [[3, 50 if row["number"] == 2 else 49] for row in rows]
+
+    assert len(admission(tokenize=tokenize).next_groups(2)) == 2
+    with pytest.raises(ConfigError, match="row 2 .* token id 50, and the model has embeddings for ids below 50"):
+        admission(tokenize=tokenize).next_groups(3)
+
+
 def test_without_a_limit_a_completion_may_fill_the_context():
     (group,) = admission(max_completion_length=None).next_groups(1)
     assert group.max_completion_length == 29

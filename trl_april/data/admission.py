@@ -155,6 +155,12 @@ class Admission:
             )
         budget = plan.max_completion_length or plan.context_length - length
         row_index = ref if isinstance(ref, int) else None
+        if (largest := max(prompt_ids, default=0)) >= plan.vocab_size:
+            raise ConfigError(
+                f"The prompt of row {group_id if row_index is None else row_index} ({str(row['prompt'])[:200]!r}) has "
+                f"token id {largest}, and the model has embeddings for ids below {plan.vocab_size}. Call "
+                "model.resize_token_embeddings(len(tokenizer)), or leave the token out."
+            )
         if plan.saves_checkpoints and row_index is None:
             encode_row(row)  # fails now, not at the first checkpoint
         return NewGroup(group_id, row, prompt_ids, plan.num_generations, budget, row_index)

@@ -45,9 +45,11 @@ def check_server(
     config: PretrainedConfig,
     max_completion_length: int | None,
     needs_logprobs: bool,
+    num_tokens: int = 0,
 ) -> ServerInfo:
     """Check a server that answers against the trainer's model, and return its account of itself.
 
+    The trainer's tokenizer has `num_tokens` ids, of which the model may have no embedding for the last.
     `needs_logprobs` says whether the importance-sampling correction uses the recorded log-probabilities. Raises
     [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
     """
@@ -93,7 +95,7 @@ def check_server(
         )
     check_architecture(served_model, base_url, config)
     check_experts(info.device, base_url, config)
-    check_vocabulary(session, base_url, info.model, config)
+    check_vocabulary(session, base_url, info.model, config, num_tokens)
     return info
 
 
@@ -159,11 +161,13 @@ def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:
         )
 
 
-def check_vocabulary(session: requests.Session, base_url: str, model: str, config: PretrainedConfig) -> None:
+def check_vocabulary(
+    session: requests.Session, base_url: str, model: str, config: PretrainedConfig, num_tokens: int = 0
+) -> None:
     """Check that the server knows the last token id of the trainer's vocabulary, and none beyond it."""
     size = config.get_text_config().vocab_size
-    # vLLM accepts the id that equals the vocabulary's size, so the check asks for the next one.
-    for token_id, known in ((size - 1, True), (size + 1, False)):
+    # vLLM accepts all ids of its tokenizer and the one that equals the vocabulary's size.
+    for token_id, known in ((size - 1, True), (max(size, num_tokens) + 1, False)):
         body = {"model": model, "prompt": [token_id], "max_tokens": 1}
         response = session.post(f"{base_url}/v1/completions", json=body)
         if response.status_code not in (200, 400):
