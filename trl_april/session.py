@@ -90,6 +90,7 @@ class RolloutSession:
             args,
             max_steps=state.max_steps,
             budget=budget,
+            epochs=state.num_train_epochs,
             vocab_size=vocab_size,
             saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
@@ -230,7 +231,9 @@ class RolloutSession:
             ServerError, Stopped, WeightSyncError: As [`Recovery.sync_weights`] and [`Rounds.run`], in all processes.
         """
         self.run_log.round_began()
+        self._plan = self._plan.until(self._state.max_steps, self._state.global_step)
         with self._loop.paused():
+            self._source.follow(self._plan.max_steps)
             self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:

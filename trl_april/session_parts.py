@@ -24,12 +24,13 @@ from .config import AprilOptions
 from .data.admission import check_longest
 from .data.order import TrainingRows
 from .data.source import Row
+from .data.stream import SharedStream
 from .engine.images import SampleImages, prompt_of
 from .engine.sampling import SamplingOptions, sampling_of
 from .errors import ConfigError
 from .pool.budget import Budget
 from .training import compatibility
-from .training.construction import rollout_engine
+from .training.construction import replaced, rollout_engine
 from .training.environments import NO_PROMPT, Environments
 from .training.evaluation import Evaluation
 from .training.forward_pass import attention_in_blocks, base_attention
@@ -64,13 +65,30 @@ def micro_batches(trainer: GRPOTrainer, ours: type[GRPOTrainer]) -> list[MicroBa
     return regroup(made, trainer.args.gradient_accumulation_steps, trainer.pad_to_multiple_of)
 
 
+def read_once(trainer: GRPOTrainer) -> AbstractContextManager[None]:
+    """Let TRL's data loader and the pool read a stream together, in TRL's order."""
+    dataset, args = trainer.train_dataset, trainer.args
+    if not isinstance(dataset, IterableDataset):
+        return nullcontext()
+    if trainer.shuffle_dataset:
+        dataset = dataset.shuffle(seed=args.seed)
+    quota, uses = args.generation_batch_size // args.num_generations, args.num_iterations * args.steps_per_generation
+
+    def skipped() -> int:
+        micro_steps = trainer.state.global_step * args.gradient_accumulation_steps
+        return 0 if args.ignore_data_skip else micro_steps // uses * quota
+
+    return replaced(trainer, train_dataset=SharedStream(dataset, quota, args.num_generations, uses, skipped))
+
+
 def training_rows(trainer: GRPOTrainer) -> TrainingRows:
-    """The training dataset of a trainer, in TRL's order."""
+    """The training dataset of a trainer in training, in TRL's order."""
     dataset, collate = trainer.train_dataset, trainer.data_collator
-    if isinstance(dataset, IterableDataset):
-        if trainer.shuffle_dataset:
-            dataset = dataset.shuffle(seed=trainer.args.seed)
+    if isinstance(dataset, SharedStream):
         collate = trainer._get_collator_with_removed_columns(collate, description="Rollout")
+        makes_prompts = trainer.environment_factories is not None
+        acts = bool(trainer._standalone_tools) or makes_prompts
+        compatibility.check_row(dataset.first_row(), needs_prompt=not makes_prompts, acts=acts)
     else:
         dataset = trainer._remove_unused_columns(dataset, description="Rollout")
     return TrainingRows(dataset, collate, make_sampler=lambda: trainer._get_train_sampler(dataset))

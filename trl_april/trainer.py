@@ -106,7 +106,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: str | torch.nn.Module,
+        model: str | Path | torch.nn.Module,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
@@ -122,7 +122,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         environment_factory: Any = None,
         rollout: Rollout | None = None,
     ) -> None:
-        args = args or construction.default_arguments(model)
+        model, args = construction.model_and_arguments(model, args)
         stock_because = compatibility.why_stock(args, rollout_func, compatibility.ignored_overrides(type(self)))
         compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
@@ -131,8 +131,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._session: RolloutSession | None = None
         self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
-            keeps, acts = not compatibility.has_images(train_dataset), bool(tools or environment_factory or rollout)
-            self._options = AprilOptions.of(args).with_schedule(keeps=keeps, acts=acts)
+            acts, has_images = bool(tools or environment_factory or rollout), compatibility.has_images(train_dataset)
+            self._options = AprilOptions.of(args).with_schedule(keeps=not has_images, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)
@@ -153,7 +153,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             )  # fmt: skip
             if self.april_enabled:
                 compatibility.check_model(self.model)
-                if self._is_vlm and (tools or environment_factory):  # which may return images
+                if self._is_vlm and (tools or environment_factory or has_images is None):  # which may return images
                     self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
             self.add_callback(construction.StockNotice(stock_because))
@@ -317,7 +317,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.args.output_dir, self._get_output_dir, self._processes, resume_from_checkpoint
         )
         try:
-            with session_parts.rows_in_blocks(self):
+            with session_parts.rows_in_blocks(self), session_parts.read_once(self):
                 return super().train(self._checkpoints.resumed_from, *args, **kwargs)
         except NothingToTrain:
             logger.warning(f"{self._checkpoints.resumed_from} is the end of its training: nothing is left to train.")
@@ -370,9 +370,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     def _run_round(self) -> Round:
         """Sync the weights, fill the pool, and run until the quota is met."""
         step = self.state.global_step
-        if step >= self.state.max_steps:
-            raise NothingToTrain  # `Trainer` would do one more step
         if self._session is None:
+            if step >= self.state.max_steps:
+                raise NothingToTrain  # `Trainer` would do one more step
             self._session = self._open_session()
             self.pool, self._fixed["trainer.eos_token_ids"] = self._session.pool, [*self.eos_token_ids]
         compatibility.check_fixed(self._fixed, compatibility.fixed_options(self))

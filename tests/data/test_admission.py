@@ -114,6 +114,15 @@ def test_the_longest_prompts_of_a_dataset_are_checked_first(caplog):
         check_longest(Budget(10, 26), rows, Tokenizer(), "evaluation")
 
 
+def test_a_token_without_embedding_is_refused_where_a_prompt_has_it():
+    def tokenize(rows):
+        return [[3, 50 if row["number"] == 2 else 49] for row in rows]
+
+    assert len(admission(tokenize=tokenize).next_groups(2)) == 2
+    with pytest.raises(ConfigError, match="row 2 .* token id 50, and the model has embeddings for ids below 50"):
+        admission(tokenize=tokenize).next_groups(3)
+
+
 # Groups of a checkpoint
 
 

@@ -25,9 +25,10 @@ from trl_april.config import APRILGRPOConfig
 from trl_april.data.order import TrainingRows, make_source, resumed_source
 from trl_april.data.plan import TrainingPlan
 from trl_april.data.source import RowSource
+from trl_april.data.stream import SharedStream
 from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool.pool import Pool
-from trl_april.session_parts import training_rows
+from trl_april.session_parts import read_once, training_rows
 from trl_april.trainer import APRILGRPOTrainer
 
 
@@ -55,11 +56,13 @@ def stock_rounds(
     has_length: bool,
     start_step: int = 0,
     skip_rows: bool = True,
+    changes: dict[int, int] | None = None,
 ) -> list[tuple[int, object]]:
     """Every generation of a stock run, as its global step and its chunk of rows.
 
     Follows `Trainer.set_initial_training_values`, `_init_training_state` and `_run_epoch`, and TRL's
-    `_prepare_inputs`. `chunks(epoch)` are the complete chunks of rows of an epoch.
+    `_prepare_inputs`. `chunks(epoch)` are the complete chunks of rows of an epoch. `changes` has the values that a
+    callback gives `state.max_steps` at the end of steps.
     """
     len_dataloader = len(chunks(0)) * micro if has_length else None
     if len_dataloader is not None:
@@ -74,11 +77,12 @@ def stock_rounds(
     epochs_trained = global_step // num_update_steps_per_epoch
     steps_trained_in_current_epoch = global_step % num_update_steps_per_epoch * accumulation if skip_rows else 0
     remainder = steps_in_epoch % accumulation or accumulation
+    num_train_epochs = -(-max_steps // num_update_steps_per_epoch) if has_length else math.inf
 
     rounds = []
     trl_step = 0  # `self._step`, which no checkpoint holds
     epoch = epochs_trained
-    while True:
+    while epoch < num_train_epochs:
         epoch_iterator = iter([chunk for chunk in chunks(epoch) for _ in range(micro)])
         step, num_update_steps_trained = -1, 0
         if epoch == epochs_trained and steps_trained_in_current_epoch > 0:
@@ -95,9 +99,11 @@ def stock_rounds(
                 trl_step += 1
                 if do_sync_step:
                     global_step += 1
+                    max_steps = (changes or {}).get(global_step, max_steps)
                     if global_step >= max_steps:
                         return rounds
         epoch += 1
+    return rounds
 
 
 def stock_rows(plan: TrainingPlan, chunks: Callable[[int], list], *, has_length: bool, start_step: int = 0) -> list:
@@ -191,6 +197,32 @@ def test_source_hands_out_exactly_the_rows_of_stock(
     assert [row for _, row in rows] == stock_rows(plan, chunks, has_length=has_length, start_step=start_step)
     assert [group_id for group_id, _ in rows] == list(range(rows[0][0], rows[0][0] + len(rows)) if rows else [])
     assert start_step or rows[0][0] == 0
+
+
+@given(at=st.integers(1, 20), changed=st.integers(1, 40), handed_out=st.integers(0, 60), **SIZES)
+@example(
+    quota=2, micro=3, accumulation=1, rounds_per_epoch=9, max_steps=4, has_length=False, at=4, changed=7, handed_out=9
+)
+def test_rows_follow_a_callback_that_changes_the_number_of_steps(
+    quota, micro, accumulation, rounds_per_epoch, max_steps, has_length, at, changed, handed_out
+):
+    """Up to the last epoch that training began with; of a stream, an epoch has as many steps as it began with."""
+    sizes = {"micro": micro, "accumulation": accumulation, "has_length": has_length}
+    assume(trains_at_all(rounds_per_epoch=rounds_per_epoch, **sizes) and at <= max_steps and at <= changed)
+    chunks, plan = numbered_chunks(rounds_per_epoch, quota), plan_of(quota, micro, accumulation, max_steps)
+    rounds = stock_rounds(chunks, max_steps=max_steps, changes={at: changed}, **sizes)
+    wanted = [row for _, chunk in rounds for row in chunk]
+    steps_per_epoch = -(-rounds_per_epoch * micro // accumulation)
+    source = RowSource(
+        as_epochs(chunks),
+        replace(plan, epochs=-(-max_steps // steps_per_epoch) if has_length else math.inf),
+        rounds_per_epoch=rounds_per_epoch if has_length else None,
+    )
+    before = source.next_rows(handed_out)
+    source.follow(changed)
+    rows = [row for _, row in before + drain(source)]
+    assert rows[: len(wanted)] == wanted
+    assert len(rows) <= max(len(wanted), -(-len(before) // quota) * quota)  # a batch that was begun is completed
 
 
 def test_resuming_continues_ids_and_epochs():
@@ -426,7 +458,9 @@ def permuted_rows(rows: int, plan: TrainingPlan) -> TrainingRows:
 
 
 def stream_rows(rows: int, plan: TrainingPlan) -> TrainingRows:
-    return TrainingRows(stream_of(rows).shuffle(seed=3), collate, lambda: iter(()))
+    return TrainingRows(
+        SharedStream(stream_of(rows).shuffle(seed=3), plan.groups_per_round), collate, lambda: iter(())
+    )
 
 
 @pytest.fixture(params=RESUMED, ids=lambda sizes: "-".join(map(str, sizes)))
@@ -491,13 +525,15 @@ def test_rows_continue_over_several_checkpoints(sizes, max_steps, is_stream):
 
 
 def test_epoch_starts_again_without_skipping(interrupted):
-    """`ignore_data_skip`: as in stock GRPO, but the rows in flight are trained instead of its first ones."""
+    """`ignore_data_skip`: the rows in flight are trained instead of the first ones; of a stream, which may have no
+    more of those that are passed over, instead of the last ones."""
     cursors = {handed_out: interrupted.cursor(handed_out) for handed_out in range(interrupted.planned + 1)}
     interrupted.plan = replace(interrupted.plan, skip_trained_rows=False)
     for step in range(1, interrupted.max_steps):
         expected = interrupted.stock_from(step)
         for held in range(0, min(interrupted.planned, len(expected)) + 1, 3):
-            assert interrupted.resumed(step, cursors[held], held=held) == (expected[held:], 0), f"step {step}, {held}"
+            rest = expected[: len(expected) - held] if interrupted.is_stream else expected[held:]
+            assert interrupted.resumed(step, cursors[held], held=held) == (rest, 0), f"step {step}, {held}"
 
 
 def test_changed_batch_size_counts_steps_of_the_new_size(interrupted):
@@ -569,6 +605,16 @@ def recording_trainer(model_and_tokenizer, output_dir: Path, dataset, **options)
     return trainer
 
 
+def rows_of_trainer(trainer: APRILGRPOTrainer) -> TrainingRows:
+    """As in training, when nothing is skipped."""
+    step, trainer.state.global_step = trainer.state.global_step, 0
+    with read_once(trainer):
+        rows = training_rows(trainer)
+        rows.columns()
+    trainer.state.global_step = step
+    return rows
+
+
 def plan_of_trainer(trainer: APRILGRPOTrainer, **values) -> TrainingPlan:
     plan = TrainingPlan.of(trainer.args, max_steps=trainer.state.max_steps, vocab_size=99)
     return replace(plan, **values)
@@ -578,11 +624,11 @@ def plan_of_trainer(trainer: APRILGRPOTrainer, **values) -> TrainingPlan:
 def test_rows_come_through_the_collator_with_the_columns_that_trl_keeps(make_trainer, dataset):
     for remove, columns in ((True, ["prompt"]), (False, ["number", "prompt"])):
         trainer = make_trainer(dataset, max_steps=1, remove_unused_columns=remove)
-        rows = training_rows(trainer)
+        rows = rows_of_trainer(trainer)
         _, open_epoch = rows.open(plan_of_trainer(trainer))
         assert sorted(rows.columns()) == sorted(rows.read(next(open_epoch(0)))) == columns
     trainer.data_collator = lambda rows: [{"prompt": f"Be brief. {row['prompt']}", "level": 1} for row in rows]
-    rows = training_rows(trainer)
+    rows = rows_of_trainer(trainer)
     _, open_epoch = rows.open(plan_of_trainer(trainer))
     row = rows.read(next(open_epoch(0)))
     assert row["prompt"].startswith("Be brief. p")
@@ -636,7 +682,7 @@ def test_source_gives_the_rows_that_stock_trains_on_after_resuming(make_trainer,
 
 def check_source_of(trainer: APRILGRPOTrainer, start_step: int = 0) -> None:
     """The generations of a stock run are those of the source and of the reference."""
-    plan, rows = plan_of_trainer(trainer), training_rows(trainer)
+    plan, rows = plan_of_trainer(trainer), rows_of_trainer(trainer)
     quota = plan.groups_per_round
     assert trainer.state.global_step == trainer.state.max_steps
     source = make_source(rows, plan, start_step)

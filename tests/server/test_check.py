@@ -116,6 +116,11 @@ def test_other_vocabulary_is_refused(served: int, words: str):
     assert words in message and f"vocabulary of {VOCAB}" in message
 
 
+def test_a_tokenizer_may_have_more_tokens_than_the_model():
+    """vLLM takes all ids of its tokenizer, here of two more tokens."""
+    assert check({"num_tokens": VOCAB + 2}, vocab_size=VOCAB + 1)
+
+
 @pytest.mark.parametrize(
     ("field", "served"),
     [

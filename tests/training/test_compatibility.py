@@ -16,8 +16,8 @@ from trl_april.training.compatibility import (
     check_images,
     check_model,
     check_processes,
+    check_row,
     check_scoring,
-    check_tools,
     has_images,
     ignored_overrides,
     why_stock,
@@ -96,7 +96,6 @@ IMAGES = {
     "column image": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}),
     "column images": Dataset.from_dict({"prompt": ["a"], "images": [["x.png"]]}),
     "column of an iterable dataset": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}).to_iterable_dataset(),
-    "column of a stream": stream({"prompt": "a", "images": ["x.png"]}),
 }
 
 
@@ -114,17 +113,17 @@ def test_images_are_not_kept_through_a_sync(images):
 def test_columns_are_those_of_a_transform():
     questions = Dataset.from_dict({"question": ["a", "b"]})
     prompts = questions.with_transform(lambda rows: {"prompt": rows["question"]})
-    check_dataset(prompts, 2)
+    check_arguments(config(per_device_train_batch_size=8, num_generations=4), AprilOptions(), prompts)
     assert has_images(questions.with_transform(lambda rows: {"prompt": rows["question"], "image": rows["question"]}))
 
 
-def test_the_checks_consume_no_row_of_a_stream_and_leave_foreign_datasets_to_trl():
+def test_the_checks_read_no_stream_and_leave_foreign_datasets_to_trl():
+    """Its rows may exist only once, or not before training."""
     for foreign in (None, [{"prompt": "a"}]):
         check_dataset(foreign, 2)
-    dataset = stream({"prompt": "a"}, {"prompt": "b"})
-    has_images(dataset)
-    check_dataset(dataset, 1)
-    assert [row["prompt"] for row in dataset] == ["a", "b"]
+    unread = IterableDataset.from_generator(lambda: pytest.fail("read"))
+    assert has_images(unread) is None
+    check_arguments(config(), AprilOptions(), unread, tools=[print])
 
 
 def test_options_without_effect_are_named_when_april_is_off():
@@ -180,9 +179,9 @@ def test_harmful_options_are_warned_of(options, words, caplog):
 
 
 def test_tools_need_conversations():
-    check_tools(Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2))
+    check_row({"prompt": [{"role": "user", "content": "a"}]}, needs_prompt=True, acts=True)
     with pytest.raises(ConfigError, match="the prompts of the training dataset are text: 'a'.*a list of messages"):
-        check_tools(TEXT)
+        check_row(TEXT[0], needs_prompt=True, acts=True)
 
 
 def test_processes_that_would_train_separately_are_refused(monkeypatch):
@@ -201,15 +200,14 @@ def test_processes_that_would_train_separately_are_refused(monkeypatch):
     [
         (TEXT, "has 2 rows.*needs 3 prompts .generation_batch_size / num_generations.*Add rows, lower"),
         (Dataset.from_dict({}), "has 0 rows.*needs 3 prompts"),
-        (stream(), "no `prompt`: it is empty"),
-        (Dataset.from_dict({"question": ["a"] * 3, "answer": ["1"] * 3}), "no `prompt`: question, answer"),
-        (stream({"question": "a"}), "no `prompt`: question. .*rename_column"),
+        (Dataset.from_dict({"question": ["a"] * 3, "answer": ["1"] * 3}), "no `prompt`: question, answer.*rename_col"),
+        (Dataset.from_dict({"prompt": ["a"] * 3}).with_format("arrow"), r"'arrow'.*dataset.with_format\(None\)"),
     ],
-    ids=["too few", "no rows", "empty stream", "no prompt", "no prompt in a stream"],
+    ids=["too few", "no rows", "no prompt", "a format without rows"],
 )
 def test_a_dataset_without_enough_prompts_is_refused(dataset, words):
     with pytest.raises(ConfigError, match=words):
-        check_dataset(dataset, 3)
+        check_arguments(config(per_device_train_batch_size=6, num_generations=2), AprilOptions(), dataset)
 
 
 @pytest.mark.parametrize("adapter", [PrefixTuningConfig, PromptTuningConfig])

@@ -17,7 +17,13 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError
 from trl_april.server.command_line import flag_value
 from trl_april.training import construction
-from trl_april.training.construction import connect_server, embedded_server, needs_server, precision
+from trl_april.training.construction import (
+    connect_server,
+    embedded_server,
+    model_and_arguments,
+    needs_server,
+    precision,
+)
 
 
 OFF = {"vllm_importance_sampling_correction": False}
@@ -184,3 +190,11 @@ def test_model_object_with_remote_code_is_served_with_its_code(tmp_path, monkeyp
     served = AutoConfig.from_pretrained(server.model)
     assert type(AutoModelForCausalLM.from_config(served, trust_remote_code=True)).__name__ == "RemoteForCausalLM"
     assert "--trust-remote-code" in server.vllm_args
+
+
+def test_a_path_is_a_model_and_the_folder_of_an_adapter_is_none(tmp_path):
+    model, args = model_and_arguments(tmp_path / "tiny", None)
+    assert model == str(tmp_path / "tiny") and args.output_dir == "tiny-APRIL"
+    get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"adapter' is the folder of an adapter.*AutoPeftModel.*is_trainable=True"):
+        model_and_arguments(tmp_path / "adapter", None)

@@ -14,7 +14,7 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.support.tiny import build_model
-from trl_april.weights.names import base_model, in_checkpoint_format, tied_names
+from trl_april.weights.names import base_model, in_checkpoint_format, native_adapters_merged, tied_names
 
 
 SMALL = dict(
@@ -142,3 +142,25 @@ def test_shared_parameters_have_several_names():
     assert tied_names(build_model(tie_word_embeddings=False)) == {}
     without = AutoConfig.for_model("gemma2", **(SMALL | {"tie_word_embeddings": True}))
     assert tied_names(AutoModelForCausalLM.from_config(without)) == {}, "vLLM has no output layer for this model"
+
+
+def test_an_adapter_that_is_part_of_the_model_is_sent_merged_and_taken_out_again():
+    """As transformers' `add_adapter` makes it: no `PeftModel`, which TRL would merge."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
+    torch.manual_seed(1)
+    native = build_model(tie_word_embeddings=False)
+    names = {name for name, _ in native.named_parameters()}
+    native.add_adapter(lora)
+    before = {name: param.clone() for name, param in native.named_parameters()}
+    ids = torch.arange(12).unsqueeze(0)
+    wanted = native(ids).logits
+    with native_adapters_merged(native) as without_adapters:
+        found = {name: param.data.clone() for name, param in without_adapters(native.named_parameters())}
+    plain = build_model(tie_word_embeddings=False)
+    plain.load_state_dict(found)
+    assert set(found) == names and torch.allclose(plain(ids).logits, wanted, atol=1e-5)
+    assert all(torch.allclose(param, before[name], atol=1e-6) for name, param in native.named_parameters())
+    for other in (plain, get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"]))):
+        params = dict(other.named_parameters())
+        with native_adapters_merged(other) as without_adapters:
+            assert dict(without_adapters(other.named_parameters())).keys() == params.keys()

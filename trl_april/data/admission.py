@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from accelerate.logging import get_logger
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..pool.budget import Budget
 from ..pool.pool import Pool
 from ..pool.samples import Group
@@ -155,10 +155,16 @@ class Admission:
 
     def _new_group(self, group_id: int, ref: RowRef, row: Row, prompt_ids: list[int]) -> NewGroup:
         row_index = ref if isinstance(ref, int) else None
-        check_prompt(self._plan.budget, len(prompt_ids), prompt_name(row, row_index))
-        if self._plan.saves_checkpoints and row_index is None:
+        plan = self._plan
+        check_prompt(plan.budget, len(prompt_ids), prompt_name(row, row_index))
+        if (largest := max(prompt_ids, default=0)) >= plan.vocab_size:
+            raise ConfigError(
+                f"{prompt_name(row, row_index)} has token id {largest}, and the model has embeddings for ids below "
+                f"{plan.vocab_size}. Call model.resize_token_embeddings(len(tokenizer)), or leave the token out."
+            )
+        if plan.saves_checkpoints and row_index is None:
             encode_row(row)  # fails now, not at the first checkpoint
-        return NewGroup(group_id, row, prompt_ids, self._plan.num_generations, row_index)
+        return NewGroup(group_id, row, prompt_ids, plan.num_generations, row_index)
 
     def _check_resumed(self, group: Group) -> None:
         plan, name = self._plan, f"Group {group.group_id} of the checkpoint"

@@ -12,36 +12,36 @@ from heapq import nlargest
 from itertools import chain, islice
 from operator import length_hint
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tqdm import tqdm
-from trl.trainer.utils import repeat_iterable_dataset
 
 from ..errors import CheckpointError
 from .plan import TrainingPlan
 from .source import Row, RowRef, RowSource
+from .stream import SharedStream
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
     """The training dataset as TRL reads it."""
 
-    dataset: Dataset | IterableDataset  # map-style: without the columns that TRL removes; a stream: shuffled
+    dataset: Dataset | SharedStream  # map-style: without the columns that TRL removes; a stream: shuffled
     collate: Callable[[list[Row]], list[Row]]  # TRL's data collator
     make_sampler: Callable[[], Iterable[int]]  # returns TRL's sampler, freshly seeded; not called for a stream
 
     @property
     def is_stream(self) -> bool:
         """Whether the length of the dataset is unknown."""
-        return isinstance(self.dataset, IterableDataset)
+        return not isinstance(self.dataset, Dataset)
 
     def read(self, ref: RowRef) -> Row:
         """The row of an index, as it comes to training; the row of a stream as it is."""
-        return self.collate([self.dataset[ref]])[0] if isinstance(ref, int) else ref
+        return self.collate(self.dataset.__getitems__([ref]))[0] if isinstance(ref, int) else ref
 
     def columns(self) -> list[str]:
         """The columns of a row in training, as a transform or the collator may change them."""
-        first = list(islice(self.dataset, 1))
-        return list(self.collate(first)[0]) if first else []
+        first = first_row(self.dataset)
+        return list(self.collate([first])[0]) if first else []
 
     def longest_prompts(self, count: int, *, silent: bool) -> list[int]:
         """Indices of the rows with the longest prompts, as text.
@@ -49,7 +49,11 @@ class TrainingRows:
         None of a stream, where a transform makes them, or with images, whose number of tokens the text does not tell.
         """
         dataset = self.dataset
-        if self.is_stream or dataset.format["type"] == "custom" or "prompt" not in dataset.column_names:
+        if (
+            not isinstance(dataset, Dataset)
+            or dataset.format["type"] == "custom"
+            or "prompt" not in dataset.column_names
+        ):
             return []
         if {"image", "images"} & {*dataset.column_names} or "Image(" in str(dataset.features["prompt"]):
             return []
@@ -67,17 +71,9 @@ class TrainingRows:
 
         An epoch has the indices of its rows, or in a stream the rows themselves.
         """
-        if self.is_stream:
-            # Repeats nothing, but is a view of its own, whose epoch is independent of TRL's data loader.
-            dataset = repeat_iterable_dataset(
-                self.dataset, mini_repeat_count=1, batch_size=plan.groups_per_round, repeat_count=1
-            )
-
-            def open_epoch(epoch: int) -> Iterator[RowRef]:
-                dataset.set_epoch(epoch)
-                return (self.collate([row])[0] for row in dataset)
-
-            return None, open_epoch
+        if isinstance(self.dataset, SharedStream):
+            reader = self.dataset.reader()
+            return None, lambda epoch: (self.collate([row])[0] for row in reader(epoch))
 
         sampler = self.make_sampler()
         per_batch = plan.groups_per_round * plan.num_generations
@@ -96,6 +92,14 @@ class TrainingRows:
         # The sampler of a subclass may have another length.
         length = length_hint(sampler, len(self.dataset) // plan.groups_per_round * per_round)
         return max(1, length // per_round), open_permutation
+
+
+def first_row(dataset: Dataset | SharedStream) -> Row:
+    """The first row as a data loader reads it, since a transform may change its columns; none without rows."""
+    if isinstance(dataset, SharedStream):
+        return dataset.first_row()
+    row: Row = dataset.__getitems__([0])[0] if len(dataset) else {}
+    return row
 
 
 def make_source(rows: TrainingRows, plan: TrainingPlan, start_step: int) -> RowSource:
@@ -130,6 +134,7 @@ def resumed_source(
             "to continue without partial samples."
         )
     from_origin = None
+    _kept = rows.dataset.reader() if isinstance(rows.dataset, SharedStream) else None  # both sources read an epoch
     if plan.skip_trained_rows:
         # `Trainer` cannot tell where a stream ended before, and starts its next epoch anew. A run that began inside of
         # a batch has other batches than its step count suggests. The cursor counts rows, so they are found here, as
@@ -147,6 +152,8 @@ def resumed_source(
     if from_origin is not None:
         # Count the rows where stock GRPO is, and read them where this run was.
         source.delegate_to(from_origin, cursor["handed_out"], rejected=rejected)
+    elif rows.is_stream and not plan.skip_trained_rows:
+        source.delegate_to(make_source(rows, plan, step), 0, rejected=0)  # none that the groups have overtaken is lost
     return source, unused
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..pool.budget import Budget
@@ -21,6 +21,7 @@ class TrainingPlan:
     micro_steps_per_round: int  # calls of `training_step` that train one round: steps_per_generation * num_iterations
     gradient_accumulation_steps: int  # calls of `training_step` per optimiser step
     max_steps: int  # optimiser steps at which training ends
+    epochs: float = math.inf  # after which training ends, too, unless the dataset is a stream
     vocab_size: int  # token ids are below it
     budget: Budget = Budget()  # of each sample
     skip_trained_rows: bool = True  # whether a resumed run skips the rows of the steps done (`not ignore_data_skip`)
@@ -37,6 +38,10 @@ class TrainingPlan:
             skip_trained_rows=not args.ignore_data_skip,
             **values,
         )
+
+    def until(self, max_steps: int, step: int) -> TrainingPlan:
+        """The plan with `max_steps` as a callback has set it after `step` steps. `Trainer` does at least one more."""
+        return replace(self, max_steps=max(max_steps, step + 1))
 
     @property
     def versions_per_round(self) -> int:

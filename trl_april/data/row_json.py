@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import base64
 import copy
-import datetime
-import decimal
 import io
-import zoneinfo
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ..errors import ConfigError
 
@@ -83,11 +81,10 @@ def encode_value(value: Any) -> Any:
         return [encode_value(item) for item in value]
     if kind is dict and all(type(key) is str and not key.startswith(MARK) for key in value):
         return {key: encode_value(item) for key, item in value.items()}
-    if kind.__module__.startswith("PIL."):
-        return {MARK + "image": _encode_image(value)}
+    package = kind.__module__.partition(".")[0]
     for name, (of_kind, encode, _) in _KINDS.items():
-        if kind is of_kind or f"{kind.__module__.partition('.')[0]}.{kind.__name__}" == of_kind:
-            return {MARK + name.partition(" ")[0]: encode(value)}
+        if of_kind in (kind, package):
+            return {MARK + name: encode(value)}
     if isinstance(value, np.generic):
         return {MARK + "scalar": _encode_array(np.asarray(value))}
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
@@ -141,23 +138,16 @@ def _decode_array(encoded: list[Any]) -> np.ndarray:
 
 
 def _encode_tensor(tensor: Any) -> list[Any]:
-    import torch
-
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise TypeError(f"a tensor of the layout {tensor.layout} and the type {tensor.dtype} on {tensor.device}")
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _to_text(flat.numpy())]
+    try:
+        return _encode_array(tensor.numpy(force=True))
+    except (RuntimeError, TypeError):
+        raise TypeError(f"a tensor of the layout {tensor.layout} and the type {tensor.dtype}") from None
 
 
 def _decode_tensor(encoded: list[Any]) -> Any:
     import torch
 
-    name, shape, data = encoded
-    dtype = vars(torch).get(name)  # not `getattr`: asked for the name of a module, torch imports it
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor of the unknown type {name!r}")
-    content = bytearray(_from_text(data))
-    return torch.from_numpy(np.ndarray([len(content)], np.uint8, content)).view(dtype).reshape(shape)
+    return torch.from_numpy(_decode_array(encoded))
 
 
 def _encode_image(image: Any) -> str:
@@ -177,48 +167,32 @@ def _decode_image(text: str) -> Any:
     return image
 
 
-def _encode_datetime(value: datetime.datetime) -> list[Any]:
-    # Arrow's time zones have names, which an offset would lose.
-    if isinstance(value.tzinfo, zoneinfo.ZoneInfo) and value.tzinfo.key is not None:
-        return [value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo.key]
-    return [value.isoformat(), value.fold, None]
+def _encode_arrow(value: Any) -> str:
+    """A date, time or number in the form that `datasets` itself stores it in."""
+    values: Any = [value]
+    try:
+        if type(value).__module__.startswith("pandas"):
+            import pandas
+
+            values = pandas.Series([value.as_unit("ns")])  # other units come back as Python's types
+        batch = pa.record_batch([pa.array(values)], names=["value"])
+    except (pa.ArrowException, ValueError) as error:
+        raise TypeError(f"a {type(value).__qualname__} that Arrow does not hold ({error})") from None
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    text = _to_text(sink.getvalue())
+    if type(read := _decode_arrow(text)) is not type(value) or read != value:
+        raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} that Arrow does not hold")
+    return text
 
 
-def _decode_datetime(encoded: list[Any]) -> datetime.datetime:
-    text, fold, zone = encoded
-    value = datetime.datetime.fromisoformat(text).replace(fold=fold)
-    return value if zone is None else value.replace(tzinfo=zoneinfo.ZoneInfo(zone))
+def _decode_arrow(text: str) -> Any:
+    return pa.ipc.open_stream(_from_text(text)).read_all()["value"][0].as_py()
 
 
-def _encode_time(value: datetime.time) -> list[Any]:
-    if value.tzinfo is not None and value.utcoffset() is None:
-        raise TypeError(f"a time of day in the time zone {value.tzinfo}")  # its offset depends on the day
-    return [value.isoformat(), value.fold]
-
-
-def _encode_pandas(value: Any) -> list[Any]:
-    """A date or a duration in nanoseconds, as `datasets` hands out columns that came from pandas."""
-    zone = None if getattr(value, "tz", None) is None else str(value.tz)
-    encoded = [type(value).__name__, int(value.asm8.view("i8")), value.unit, zone]
-    if (read := _decode_pandas(encoded)) != value or str(getattr(read, "tz", None)) != str(zone):
-        raise TypeError(f"a pandas.{encoded[0]} in the time zone {zone}")
-    return encoded
-
-
-def _decode_pandas(encoded: list[Any]) -> Any:
-    import pandas
-
-    kind, count, unit, zone = encoded
-    if kind not in ("Timestamp", "Timedelta") or unit not in ("s", "ms", "us", "ns"):
-        raise ValueError(f"a pandas.{kind} in the unit {unit!r}")
-    if kind == "Timedelta":
-        return pandas.Timedelta(np.timedelta64(count, unit))
-    value = pandas.Timestamp(np.datetime64(count, unit))
-    return value if zone is None else value.tz_localize("UTC").tz_convert(zone)
-
-
-# Name -> (type, or package and name of a type that need not be imported, to JSON, from JSON).
-_KINDS: dict[str, tuple[type | str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+# Name -> (package or type, to JSON, from JSON). Packages need not be imported.
+_KINDS: dict[str, tuple[str | type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (
         tuple,
         lambda value: [encode_value(item) for item in value],
@@ -230,18 +204,10 @@ _KINDS: dict[str, tuple[type | str, Callable[[Any], Any], Callable[[Any], Any]]]
         lambda value: {decode_value(key): decode_value(item) for key, item in value},
     ),
     "bytes": (bytes, _to_text, _from_text),
-    "datetime": (datetime.datetime, _encode_datetime, _decode_datetime),
-    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": (datetime.time, _encode_time, lambda value: datetime.time.fromisoformat(value[0]).replace(fold=value[1])),
-    "timedelta": (
-        datetime.timedelta,
-        lambda value: [value.days, value.seconds, value.microseconds],
-        lambda value: datetime.timedelta(*value),
-    ),
-    "decimal": (decimal.Decimal, str, decimal.Decimal),
     "array": (np.ndarray, _encode_array, _decode_array),
-    "tensor": ("torch.Tensor", _encode_tensor, _decode_tensor),
-    "image": ("PIL.Image", _encode_image, _decode_image),
-    "pandas": ("pandas.Timestamp", _encode_pandas, _decode_pandas),
-    "pandas timedelta": ("pandas.Timedelta", _encode_pandas, _decode_pandas),
+    "tensor": ("torch", _encode_tensor, _decode_tensor),
+    "image": ("PIL", _encode_image, _decode_image),
+    "date": ("datetime", _encode_arrow, _decode_arrow),
+    "decimal": ("decimal", _encode_arrow, _decode_arrow),
+    "pandas": ("pandas", _encode_arrow, _decode_arrow),
 }

@@ -7,6 +7,7 @@ it knows the last round in advance, also for a stream of unknown length.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -42,8 +43,10 @@ class RowSource:
         self._groups_per_round = plan.groups_per_round
         self._round = plan.micro_steps_per_round
         self._accumulation = plan.gradient_accumulation_steps
-        self._max_steps = plan.max_steps
+        self._max_steps, self._epochs = plan.max_steps, plan.epochs
         self._has_length = rounds_per_epoch is not None
+        # `Trainer` takes no more of a stream than the steps that training began with, and then opens it again.
+        self._epoch_micro_steps = sys.maxsize if self._has_length else plan.max_steps * self._accumulation
         self._epoch = 0
         self._steps_before_epoch = 0
         self._chunk = 0  # chunks of this epoch that were read
@@ -80,6 +83,12 @@ class RowSource:
         first, self._next_id = self._next_id, self._next_id + len(rows)
         self._handed_out += len(rows)
         return list(enumerate(rows, first))
+
+    def follow(self, max_steps: int) -> None:
+        """Plan rows for `max_steps` optimiser steps from now on: callbacks may prolong or shorten training."""
+        if max_steps != self._max_steps:
+            self._max_steps = max_steps
+            self._planned = chain(self._planned, self._plan_rows())  # the former may have ended
 
     def replace(self, count: int) -> None:
         """Hand out `count` more rows after the planned ones, to replace as many rejected groups."""
@@ -145,16 +154,24 @@ class RowSource:
     def _plan_rows(self) -> Iterator[RowRef]:
         """Rows of all rounds that training still has steps for."""
         while True:
-            steps = self._steps_before_epoch + (self._chunk * self._round + self.offset) // self._accumulation
-            if steps >= self._max_steps and not self.offset:
+            position = self._chunk * self._round + self.offset
+            steps = self._steps_before_epoch + position // self._accumulation
+            if steps >= self._max_steps and not self.offset or self._has_length and self._epoch >= self._epochs:
                 return
+            is_left = position >= self._epoch_micro_steps  # with an offset: unless its rows have ended before
             # With an offset, the round after the last one of an epoch starts in the next epoch, where steps count
             # anew. Only its rows tell whether this epoch has another round.
-            rows = self._read_chunk()
-            if len(rows) == self._groups_per_round:
-                if steps >= self._max_steps:
-                    self._rows = chain(rows, self._rows)  # they may replace rejected groups
-                    return
+            rows = self._read_chunk() if self.offset or not is_left else []
+            is_whole = len(rows) == self._groups_per_round
+            if is_whole and steps >= self._max_steps:
+                self._rows = chain(rows, self._rows)  # they may replace rejected groups
+                return
+            if is_left and (is_whole or not self.offset):
+                self.offset = position - self._epoch_micro_steps
+                self._steps_before_epoch += self._epoch_micro_steps // self._accumulation
+                self._chunk = 0
+                self._open_next_epoch()
+            elif is_whole:
                 self._chunk += 1
                 yield from rows
             elif self._chunk == 0:

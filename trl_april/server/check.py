@@ -53,10 +53,12 @@ def check_server(
     *,
     config: PretrainedConfig,
     max_completion_length: int | None,
+    num_tokens: int = 0,
 ) -> ServerInfo:
     """Check a server that answers against the trainer's model, and return its account of itself.
 
-    Raises [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
+    The trainer's tokenizer has `num_tokens` ids, of which the model may have no embedding for the last. Raises
+    [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
     """
     try:
         described = server_info(session, base_url)
@@ -100,7 +102,7 @@ def check_server(
         )
     check_architecture(info, base_url, config)
     check_experts(info.device, base_url, config)
-    check_vocabulary(session, base_url, info.model, config)
+    check_vocabulary(session, base_url, info.model, config, num_tokens)
     return info
 
 
@@ -182,11 +184,13 @@ def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:
         )
 
 
-def check_vocabulary(session: requests.Session, base_url: str, model: str, config: PretrainedConfig) -> None:
+def check_vocabulary(
+    session: requests.Session, base_url: str, model: str, config: PretrainedConfig, num_tokens: int = 0
+) -> None:
     """Check that the server knows the last token id of the trainer's vocabulary, and none beyond it."""
     size = config.get_text_config().vocab_size
-    # vLLM accepts the id that equals the vocabulary's size, so the check asks for the next one.
-    for token_id, known in ((size - 1, True), (size + 1, False)):
+    # vLLM accepts all ids of its tokenizer and the one that equals the vocabulary's size.
+    for token_id, known in ((size - 1, True), (max(size, num_tokens) + 1, False)):
         body = {"model": model, "prompt": [token_id], "max_tokens": 1}
         response = session.post(f"{base_url}/v1/completions", json=body)
         if response.status_code not in (200, 400):

@@ -20,6 +20,7 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import AprilOptions, correction_mode, given_address
+from ..data.order import first_row
 from ..engine.images import images_in
 from ..engine.sampling import SAMPLING, sampling_of
 from ..errors import ConfigError
@@ -68,11 +69,12 @@ def names_server(args: GRPOConfig) -> bool:
     return args.vllm_mode == "server" if args.vllm_mode else given_address(args) is not None
 
 
-def has_images(train_dataset: Dataset | IterableDataset | None) -> bool:
-    """Whether the first prompt has images, or the rows have a column for them."""
-    if not isinstance(train_dataset, (Dataset, IterableDataset)):
-        return False
-    row = _first_row(train_dataset)
+def has_images(train_dataset: Dataset | IterableDataset | None) -> bool | None:
+    """Whether the first prompt has images, or the rows have a column for them; `None` if a stream does not say."""
+    if isinstance(train_dataset, IterableDataset):  # reads no row: it may exist only once, or not yet
+        features = train_dataset.features
+        return None if features is None else "Image(" in str(features) or bool({"image", "images"} & features.keys())
+    row = first_row(train_dataset) if isinstance(train_dataset, Dataset) else {}
     return bool({"image", "images"} & row.keys() or images_in(row.get("prompt")))
 
 
@@ -114,23 +116,35 @@ def check_processes(args: GRPOConfig) -> None:
         )
 
 
-def check_dataset(
-    train_dataset: Dataset | IterableDataset | None, groups_per_round: int, *, needs_prompt: bool = True
-) -> None:
-    """Raise [`ConfigError`] if the dataset has no `prompt`, or fewer rows than a generation batch needs."""
-    if not isinstance(train_dataset, (Dataset, IterableDataset)):
-        return  # TRL refuses it
-    if isinstance(train_dataset, Dataset) and len(train_dataset) < groups_per_round:
+def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_round: int) -> None:
+    """Raise [`ConfigError`] if the dataset has fewer rows than a generation batch needs, or a format without rows."""
+    if not isinstance(train_dataset, Dataset):
+        return  # TRL refuses it, or it is a stream
+    if len(train_dataset) < groups_per_round:
         raise ConfigError(
             f"The training dataset has {len(train_dataset)} rows, but one generation batch needs {groups_per_round} "
             "prompts (generation_batch_size / num_generations). Add rows, lower per_device_train_batch_size or "
             "steps_per_generation, or raise num_generations."
         )
-    row = _first_row(train_dataset)
+    if (kind := train_dataset.format["type"]) in ("arrow", "polars"):
+        raise ConfigError(
+            f"The training dataset has the format {kind!r}, of which TRL's data loader takes no rows. Pass "
+            "dataset.with_format(None)."
+        )
+
+
+def check_row(row: Mapping[str, Any], *, needs_prompt: bool, acts: bool) -> None:
+    """Raise [`ConfigError`] if a row has no prompt, or no conversation where samples have tools or environments."""
     if needs_prompt and "prompt" not in row:
         raise ConfigError(
             f"The training dataset has no `prompt`: {', '.join(row) or 'it is empty'}. Rename the column of the "
             "prompts: dataset.rename_column(name, 'prompt')."
+        )
+    if acts and isinstance(prompt := row.get("prompt"), str):
+        raise ConfigError(
+            f"tools or environments are given, but the prompts of the training dataset are text: {prompt!r:.100}. The "
+            "chat template tells the model about its tools: make each prompt a list of messages, such as "
+            "[{'role': 'user', 'content': ...}]."
         )
 
 
@@ -163,9 +177,10 @@ def check_arguments(
     if args.vllm_mode not in (None, "server", "colocate"):
         raise ConfigError(f"vllm_mode is {args.vllm_mode!r}; it must be 'server' or 'colocate'.")
     quota = args.generation_batch_size // args.num_generations
-    check_dataset(train_dataset, quota, needs_prompt=environment_factory is None)
-    if tools or environment_factory is not None:
-        check_tools(train_dataset)
+    check_dataset(train_dataset, quota)
+    if isinstance(train_dataset, Dataset):
+        acts = bool(tools) or environment_factory is not None
+        check_row(first_row(train_dataset), needs_prompt=environment_factory is None, acts=acts)
     limit = options.max_rejected_groups_per_round
     if limit is not None and limit < quota:
         raise ConfigError(
@@ -202,17 +217,6 @@ def check_arguments(
             "vllm_importance_sampling_correction is False, so tokens of earlier policy versions are trained as if the "
             "present version had sampled them, which biases the gradient. Set it to True, or train synchronously with "
             "over_provisioning=1.0 and overlap_generation=False."
-        )
-
-
-def check_tools(train_dataset: Dataset | IterableDataset | None) -> None:
-    """Raise [`ConfigError`] if the prompts are no conversations."""
-    prompt = _first_row(train_dataset).get("prompt") if isinstance(train_dataset, (Dataset, IterableDataset)) else []
-    if isinstance(prompt, str):
-        raise ConfigError(
-            f"tools or environments are given, but the prompts of the training dataset are text: {prompt!r:.100}. The "
-            "chat template tells the model about its tools: make each prompt a list of messages, such as "
-            "[{'role': 'user', 'content': ...}]."
         )
 
 
@@ -297,11 +301,6 @@ def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool)
             f"a reward function is a model that FSDP or DeepSpeed shards over {processes} processes, which would have "
             "to score together. Serve the reward model and call it from a function, or set both options to False."
         )
-
-
-def _first_row(dataset: Dataset | IterableDataset) -> dict[str, Any]:
-    """The first row, since a transform may change the columns, and a stream need not declare them."""
-    return next(iter(dataset), {})
 
 
 @dataclass

@@ -80,10 +80,24 @@ def trl_options(args: GRPOConfig, *, april_enabled: bool) -> dict[str, Any]:
     return {name: value for name, value in values.items() if getattr(args, name) is None}
 
 
-def default_arguments(model: Any) -> APRILGRPOConfig:
-    """The configuration of a trainer without one, as TRL's."""
+def model_and_arguments(model: Any, args: GRPOConfig | None) -> tuple[Any, GRPOConfig]:
+    """A path as text, and the configuration of a trainer without one, as TRL's.
+
+    Raises [`ConfigError`] for the folder of an adapter, which TRL does not load.
+    """
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
     name = model if isinstance(model, str) else get_config_model_id(model.config)
-    return APRILGRPOConfig(f"{name.split('/')[-1]}-APRIL")
+    if (
+        isinstance(model, str)
+        and Path(model, "adapter_config.json").exists()
+        and not Path(model, "config.json").exists()
+    ):
+        raise ConfigError(
+            f"{model!r} is the folder of an adapter, without its base. Load both: "
+            f"AutoPeftModelForCausalLM.from_pretrained({model!r}, is_trainable=True)."
+        )
+    return model, args or APRILGRPOConfig(f"{name.rstrip('/').split('/')[-1]}-APRIL")
 
 
 @contextmanager

@@ -180,13 +180,16 @@ def why_merged(
     if accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3):
         return "FSDP or DeepSpeed ZeRO-3 shards it"
     for server in servers:
+        if not server.info.has_weights:
+            return (
+                f"the vLLM server at {server.base_url} has no weights of the base, as where the model is an object. "
+                "To send the adapter alone, pass the name or folder of the base as model, and peft_config"
+            )
         if not server.info.max_loras:
             return (
                 f"the vLLM server at {server.base_url} was started without --enable-lora, or without "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (`trl-april serve MODEL --enable-lora` sets it)"
             )
-        if not server.info.has_weights:
-            return f"the vLLM server at {server.base_url} was started without the weights of the base"
         if folder is None and not is_of_this_host(urlsplit(server.base_url).hostname or ""):
             return f"the vLLM server at {server.base_url} is on another host, and weight_sync_dir is not set"
     return None
