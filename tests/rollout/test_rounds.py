@@ -184,7 +184,7 @@ def test_processes_agree_on_what_finished_beside_training():
     """Else one would take a batch that the others still generate, and they would count rounds apart."""
     shared = SimpleNamespace(barrier=threading.Barrier(2), values={}, store=HashStore())
     closes = [Attempt([Until(lambda: done.is_set()), Tokens(2, 0.0), End()])]
-    done, known = threading.Event(), []
+    done = threading.Event()
     script = {(group, sample): closes for group in (2, 4) for sample in (0, 1)}
     script |= {(group, sample): RUNS_ON for group in (3, 5) for sample in (0, 1)}
 
@@ -194,13 +194,17 @@ def test_processes_agree_on_what_finished_beside_training():
             done.set()
             run.until(lambda: rank or len(run.pool.schedule.finished) == 2)
             shared.barrier.wait(20)
-            opened = run.driver.open_round
-            run.driver.open_round = lambda: (known.append(list(run.pool.schedule.finished)), opened())
+            open_round = run.driver.open_round
+
+            def noted() -> None:
+                assert run.pool.schedule.finished == [2, 4]
+                open_round()
+
+            run.driver.open_round = noted
             return [*trained, run.round()]
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(train, range(2))) == [[[0], [2, 4]], [[1], []]]
-    assert known == [[2, 4]] * 2
 
 
 @pytest.mark.parametrize("policy", ["mask", "ignore"])
