@@ -13,6 +13,7 @@ from tests.support.fake_vllm import FakeVLLM
 from tests.support.peers import Peer, Peers
 from tests.support.synced_trainer import SyncedTrainer
 from tests.support.tiny import build_model
+from tests.training.test_forward_pass import build
 from trl_april.checkpoint import resume
 from trl_april.checkpoint.resume import RunCheckpoints
 from trl_april.distributed.signals import StopRequest
@@ -180,15 +181,16 @@ def test_a_lost_server_is_an_error_in_all(peers, connect, tiny_model_dir, monkey
 
 def test_rows_are_in_blocks_in_all_processes_or_in_none(peers, monkeypatch):
     """One in which the check fails would not take part in the filling of micro-batches."""
-    computes, model = forward_pass._computes_the_same, build_model()
-    model.config._attn_implementation = "sdpa"
-    monkeypatch.setattr(forward_pass, "_computes_the_same", lambda model: peers.rank == 0 and computes(model))
+    failing: set[int] = set()
+    monkeypatch.setattr(forward_pass, "_computes_the_same", lambda model: peers.rank not in failing)
+    models = [build("qwen3"), build("qwen3")]
 
     def check(peer: Peer) -> str | None:
-        model = build_model()
-        with attention_in_blocks([model], peer.any):
-            return base_attention(model)
+        with attention_in_blocks([models[peer.rank]], peer.any):
+            return base_attention(models[peer.rank])
 
+    assert in_both(peers.run(check)) == "sdpa"
+    failing.add(1)
     assert in_both(peers.run(check)) is None
 
 
