@@ -42,7 +42,7 @@ def test_nothing_is_said_where_log_probabilities_agree(tiny_model_dir, caplog, m
     [
         ({"top_p": 0.8}, ["top_p=0.8 makes it too small", "that it keeps (at least 0.8).", "raw_logprobs"]),
         ({"top_k": 5, "temperature": 0.7}, ["top_k=5 makes it too small", "and sample at temperature=1.0."]),
-        ({"min_p": 0.1, "repetition_penalty": 1.2}, ["min_p=0.1 makes", "; repetition_penalty=1.2 makes it too"]),
+        ({"min_p": 0.1, "repetition_penalty": 1.2}, ["min_p=0.1 makes", "repetition_penalty=1.2 makes it too large"]),
         ({"generation_kwargs": {"top_p": 0.9, "min_tokens": 3}}, ["top_p=0.9", "min_tokens=3"]),
     ],
 )  # fmt: skip

@@ -42,12 +42,10 @@ def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str
     used = [one for one in (*_TRUNCATING, *_SHIFTING) if sampling.get(one) and sampling[one] != _OFF.get(one)]
     if mode == RAW_LOGPROBS or not used:
         return None
-    lowers, shifts = "too small, by the probability of the tokens that it keeps", "too large or too small, by token"
-    effects = [
-        f"{name}={sampling[name]!r:.60} makes it {lowers if name in _TRUNCATING else shifts}"
-        + f" (at least {sampling[name]})" * (name == "top_p")
-        for name in used
-    ]
+    effect = dict.fromkeys(_TRUNCATING, "too small, by the probability of the tokens that it keeps")
+    effect["top_p"] += f" (at least {sampling.get('top_p')})"
+    other = "too large for some tokens and too small for others"
+    effects = [f"{name}={sampling[name]!r:.60} makes it {effect.get(name, other)}" for name in used]
     remedy = f"start the server with --logprobs-mode {RAW_LOGPROBS} (the default of `trl-april serve`)"
     return (
         f"The importance ratio of every token is biased. {'; '.join(effects)}. The vLLM server at {base_url} reports "
