@@ -308,6 +308,24 @@ def test_a_script_whose_factory_pops_addresses(fake, tmp_path):
     assert rewards == [1 + 0, 1 + 3, 1 + 1, 1 + 3]
 
 
+class Limited(Simulator):
+    def ask(self, number: int) -> str:
+        """Acts.
+
+        Args:
+            number: The action.
+        """
+        with time_limit(5):
+            return self.client.step(number)
+
+
+def test_an_environment_that_needs_two_threads_ends_training(fake, tmp_path):
+    """It says so at its first call; stock has one thread for all."""
+    trainer = april(fake, tmp_path, **SIZES, arguments={"tools": [], "environment_factory": Limited})
+    with pytest.raises(ConfigError, match="Limited.ask works only in the thread that trains, and its environment was"):
+        trainer.train()
+
+
 class Scaled(Simulator):
     def get_reward(self):
         return 10 * super().get_reward()

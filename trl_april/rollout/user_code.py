@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,6 @@ from typing import Any
 
 
 logger = logging.getLogger(__name__)
-
-# In errors of `signal`, `asyncio` and `sqlite3` about the thread of a call.
-BOUND = ("main thread", "can only be used in that same thread")
 
 
 class Raised(Exception):
@@ -43,6 +40,11 @@ def carried(error: BaseException) -> Exception:
     return Raised(error)
 
 
+def needs_thread(error: BaseException | None) -> bool:
+    """Whether it is an error of `signal`, `asyncio` or `sqlite3` about the thread of a call."""
+    return any(words in str(error) for words in ("main thread", "can only be used in that same thread"))
+
+
 def result_of(call: Callable[[], Any]) -> Any:
     """The result of a call, such as `future.result`. Raises what user code raised."""
     try:
@@ -58,15 +60,11 @@ def result_of(call: Callable[[], Any]) -> Any:
 class _LazyLoop(asyncio.AbstractEventLoop):
     """An event loop that is made at its first use: each opens three files, and few threads need one."""
 
-    made: Any = None
-
     def __getattribute__(self, name: str) -> Any:
-        if _LazyLoop.of(self) is None:
-            object.__setattr__(self, "made", asyncio.new_event_loop())
-        return getattr(_LazyLoop.of(self), name)
-
-    def of(self) -> Any:
-        return object.__getattribute__(self, "made")
+        made = object.__getattribute__(self, "__dict__")
+        if not made:
+            made["loop"] = asyncio.new_event_loop()
+        return getattr(made["loop"], name)
 
 
 class DaemonThreads(Executor):
@@ -108,8 +106,8 @@ class DaemonThreads(Executor):
             call()
             del call  # what it refers to may be large
             self._idle.release()
-        if _LazyLoop.of(loop) is not None:
-            loop.close()
+        for made in object.__getattribute__(loop, "__dict__").values():
+            made.close()
 
 
 class _Here(threading.local):
@@ -172,9 +170,9 @@ def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Futu
     outer, _here.bound_by = _here.bound_by, ""
     outcome: Future[Any] = Future()
     with _watch.on():
-        text = str(_settle(outcome, function, args, kwargs))
+        error = _settle(outcome, function, args, kwargs)
     bound_by, _here.bound_by = _here.bound_by, outer
-    return outcome, bound_by or (text if any(words in text for words in BOUND) else "")
+    return outcome, bound_by or (str(error) if needs_thread(error) else "")
 
 
 @dataclass(eq=False, slots=True)
@@ -250,7 +248,7 @@ class UserCode:
             if not _here.is_ours:
                 return function(*args, **kwargs)
             answer: Future[Any] = Future()
-            self.calls.put(partial(_serve, answer, function, args, kwargs))
+            self.calls.put(partial(_settle, answer, function, args, kwargs))
             return result_of(answer.result)
 
         return call
@@ -301,18 +299,9 @@ class UserCode:
 
 def serve_next(calls: SimpleQueue[Callable[[], Any] | None], timeout: float | None) -> None:
     """Run the next call that waits for this thread, if there is one in time. `None` only wakes it."""
-    try:
-        call = calls.get(timeout=timeout)
-    except Empty:
-        return
-    if call is not None:
-        call()
-
-
-def _serve(answer: Future[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    error = _settle(answer, function, args, kwargs)
-    if error is not None and not isinstance(error, Exception):
-        raise error  # Ctrl-C, or an exit
+    with suppress(Empty):
+        if (call := calls.get(timeout=timeout)) is not None:
+            call()
 
 
 def _shut_down(lasting: dict[int, _Lasting]) -> None:

@@ -17,7 +17,7 @@ from ..engine.images import images_in
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
-from ..rollout.user_code import UserCode
+from ..rollout.user_code import UserCode, needs_thread
 
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ class ToolTurns:
 class ToolCalls:
     """Calls tools with a time limit, and finds errors that TRL's loop would take for results.
 
-    These are exits that a tool asks for, and a tool that never works: `NEVER_WORKED` calls with various arguments have
-    failed for one reason, which is none of `NOT_OF_ARGUMENTS`, and no call has worked. A weak model gives arguments
-    that are wrong, and sees that in results; it is not stopped for it.
+    These are exits that a tool asks for, methods of an environment that need two threads, and a tool that never works:
+    `NEVER_WORKED` calls with various arguments have failed for one reason, which is one of `NOT_OF_ARGUMENTS`, and no
+    call has worked. A weak model gives arguments that are wrong, and sees that in results; it is not stopped for it.
     """
 
     def __init__(self, user_code: UserCode, timeout: float | None) -> None:
@@ -142,7 +142,7 @@ class ToolCalls:
         function = self.in_time(tool, tool.__name__, of, on_late)
 
         def call(**arguments: Any) -> Any:
-            with self._noted(tool, arguments):
+            with self._noted(tool, arguments, is_method=of is not None):
                 return function(**arguments)
 
         return call
@@ -165,7 +165,7 @@ class ToolCalls:
         return lambda **arguments: in_time(tool(**arguments), arguments)
 
     @contextmanager
-    def _noted(self, tool: Tool, arguments: dict[str, Any]) -> Iterator[None]:
+    def _noted(self, tool: Tool, arguments: dict[str, Any], *, is_method: bool = False) -> Iterator[None]:
         name = tool.__qualname__
         try:
             yield
@@ -173,7 +173,14 @@ class ToolCalls:
         except (KeyboardInterrupt, SystemExit) as error:  # which would end the event loop of all coroutines
             self._error = self._error or error
             raise RuntimeError(repr(error)) from error
-        except NOT_OF_ARGUMENTS as error:
+        except Exception as error:
+            if is_method and needs_thread(error):
+                self._error = self._error or ConfigError(
+                    f"{name} works only in the thread that trains, and its environment was made in another one: "
+                    f"{error} Open connections in the call, or limit its time without signals."
+                )
+            if not isinstance(error, NOT_OF_ARGUMENTS):
+                raise
             # The text of an error of the network may have the arguments in it.
             is_of_network = isinstance(error, OSError) and error.filename is None
             kind = type(error).__name__ if is_of_network else repr(error)
