@@ -250,16 +250,15 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     This class includes only the parameters that are specific to APRIL (Active Partial Rollouts, arXiv 2509.18521). For
     all others please refer to [`~trl.GRPOConfig`]. Four of its defaults differ:
 
-    - `use_vllm=None`: APRIL, which needs a vLLM server. Stock GRPO instead of it does without vLLM, as in TRL.
+    - `use_vllm=None`: APRIL uses vLLM. Where stock GRPO runs instead of it, TRL's own default holds.
     - `vllm_mode=None`: the server whose address is given (`vllm_server_base_url`, `vllm_server_host` or
-      `vllm_server_port`), otherwise one that the trainer starts. `"server"` is always a server of yours, at TRL's
-      default address if none is given, and `"colocate"` is always the trainer's. TRL's
-      `vllm_gpu_memory_utilization`, `vllm_tensor_parallel_size`, `vllm_max_model_length` and `vllm_model_impl` apply
-      to the trainer's.
+      `vllm_server_port`), otherwise one that the trainer starts. `"server"` is always one of yours, `"colocate"`
+      always the trainer's. TRL's `vllm_gpu_memory_utilization`, `vllm_tensor_parallel_size`, `vllm_max_model_length`
+      and `vllm_model_impl` apply to the trainer's.
     - `bf16=False` on a machine without a GPU, where TRL's default is an error.
-    - `vllm_importance_sampling_mode=None`: `"token_truncate"`. TRL's default, `"sequence_mask"`, exponentiates the
-      log-ratio summed over the sequence. It would mask out the long samples of several policy versions that APRIL
-      keeps. Stock GRPO keeps TRL's default.
+    - `vllm_importance_sampling_mode=None`: `"token_truncate"`, but TRL's default where stock GRPO runs. That one,
+      `"sequence_mask"`, exponentiates the log-ratio summed over the sequence, and would mask out the long samples of
+      several policy versions that APRIL keeps.
 
     `vllm_server_base_url` takes the addresses of several servers, as a list or as one text with commas. It is read
     again before every weight sync, so servers can be added and removed during training.

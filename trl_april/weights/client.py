@@ -139,8 +139,8 @@ class ServerClient(VLLMClient):
             if left <= 0:
                 raise ServerError(
                     f"No vLLM server was ready at {self.base_url} within {total_timeout:g} s "
-                    f"(vllm_server_timeout): {problem}.\nStart one there with `trl-april serve MODEL`, or leave "
-                    "vllm_server_base_url, vllm_server_host and vllm_server_port out and the trainer starts one."
+                    f"(vllm_server_timeout): {problem}.\nStart one there with `trl-april serve MODEL`, or leave its "
+                    "address and vllm_mode='server' out and the trainer starts one."
                 )
             if time.monotonic() >= next_line:
                 logger.warning(
