@@ -95,7 +95,7 @@ def sampling(trainer: GRPOTrainer) -> SamplingOptions:
     decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
     server = trainer.vllm_generation  # its options may differ in an evaluation
     made = sampling_of(server, kwargs, trainer.eos_token_ids, decode)
-    server.generation_kwargs = made.of_one_request
+    server.generation_kwargs = {**kwargs, **{k: v for k, v in made.body.items() if k == "stop_token_ids"}}
     return made
 
 

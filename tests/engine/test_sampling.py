@@ -149,21 +149,3 @@ def test_every_field_of_vllm_is_passed_on_or_refused():
 def test_stop_strings_that_vllm_refuses_are_refused(stop):
     with pytest.raises(ConfigError, match=r"stop=.*it must be a string that is not empty"):
         sampling_options({"stop": stop})
-
-
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        ({}, {"stop_token_ids": [2, 5]}),
-        ({"stop_token_ids": [7], "logit_bias": {3: 1.0}}, {"stop_token_ids": [2, 5, 7], "logit_bias": {3: 1.0}}),
-        ({"ignore_eos": True}, {"ignore_eos": True}),
-        (
-            {"stop": "x", "seed": 3, "min_tokens": 4},
-            {"stop": ["x"], "seed": 3, "min_tokens": 4, "stop_token_ids": [2, 5]},
-        ),
-    ],
-)
-def test_a_request_that_is_never_cut_has_the_same_options(own, expected):
-    common = {**sampling_options().body, "min_tokens": 0}
-    del common["stop_token_ids"]
-    assert sampling_options(own, [5, None, 2]).of_one_request == {**common, **expected}

@@ -64,12 +64,6 @@ class SamplingOptions:
     seed: int | None = None  # each request's seed is derived from it
     stop: StopStrings | None = None  # searched for here, too, since a match may straddle two requests
 
-    @property
-    def of_one_request(self) -> dict[str, Any]:
-        """The fields of a completion that is never cut."""
-        parts = {"min_tokens": self.min_tokens, "seed": self.seed, "stop": self.stop and self.stop.strings}
-        return {**self.body, **{name: value for name, value in parts.items() if value is not None}}
-
 
 def _no_text(token_ids: list[int]) -> str:
     raise EngineError("Stop strings are searched for in text, and `decode` was not given.")
