@@ -93,7 +93,7 @@ def ask(answers: list[bytes], count: int = 1, render: int = 200) -> tuple[list[A
 
     async def run() -> list[list[Chunk]]:
         async with RawServer(answer) as server, asyncio.timeout(HANG_GUARD):
-            sampling = SamplingOptions({"temperature": 0.5})
+            sampling = SamplingOptions({"temperature": 0.5, "vllm_xargs": {"own": 2}})
             engine = VLLMEngine(server.base_url, "model", sampling, stream_interval=8)
             requests = [
                 GenerationRequest(f"run-{n}", [*PROMPT, 7, 8, *RESULT], 2, 40, "salt", 3, seed=3, images=images)
@@ -127,7 +127,7 @@ def test_features_are_computed_once_and_sent_with_every_request():
     assert body["features"] == {"mm_hashes": {"image": ["a", "a"]}, "mm_placeholders": {"image": places}}
     assert body["sampling_params"] == {
         "temperature": 0.5, "stream_interval": 8, "logprobs": 0, "max_tokens": 40, "min_tokens": 3, "seed": 3,
-        "detokenize": False,
+        "detokenize": False, "extra_args": {"own": 2},
     }  # fmt: skip
     aborted = [one.body["request_ids"] for one in asked if one.path == "/abort_requests"]
     assert aborted == [["generate-tokens-run-0", "cmpl-run-of-text-0"], ["cmpl-run-0-0"]]

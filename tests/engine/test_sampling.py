@@ -114,6 +114,7 @@ def test_option_that_is_off_is_accepted(name, off):
         ("stream_interval", 8, "APRILGRPOConfig"),
         ("truncate_prompt_tokens", 5, "shorten the prompts"),
         ("echo", True, "leave it out"),
+        ("length_penalty", 2.0, "leave it out: rollouts are sampled"),
         ("min_new_tokens", 5, "use min_tokens"),
         ("suppress_tokens", [5], "logit_bias={TOKEN_ID: -100}"),
         ("no_repeat_ngram_size", 2, "repetition_penalty"),
@@ -130,7 +131,8 @@ def test_option_that_vllm_would_ignore_is_refused(name, value, remedy):
     with pytest.raises(ConfigError) as caught:
         sampling_options({name: value})
     assert all(
-        word in str(caught.value) for word in (f"{name}={value!r}", "no sampling option", remedy, "allowed_token_ids")
+        word in str(caught.value)
+        for word in (f"{name}={value!r}", "do not take from there", remedy, "allowed_token_ids")
     )
 
 

@@ -25,7 +25,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, some pairs of bytes, and a special token: characters take several tokens, or share one."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     vocab = {token: index for index, token in enumerate(sorted(alphabet))}
-    merges = [("a", "n"), ("e", "r"), ("er", ">"), ("\u0120", "<"), ("\u00c3", "\u00a9"), ("\u00a9", "<")]
+    merges = [("a", "n"), ("e", "r"), ("er", ">"), ("\u0120", "<"), ("\u00c3", "\u00a9"), (">", "\u00f0")]
     for left, right in merges:
         vocab[left + right] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab, merges))
@@ -35,8 +35,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = byte_tokenizer()
-PIECES = ["</an", "swer>", "</answer>", "é", "</é>", "😀", "an", "er>", " <", "x", "\n\n", SPECIAL, "\ufffd"]
-STOPS = [["</answer>"], ["</é>", "\n\n"], ["😀<"], ["er>", "</answer>"], [" <"], ["a"]]
+PIECES = [
+    "</an", "swer>", "</answer>", "é", "</é>", "😀", "an", "er>", " <", "x", "\n\n", SPECIAL, "\ufffd", "</answer>😀",
+    f"</an{SPECIAL * 60}swer>",
+]  # fmt: skip
+STOPS = [["</answer>"], ["</é>", "\n\n"], ["😀<"], ["er>", "</answer>"], [" <"], ["a"], ["é"], [">", "😀"]]
+PROMPTS = ["x </answer> a\n\n", "</answer", "<", ""]
 
 
 def decode(token_ids: list[int]) -> str:
@@ -85,13 +89,20 @@ def vllm_end(prompt: list[int], turn: list[int], strings: list[str], min_tokens:
 @pytest.mark.parametrize("seed", range(60))
 def test_any_cut_ends_the_turn_where_vllm_ends_it_uncut(seed):
     rng = random.Random(seed)
-    prompt, turn = TOKENIZER.encode("x </answer> a\n\n"), random_tokens(rng, rng.randint(1, 120))
+    prompt, turn = TOKENIZER.encode(rng.choice(PROMPTS)), random_tokens(rng, rng.randint(1, 120))
     strings, min_tokens = rng.choice(STOPS), rng.choice([0, 0, rng.randint(1, 60)])
     stop = StopStrings(strings, decode, min_tokens)
     expected = vllm_end(prompt, turn, strings, min_tokens)
     assert complete(prompt, turn, stop, None) == expected
     for _ in range(20):
         assert complete(prompt, turn, stop, rng) == expected
+
+
+def test_a_string_that_begins_in_the_prompt_ends_nothing():
+    prompt, turn = TOKENIZER.encode("Put it into </answ"), TOKENIZER.encode("er> 7</answer>!")
+    expected = vllm_end(prompt, turn, ["</answer>"], 0)
+    rng, stop = random.Random(0), StopStrings(["</answer>"], decode)
+    assert expected and {complete(prompt, turn, stop, rng) for _ in range(20)} == {expected}
 
 
 def test_an_incomplete_character_before_a_request_hides_the_prompt_from_the_server():
@@ -109,7 +120,7 @@ def test_a_completion_that_is_cut_anywhere_ends_as_the_servers_own(server):
     tokenizer = build_tokenizer()
     prompt = tokenizer("What is 3 + 4? ")["input_ids"]
     body = {"model": server.model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "return_token_ids": True,
-            "ignore_eos": True, "repetition_penalty": 1.3}  # fmt: skip
+            "ignore_eos": True, "repetition_penalty": 9}  # fmt: skip
 
     def of_server(**more):
         answer = requests.post(f"{server.base_url}/v1/completions", json={**body, **more}, timeout=60)
@@ -120,7 +131,7 @@ def test_a_completion_that_is_cut_anywhere_ends_as_the_servers_own(server):
     stop = whole["text"][7:11]
     wanted = of_server(stop=[stop])
     assert wanted["finish_reason"] == "stop" and len(wanted["token_ids"]) > 4
-    own = {"temperature": 0.0, "ignore_eos": True, "repetition_penalty": 1.3, "stop": stop}
+    own = {"temperature": 0.0, "ignore_eos": True, "repetition_penalty": 9.0, "stop": stop}
     sampling = sampling_options(own, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
 
     async def resumed() -> list[tuple[list[int], int, str | None]]:

@@ -127,7 +127,7 @@ def test_every_attribute_of_trl_is_accounted_for():
     """A new attribute fails here: do rollouts read it, or is a change after the constructor refused?"""
     source = inspect.getsource(GRPOTrainer.__init__)
     found = set(re.findall(r"self\.([a-z]\w*)(?:, self\.\w+)* =[^=]", source))
-    names = [*FIXED["trainer"], *READ_WHEN_USED, *OF_TRL_ATTRIBUTES, *INTERNAL]
+    names = [*FIXED, "rollout_func", *READ_WHEN_USED, *OF_TRL_ATTRIBUTES, *INTERNAL]
     assert len(names) == len(set(names)) and set(names) == found
 
 
@@ -165,10 +165,13 @@ def test_stop_strings_end_completions_wherever_they_are_cut(fake, tmp_path):
 )
 def test_end_tokens_are_those_of_the_start_of_training(fake, tmp_path, change):
     """Whoever names them: stock reads its own config at every batch, and counts other completions as truncated."""
-    trainer = trainer_of(fake, tmp_path, chat_template_kwargs={"enable_thinking": False})
+    trainer = trainer_of(
+        fake, tmp_path, chat_template_kwargs={"enable_thinking": False}, generation_kwargs={"stop": STOP}
+    )
     change(trainer)
     with session_parts.evaluation(trainer):
-        assert 9 in trainer.vllm_generation.generation_kwargs["stop_token_ids"]
+        asked = trainer.vllm_generation.generation_kwargs
+        assert 9 in asked["stop_token_ids"] and asked["stop"] == STOP
     assert 9 in trainer.eos_token_ids and session_parts.sampling(trainer).body["stop_token_ids"].count(9) == 1
     (prompt,) = session_parts.tokenize_prompts(trainer, None)([DATASET[0]])
     assert TOKENIZER.decode(prompt).endswith("<think>\n\n</think>\n\n")

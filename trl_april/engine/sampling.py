@@ -48,7 +48,7 @@ _INSTEAD = {
     "use repetition_penalty": ("no_repeat_ngram_size", "encoder_repetition_penalty"),
     "use stop": ("stop_strings",),
     "use stop_token_ids": ("eos_token_id",),
-    "leave it out: rollouts are sampled": ("do_sample", "num_beams"),
+    "leave it out: rollouts are sampled": ("do_sample", "num_beams", "length_penalty"),
     "leave it out, or train with GRPOTrainer and vllm_structured_outputs_regex": (
         "guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar",
     ),
@@ -96,7 +96,7 @@ def sampling_options(
             remedies = [remedy for remedy, names in _INSTEAD.items() if name in names]
             remedies += [f"did you mean {close}" for close in get_close_matches(name, _PASSED_ON, n=1)]
             raise ConfigError(
-                f"generation_kwargs has {name}={value!r}, which is no sampling option of vLLM and would be ignored: "
+                f"generation_kwargs has {name}={value!r}, which requests to vLLM do not take from there: "
                 f"{[*remedies, 'leave it out'][0]}. The options are {', '.join(_PASSED_ON)}."
             )
     seed = extra.pop("seed", None)

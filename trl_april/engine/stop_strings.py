@@ -69,10 +69,13 @@ class StopSearch:
 
     def _advance(self) -> None:
         """Everything so far is searched. Keep only as much text as a stop string can begin in."""
+        end = len(self._ids)
+        while end and self._stop.decode(self._ids[max(0, end - CONTEXT) : end]).endswith(INCOMPLETE):
+            end -= 1  # not searched yet, whatever else the token has
         size = self._longest + CONTEXT
         while True:
-            self._window = max(0, len(self._ids) - size)
-            text = self._text(len(self._ids)).rstrip(INCOMPLETE)  # an incomplete character is not searched yet
+            self._window = max(0, end - size)
+            text = self._text(end)
             if not self._window or len(text) >= self._longest + CONTEXT:
                 break
             size *= 2

@@ -34,18 +34,12 @@ OF_TRANSFORMERS = (
     "cache_implementation", "ds3_gather_for_generation", "transformers_continuous_batching_config",
     "use_transformers_continuous_batching",
 )  # fmt: skip
-_OF_BOTH = (
-    *SAMPLING, "num_generations", "max_completion_length", "num_iterations", "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max",
+# Options that samples in flight depend on. TRL's trainer has copies of those in its config.
+FIXED = (
+    *SAMPLING, "generation_kwargs", "num_generations", "max_completion_length", "num_iterations", "use_vllm",
+    "vllm_mode", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
 )  # fmt: skip
-# Options that samples and batches in flight depend on, and TRL's copies of them.
-FIXED = {
-    "trainer": (*_OF_BOTH, "generation_kwargs", "rollout_func", "use_vllm", "vllm_mode"),
-    "trainer.args": (
-        *_OF_BOTH, "generation_kwargs", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"
-    ),
-    "trainer.vllm_generation": SAMPLING,
-}  # fmt: skip
 # TRL's methods that decide what is generated for which rows. APRIL does both itself.
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
@@ -230,8 +224,9 @@ def end_tokens(trainer: GRPOTrainer) -> list[int]:
 
 def fixed_options(trainer: GRPOTrainer) -> dict[str, Any]:
     """The present values of options that must not change while samples are in flight, by their place."""
-    owners = {"trainer": trainer, "trainer.args": trainer.args, "trainer.vllm_generation": trainer.vllm_generation}
-    values = {f"{place}.{name}": getattr(owners[place], name) for place, names in FIXED.items() for name in names}
+    owners = [("trainer", trainer, FIXED), ("trainer.args", trainer.args, FIXED)]
+    owners += [("trainer.vllm_generation", trainer.vllm_generation, SAMPLING), ("trainer", trainer, ("rollout_func",))]
+    values = {f"{place}.{name}": getattr(owner, name) for place, owner, names in owners for name in names}
     of_model = trainer.generation_config.to_dict().items()  # which generates in stock GRPO without vLLM
     values |= {f"trainer.generation_config.{name}": value for name, value in of_model if name != "eos_token_id"}
     values["trainer.eos_token_ids"] = end_tokens(trainer)
