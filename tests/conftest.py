@@ -3,7 +3,8 @@
 import os
 import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,17 @@ def sigint():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def left() -> Callable[[str], list[str]]:
+    """Finds threads, by the prefix of their names, that the test started and that still run a moment later."""
+    before = set(threading.enumerate())
+
+    def find(prefix: str) -> list[str]:
+        threads = [one for one in threading.enumerate() if one.name.startswith(prefix) and one not in before]
+        for thread in threads:
+            thread.join(timeout=2)
+        return [one.name for one in threads if one.is_alive()]
+
+    return find

@@ -20,15 +20,7 @@ from trl_april.rollout.event_loop import BackgroundLoop
 from trl_april.rollout.user_code import DaemonThreads, UserCode
 
 
-def named(name):
-    """The threads with this name that still run, a moment later."""
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join(timeout=5)
-    return [thread for thread in threading.enumerate() if thread.name == name]
-
-
-def test_call_that_hangs_delays_no_other_and_threads_are_reused():
+def test_call_that_hangs_delays_no_other_and_threads_are_reused(left):
     threads, release = DaemonThreads("test"), threading.Event()
     hung = threads.submit(release.wait)
     used = {threads.submit(threading.get_ident).result(timeout=30) for _ in range(200)}
@@ -38,7 +30,7 @@ def test_call_that_hangs_delays_no_other_and_threads_are_reused():
     threads.shutdown()
     release.set()
     assert hung.result(timeout=30)
-    assert not named("test")
+    assert not left("test")
     with pytest.raises(RuntimeError, match="Training has ended"):
         threads.submit(int)
 
@@ -57,7 +49,7 @@ SPECIAL = [
 
 @pytest.mark.parametrize("where", ["reward", "reward between rounds", "act"])
 @pytest.mark.parametrize("error", SPECIAL, ids=lambda error: f"{type(error).__module__}.{type(error).__name__}")
-def test_what_user_code_raises_reaches_the_caller_as_it_was(error, where):
+def test_what_user_code_raises_reaches_the_caller_as_it_was(error, where, left):
     """Futures refuse or reinterpret these, coroutines change them, and an exit ends the event loop of all."""
     armed = where != "reward between rounds"
 
@@ -97,7 +89,7 @@ def test_what_user_code_raises_reaches_the_caller_as_it_was(error, where):
         threads.shutdown()
         if dynamic is not None:
             dynamic.close()
-    assert not named("test") and not named("trl-april-rewards")
+    assert not left("test") and not left("trl-april-rewards")
 
 
 def test_an_exit_of_a_task_does_not_end_the_loop():
@@ -171,7 +163,7 @@ def test_an_error_in_the_main_thread_is_raised_there(error):
     assert raised.value is error
 
 
-def test_an_environment_with_a_late_call_can_still_be_asked():
+def test_an_environment_with_a_late_call_can_still_be_asked(left):
     """As for its reward, although its thread is not free."""
 
     class Slow:
@@ -186,7 +178,7 @@ def test_an_environment_with_a_late_call_can_still_be_asked():
     assert late and served(user_code, user_code.wrapped(lambda: "asked", "ask", of=slow)) == "asked"
     never.set()
     user_code.release([slow])
-    assert not named("trl-april-environment")
+    assert not left("trl-april-environment")
 
 
 class Environment:
@@ -202,7 +194,7 @@ class Environment:
         return self.loop.run_until_complete(asyncio.sleep(0, threading.get_ident()))
 
 
-def test_an_environment_has_one_thread_with_an_event_loop():
+def test_an_environment_has_one_thread_with_an_event_loop(left):
     user_code = UserCode()
     make = user_code.factories({"a": Environment})["a"]
     one, two = make(), make()
@@ -210,12 +202,12 @@ def test_an_environment_has_one_thread_with_an_event_loop():
     ids = [served(user_code, call) for call in ask]
     assert ids[0] == ids[2] != ids[1] and threading.get_ident() not in ids
     user_code.release([one])
-    assert len(named("trl-april-environment")) == 1
+    assert len(left("trl-april-environment")) == 1
     with pytest.raises(StopIteration):  # an iterator of addresses that has no more
         user_code.factories(lambda: next(iter([])))()
     del user_code, make, ask
     gc.collect()
-    assert not named("trl-april-environment"), "the trainer is gone"
+    assert not left("trl-april-environment"), "the trainer is gone"
 
 
 HANGS = """

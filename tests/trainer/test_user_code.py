@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sqlite3
-import threading
 from contextlib import closing, contextmanager
 
 import pytest
@@ -67,15 +66,7 @@ def number_of_tokens(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def left():
-    """Our threads that still run, a moment later. Idle environments keep theirs."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("trl-april")]
-    for thread in threads:
-        thread.join(timeout=0.1 if thread.name == "trl-april-environment" else 5)
-    return [one.name for one in threads if one.is_alive() and one.name != "trl-april-environment"]
-
-
-def compared(fake, folder, script, arguments, **options):
+def compared(fake, folder, left, script, arguments, **options):
     """Both trainings, whose logs are equal; returns that of ours."""
     arguments = {"tools": [], "reward_funcs": None, **arguments}
     fake.script = script.stream
@@ -91,7 +82,7 @@ def compared(fake, folder, script, arguments, **options):
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
             assert mine[name] == (value if value is None else pytest.approx(value, rel=1e-3, nan_ok=True)), name
-    assert not left()
+    assert not left("trl-april-tools") and not left("trl-april-rewards")
     return trainer
 
 
@@ -105,10 +96,10 @@ def ask(number: int) -> str:
         return "z" * number
 
 
-def test_rewards_and_tools_with_a_time_limit_by_signals_equal_stock(fake, tmp_path, caplog):
+def test_rewards_and_tools_with_a_time_limit_by_signals_equal_stock(fake, left, tmp_path, caplog):
     """They work in the main thread only, and their errors are caught: by the reward itself, and by TRL."""
     arguments = {"tools": [ask], "reward_funcs": graded}
-    trainer = compared(fake, tmp_path, ToolScript(TURNS), arguments, score_during_generation=True)
+    trainer = compared(fake, tmp_path, left, ToolScript(TURNS), arguments, score_during_generation=True)
     assert trainer.state.log_history[0]["reward"] == 4
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
     assert caplog.text.count("works only in the thread that trains: signal.signal is called in") == 2
@@ -170,7 +161,7 @@ def make_raiser(where, error, calls=5):
 
 @pytest.mark.parametrize("error", [StopIteration("mine"), SystemExit(3), KeyboardInterrupt("mine")], ids=repr)
 @pytest.mark.parametrize("where", ["reward", "async reward", "get_reward", "reset", "tool", "async tool"])
-def test_what_user_code_raises_ends_training_as_in_stock(fake, tmp_path, where, error):
+def test_what_user_code_raises_ends_training_as_in_stock(fake, left, tmp_path, where, error):
     """Tools return a `StopIteration` as a result, and coroutines make a `RuntimeError` of it, in stock as here."""
     calls = 1 if "reward" in where and where != "get_reward" else 5
     options = {**SIZES, "max_steps": 4, "arguments": make_raiser(where, error, calls=calls)}
@@ -182,7 +173,7 @@ def test_what_user_code_raises_ends_training_as_in_stock(fake, tmp_path, where, 
     with pytest.raises(kind) as raised:
         trainer.train()
     assert raised.value is error or kind is RuntimeError
-    assert not left()
+    assert not left("trl-april-tools") and not left("trl-april-rewards")
 
 
 def test_an_exit_in_one_process_reaches_the_other(fake, forker, tmp_path):
@@ -213,7 +204,7 @@ def test_a_tool_that_never_works_ends_training(fake, tmp_path):
         trainer.train()
 
 
-def test_evaluations_and_trainings_leave_no_threads(fake, tmp_path):
+def test_evaluations_and_trainings_leave_no_threads(fake, left, tmp_path):
     """Only idle environments have one, for the next evaluation."""
     fake.script = ByQuestion().stream
     sizes = {"per_device_eval_batch_size": 8, "num_generations_eval": 2}
@@ -221,13 +212,13 @@ def test_evaluations_and_trainings_leave_no_threads(fake, tmp_path):
     trainer = april(fake, tmp_path, **sizes, tool_timeout=60.0, arguments=arguments)
     for _ in range(2):
         trainer.evaluate()
-        assert not left()
+        assert not left("trl-april-tools") and not left("trl-april-rewards")
 
 
 # TRL's example scripts, at a small size
 
 
-def test_a_script_with_a_time_limit_on_a_database(fake, tmp_path):
+def test_a_script_with_a_time_limit_on_a_database(fake, left, tmp_path):
     path = str(tmp_path / "facts.db")
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("create table facts (id integer, fact text)")
@@ -250,7 +241,7 @@ def test_a_script_with_a_time_limit_on_a_database(fake, tmp_path):
         "select nothing",
     ]
     turns = [[call("ask", query=query) + END, "done" + END] for query in queries]
-    trainer = compared(fake, tmp_path, ToolScript(turns), {"tools": [ask], "reward_funcs": graded})
+    trainer = compared(fake, tmp_path, left, ToolScript(turns), {"tools": [ask], "reward_funcs": graded})
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0.5
 
 
@@ -294,7 +285,7 @@ class Simulator:
             return 0.0
 
 
-def test_a_script_whose_factory_pops_addresses(fake, tmp_path):
+def test_a_script_whose_factory_pops_addresses(fake, left, tmp_path):
     """In training and in evaluation."""
 
     def factory():
@@ -303,7 +294,7 @@ def test_a_script_whose_factory_pops_addresses(fake, tmp_path):
     addresses = iter([f"http://127.0.0.1:{port}" for port in range(8000, 8100)])
     options = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 4, "per_device_eval_batch_size": 4}
     arguments = {"environment_factory": factory, "eval_dataset": DATASET.select([3])}
-    trainer = compared(fake, tmp_path, ByQuestion(TURNS), arguments, **options)
+    trainer = compared(fake, tmp_path, left, ByQuestion(TURNS), arguments, **options)
     rewards = [entry.get("eval_reward", entry.get("reward")) for entry in trainer.state.log_history[:-1]]
     assert rewards == [1 + 0, 1 + 3, 1 + 1, 1 + 3]
 
@@ -331,7 +322,7 @@ class Scaled(Simulator):
         return 10 * super().get_reward()
 
 
-def test_a_script_with_two_environments(fake, tmp_path):
+def test_a_script_with_two_environments(fake, left, tmp_path):
     prompts = [
         {**row, "scale": number, "environment": "ab"[number % 2]} for number, row in enumerate(DATASET.to_list())
     ]
@@ -339,6 +330,6 @@ def test_a_script_with_two_environments(fake, tmp_path):
         "environment_factory": {"a": Simulator, "b": Scaled},
         "train_dataset": Dataset.from_list(prompts),
     }
-    trainer = compared(fake, tmp_path, ToolScript(TURNS), arguments)
+    trainer = compared(fake, tmp_path, left, ToolScript(TURNS), arguments)
     first, second = trainer.state.log_history[:2]
     assert (first["reward"], second["reward"]) == pytest.approx((2.5, 25.0))

@@ -237,14 +237,15 @@ class UserCode:
                     outcome, bound_by = future.result()
                 if not bound_by or lasting and lasting.is_late:
                     return result_of(outcome.result)
-                self._bound.add(key)
-                logger.warning(
-                    "%s works only in the thread that trains: %s. The call is repeated there. Later ones wait until "
-                    "training waits for a round, and have no tool_timeout. For calls beside training, limit their "
-                    "time without signals, as by a child process, and open connections in the call.",
-                    name,
-                    bound_by,
-                )
+                if key not in self._bound:  # by another call meanwhile
+                    self._bound.add(key)
+                    logger.warning(
+                        "%s works only in the thread that trains: %s. The call is repeated there. Later ones wait "
+                        "until training waits for a round, and have no tool_timeout. For calls beside training, limit "
+                        "their time without signals, as by a child process, and open connections in the call.",
+                        name,
+                        bound_by,
+                    )
             if not _here.is_ours:
                 return function(*args, **kwargs)
             answer: Future[Any] = Future()
