@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -40,6 +41,20 @@ def test_a_claim_ends_when_it_is_not_renewed_or_is_given_back(monkeypatch):
     assert claim.take("first", 0.0), "gives back only its own"
     assert claim.take("second", 0.0) == claim.take("first", 30.0) == {}
     assert claim.take("second", 30.0) == {"holder": "first", "held": 0.0, "left": 30.0}
+
+
+def test_a_process_that_has_ended_holds_nothing():
+    """Not even as a zombie. Where its pid may mean another process, its time must run out."""
+    child = subprocess.Popen(["sleep", "60"])
+    here, elsewhere = Claim(), Claim()
+    for claim, place in ((here, leases.place_of_pids()), (elsewhere, "another container")):
+        assert claim.take("child", 30.0, child.pid, place) == {}
+        assert claim.take("other", 30.0)["holder"] == "child"
+    child.kill()
+    wait_for(lambda: here.take("other", 30.0) == {})
+    assert elsewhere.take("other", 30.0)["holder"] == "child"
+    child.wait()
+    assert here.take("child", 30.0)["holder"] == "other"
 
 
 def test_a_run_that_renews_its_lease_excludes_others(fake):

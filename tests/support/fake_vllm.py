@@ -114,7 +114,7 @@ class TakenClaim(Claim):
         super().__init__()
         self.left = 1.0
 
-    def take(self, holder, seconds):
+    def take(self, holder, seconds, pid, place):
         self.left += 1.0
         return {"holder": "process 7 on other", "held": 60.0, "left": self.left}
 

@@ -6,6 +6,7 @@ Invariant: while a run renews its lease, no run of another process gets one.
 from __future__ import annotations
 
 import math
+import os
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -34,15 +36,35 @@ class Claim:
     def __init__(self) -> None:
         self._holder = ""
         self._since = self._until = 0.0
+        self._pid = 0  # of the holder, if it can be seen from here
 
-    def take(self, holder: str, seconds: float) -> dict[str, Any]:
-        """Take or renew the lease for `seconds`, or return who else has it."""
+    def take(self, holder: str, seconds: float, pid: int = 0, place: str = "") -> dict[str, Any]:
+        """Take or renew the lease for `seconds`, or return who else has it.
+
+        The holder is a process, whose `pid` counts where its [`place_of_pids`] is that of the server.
+        """
         now = time.monotonic()
-        if now < self._until and holder != self._holder:
+        is_held = now < self._until and not (self._pid and has_ended(self._pid))
+        if is_held and holder != self._holder:
             return {"holder": self._holder, "held": now - self._since, "left": self._until - now}
-        self._since = self._since if now < self._until else now
+        self._since = self._since if is_held else now
         self._holder, self._until = holder, now + seconds
+        self._pid = pid if place and place == place_of_pids() else 0
         return {}
+
+
+def place_of_pids() -> str:
+    """Names the processes among which a pid means the same: those of a container on a machine until it restarts."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    return ""  # not Linux
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process, or its parent alone has not noticed its end."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 class ServerLease:
@@ -102,7 +124,8 @@ def _ask(answer: Answer, until: list[float], seconds: float) -> dict[str, Any]:
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
     holder = f"process {process.pid} on {socket.gethostname()}, started {started}"
     try:
-        other = answer("POST", LEASE_PATH.lstrip("/"), {"holder": holder, "seconds": seconds})
+        body = {"holder": holder, "seconds": seconds, "pid": process.pid, "place": place_of_pids()}
+        other = answer("POST", LEASE_PATH.lstrip("/"), body)
     except WeightSyncError:  # there is no such path
         until[0] = math.inf
         return {}

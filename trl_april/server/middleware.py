@@ -62,8 +62,8 @@ class TokenIdsOnly:
 class Lease:
     """Reserves the server for one training run, so that a second one is refused before it changes any weights.
 
-    `POST /april/lease` with `{"holder": text, "seconds": s}` takes it, or renews it, for s seconds from now; 0 gives
-    it back. The answer is `{}`, or `{"holder": text, "held": seconds, "left": seconds}` while another has it.
+    `POST /april/lease` with the arguments of [`Claim.take`] takes it, or renews it, for `seconds` from now; 0 gives it
+    back. The answer is `{}`, or `{"holder": text, "held": seconds, "left": seconds}` while another has it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
