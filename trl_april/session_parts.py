@@ -84,10 +84,11 @@ def tokenize_prompts(
     return lambda rows: [[] for _ in rows]
 
 
-def budget_of(trainer: GRPOTrainer, sampling: SamplingOptions) -> Budget:
-    """The limits of every sample of training and evaluation."""
+def sampling_and_budget(trainer: GRPOTrainer) -> tuple[SamplingOptions, Budget]:
+    """How every sample of training and evaluation is sampled, and its limits."""
+    sampling = sampling_of(trainer.args, trainer.eos_token_ids)
     context_length = trainer.vllm_generation.server_info.max_model_len
-    return Budget(trainer.args.max_completion_length, context_length, sampling.min_tokens)
+    return sampling, Budget(trainer.args.max_completion_length, context_length, sampling.min_tokens)
 
 
 def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None, budget: Budget) -> None:
@@ -135,7 +136,7 @@ def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None =
 
 
 def tool_turns(
-    trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | None = None
+    trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | None = None, *, evaluates: bool = False
 ) -> ToolTurns | RolloutTurns | None:
     """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
     if rollout is None and not trainer.tools and trainer.environment_factories is None:
@@ -145,7 +146,8 @@ def tool_turns(
     view._tokenizer = tokenizer = getattr(view.processing_class, "tokenizer", view.processing_class)
     view.vllm_mode, view.max_tool_calling_iterations = "server", 1
     render, threads = view._get_tool_suffix_ids, DaemonThreads("trl-april-tool")
-    timeout = options.tool_timeout
+    timeout, args = options.tool_timeout, trainer.args
+    never_evaluates = args.eval_strategy == IntervalStrategy.NO
 
     def parse(token_ids: list[int], prefix: list[int], environment: str | None) -> Message:
         with lock:
@@ -200,11 +202,15 @@ def tool_turns(
             factories=trainer.environment_factories,
             by_name=trainer._multi_environment,
             idle=idle,
+            worth=1 if evaluates else max(args.num_generations, args.generation_batch_size // args.world_size),
+            grows=args.world_size == 1,
+            full=vars(trainer).setdefault("_full_environments", set()),
+            for_evaluations=None if evaluates or never_evaluates else trainer._environment_pool,
             tools=trainer._standalone_tools,
             tool_timeout=timeout,
             tokenize=tokenize,
             run_calls=run_calls,
-            saves_states=trainer.args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
+            saves_states=args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
             replays=options.replay_environments,
             threads=threads,
         )
@@ -218,15 +224,15 @@ def tool_turns(
 def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
     """What generates the completions of an evaluation."""
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
-    turns = tool_turns(trainer, options, trainer._rollout)
-    sampling = sampling_of(trainer.args, trainer.eos_token_ids)
+    turns = tool_turns(trainer, options, trainer._rollout, evaluates=True)
+    sampling, budget = sampling_and_budget(trainer)
     vocab_size = trainer.model.config.get_text_config().vocab_size
     found = Evaluation(
         trainer.args,
         turns,
         rollout_engine(options, sampling, server, vocab_size, processes.rank),
         sampling,
-        budget=budget_of(trainer, sampling),
+        budget=budget,
         tokenize=tokenize_prompts(trainer, turns),
         images_of=sample_images(trainer),
         has_tools=bool(trainer.tools),

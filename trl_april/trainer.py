@@ -30,13 +30,12 @@ from .config import AprilOptions
 from .distributed.processes import processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .engine.images import returning_images
-from .engine.sampling import sampling_of
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
 from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility, construction
-from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
+from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale, rollout_output
 from .training.callbacks import StepCallback, print_lines
 from .training.compatibility import sees_images
 from .training.correction import can_correct_in_training
@@ -133,8 +132,8 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
             acts = bool(tools or environment_factory or rollout)
-            keeps = not compatibility.has_images(train_dataset)
-            self._options = AprilOptions.of(args).with_schedule(keeps=keeps, acts=acts)
+            images = compatibility.has_images(train_dataset)
+            self._options = AprilOptions.of(args).with_schedule(keeps=not images, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)
@@ -153,7 +152,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             )  # fmt: skip
             if self.april_enabled:
                 compatibility.check_model(self.model)
-                if self._is_vlm and (tools or environment_factory):  # which may return images
+                if self._is_vlm and (tools or environment_factory or images is None):  # tools may return images
                     self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
             self.add_callback(construction.StockNotice(stock_because))
@@ -232,12 +231,13 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._pending_extra_logs.update(completion_columns(done.groups))
         corrects = self.vllm_importance_sampling_correction
         in_training = corrects and can_correct_in_training(type(self), APRILGRPOTrainer, self.args)
-        output = rollout_output(done.groups, mask_below=self._options.oldest_trained(done.version))
+        oldest = self._options.oldest_trained(done.version)
+        output = rollout_output(done.groups)
         changes = {
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
             **handed_over(output, done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
-            "_generate": returning_images(super()._generate),
+            "_generate": masking_stale(returning_images(super()._generate), done.groups, oldest),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             changes["reward_funcs"] = trained_rewards(done.groups)
@@ -345,8 +345,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _open_session(self) -> RolloutSession:
         turns = session_parts.tool_turns(self, self._options, self._rollout)
-        sampling = sampling_of(self.args, self.eos_token_ids)
-        budget = session_parts.budget_of(self, sampling)
+        sampling, budget = session_parts.sampling_and_budget(self)
         session_parts.check_evaluation_rows(self, turns, budget)
         return RolloutSession(
             self.args,

@@ -15,6 +15,7 @@ from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, mul
 from trl_april import session_parts
 from trl_april.config import AprilOptions
 from trl_april.errors import ConfigError, PoolError
+from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.pool.state import restore, state_dict
@@ -77,7 +78,8 @@ def make_turns(stock, **options):
 
 
 def make_pool(**options):
-    return Pool(1, max_staleness=None, dynamic_sampling=True, has_environments=True, **options)
+    options = {"max_staleness": None, "dynamic_sampling": True, "budget": Budget(None, 4000), **options}
+    return Pool(1, has_environments=True, **options)
 
 
 def play(stock, turns, rows, *, piece=1000, killed=False, script=GAME, budget=BUDGET):
@@ -360,7 +362,11 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     ("factory", "row", "message"),
     [
         ({"a": Counting}, {"environment": "b"}, "environment='b', and environment_factory has 'a'"),
-        (type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}), {}, "does not fit into the server's"),
+        (
+            type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}),
+            {},
+            "after the reset .*no room",
+        ),
         (
             type("Odd", (Counting,), {"reset": lambda self, **row: [{1}]}),
             {},

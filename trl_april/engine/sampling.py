@@ -95,4 +95,10 @@ def sampling_of(args: GRPOConfig, stop_token_ids: Sequence[int | None] = ()) -> 
     own = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     if args.vllm_structured_outputs_regex is not None:
         own["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
-    return sampling_options({**own, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}, stop_token_ids)
+    made = sampling_options({**own, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}, stop_token_ids)
+    if args.max_completion_length is not None and made.min_tokens > args.max_completion_length:
+        raise ConfigError(
+            f"generation_kwargs sets min_tokens={made.min_tokens}, but max_completion_length is "
+            f"{args.max_completion_length}. Raise max_completion_length, or lower min_tokens."
+        )
+    return made

@@ -5,7 +5,6 @@ Invariant: arguments are refused before a model is loaded, with a remedy.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,12 +45,17 @@ def why_stock(args: GRPOConfig, rollout_func: Any = None, overridden: Sequence[s
     return None
 
 
-def has_images(train_dataset: Dataset | IterableDataset | None) -> bool:
-    """Whether the first prompt has images, or the rows have a column for them."""
+def has_images(train_dataset: Dataset | IterableDataset | None) -> bool | None:
+    """Whether rows may have images, by the dataset's features; `None` if only a row itself tells."""
     if not isinstance(train_dataset, (Dataset, IterableDataset)):
         return False
-    row = _first_row(train_dataset)
-    return bool({"image", "images"} & row.keys() or images_in(row.get("prompt")))
+    row, features = _first_row(train_dataset), train_dataset.features or {}
+    if {"image", "images"} & {*row, *features} or images_in(row.get("prompt")):
+        return True
+    if "Image(" in str(features.get("prompt")):
+        return True
+    is_known = features and (isinstance(train_dataset, IterableDataset) or train_dataset.format["type"] != "custom")
+    return False if is_known else None
 
 
 def check_images(options: AprilOptions) -> None:
@@ -266,7 +270,7 @@ class RequestedBatch:
 
     def ask(self, rows: Sequence[dict[str, Any]] | None) -> None:
         """TRL may ask for a batch of these rows, which may be changed in place; `None` for an evaluation."""
-        self._asked_for = None if rows is None else copy.deepcopy(_questions(rows))
+        self._asked_for = None if rows is None else _questions(rows)
         self._is_answered = False
 
     def answer(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -297,5 +301,11 @@ class RequestedBatch:
 
 
 def _questions(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The prompts and the column names of rows."""
-    return [(row.get("prompt"), sorted(row)) for row in rows]
+    """The prompts and the column names of rows. Images are not copied: this is done at every micro-step."""
+    return [(_copied(row.get("prompt")), sorted(row)) for row in rows]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -21,7 +21,7 @@ from ..data.row_json import encode_messages
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
-from ..rollout.acting import ResetResult
+from ..rollout.acting import Full, Places, ResetResult
 from ..rollout.daemon_threads import DaemonThreads
 from .tools import Message, RunCalls, Tools, in_time, is_json, tools_by_kind
 
@@ -40,6 +40,7 @@ class Occupied:
     name: str | None  # of its factory, if there are several
     instance: Any
     tools: Tools = field(default_factory=lambda: Tools({}, {}))
+    is_new: bool = False  # and was not reset yet
     is_late: bool = False  # one of its methods took too long, and may still run
 
     def mark_late(self) -> None:
@@ -101,6 +102,10 @@ class Environments(Restorable):
     factories: dict[str | None, Callable[[], Any]]
     by_name: bool  # whether the column `environment` of a row names its factory
     idle: dict[str | None, list[Any]]  # instances that belong to no sample
+    worth: int  # instances of a factory that there must be at least
+    grows: bool  # whether to open more from the start, which no other process needs
+    full: set[str | None]  # factories that can open no more
+    for_evaluations: dict[str | None, list[Any]] | None  # idle ones of evaluations beside this training
     tools: Sequence[Callable[..., Any]]  # of all samples, beside those of their environments
     tool_timeout: float | None
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
@@ -109,18 +114,28 @@ class Environments(Restorable):
     replays: bool  # whether to repeat the recorded calls of instances without a saved state
     threads: Executor
     _occupied: dict[tuple[int, int], Occupied] = field(default_factory=dict)  # by sample
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._places = {
+            name: Places(idle, self.worth, grows=self.grows, is_full=name in self.full)
+            for name, idle in self.idle.items()
+        }
 
     def reset(self, group: Group, sample: Sample) -> ResetResult:
         """Reset an instance for a new sample with its dataset row, and another one if that takes too long."""
-        for attempt in range(1, MAX_RESETS + 1):
-            occupied = self._occupy(group)
+        attempt = 0
+        while True:
             try:
+                occupied = self._occupy(group)
                 prompt, prompt_ids = self._reset(occupied, group)
                 break
+            except Full:
+                continue
             except TimeoutError as error:
                 if not occupied.is_late:  # an error of its own
                     raise
+                self._put_back(occupied)
+                attempt += 1
                 if attempt == MAX_RESETS:
                     raise ConfigError(
                         f"{error} {MAX_RESETS} instances in a row took too long. Find out what they wait for, or "
@@ -155,24 +170,53 @@ class Environments(Restorable):
         for group in groups:
             for sample in group.samples:
                 self._put_back(self._occupied.pop(sample.key))
+            places = self._places[name := self._name_of(group)]
+            places.release(group)
+            if self.for_evaluations is not None:
+                places.hand_over(self.for_evaluations[name], len(group.samples))
 
-    def _occupy(self, group: Group) -> Occupied:
-        name = group.row.get("environment") if self.by_name else None
+    def close(self) -> None:
+        """Let the threads of samples end that wait for an instance."""
+        for places in self._places.values():
+            places.close()
+
+    def _name_of(self, group: Group) -> str | None:
+        return group.row.get("environment") if self.by_name else None
+
+    def _occupy(self, group: Group, *, waits: bool = True) -> Occupied:
+        name = self._name_of(group)
         if name not in self.factories:
             raise ConfigError(
                 f"Row {group.row_index} of the training dataset has environment={name!r}, and environment_factory has "
                 f"{', '.join(map(repr, self.factories))}. Correct the row, or add the factory."
             )
-        with self._lock:
-            idle = self.idle[name]
-            instance = idle.pop() if idle else None
-        occupied = Occupied(name, self.factories[name]() if instance is None else instance)
+        instance = self._places[name].take(group, waits=waits)
+        occupied = Occupied(name, instance, is_new=instance is None)
+        if instance is None:
+            occupied.instance = self._open(occupied, self.factories[name])
         shared = tools_by_kind(self.tools, self.tool_timeout, self.threads)
         own = tools_by_kind(
             tool_methods(occupied.instance), self.tool_timeout, self.threads, on_late=occupied.mark_late
         )
         occupied.tools = Tools(shared[0] | own[0], shared[1] | own[1], name)
         return occupied
+
+    def _open(self, occupied: Occupied, call: Callable[[], Any]) -> Any:
+        """The result of a call of a new instance or its factory. Raises [`Full`] if it fails as there are enough."""
+        try:
+            return call()
+        except Exception as error:
+            name, places = occupied.name, self._places[occupied.name]
+            if not occupied.is_new or occupied.is_late or not places.failed():
+                raise
+            if name not in self.full:
+                self.full.add(name)
+                logger.warning(
+                    f"Only {places.limit} environments (factory {name!r}) can be open at once: {error!r:.300}. "
+                    "Further samples wait until one is free. For all samples in flight, raise the limit "
+                    "(max_concurrent_envs of an OpenEnv server), or lower over_provisioning."
+                )
+            raise Full(f"all {places.limit} environments are in use") from error
 
     def _in_time(self, occupied: Occupied, name: str) -> Callable[..., Any]:
         """A method of the instance, which must return within `tool_timeout`."""
@@ -181,16 +225,24 @@ class Environments(Restorable):
         return in_time(method, of_instance, self.tool_timeout, self.threads, occupied.mark_late)
 
     def _put_back(self, occupied: Occupied) -> None:
-        if not occupied.is_late:
-            with self._lock:
-                self.idle[occupied.name].append(occupied.instance)
+        if occupied.is_late:
+            self._places[occupied.name].lost(is_new=occupied.is_new)
+            return
+        self._mark_open(occupied)
+        self._places[occupied.name].put_back(occupied.instance)
+
+    def _mark_open(self, occupied: Occupied) -> None:
+        if occupied.is_new:
+            self._places[occupied.name].opened()
+            occupied.is_new = False
 
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
         """The prompt, unless it is the dataset row's, and its token ids."""
         row = copy.deepcopy(group.row)
-        observation = self._in_time(occupied, "reset")(
-            **{key: value for key, value in row.items() if key != "environment" or not self.by_name}
-        )
+        arguments = {key: value for key, value in row.items() if key != "environment" or not self.by_name}
+        reset = partial(self._in_time(occupied, "reset"), **arguments)
+        observation = self._open(occupied, reset)
+        self._mark_open(occupied)
         prompt = with_observation(copy.deepcopy(group.row.get("prompt", NO_PROMPT)), observation)
         try:
             encoded = encode_messages(prompt)
@@ -207,9 +259,11 @@ class Environments(Restorable):
     def _restore(self, group: Group, sample: Sample) -> bool:
         conversation = sample.conversation
         assert conversation is not None
-        occupied = self._occupy(group)
+        occupied = self._occupy(group, waits=False)
         if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
-            self._in_time(occupied, "_april_restore")(copy.deepcopy(conversation.environment))
+            state = copy.deepcopy(conversation.environment)
+            self._open(occupied, partial(self._in_time(occupied, "_april_restore"), state))
+            self._mark_open(occupied)
         elif not self.replays or not self._replay(occupied, group, sample):
             self._put_back(occupied)
             return False
