@@ -337,7 +337,7 @@ class RolloutSession:
             if self._dynamic is not None:
                 rest.callback(self._dynamic.close)
             rest.callback(self._rounds.close)
-            if self._act is not None:
+            if isinstance(self._act, RolloutTurns):
                 rest.callback(self._act.close)
             self._server.before_sync = self._server.servers.on_holding = None
             self._server.servers.give_up()

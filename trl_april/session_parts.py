@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
@@ -27,6 +28,7 @@ from .engine.images import SampleImages, prompt_of
 from .engine.sampling import SamplingOptions, sampling_of
 from .errors import ConfigError
 from .pool.budget import Budget
+from .rollout.acting import Places
 from .rollout.daemon_threads import DaemonThreads
 from .training import compatibility
 from .training.construction import rollout_engine
@@ -102,6 +104,15 @@ def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns 
             check_longest(budget, rows, tokenize_prompts(trainer, turns), f"evaluation {name}".rstrip())
 
 
+def groups_finish_beside_evaluations(trainer: GRPOTrainer) -> bool:
+    """Whether groups of training finish and are scored, and so give their environments back, during an evaluation."""
+    options, keeps = trainer._options, trainer.vllm_generation.servers.keeps_requests
+    has_models = any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs)
+    return bool(trainer._session and options.overlap_generation and keeps and not options.dynamic_sampling) and (
+        not has_models
+    )
+
+
 def sample_images(trainer: GRPOTrainer, options: AprilOptions | None = None) -> SampleImages:
     """The images of samples, as the engine takes them. Those of training must suit its `options`."""
 
@@ -147,7 +158,6 @@ def tool_turns(
     view.vllm_mode, view.max_tool_calling_iterations = "server", 1
     render, threads = view._get_tool_suffix_ids, DaemonThreads("trl-april-tool")
     timeout, args = options.tool_timeout, trainer.args
-    never_evaluates = args.eval_strategy == IntervalStrategy.NO
 
     def parse(token_ids: list[int], prefix: list[int], environment: str | None) -> Message:
         with lock:
@@ -196,16 +206,18 @@ def tool_turns(
         return RolloutTurns(rollout, lambda prompt: tokenize(prompt, None))
     environments = None
     if trainer.environment_factories is not None:
-        # An evaluation, which may come while samples have theirs, has its own instances.
-        idle, trainer._environment_pool = trainer._environment_pool, {name: [] for name in trainer._environment_pool}
+        if not evaluates or trainer._session is None:
+            worth = max(args.num_generations, args.generation_batch_size // args.world_size)
+            trainer._places = {
+                name: Places(idle, worth, grows=args.world_size == 1)
+                for name, idle in trainer._environment_pool.items()
+            }
         environments = Environments(
             factories=trainer.environment_factories,
             by_name=trainer._multi_environment,
-            idle=idle,
-            worth=1 if evaluates else max(args.num_generations, args.generation_batch_size // args.world_size),
-            grows=args.world_size == 1,
-            full=vars(trainer).setdefault("_full_environments", set()),
-            for_evaluations=None if evaluates or never_evaluates else trainer._environment_pool,
+            places=trainer._places,
+            evaluates=evaluates,
+            waits=not evaluates or groups_finish_beside_evaluations(trainer),
             tools=trainer._standalone_tools,
             tool_timeout=timeout,
             tokenize=tokenize,
@@ -244,5 +256,3 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
         yield found
     finally:
         found.close()
-        if isinstance(turns, ToolTurns) and turns.environments is not None:
-            trainer._environment_pool = turns.environments.idle  # for the next one

@@ -103,6 +103,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     _name = "APRIL"
     _paper = construction.PAPER
     _evaluation: Any = None  # while one runs
+    _places: Any = None  # of environments
 
     def __init__(
         self,

@@ -93,7 +93,7 @@ def test_samples_continue_after_an_outage(fake, tmp_path):
     assert dropped[0] in [one.body["prompt"] for one in fake.received_at("/v1/completions")]
 
 
-def test_environments_are_not_those_of_training(tmp_path):
+def test_environments_are_not_those_of_samples_in_flight(tmp_path):
     options = arguments(Counting, reward_funcs=None, tools=[], eval_dataset=DATASET.select([0]))
     options |= {"eval_strategy": "steps", "eval_steps": 1, "over_provisioning": 2.0, "per_device_eval_batch_size": 8}
     instances = []
@@ -104,7 +104,7 @@ def test_environments_are_not_those_of_training(tmp_path):
             ours = [occupied.instance for occupied in environments._occupied.values()]
             output = super().evaluation_loop(*args, **kwargs)
             instances.append((len(ours), {*map(id, self._environment_pool[None])}))
-            assert not instances[-1][1] & {*map(id, [*ours, *environments.idle[None]])}
+            assert not instances[-1][1] & {*map(id, ours)}
             return output
 
     # So that the second group still runs when the first one is trained.
@@ -112,7 +112,7 @@ def test_environments_are_not_those_of_training(tmp_path):
         trainer = april(fake, tmp_path, Trainer, **options)
         trainer.train()
     assert len(instances) == 2 and any(count for count, _ in instances)
-    assert len(instances[0][1]) == 8 and instances[0][1] == instances[1][1]  # they are used again
+    assert len(instances[0][1]) >= 8 and instances[0][1] & instances[1][1]  # they are used again
     evaluated = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
     assert evaluated == [7.0] * 2  # the count of the first sample of the script
 

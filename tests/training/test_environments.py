@@ -312,7 +312,7 @@ def test_an_instance_whose_tool_is_late_is_discarded(tmp_path):
 
     stock = make_stock(tmp_path, Slow, [ROW])
     turns = make_turns(stock, tool_timeout=0.05)
-    idle = turns.environments.idle[None]
+    idle = turns.environments.places[None].idle
     for name in ("wait", "wait_in_loop"):
         group, sample = one_sample(turns, call(name))
         assert "did not return within 0.05 seconds" in sample.conversation.messages[1]["content"]
@@ -346,7 +346,7 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     stock = make_stock(tmp_path, Slow, [ROW])
     turns = make_turns(stock, tool_timeout=0.3)
     environments = turns.environments
-    assert [instance.number for instance in environments.idle[None]] == [1]
+    assert [instance.number for instance in environments.places[None].idle] == [1]
     group, sample = one_sample(turns)
     assert [instance.number for instance in environments.of([group])] == [2]
     hanging.update(range(10))
@@ -354,7 +354,7 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     assert "_april_restore of Slow did not return within 0.3 seconds" in caplog.text
     with pytest.raises(ConfigError, match="reset of Slow did not return within 0.3 seconds. 3 instances in a row"):
         environments.reset(group, sample)
-    assert environments.idle[None] == [], "all of them still hang"
+    assert environments.places[None].idle == [], "all of them still hang"
     never.set()
 
 

@@ -155,106 +155,82 @@ class Acting:
 
 
 class Full(Exception):
-    """No further instance can be opened, as an error of the factory or of `reset` says."""
+    """No further environment can be opened, as an error of its factory or of `reset` says."""
 
 
 class Places:
-    """The instances of one factory, and the groups that have places among them.
+    """The environments of one factory, and the groups that have places among them.
 
-    Beyond the first `worth` instances, groups open theirs one after the other. A failure then means that there are no
-    more, and further groups wait, oldest first. Invariant: at most one group has instances for some of its samples
-    only, and all others can finish and give theirs back.
+    Beyond the first `worth`, one group after the other opens its own. A failure then means that there are no more, and
+    further groups wait, the least key first. Invariant: at most one group of several samples has environments for some
+    of them only, so all others can finish and give theirs back.
     """
 
-    def __init__(self, idle: list[Any], worth: int, *, grows: bool, is_full: bool) -> None:
-        self.idle, self.worth, self.grows = idle, worth, grows
-        self.limit = len(idle) if is_full and idle else None  # how many there are, once it is known
+    def __init__(self, idle: list[Any], worth: int, *, grows: bool) -> None:
+        self.idle, self._worth, self._grows = idle, worth, grows
+        self.limit: int | None = None  # how many there are, once it is known
         self._ready, self._opening = len(idle), 0
-        self._held: dict[int, int] = {}  # places by group
-        self._waiting: list[int] = []  # groups, once for each sample
+        self._held: dict[Any, int] = {}  # places by group
+        self._waiting: list[Any] = []  # groups, once for each sample
         self._changed = threading.Condition()
-        self._is_closed = False
 
-    def take(self, group: Group, *, waits: bool = True) -> Any | None:
-        """An idle instance, or `None` if the caller has to open one and report it."""
-        group_id, count = group.group_id, len(group.samples)
+    def take(self, key: Any, samples: int, *, waits: bool = True) -> Any | None:
+        """An idle one for a sample of a group, or `None` if the caller has to open one. Raises [`Full`]."""
         with self._changed:
-            if waits and group_id not in self._held:
-                self._waiting.append(group_id)
-                self._wait(
-                    lambda: group_id in self._held or (group_id == min(self._waiting) and self._has_room(count))
+            if not (waits or self.idle or self._can_open()):
+                raise Full(f"All {self.limit} environments are in use.")
+            if waits and key not in self._held:
+                self._waiting.append(key)
+                self._changed.wait_for(
+                    lambda: key in self._held or (key == min(self._waiting) and self._has_room(samples))
                 )
-                self._waiting.remove(group_id)
-            self._held.setdefault(group_id, count)
+                self._waiting.remove(key)
+            self._held.setdefault(key, samples)
             self._changed.notify_all()
             if waits:
-                self._wait(lambda: bool(self.idle) or self._can_open())
+                self._changed.wait_for(lambda: self.idle or self._can_open())
             if self.idle:
                 return self.idle.pop()
-            if not self._can_open():
-                raise Full(f"all {self.limit} environments are in use")
             self._opening += 1
             return None
 
-    def opened(self) -> None:
-        """An instance was opened and reset."""
+    def opened(self, count: int = 1) -> None:
+        """One was opened and reset, or with 0 it never was, and with -1 it is never used again."""
         with self._changed:
-            self._opening, self._ready = self._opening - 1, self._ready + 1
+            self._opening -= count >= 0
+            self._ready += count
             if self.limit is not None:
                 self.limit = max(self.limit, self._ready)
             self._changed.notify_all()
 
     def failed(self) -> bool:
-        """One could not be opened. Returns whether there are enough, so that its sample can wait for one of them."""
+        """One could not be opened. Returns whether there are enough to wait for."""
         with self._changed:
             self._opening -= 1
             self._changed.notify_all()
-            self._wait(lambda: self._ready >= self.worth or not self._opening)
-            if self._ready >= self.worth:
+            self._changed.wait_for(lambda: self._ready >= self._worth or not self._opening)
+            if self._ready >= self._worth:
                 self.limit = self._ready
-            return self._ready >= self.worth
+            return self.limit is not None
 
-    def lost(self, *, is_new: bool) -> None:
-        """One takes too long, and is never used again."""
+    def put_back(self, environment: Any) -> None:
         with self._changed:
-            self._opening, self._ready = self._opening - is_new, self._ready - (not is_new)
+            self.idle.append(environment)
             self._changed.notify_all()
 
-    def put_back(self, instance: Any) -> None:
+    def release(self, key: Any) -> None:
+        """The samples of a group need none any more."""
         with self._changed:
-            self.idle.append(instance)
-            self._changed.notify_all()
-
-    def release(self, group: Group) -> None:
-        """Its samples need no instances any more."""
-        with self._changed:
-            self._held.pop(group.group_id, None)
-            self.grows = True  # the other processes have theirs
-            self._changed.notify_all()
-
-    def hand_over(self, to: list[Any], count: int) -> None:
-        """Leave up to `count` idle instances to evaluations, which can open none any more."""
-        with self._changed:
-            while self.limit is not None and self.idle and len(to) < count < self.limit:
-                to.append(self.idle.pop())
-                self._ready, self.limit = self._ready - 1, self.limit - 1
-
-    def close(self) -> None:
-        """Let the threads of waiting samples end."""
-        with self._changed:
-            self._is_closed = True
+            self._held.pop(key, None)
+            self._grows = True  # the other processes have theirs
             self._changed.notify_all()
 
     def _can_open(self) -> bool:
         return self.limit is None or self._ready + self._opening < self.limit
 
-    def _has_room(self, count: int) -> bool:
+    def _has_room(self, samples: int) -> bool:
         held = sum(self._held.values())
-        if held + count <= (max(self.worth, self._ready) if self.limit is None else self.limit):
+        if held + samples <= (max(self._worth, self._ready) if self.limit is None else self.limit):
             return True
-        return self.limit is None and (count == 1 or (self.grows and self._ready >= held))
-
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._is_closed or condition())
-        if self._is_closed:
-            raise RuntimeError("Training or the evaluation has ended.")
+        all_have_theirs = self._ready - len(self.idle) == held
+        return self.limit is None and (samples == 1 or (self._grows and all_have_theirs))

@@ -101,11 +101,9 @@ class Environments(Restorable):
 
     factories: dict[str | None, Callable[[], Any]]
     by_name: bool  # whether the column `environment` of a row names its factory
-    idle: dict[str | None, list[Any]]  # instances that belong to no sample
-    worth: int  # instances of a factory that there must be at least
-    grows: bool  # whether to open more from the start, which no other process needs
-    full: set[str | None]  # factories that can open no more
-    for_evaluations: dict[str | None, list[Any]] | None  # idle ones of evaluations beside this training
+    places: dict[str | None, Places]  # the instances of each factory, which an evaluation shares with training
+    evaluates: bool
+    waits: bool  # whether other samples go on, so that theirs become free
     tools: Sequence[Callable[..., Any]]  # of all samples, beside those of their environments
     tool_timeout: float | None
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
@@ -115,12 +113,6 @@ class Environments(Restorable):
     threads: Executor
     _occupied: dict[tuple[int, int], Occupied] = field(default_factory=dict)  # by sample
 
-    def __post_init__(self) -> None:
-        self._places = {
-            name: Places(idle, self.worth, grows=self.grows, is_full=name in self.full)
-            for name, idle in self.idle.items()
-        }
-
     def reset(self, group: Group, sample: Sample) -> ResetResult:
         """Reset an instance for a new sample with its dataset row, and another one if that takes too long."""
         attempt = 0
@@ -129,8 +121,12 @@ class Environments(Restorable):
                 occupied = self._occupy(group)
                 prompt, prompt_ids = self._reset(occupied, group)
                 break
-            except Full:
-                continue
+            except Full as full:
+                if not self.waits:
+                    raise ConfigError(
+                        f"{full} An evaluation needs one for each row of its batch beside those of samples in flight. "
+                        "Raise their limit, or lower per_device_eval_batch_size or over_provisioning."
+                    ) from full
             except TimeoutError as error:
                 if not occupied.is_late:  # an error of its own
                     raise
@@ -170,15 +166,10 @@ class Environments(Restorable):
         for group in groups:
             for sample in group.samples:
                 self._put_back(self._occupied.pop(sample.key))
-            places = self._places[name := self._name_of(group)]
-            places.release(group)
-            if self.for_evaluations is not None:
-                places.hand_over(self.for_evaluations[name], len(group.samples))
+            self.places[self._name_of(group)].release(self._key(group))
 
-    def close(self) -> None:
-        """Let the threads of samples end that wait for an instance."""
-        for places in self._places.values():
-            places.close()
+    def _key(self, group: Group) -> tuple[bool, int]:
+        return not self.evaluates, group.group_id  # evaluations first
 
     def _name_of(self, group: Group) -> str | None:
         return group.row.get("environment") if self.by_name else None
@@ -190,7 +181,7 @@ class Environments(Restorable):
                 f"Row {group.row_index} of the training dataset has environment={name!r}, and environment_factory has "
                 f"{', '.join(map(repr, self.factories))}. Correct the row, or add the factory."
             )
-        instance = self._places[name].take(group, waits=waits)
+        instance = self.places[name].take(self._key(group), len(group.samples), waits=waits and self.waits)
         occupied = Occupied(name, instance, is_new=instance is None)
         if instance is None:
             occupied.instance = self._open(occupied, self.factories[name])
@@ -206,17 +197,16 @@ class Environments(Restorable):
         try:
             return call()
         except Exception as error:
-            name, places = occupied.name, self._places[occupied.name]
+            places, was_known = self.places[occupied.name], self.places[occupied.name].limit is not None
             if not occupied.is_new or occupied.is_late or not places.failed():
                 raise
-            if name not in self.full:
-                self.full.add(name)
-                logger.warning(
-                    f"Only {places.limit} environments (factory {name!r}) can be open at once: {error!r:.300}. "
-                    "Further samples wait until one is free. For all samples in flight, raise the limit "
-                    "(max_concurrent_envs of an OpenEnv server), or lower over_provisioning."
+            if not was_known:
+                logger.warning_once(
+                    f"No more than {places.limit} environments (factory {occupied.name!r}) can be open at once: "
+                    f"{error!r:.300}. Further samples wait until one is free. For all samples in flight, raise the "
+                    "limit (max_concurrent_envs of an OpenEnv server), or lower over_provisioning."
                 )
-            raise Full(f"all {places.limit} environments are in use") from error
+            raise Full(f"All {places.limit} environments are in use.") from error
 
     def _in_time(self, occupied: Occupied, name: str) -> Callable[..., Any]:
         """A method of the instance, which must return within `tool_timeout`."""
@@ -226,14 +216,14 @@ class Environments(Restorable):
 
     def _put_back(self, occupied: Occupied) -> None:
         if occupied.is_late:
-            self._places[occupied.name].lost(is_new=occupied.is_new)
+            self.places[occupied.name].opened(0 if occupied.is_new else -1)
             return
         self._mark_open(occupied)
-        self._places[occupied.name].put_back(occupied.instance)
+        self.places[occupied.name].put_back(occupied.instance)
 
     def _mark_open(self, occupied: Occupied) -> None:
         if occupied.is_new:
-            self._places[occupied.name].opened()
+            self.places[occupied.name].opened()
             occupied.is_new = False
 
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:

@@ -125,7 +125,7 @@ class Evaluation:
         with ExitStack() as rest:
             rest.callback(self._loop.close)
             rest.callback(lambda: self._loop.run(self._engine.close()))
-            if self._act is not None:
+            if isinstance(self._act, RolloutTurns):
                 rest.callback(self._act.close)
             self._release()
 

@@ -88,11 +88,6 @@ class ToolTurns:
             environment=None if environments is None else environments.state_of(sample),
         )
 
-    def close(self) -> None:
-        """Let the threads end that wait for an environment."""
-        if self.environments is not None:
-            self.environments.close()
-
 
 def tools_by_kind(
     tools: Iterable[Tool], timeout: float | None, threads: Executor, *, on_late: Callable[[], None] = lambda: None

@@ -34,7 +34,7 @@ class SyncedServers:
         self._all: list[SyncedServer] = []
         self._processes = processes
         self._is_main = processes.rank == 0
-        self._keeps_requests = keeps_requests
+        self.keeps_requests = keeps_requests
 
     def __iter__(self) -> Iterator[SyncedServer]:
         return iter(self._all)
@@ -181,8 +181,8 @@ class SyncedServers:
 
     def check_pause(self, server: SyncedServer) -> None:
         """Keep requests on no server if this one, which has just been connected to, cannot. In the main process."""
-        if self._keeps_requests and not server.pause.is_possible():
-            self._keeps_requests = False
+        if self.keeps_requests and not server.pause.is_possible():
+            self.keeps_requests = False
             if len(self) > 1:
                 logger.warning("resume_kv='keep' needs all servers, so the requests on all of them are aborted.")
 
@@ -191,7 +191,7 @@ class SyncedServers:
 
         A collective call. Returns whether they are paused; if not, their requests must be aborted.
         """
-        is_paused = self._is_main and self._keeps_requests
+        is_paused = self._is_main and self.keeps_requests
         if is_paused:
             refused: list[SyncedServer] = []
             self.each(lambda server: server.pause.begin() or refused.append(server))
