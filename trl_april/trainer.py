@@ -35,7 +35,7 @@ from .pool.pool import Pool
 from .rollout.round import Round
 from .session import RolloutSession
 from .training import compatibility, construction
-from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale, rollout_output
+from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
 from .training.callbacks import StepCallback, print_lines
 from .training.compatibility import sees_images
 from .training.correction import can_correct_in_training
@@ -103,7 +103,6 @@ class APRILGRPOTrainer(GRPOTrainer):
     _name = "APRIL"
     _paper = construction.PAPER
     _evaluation: Any = None  # while one runs
-    _places: Any = None  # of environments
 
     def __init__(
         self,
@@ -139,7 +138,6 @@ class APRILGRPOTrainer(GRPOTrainer):
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._server = construction.start_server(self, args, model, processing_class, peft_config)
         else:
-            # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
             vars(self).update(construction.stock_card(type(self), APRILGRPOTrainer))
@@ -233,11 +231,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         corrects = self.vllm_importance_sampling_correction
         in_training = corrects and can_correct_in_training(type(self), APRILGRPOTrainer, self.args)
         oldest = self._options.oldest_trained(done.version)
-        output = rollout_output(done.groups)
         changes = {
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
-            **handed_over(output, done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
+            **handed_over(done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
             "_generate": masking_stale(returning_images(super()._generate), done.groups, oldest),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
@@ -255,7 +252,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         return batch
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        # Overridden for empty prompts, which a vLLM server refuses.
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
         return construction.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
@@ -312,8 +308,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.april_enabled and self.is_world_process_zero():
             remove_rollouts(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
-
-    # A training run
 
     def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         self._checkpoints = RunCheckpoints(

@@ -263,7 +263,7 @@ def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_
     stock = make_stock(tmp_path, BY_NAME, [{"environment": name} for name in BY_NAME])
     turns, parse, seen = make_turns(stock), session_parts.parse_response, []
     monkeypatch.setattr(session_parts, "parse_response", lambda *a, tools, **k: seen.append(tools) or parse(*a, **k))
-    with replaced(stock, **handed_over({}, [], has_tools=True)):
+    with replaced(stock, **handed_over([], has_tools=True)):
         one_sample(turns, call("echo", text="hey"), environment="speak")
     assert [tool.__name__ for tool in seen[0]] == ["multiply", "echo"]
 

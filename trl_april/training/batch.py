@@ -58,7 +58,7 @@ def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
         "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
         "logprobs": [sample.logprobs.tolist() for _, sample in samples],
     }
-    if samples[0][1].conversation is not None:
+    if any(sample.conversation is not None for _, sample in samples):
         output["env_mask"] = loss_mask(groups)
     return output
 

@@ -17,6 +17,7 @@ from ..engine.images import images_in
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
+from .batch import rollout_output
 
 
 if TYPE_CHECKING:
@@ -179,7 +180,6 @@ def is_json(value: Any) -> bool:
 
 
 def handed_over(
-    output: dict[str, list[list[Any]]],
     groups: Sequence[Group],
     *,
     has_tools: bool,
@@ -191,6 +191,8 @@ def handed_over(
     the tools again, and generate after them. The `factories` of environments are back after that, when TRL renders
     prompts with images, each with the tools of its own environment.
     """
+
+    output = rollout_output(groups)
 
     def rollout_func(prompts: list[Any], trainer: Any) -> Any:
         if factories is not None:
