@@ -14,6 +14,7 @@ from functools import partial
 from inspect import iscoroutinefunction, isfunction
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
@@ -29,6 +30,7 @@ from .engine.images import SampleImages, prompt_of
 from .engine.sampling import SamplingOptions, sampling_of
 from .errors import ConfigError
 from .pool.budget import Budget
+from .rollout.acting import Places
 from .training import compatibility
 from .training.construction import replaced, rollout_engine
 from .training.environments import NO_PROMPT, Environments
@@ -135,6 +137,15 @@ def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns 
             check_longest(budget, rows, tokenize_prompts(trainer, turns), f"evaluation {name}".rstrip())
 
 
+def groups_finish_beside_evaluations(trainer: GRPOTrainer) -> bool:
+    """Whether groups of training finish and are scored, and so give their environments back, during an evaluation."""
+    options, keeps = trainer._options, trainer.vllm_generation.servers.keeps_requests
+    has_models = any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs)
+    return bool(trainer._session and options.overlap_generation and keeps and not options.dynamic_sampling) and (
+        not has_models
+    )
+
+
 def sample_images(trainer: GRPOTrainer, options: AprilOptions | None = None) -> SampleImages:
     """The images of samples, as the engine takes them. Those of training must suit its `options`."""
 
@@ -188,7 +199,7 @@ def _use_threads_of_environments(trainer: GRPOTrainer) -> None:
 
 
 def tool_turns(
-    trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | None = None
+    trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | None = None, *, evaluates: bool = False
 ) -> ToolTurns | RolloutTurns | None:
     """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
     if rollout is None and not trainer.tools and trainer.environment_factories is None:
@@ -198,6 +209,7 @@ def tool_turns(
     view._tokenizer = tokenizer = getattr(view.processing_class, "tokenizer", view.processing_class)
     view.vllm_mode, view.max_tool_calling_iterations = "server", 1
     render, tool_calls = view._get_tool_suffix_ids, ToolCalls(trainer._user_code, options.tool_timeout)
+    args = trainer.args
 
     def parse(token_ids: list[int], prefix: list[int], environment: str | None) -> Message:
         with lock:
@@ -247,17 +259,23 @@ def tool_turns(
     environments = None
     if trainer.environment_factories is not None:
         _use_threads_of_environments(trainer)
-        # An evaluation, which may come while samples have theirs, has its own instances.
-        idle, trainer._environment_pool = trainer._environment_pool, {name: [] for name in trainer._environment_pool}
+        if not evaluates or trainer._session is None:
+            worth = max(args.num_generations, args.generation_batch_size // args.world_size)
+            trainer._places = {
+                name: Places(idle, worth, grows=args.world_size == 1)
+                for name, idle in trainer._environment_pool.items()
+            }
         environments = Environments(
             factories=trainer.environment_factories,
             by_name=trainer._multi_environment,
-            idle=idle,
+            places=trainer._places,
+            evaluates=evaluates,
+            waits=not evaluates or groups_finish_beside_evaluations(trainer),
             tools=trainer._standalone_tools,
             calls=tool_calls,
             tokenize=tokenize,
             run_calls=run_calls,
-            saves_states=trainer.args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
+            saves_states=args.save_strategy != SaveStrategy.NO or bool(options.save_on_signal),
             replays=options.replay_environments,
         )
     tools, limit = Tools(*tool_calls.by_kind(trainer._standalone_tools)), trainer.max_tool_calling_iterations
@@ -278,8 +296,8 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
 @contextmanager
 def _evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
     server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
+    turns = tool_turns(trainer, options, trainer._rollout, evaluates=True)
     sampled = sampling(trainer)
-    turns = tool_turns(trainer, options, trainer._rollout)
     vocab_size = trainer.model.config.get_text_config().vocab_size
     found = Evaluation(
         trainer.args,
@@ -298,6 +316,5 @@ def _evaluation(trainer: GRPOTrainer) -> Iterator[Evaluation]:
         yield found
     finally:
         found.close()
-        if isinstance(turns, ToolTurns) and turns.environments is not None:
-            trainer._environment_pool, turns.environments.idle = turns.environments.idle, {}  # for the next one
-        turns.close()
+        if turns is not None:
+            turns.close()

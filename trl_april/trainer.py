@@ -36,7 +36,7 @@ from .rollout.round import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
 from .training import compatibility, construction
-from .training.batch import batch_rows, completion_columns, evaluation_columns, rollout_output
+from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
 from .training.callbacks import StepCallback, add_round_lines
 from .training.compatibility import sees_images
 from .training.correction import can_correct_in_training
@@ -139,7 +139,6 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._user_code = UserCode(lambda: use_device(args.device))
             environment_factory = self._user_code.factories(environment_factory)
         else:
-            # Said first: the server of stock GRPO may be missing or unusable.
             ignored = compatibility.without_effect(args)
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
         vars(self).update(construction.model_card(type(self), APRILGRPOTrainer, april_enabled=self.april_enabled))
@@ -231,12 +230,12 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._pending_extra_logs.update(completion_columns(done.groups))
         corrects = self.vllm_importance_sampling_correction
         in_training = corrects and can_correct_in_training(type(self), APRILGRPOTrainer, self.args)
-        output = rollout_output(done.groups, mask_below=self._options.oldest_trained(done.version))
+        oldest = self._options.oldest_trained(done.version)
         changes = {
             "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
             "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
-            **handed_over(output, done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
-            "_generate": returning_images(super()._generate),
+            **handed_over(done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
+            "_generate": masking_stale(returning_images(super()._generate), done.groups, oldest),
         }
         if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
             changes["reward_funcs"] = trained_rewards(done.groups)
@@ -253,7 +252,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         return batch
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        # Overridden for empty prompts, which a vLLM server refuses.
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
         return construction.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
@@ -309,8 +307,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.april_enabled and self.is_world_process_zero():
             remove_rollouts(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
-
-    # A training run
 
     def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         self._checkpoints = RunCheckpoints(

@@ -167,3 +167,48 @@ def test_a_killed_run_resumes_with_its_environments(fake, forker, tmp_path, save
 def test_prompts_that_are_text_are_refused(fake, tmp_path):
     with pytest.raises(ConfigError, match="tools or environments are given, but the prompts"):
         april(fake, tmp_path, **arguments(Counting, {"prompt": "text"}))
+
+
+def by_address(places):
+    """As TRL's example for CARLA: each instance takes the next address of an iterator."""
+    addresses = iter(range(places))
+    return type("ByAddress", (Counting,), {"__init__": lambda self: (next(addresses), Counting.__init__(self))[1]})
+
+
+def by_session(places):
+    """An OpenEnv server of `places` sessions, which each instance opens with its first reset."""
+    sessions = set()
+
+    def reset(self, **row):
+        if self not in sessions:
+            if len(sessions) == places:
+                raise RuntimeError("CAPACITY_REACHED")
+            sessions.add(self)
+        return Counting.reset(self, **row)
+
+    return type("BySession", (Counting,), {"reset": reset})
+
+
+@pytest.mark.parametrize("factory", [by_address, by_session])
+@pytest.mark.parametrize(("places", "evaluates"), [(8, True), (8, False), (11, False), (17, False)])
+def test_a_server_with_places_for_one_batch_is_enough(fake, tmp_path, caplog, factory, places, evaluates):
+    """TRL's page on OpenEnv asks for no more. Evaluations use those of training, if no sample is in flight."""
+    fake.script = ToolScript(GAME, seconds_per_chunk=0.01).stream
+    options = arguments(factory(places), reward_funcs=None, tools=[], eval_dataset=DATASET.select([0]))
+    if evaluates:
+        options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    trainer = april(fake, tmp_path, **options, over_provisioning=1.0 if evaluates else 3.0)
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+    assert caplog.text.count(f"No more than {places} environments") <= (not evaluates)
+    assert sum("eval_reward" in entry for entry in trainer.state.log_history) == evaluates * trainer.args.max_steps
+
+
+def test_fewer_places_than_samples_at_once_are_an_error(fake, tmp_path):
+    options = arguments(by_session(7), reward_funcs=None, tools=[], eval_dataset=DATASET.select([0]))
+    trainer = april(fake, tmp_path, **options, per_device_eval_batch_size=8)
+    with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
+        trainer.train()
+    trainer.environment_factories = {None: by_session(0)}
+    with pytest.raises((RuntimeError, ConfigError), match="CAPACITY_REACHED|one for each row of its batch"):
+        trainer.evaluate()

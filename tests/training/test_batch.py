@@ -7,7 +7,14 @@ import pytest
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
 from trl_april.rollout.round import Round
-from trl_april.training.batch import batch_rows, length_bins, length_quantile, rollout_output, round_metrics
+from trl_april.training.batch import (
+    batch_rows,
+    length_bins,
+    length_quantile,
+    masking_stale,
+    rollout_output,
+    round_metrics,
+)
 
 
 def round_of_a_small_pool() -> tuple[Round, Pool]:
@@ -89,15 +96,13 @@ def test_rows_prompts_tokens_and_log_probabilities_are_aligned():
 
 def test_old_tokens_leave_the_loss_one_by_one():
     """The sibling of one version alone loses all tokens, the others only the old ones."""
-    output = rollout_output(groups(), mask_below=5)
-    assert output["env_mask"] == [[0, 0, 0, 1, 1], [0], [0, 1, 1, 1, 1], [1, 1]]
-    assert output["completion_ids"] == rollout_output(groups())["completion_ids"]
-
-
-@pytest.mark.parametrize("mask_below", [None, 3, -2])
-def test_without_old_tokens_there_is_no_mask(mask_below):
-    """A mask of ones would change how TRL computes its metrics."""
-    assert "env_mask" not in rollout_output(groups(), mask_below=mask_below)
+    generated = [], [], None, "more"
+    for none_older in (None, 3, -2):
+        assert masking_stale(lambda prompts: generated, groups(), none_older)([]) == generated
+    masked = masking_stale(lambda prompts: generated, groups(), 5)([])
+    assert masked == ([], [], [[0, 0, 0, 1, 1], [0], [0, 1, 1, 1, 1], [1, 1]], "more")
+    # TRL would log the lengths of what the mask leaves.
+    assert "env_mask" not in rollout_output(groups())
 
 
 def test_rows_and_tokens_are_copies():

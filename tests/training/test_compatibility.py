@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, Features, Image, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import GRPOConfig
 
@@ -92,16 +92,21 @@ def test_processes_without_a_process_group_run_stock():
     assert why_stock(args) == "the 2 processes do not form a torch.distributed process group"
 
 
+NO_IMAGE = [{"content": [{"image": None}]}]
+MESSAGES = Features({"prompt": [{"content": [{"image": Image()}]}]})
 IMAGES = {
     "column image": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}),
     "column images": Dataset.from_dict({"prompt": ["a"], "images": [["x.png"]]}),
     "column of an iterable dataset": Dataset.from_dict({"prompt": ["a"], "image": ["x.png"]}).to_iterable_dataset(),
+    "messages after the first row": Dataset.from_dict(
+        {"prompt": [[{"content": [{"image": None}]}]]}, features=MESSAGES
+    ),
 }
 
 
 @pytest.mark.parametrize("images", IMAGES)
 def test_images_are_not_kept_through_a_sync(images):
-    assert has_images(IMAGES[images]) and not has_images(TEXT)
+    assert has_images(IMAGES[images]) and has_images(TEXT) is False
     for overlap in ("auto", False):
         chosen = AprilOptions(overlap_generation=overlap).with_schedule(keeps=False)
         check_images(chosen)
@@ -114,6 +119,8 @@ def test_columns_are_those_of_a_transform():
     questions = Dataset.from_dict({"question": ["a", "b"]})
     prompts = questions.with_transform(lambda rows: {"prompt": rows["question"]})
     check_arguments(config(per_device_train_batch_size=8, num_generations=4), AprilOptions(), prompts)
+    # Its later rows may have images.
+    assert has_images(prompts) is None is has_images(stream({"prompt": "a", "images": ["x.png"]}))
     assert has_images(questions.with_transform(lambda rows: {"prompt": rows["question"], "image": rows["question"]}))
 
 

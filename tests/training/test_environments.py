@@ -15,6 +15,7 @@ from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, mul
 from trl_april import session_parts
 from trl_april.config import AprilOptions
 from trl_april.errors import ConfigError, PoolError
+from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.pool.state import restore, state_dict
@@ -77,7 +78,8 @@ def make_turns(stock, **options):
 
 
 def make_pool(**options):
-    return Pool(1, max_staleness=None, dynamic_sampling=True, has_environments=True, **options)
+    options = {"max_staleness": None, "dynamic_sampling": True, "budget": Budget(None, 4000), **options}
+    return Pool(1, has_environments=True, **options)
 
 
 def play(stock, turns, rows, *, piece=1000, killed=False, script=GAME, budget=BUDGET):
@@ -261,7 +263,7 @@ def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_
     stock = make_stock(tmp_path, BY_NAME, [{"environment": name} for name in BY_NAME])
     turns, parse, seen = make_turns(stock), session_parts.parse_response, []
     monkeypatch.setattr(session_parts, "parse_response", lambda *a, tools, **k: seen.append(tools) or parse(*a, **k))
-    with replaced(stock, **handed_over({}, [], has_tools=True)):
+    with replaced(stock, **handed_over([], has_tools=True)):
         one_sample(turns, call("echo", text="hey"), environment="speak")
     assert [tool.__name__ for tool in seen[0]] == ["multiply", "echo"]
 
@@ -310,7 +312,7 @@ def test_an_instance_whose_tool_is_late_is_discarded(tmp_path):
 
     stock = make_stock(tmp_path, Slow, [ROW])
     turns = make_turns(stock, tool_timeout=0.05)
-    idle = turns.environments.idle[None]
+    idle = turns.environments.places[None].idle
     for name in ("wait", "wait_in_loop"):
         group, sample = one_sample(turns, call(name))
         assert "did not return within 0.05 seconds" in sample.conversation.messages[1]["content"]
@@ -344,7 +346,7 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     stock = make_stock(tmp_path, Slow, [ROW])
     turns = make_turns(stock, tool_timeout=0.3)
     environments = turns.environments
-    assert [instance.number for instance in environments.idle[None]] == [1]
+    assert [instance.number for instance in environments.places[None].idle] == [1]
     group, sample = one_sample(turns)
     assert [instance.number for instance in environments.of([group])] == [2]
     hanging.update(range(10))
@@ -352,7 +354,7 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     assert "_april_restore of Slow did not return within 0.3 seconds" in caplog.text
     with pytest.raises(ConfigError, match="reset of Slow did not return within 0.3 seconds. 3 instances in a row"):
         environments.reset(group, sample)
-    assert environments.idle[None] == [], "all of them still hang"
+    assert environments.places[None].idle == [], "all of them still hang"
     never.set()
 
 
@@ -360,7 +362,11 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     ("factory", "row", "message"),
     [
         ({"a": Counting}, {"environment": "b"}, "environment='b', and environment_factory has 'a'"),
-        (type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}), {}, "does not fit into the server's"),
+        (
+            type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}),
+            {},
+            "after the reset .*no room",
+        ),
         (
             type("Odd", (Counting,), {"reset": lambda self, **row: [{1}]}),
             {},

@@ -154,7 +154,7 @@ async def exits(prompt, engine, row):
     [
         (returns_early, ConfigError, "did not begin with a turn after its prompt"),
         (returns_text, ConfigError, "returned 'text'. Return None, or a dict"),
-        (goes_on, ConfigError, "max_completion_length=200 used up. Return when"),
+        (goes_on, ConfigError, r"its 200 tokens used up \(max_completion_length\). Return when"),
         (asks_twice, ConfigError, "during another call"),
         (exits, SystemExit, "3"),
     ],

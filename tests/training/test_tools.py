@@ -32,7 +32,7 @@ from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
 from trl_april.session_parts import tool_turns
-from trl_april.training.batch import completion_columns, rollout_output
+from trl_april.training.batch import completion_columns, loss_mask, rollout_output
 from trl_april.training.tools import first_turns, loop_results
 
 
@@ -155,9 +155,9 @@ def test_old_tokens_and_results_leave_the_loss(stock):
     """Under `staleness_policy="mask"`; TRL multiplies no other mask in when there are tools."""
     group = play(tool_turns(stock, AprilOptions()), SCRIPT[:1], BUDGET, 17)
     versions = [segment.version for segment in group.samples[0].segments for _ in range(segment.length)]
-    output = rollout_output([group], mask_below=2)
-    (mask,) = loop_results(output, [group])[0]
-    assert mask == [int(version in (2, 3, 5)) for version in versions]
+    output = rollout_output([group])
+    assert loop_results(output, [group])[0] == [[int(version is not None) for version in versions]]
+    assert loss_mask([group], 2) == [[int(version in (2, 3, 5)) for version in versions]]
     assert 2 in versions and 5 in versions and None in versions and 0 in versions
     # What TRL itself parses is the first turn.
     first = first_turns(output, [group])

@@ -129,4 +129,10 @@ def sampling_of(
             f"generation_kwargs sets temperature={given!r}, but the trainer's log-probabilities and its loss are of "
             f"temperature={config.temperature}. Set the option temperature={given!r} instead, which both use."
         )
-    return sampling_options({**own, **extra}, stop_token_ids, decode)
+    made, limit = sampling_options({**own, **extra}, stop_token_ids, decode), config.max_completion_length
+    if limit is not None and made.min_tokens > limit:
+        raise ConfigError(
+            f"generation_kwargs sets min_tokens={made.min_tokens}, but max_completion_length is {limit}. Raise "
+            "max_completion_length, or lower min_tokens."
+        )
+    return made

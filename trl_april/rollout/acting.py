@@ -7,6 +7,7 @@ that has left the pool meanwhile is forgotten.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -141,3 +142,85 @@ class Acting:
         except Exception as caught:  # any error must reach the round
             self._pool.park(step.sample)
             self._on_error(caught)
+
+
+class Full(Exception):
+    """No further environment can be opened, as an error of its factory or of `reset` says."""
+
+
+class Places:
+    """The environments of one factory, and the groups that have places among them.
+
+    Beyond the first `worth`, one group after the other opens its own. A failure then means that there are no more, and
+    further groups wait, the least key first. Invariant: at most one group of several samples has environments for some
+    of them only, so all others can finish and give theirs back.
+    """
+
+    def __init__(self, idle: list[Any], worth: int, *, grows: bool) -> None:
+        self.idle, self._worth, self._grows = idle, worth, grows
+        self.limit: int | None = None  # how many there are, once it is known
+        self._ready, self._opening = len(idle), 0
+        self._held: dict[Any, int] = {}  # places by group
+        self._waiting: list[Any] = []  # groups, once for each sample
+        self._changed = threading.Condition()
+
+    def take(self, key: Any, samples: int, *, waits: bool = True) -> Any | None:
+        """An idle one for a sample of a group, or `None` if the caller has to open one. Raises [`Full`]."""
+        with self._changed:
+            if not (waits or self.idle or self._can_open()):
+                raise Full(f"All {self.limit} environments are in use.")
+            if waits and key not in self._held:
+                self._waiting.append(key)
+                self._changed.wait_for(
+                    lambda: key in self._held or (key == min(self._waiting) and self._has_room(samples))
+                )
+                self._waiting.remove(key)
+            self._held.setdefault(key, samples)
+            self._changed.notify_all()
+            if waits:
+                self._changed.wait_for(lambda: self.idle or self._can_open())
+            if self.idle:
+                return self.idle.pop()
+            self._opening += 1
+            return None
+
+    def opened(self, count: int = 1) -> None:
+        """One was opened and reset, or with 0 it never was, and with -1 it is never used again."""
+        with self._changed:
+            self._opening -= count >= 0
+            self._ready += count
+            if self.limit is not None:
+                self.limit = max(self.limit, self._ready)
+            self._changed.notify_all()
+
+    def failed(self) -> bool:
+        """One could not be opened. Returns whether there are enough to wait for."""
+        with self._changed:
+            self._opening -= 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready >= self._worth or not self._opening)
+            if self._ready >= self._worth:
+                self.limit = self._ready
+            return self.limit is not None
+
+    def put_back(self, environment: Any) -> None:
+        with self._changed:
+            self.idle.append(environment)
+            self._changed.notify_all()
+
+    def release(self, key: Any) -> None:
+        """The samples of a group need none any more."""
+        with self._changed:
+            self._held.pop(key, None)
+            self._grows = True  # the other processes have theirs
+            self._changed.notify_all()
+
+    def _can_open(self) -> bool:
+        return self.limit is None or self._ready + self._opening < self.limit
+
+    def _has_room(self, samples: int) -> bool:
+        held = sum(self._held.values())
+        if held + samples <= (max(self._worth, self._ready) if self.limit is None else self.limit):
+            return True
+        all_have_theirs = self._ready - len(self.idle) == held
+        return self.limit is None and (samples == 1 or (self._grows and all_have_theirs))

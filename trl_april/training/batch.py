@@ -21,6 +21,7 @@ from ..rollout.round import Round
 
 
 Reduction = Callable[[Sequence[float]], list[float]]  # over all processes, value by value
+Generate = Callable[[list[Any]], tuple[Any, ...]]
 
 # Lengths are counted in bins, since counts can be added over processes and quantiles cannot. With 16 bins per doubling
 # up to 2^20 tokens, a quantile is accurate to 2 %.
@@ -45,12 +46,11 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) -> dict[str, list[list[Any]]]:
+def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
     """The batch in the form of TRL's `rollout_func`: a list per key, with one entry per sample, group-major.
 
-    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens
-    outside of the loss: those of tools, and of versions before `mask_below`. It is there only if tools may be called
-    or there are such tokens.
+    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens of
+    tools. It is there only if tools may be called.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     output = {
@@ -58,12 +58,29 @@ def rollout_output(groups: Sequence[Group], *, mask_below: int | None = None) ->
         "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
         "logprobs": [sample.logprobs.tolist() for _, sample in samples],
     }
-    # Per token, so that each sample keeps its young ones.
-    lowest = -math.inf if mask_below is None else mask_below
-    mask = [[int(v is not None and v >= lowest) for v in sample.versions] for _, sample in samples]
-    if samples[0][1].conversation is not None or not all(map(all, mask)):
-        output["env_mask"] = mask
+    if any(sample.conversation is not None for _, sample in samples):
+        output["env_mask"] = loss_mask(groups)
     return output
+
+
+def loss_mask(groups: Sequence[Group], mask_below: float = -math.inf) -> list[list[int]]:
+    """For each token, 0 if it is outside of the loss: of tools, or of a version before `mask_below`."""
+    samples = [sample for group in groups for sample in group.samples]
+    # Per token, so that each sample keeps its young ones.
+    return [[int(v is not None and v >= mask_below) for v in sample.versions] for sample in samples]
+
+
+def masking_stale(generate: Generate, groups: Sequence[Group], mask_below: int | None) -> Generate:
+    """TRL's `_generate` with old tokens in the mask that it returns, so that the lengths that it logs are whole."""
+    if mask_below is None:
+        return generate
+
+    def generate_masked(prompts: list[Any]) -> tuple[Any, ...]:
+        prompt_ids, completion_ids, of_tools, *rest = generate(prompts)
+        mask = loss_mask(groups, mask_below)
+        return prompt_ids, completion_ids, of_tools if all(map(all, mask)) else mask, *rest
+
+    return generate_masked
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, list[str]]:

@@ -64,12 +64,16 @@ def names_server(args: GRPOConfig) -> bool:
 
 
 def has_images(train_dataset: Dataset | IterableDataset | None) -> bool | None:
-    """Whether the first prompt has images, or the rows have a column for them; `None` if a stream does not say."""
-    if isinstance(train_dataset, IterableDataset):  # reads no row: it may exist only once, or not yet
-        features = train_dataset.features
-        return None if features is None else "Image(" in str(features) or bool({"image", "images"} & features.keys())
-    row = first_row(train_dataset) if isinstance(train_dataset, Dataset) else {}
-    return bool({"image", "images"} & row.keys() or images_in(row.get("prompt")))
+    """Whether rows may have images, by the dataset's features; `None` if only a row itself tells."""
+    if not isinstance(train_dataset, (Dataset, IterableDataset)):
+        return False
+    features, is_stream = train_dataset.features or {}, isinstance(train_dataset, IterableDataset)
+    row = {} if is_stream else first_row(train_dataset)  # a row of a stream may exist only once, or not yet
+    if {"image", "images"} & {*row, *features} or images_in(row.get("prompt")):
+        return True
+    if "Image(" in str(features.get("prompt")):
+        return True
+    return False if features and (is_stream or train_dataset.format["type"] != "custom") else None
 
 
 def check_images(options: AprilOptions) -> None:
@@ -312,7 +316,7 @@ class RequestedBatch:
 
     def ask(self, rows: Sequence[dict[str, Any]] | None) -> None:
         """TRL may ask for a batch of these rows, which may be changed in place; `None` for an evaluation."""
-        self._asked_for = None if rows is None else copy.deepcopy(_questions(rows))
+        self._asked_for = None if rows is None else _questions(rows)
         self._is_answered = False
 
     def answer(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -343,5 +347,11 @@ class RequestedBatch:
 
 
 def _questions(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The prompts and the column names of rows."""
-    return [(row.get("prompt"), sorted(row)) for row in rows]
+    """The prompts and the column names of rows. Images are not copied: this is done at every micro-step."""
+    return [(_copied(row.get("prompt")), sorted(row)) for row in rows]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value

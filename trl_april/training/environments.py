@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -20,7 +20,7 @@ from ..data.row_json import encode_messages
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample
-from ..rollout.acting import ResetResult
+from ..rollout.acting import Full, Places, ResetResult
 from ..rollout.user_code import DaemonThreads, UserCode
 from .tools import Message, RunCalls, ToolCalls, Tools, is_json
 
@@ -39,6 +39,7 @@ class Occupied:
     name: str | None  # of its factory, if there are several
     instance: Any
     tools: Tools = field(default_factory=lambda: Tools({}, {}))
+    is_new: bool = False  # and was not reset yet
     is_late: bool = False  # one of its methods took too long, and may still run
 
     def mark_late(self) -> None:
@@ -99,7 +100,9 @@ class Environments(Restorable):
 
     factories: dict[str | None, Callable[[], Any]]
     by_name: bool  # whether the column `environment` of a row names its factory
-    idle: dict[str | None, list[Any]]  # instances that belong to no sample
+    places: dict[str | None, Places]  # the instances of each factory, which an evaluation shares with training
+    evaluates: bool
+    waits: bool  # whether other samples go on, so that theirs become free
     tools: Sequence[Callable[..., Any]]  # of all samples, beside those of their environments
     calls: ToolCalls
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
@@ -107,21 +110,29 @@ class Environments(Restorable):
     saves_states: bool
     replays: bool  # whether to repeat the recorded calls of instances without a saved state
     _occupied: dict[tuple[int, int], Occupied] = field(default_factory=dict)  # by sample
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.user_code, self.threads = self.calls.user_code, self.calls.threads
 
     def reset(self, group: Group, sample: Sample) -> ResetResult:
         """Reset an instance for a new sample with its dataset row, and another one if that takes too long."""
-        for attempt in range(1, MAX_RESETS + 1):
-            occupied = self._occupy(group)
+        attempt = 0
+        while True:
             try:
+                occupied = self._occupy(group)
                 prompt, prompt_ids = self._reset(occupied, group)
                 break
+            except Full as full:
+                if not self.waits:
+                    raise ConfigError(
+                        f"{full} An evaluation needs one for each row of its batch beside those of samples in flight. "
+                        "Raise their limit, or lower per_device_eval_batch_size or over_provisioning."
+                    ) from full
             except TimeoutError as error:
                 if not occupied.is_late:  # an error of its own
                     raise
+                self._put_back(occupied)
+                attempt += 1
                 if attempt == MAX_RESETS:
                     raise ConfigError(
                         f"{error} {MAX_RESETS} instances in a row took too long. Find out what they wait for, or "
@@ -156,26 +167,50 @@ class Environments(Restorable):
         for group in groups:
             for sample in group.samples:
                 self._put_back(self._occupied.pop(sample.key))
+            self.places[self._name_of(group)].release(self._key(group))
 
     def close(self) -> None:
-        """End the threads of all instances."""
-        self.user_code.release([*sum(self.idle.values(), []), *(one.instance for one in self._occupied.values())])
+        """End the threads of instances in use. Idle ones serve the next training or evaluation."""
+        self.user_code.release(one.instance for one in self._occupied.values())
 
-    def _occupy(self, group: Group) -> Occupied:
-        name = group.row.get("environment") if self.by_name else None
+    def _key(self, group: Group) -> tuple[bool, int]:
+        return not self.evaluates, group.group_id  # evaluations first
+
+    def _name_of(self, group: Group) -> str | None:
+        return group.row.get("environment") if self.by_name else None
+
+    def _occupy(self, group: Group, *, waits: bool = True) -> Occupied:
+        name = self._name_of(group)
         if name not in self.factories:
             raise ConfigError(
                 f"Row {group.row_index} of the training dataset has environment={name!r}, and environment_factory has "
                 f"{', '.join(map(repr, self.factories))}. Correct the row, or add the factory."
             )
-        with self._lock:
-            idle = self.idle[name]
-            instance = idle.pop() if idle else None
-        occupied = Occupied(name, self.factories[name]() if instance is None else instance)
+        instance = self.places[name].take(self._key(group), len(group.samples), waits=waits and self.waits)
+        occupied = Occupied(name, instance, is_new=instance is None)
+        if instance is None:
+            occupied.instance = self._open(occupied, self.factories[name])
         shared = self.calls.by_kind(self.tools)
         own = self.calls.by_kind(tool_methods(occupied.instance), occupied.instance, occupied.mark_late)
         occupied.tools = Tools(shared[0] | own[0], shared[1] | own[1], name)
         return occupied
+
+    def _open(self, occupied: Occupied, call: Callable[[], Any]) -> Any:
+        """The result of a call of a new instance or its factory. Raises [`Full`] if it fails as there are enough."""
+        try:
+            return call()
+        except Exception as error:
+            places, was_known = self.places[occupied.name], self.places[occupied.name].limit is not None
+            if not occupied.is_new or occupied.is_late or not places.failed():
+                raise
+            if not was_known:
+                logger.warning_once(
+                    f"No more than {places.limit} environments (factory {occupied.name!r}) can be open at once: "
+                    f"{error!r:.300}. Further samples wait until one is free. For all samples in flight, raise the "
+                    "limit (max_concurrent_envs of an OpenEnv server), or lower over_provisioning."
+                )
+            self.user_code.release([occupied.instance])
+            raise Full(f"All {places.limit} environments are in use.") from error
 
     def _in_thread(self, occupied: Occupied, name: str) -> Callable[..., Any]:
         """A method of the instance, in its thread, which must return within `tool_timeout`."""
@@ -186,16 +221,23 @@ class Environments(Restorable):
     def _put_back(self, occupied: Occupied) -> None:
         if occupied.is_late:
             self.user_code.release([occupied.instance])
+            self.places[occupied.name].opened(0 if occupied.is_new else -1)
             return
-        with self._lock:
-            self.idle[occupied.name].append(occupied.instance)
+        self._mark_open(occupied)
+        self.places[occupied.name].put_back(occupied.instance)
+
+    def _mark_open(self, occupied: Occupied) -> None:
+        if occupied.is_new:
+            self.places[occupied.name].opened()
+            occupied.is_new = False
 
     def _reset(self, occupied: Occupied, group: Group) -> tuple[list[Message] | None, list[int]]:
         """The prompt, unless it is the dataset row's, and its token ids."""
         row = copy.deepcopy(group.row)
-        observation = self._in_thread(occupied, "reset")(
-            **{key: value for key, value in row.items() if key != "environment" or not self.by_name}
-        )
+        arguments = {key: value for key, value in row.items() if key != "environment" or not self.by_name}
+        reset = partial(self._in_thread(occupied, "reset"), **arguments)
+        observation = self._open(occupied, reset)
+        self._mark_open(occupied)
         prompt = with_observation(copy.deepcopy(group.row.get("prompt", NO_PROMPT)), observation)
         try:
             encoded = encode_messages(prompt)
@@ -212,9 +254,11 @@ class Environments(Restorable):
     def _restore(self, group: Group, sample: Sample) -> bool:
         conversation = sample.conversation
         assert conversation is not None
-        occupied = self._occupy(group)
+        occupied = self._occupy(group, waits=False)
         if conversation.environment is not None and hasattr(type(occupied.instance), "_april_restore"):
-            self._in_thread(occupied, "_april_restore")(copy.deepcopy(conversation.environment))
+            state = copy.deepcopy(conversation.environment)
+            self._open(occupied, partial(self._in_thread(occupied, "_april_restore"), state))
+            self._mark_open(occupied)
         elif not self.replays or not self._replay(occupied, group, sample):
             self._put_back(occupied)
             return False

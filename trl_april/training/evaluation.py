@@ -29,7 +29,7 @@ from ..rollout.event_loop import BackgroundLoop
 from ..server.host import reserve_connections
 from ..weights.recovery import Recovery
 from ..weights.servers import SyncedServers
-from .batch import batch_rows, rollout_output
+from .batch import batch_rows
 from .rollout_function import RolloutTurns
 from .tools import ToolTurns, handed_over
 
@@ -106,7 +106,6 @@ class Evaluation:
             self._loop.run(driver.close())
         rows[:] = batch_rows(self._groups)
         attributes = handed_over(
-            rollout_output(self._groups),
             self._groups,
             has_tools=self._has_tools,
             factories=None if self._environments is None else self._environments.factories,

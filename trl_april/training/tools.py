@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
 from ..rollout.user_code import UserCode, needs_thread
+from .batch import rollout_output
 
 
 if TYPE_CHECKING:
@@ -236,7 +237,6 @@ def is_json(value: Any) -> bool:
 
 
 def handed_over(
-    output: dict[str, list[list[Any]]],
     groups: Sequence[Group],
     *,
     has_tools: bool,
@@ -248,6 +248,8 @@ def handed_over(
     the tools again, and generate after them. The `factories` of environments are back after that, when TRL renders
     prompts with images, each with the tools of its own environment.
     """
+
+    output = rollout_output(groups)
 
     def rollout_func(prompts: list[Any], trainer: Any) -> Any:
         if factories is not None:

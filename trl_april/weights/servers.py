@@ -35,7 +35,7 @@ class SyncedServers:
         self._all: list[SyncedServer] = []
         self._processes = processes
         self._is_main = processes.rank == 0
-        self._keeps_requests = keeps_requests
+        self.keeps_requests = keeps_requests
 
     def __iter__(self) -> Iterator[SyncedServer]:
         return iter(self._all)
@@ -193,8 +193,8 @@ class SyncedServers:
 
     def check_pause(self, server: SyncedServer) -> None:
         """Keep requests on no server if this one, which has just been connected to, cannot. In the main process."""
-        if self._keeps_requests and not server.pause.is_possible():
-            self._keeps_requests = False
+        if self.keeps_requests and not server.pause.is_possible():
+            self.keeps_requests = False
             if len(self) > 1:
                 logger.warning("resume_kv='keep' needs all servers, so the requests on all of them are aborted.")
 
@@ -206,12 +206,12 @@ class SyncedServers:
 
         def pause() -> bool:
             refused: list[SyncedServer] = []
-            if self._keeps_requests:
+            if self.keeps_requests:
                 self.each(lambda server: server.pause.begin() or refused.append(server))
             for server in refused:
                 if len(self) > 1 and (problem := server.control.problem()):
                     server.outage = ServerError(problem)
-            return self._keeps_requests and not any(server.takes_part for server in refused)
+            return self.keeps_requests and not any(server.takes_part for server in refused)
 
         return self._processes.decide(pause)
 
