@@ -53,6 +53,36 @@ def test_rows_are_those_of_stock(answers, tmp_path):
         check(case, trained, left, 1, tmp_path / "stock")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"happens": "prolonged", "at": 2, "by": 4},
+        {"happens": "stopped", "at": 2},
+        {"kind": "once"},  # rows that exist once, of a stream that is opened once
+        {"kind": "once", "happens": "prolonged", "at": 3, "by": 3},
+        {"format": "pandas"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_callbacks_streams_and_formats(answers, tmp_path, changes):
+    options = {"num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 4, "max_completion_length": 12}
+    case = {
+        "options": options,
+        "april": {},
+        "kind": "map",
+        "rows": 30,
+        "format": None,
+        "happens": None,
+        "at": 0,
+        "by": 0,
+    }
+    case |= {"at": 0, "by": 0} | changes
+    trained, left = random_trainings.trained_rows(
+        case, tmp_path / "april", random_trainings.april(answers.fake.base_url)
+    )
+    check(case, trained, left, 1, tmp_path / "stock")
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_rows_of_several_processes_are_those_of_stock(answers, forker, tmp_path, processes):
     random_trainings.quiet()
