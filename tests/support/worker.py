@@ -609,6 +609,15 @@ def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, An
     }
 
 
+def train_randomly(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    from tests.support import random_trainings
+
+    random_trainings.quiet()
+    case, make = random_trainings.draw(run["seed"], NUM_PROCESSES), random_trainings.april(spec["url"])
+    trained, left = random_trainings.trained_rows(case, Path(spec["folder"]) / run["name"], make)
+    return {"trained": trained, "left": left}
+
+
 def main() -> None:
     global RANK, NUM_PROCESSES
     RANK, NUM_PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from trl import GRPOConfig
 from tests.support.tiny import build_model, build_tokenizer
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.distributed.processes import OneProcess
-from trl_april.errors import ConfigError
+from trl_april.errors import ConfigError, ServerError
 from trl_april.server.command_line import flag_value
 from trl_april.training import construction
 from trl_april.training.construction import (
@@ -150,6 +151,16 @@ def test_server_of_a_model_without_adapters_in_vllm_starts_again():
     server.start_without_adapters()
     plain = embedded_server(config(vllm_model_impl="transformers"), "owner/model", None)
     assert server.vllm_args == plain.vllm_args
+
+
+def test_a_model_that_vllm_does_not_know_has_our_advice():
+    def wait():
+        raise ServerError("The vLLM server exited.\nModel architectures ['MyModel'] are not supported for now.")
+
+    with pytest.raises(ServerError, match=r"use_vllm=False.*vllm.general_plugins(.|\n)*MyModel"):
+        connect_server(
+            config(), AprilOptions(), server=SimpleNamespace(wait=wait), processes=OneProcess(), eos_token_ids=[]
+        )
 
 
 def test_model_object_is_served_from_its_architecture():

@@ -14,7 +14,7 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.support.tiny import build_model
-from trl_april.weights.names import base_model, in_checkpoint_format, native_adapters_merged, tied_names
+from trl_april.weights.names import base_model, in_checkpoint_format, tied_names, with_native_adapters
 
 
 SMALL = dict(
@@ -154,13 +154,11 @@ def test_an_adapter_that_is_part_of_the_model_is_sent_merged_and_taken_out_again
     before = {name: param.clone() for name, param in native.named_parameters()}
     ids = torch.arange(12).unsqueeze(0)
     wanted = native(ids).logits
-    with native_adapters_merged(native) as without_adapters:
-        found = {name: param.data.clone() for name, param in without_adapters(native.named_parameters())}
+    found = {name: param.data.clone() for name, param in with_native_adapters(native.named_parameters(), native)}
     plain = build_model(tie_word_embeddings=False)
     plain.load_state_dict(found)
     assert set(found) == names and torch.allclose(plain(ids).logits, wanted, atol=1e-5)
     assert all(torch.allclose(param, before[name], atol=1e-6) for name, param in native.named_parameters())
     for other in (plain, get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"]))):
         params = dict(other.named_parameters())
-        with native_adapters_merged(other) as without_adapters:
-            assert dict(without_adapters(other.named_parameters())).keys() == params.keys()
+        assert dict(with_native_adapters(other.named_parameters(), other)).keys() == params.keys()

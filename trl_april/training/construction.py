@@ -45,6 +45,9 @@ logger = get_logger(__name__)
 # Section 5.1 of the paper on GSPO.
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 
+# In the errors of vLLM and transformers for a class that only the script has.
+UNKNOWN_MODEL = ("Model architectures", "does not recognize this architecture")
+
 # For the model card.
 PAPER = {
     "title": "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
@@ -280,6 +283,12 @@ def connect_server(
         try:
             server.wait()
         except ServerError as error:
+            if any(words in str(error) for words in UNKNOWN_MODEL):
+                raise ServerError(
+                    "vLLM does not know the class of this model. Set use_vllm=False, which trains with stock GRPO, or "
+                    "register the class in a package with vLLM's entry point `vllm.general_plugins`; its own advice "
+                    f"below is for models of the Hub. {error}"
+                ) from None
             if "does not support LoRA" not in str(error):
                 raise
             logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")

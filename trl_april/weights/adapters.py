@@ -182,8 +182,8 @@ def why_merged(
     for server in servers:
         if not server.info.has_weights:
             return (
-                f"the vLLM server at {server.base_url} has no weights of the base, as where the model is an object. "
-                "To send the adapter alone, pass the name or folder of the base as model, and peft_config"
+                f"the vLLM server at {server.base_url} was started without the weights of the base, as where the "
+                "model is an object. To send the adapter alone, pass the base's name as model, and peft_config"
             )
         if not server.info.max_loras:
             return (

@@ -6,7 +6,7 @@ can load whatever `save_pretrained` would write. Invariant: only one parameter i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -69,26 +69,20 @@ def base_model(model: torch.nn.Module) -> torch.nn.Module:
     return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
 
 
-@contextmanager
-def native_adapters_merged(model: torch.nn.Module) -> Iterator[Callable[[Parameters], Parameters]]:
-    """Merge adapters that are part of the model itself (transformers' `add_adapter`), which is no `PeftModel`.
+def with_native_adapters(params: Parameters, model: torch.nn.Module) -> Parameters:
+    """Merge adapters that are layers of the model itself (transformers' `add_adapter`) while `params` are read.
 
-    Yields a function that leaves their own parameters out.
+    Their own parameters are left out. Those of a `PeftModel` are merged by TRL.
     """
-    layers = [
-        layer for layer in model.modules() if hasattr(layer, "adapter_layer_names") and hasattr(layer, "unmerge")
-    ]
-    if is_peft_model(extract_model_from_parallel(model, keep_torch_compile=False)):
-        layers = []  # TRL merges them
+    is_native = not is_peft_model(extract_model_from_parallel(model, keep_torch_compile=False))
+    layers = [layer for layer in model.modules() if is_native and hasattr(layer, "adapter_layer_names")]
     own = {f".{name}." for layer in layers for name in layer.adapter_layer_names}
     for layer in layers:
         layer.merge()
     try:
-        yield lambda params: (
-            (name.replace(".base_layer.", ".") if layers else name, param)
-            for name, param in params
-            if not any(part in name for part in own)
-        )
+        for name, param in params:
+            if not any(part in name for part in own):
+                yield name.replace(".base_layer.", ".") if layers else name, param
     finally:
         for layer in layers:
             layer.unmerge()

@@ -28,7 +28,7 @@ from ..server.local import LocalServer
 from .adapters import AdapterTransport, is_quantized, why_merged
 from .canary import Canary, depends_on_width, dtypes_of, trainer_logprobs
 from .client import ServerClient, ServerControl
-from .names import in_checkpoint_format, native_adapters_merged, tied_names
+from .names import in_checkpoint_format, tied_names, with_native_adapters
 from .servers import SyncedServers
 from .synced_server import SyncedServer
 from .transport import connected_transport
@@ -273,18 +273,15 @@ class ServerGeneration(VLLMGeneration):
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's iteration over the parameters, under the names that vLLM's loader knows."""
-        params = self._iter_named_params()
-        tied = self._tied_names
-        with native_adapters_merged(self.model) as without_adapters:
-            sent = without_adapters(params)
-            all_names = ((other, param) for name, param in sent for other in (name, *tied.get(name, ())))
-            try:
-                yield from in_checkpoint_format(all_names, self.model)
-            finally:
-                # TRL's iteration must end after an error, too: gathering a parameter takes all processes, and merged
-                # adapters are unmerged at its end.
-                for _ in params:
-                    pass
+        params = with_native_adapters(self._iter_named_params(), self.model)
+        all_names = ((other, param) for name, param in params for other in (name, *self._tied_names.get(name, ())))
+        try:
+            yield from in_checkpoint_format(all_names, self.model)
+        finally:
+            # TRL's iteration must end after an error, too: gathering a parameter takes all processes, and merged
+            # adapters are unmerged at its end.
+            for _ in params:
+                pass
 
     def _reattach(self, server: SyncedServer) -> None:
         """Check a server and connect to it again, unless it still has the weights of the last sync."""

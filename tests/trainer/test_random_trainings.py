@@ -1,0 +1,98 @@
+"""Random trainings train the rows that stock GRPO trains, each as often, and end with an empty pool."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from tests.support import random_trainings
+from tests.support.effort import cases
+from tests.support.fake_vllm import FakeVLLM
+from tests.support.preloaded import launch_preloaded
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def answers():
+    with FakeVLLM(vocab_size=random_trainings.MODEL.config.vocab_size) as fake:
+        found = random_trainings.Answers(fake)
+        fake.script = found.stream
+        yield found
+
+
+def seeds(count: int) -> list[int]:
+    """New ones in each run; a failing one is in the message."""
+    first = random.Random(time.time_ns()).randrange(10**6) * 1000
+    return list(range(first, first + count))
+
+
+def check(case, trained, left, processes, folder):
+    """As often as stock with one process and the same batches."""
+    alone = {**case["options"]}
+    alone["per_device_train_batch_size"] *= processes
+    wanted, _ = random_trainings.trained_rows({**case, "options": alone}, folder, random_trainings.stock)
+    found = random_trainings.differences(case, trained, left, wanted)
+    assert not found, f"{processes} processes, {case}: {found}"
+
+
+def test_rows_are_those_of_stock(answers, tmp_path):
+    random_trainings.quiet()
+    for seed in seeds(cases(4, 60)):
+        case = random_trainings.draw(seed, 1)
+        answers.faults, answers.rng = case["faults"], random.Random(seed)
+        try:
+            make = random_trainings.april(answers.fake.base_url)
+            trained, left = random_trainings.trained_rows(case, tmp_path / "april", make)
+        except Exception as error:
+            raise AssertionError(f"{case}") from error
+        check(case, trained, left, 1, tmp_path / "stock")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"happens": "prolonged", "at": 2, "by": 4},
+        {"happens": "stopped", "at": 2},
+        {"kind": "once"},  # rows that exist once, of a stream that is opened once
+        {"kind": "once", "happens": "prolonged", "at": 3, "by": 3},
+        {"format": "pandas"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_callbacks_streams_and_formats(answers, tmp_path, changes):
+    options = {"num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 4, "max_completion_length": 12}
+    case = {
+        "options": options,
+        "april": {},
+        "kind": "map",
+        "rows": 30,
+        "format": None,
+        "happens": None,
+        "at": 0,
+        "by": 0,
+    }
+    case |= {"at": 0, "by": 0} | changes
+    trained, left = random_trainings.trained_rows(
+        case, tmp_path / "april", random_trainings.april(answers.fake.base_url)
+    )
+    check(case, trained, left, 1, tmp_path / "stock")
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_rows_of_several_processes_are_those_of_stock(answers, forker, tmp_path, processes):
+    random_trainings.quiet()
+    drawn = [random_trainings.draw(seed, processes) for seed in seeds(cases(1, 20))]
+    drawn = [case for case in drawn if case["kind"] != "once"]  # each process has its own
+    answers.faults = 0.01
+    runs = [{"name": str(case["seed"]), "kind": "train_randomly", "seed": case["seed"]} for case in drawn]
+    launched = launch_preloaded(forker, processes, runs, tmp_path, model="", url=answers.fake.base_url)
+    assert launched.code == 0, f"{processes} processes, {drawn}: {launched.output[-4000:]}"
+    for case in drawn:
+        results = launched.results(str(case["seed"]), processes)
+        trained = sum((Counter({int(n): count for n, count in one["trained"].items()}) for one in results), Counter())
+        check(case, trained, sum(one["left"] for one in results), processes, tmp_path / "stock")
