@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 import torch
-from accelerate.logging import get_logger
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
+from .distributed.processes import get_logger
 from .errors import ConfigError
 from .pool.staleness import AUTO, check_bound, factor_of
 from .server.addresses import server_addresses

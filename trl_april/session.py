@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
@@ -26,7 +25,7 @@ from .data.admission import Admission, check_longest
 from .data.order import TrainingRows, make_source, resumed_source
 from .data.plan import TrainingPlan
 from .data.source import Row, RowSource
-from .distributed.processes import Processes
+from .distributed.processes import Processes, get_logger
 from .distributed.signals import StopRequest
 from .engine.protocol import ImagesOf
 from .engine.sampling import SAMPLING, SamplingOptions

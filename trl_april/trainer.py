@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
@@ -27,7 +26,7 @@ from . import session_parts
 from .checkpoint.resume import RunCheckpoints
 from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
-from .distributed.processes import processes_of
+from .distributed.processes import get_logger, processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .engine.images import returning_images
 from .errors import NothingToTrain, ServerError
@@ -203,9 +202,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
         if not self.april_enabled:
             return super().evaluation_loop(*args, **kwargs)
-        with self._processes.watched(), session_parts.evaluation(self) as rollouts:
-            with construction.replaced(self, _evaluation=rollouts):
-                return super().evaluation_loop(*args, **kwargs)
+        with (
+            self._processes.watched(),
+            session_parts.evaluation(self) as one,
+            construction.replaced(self, _evaluation=one),
+        ):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # In training, `inputs` are the rows of stock GRPO's next batch; the pool trains each row when it is finished.
@@ -339,8 +341,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._fixed = compatibility.fixed_options(self)
 
     def _open_session(self) -> RolloutSession:
-        turns = session_parts.tool_turns(self, self._options, self._rollout)
-        sampling = session_parts.sampling(self)
+        sampling, turns = session_parts.sampling(self), session_parts.tool_turns(self, self._options, self._rollout)
         budget = session_parts.budget_of(self, sampling)
         session_parts.check_evaluation_rows(self, turns, budget)
         return RolloutSession(

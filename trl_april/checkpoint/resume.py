@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..distributed.processes import Processes
+from ..distributed.processes import Processes, get_logger
 from ..errors import CheckpointError
 from ..pool.samples import Group, SampleState
 from .rollouts import SavedRollouts, load_rollouts
@@ -180,8 +179,10 @@ def account_of(groups: Sequence[Group], before: Mapping[str, Any], now: Mapping[
     samples = [sample for group in groups for sample in group.samples]
     finished = sum(sample.state is SampleState.FINISHED for sample in samples)
     text = (
-        f"Back from the checkpoint: {len(groups)} groups in flight, with {len(samples):,} samples ({finished:,} "
-        f"finished) and {sum(map(len, samples)):,} tokens."
+        f"Resumed with {len(groups)} prompt groups in flight: {len(samples):,} samples ({finished:,} finished), "
+        f"{sum(map(len, samples)):,} tokens."
+        if groups
+        else "Resumed from a checkpoint without groups in flight."
     )
     changed = [f"{name} {before[name]} -> {value}" for name, value in now.items() if before.get(name, value) != value]
     return text + (f" Changed since: {', '.join(changed)}." if changed else "")

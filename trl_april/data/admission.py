@@ -10,8 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from accelerate.logging import get_logger
-
+from ..distributed.processes import get_logger
 from ..errors import CheckpointError, ConfigError
 from ..pool.budget import Budget
 from ..pool.pool import Pool

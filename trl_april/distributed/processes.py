@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.logging import MultiProcessAdapter
 from torch.distributed.distributed_c10d import _get_default_store
 
 from .. import errors
@@ -38,6 +40,19 @@ Answer = TypeVar("Answer")
 
 NO_TIMEOUT = timedelta(days=7)
 _trainers = itertools.count(1)  # trainers of this process; the same count in all of them
+
+
+class ProcessLogger(MultiProcessAdapter):
+    """accelerate's logger of the main process, with its mark `[RANK 0]` only where there are several processes."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        marked, kwargs = super().process(msg, kwargs)
+        return marked if PartialState().num_processes > 1 else msg, kwargs
+
+
+def get_logger(name: str) -> ProcessLogger:
+    """A logger whose messages come from the main process alone."""
+    return ProcessLogger(logging.getLogger(name), {})
 
 
 class OneProcess:

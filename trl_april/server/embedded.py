@@ -138,6 +138,6 @@ class EmbeddedServer(LocalServer):
 
     def _announcement(self) -> str:
         return (
-            f"starting {self.devices}, with {' '.join(self.vllm_args)}. Log: {self.log_path}. To use a server "
-            "elsewhere, set vllm_server_base_url."
+            f"starting {self.devices}, with {' '.join(self.vllm_args)}. Training begins when it has loaded the model, "
+            f"after half a minute or more. Log: {self.log_path}. To use a server elsewhere, set vllm_server_base_url."
         )

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import AprilOptions, correction_mode, given_address
 from ..data.order import first_row
+from ..distributed.processes import get_logger
 from ..engine.images import images_in
 from ..engine.sampling import SAMPLING, sampling_of
 from ..errors import ConfigError

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
@@ -25,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ..config import APRILGRPOConfig, AprilOptions, correction_mode
-from ..distributed.processes import Processes
+from ..distributed.processes import Processes, get_logger
 from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
 from ..engine.vllm import VLLMEngine

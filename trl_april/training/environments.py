@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from accelerate.logging import get_logger
-
 from ..data.admission import check_prompt, prompt_name
 from ..data.row_json import encode_messages
+from ..distributed.processes import get_logger
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Sample

@@ -19,11 +19,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.logging import get_logger
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
+from ..distributed.processes import get_logger
 from .micro_batches import cheapest_parts, columns_needed, parts_within, same_prompts, widest_first
 
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.trainer.utils import is_async_callable, nanstd
 
+from ..distributed.processes import get_logger
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Score
