@@ -202,11 +202,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
         if not self.april_enabled:
             return super().evaluation_loop(*args, **kwargs)
-        with (
-            self._processes.watched(),
-            session_parts.evaluation(self) as one,
-            construction.replaced(self, _evaluation=one),
-        ):
+        with self._processes.watched(), session_parts.evaluation(self):
             return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
