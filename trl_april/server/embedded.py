@@ -17,8 +17,11 @@ from .local import LocalServer
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
-# In config.json; the data type is a flag of the server.
-CHANGED_BY_TRAINERS = ("use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
+# In the configurations of model and tokenizer. The data type is a flag of the server.
+CHANGED_BY_TRAINERS = {
+    "use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version", "truncation_side",
+    "padding_side", "is_local", "local_files_only",
+}  # fmt: skip
 MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
@@ -75,12 +78,16 @@ def lora_flags(rank: int) -> list[str]:
 
 def description(model: str) -> object:
     """What a server reads from the folder of a model, and no weight sync replaces; of another model its name."""
-    config = Path(model, "config.json")
-    if not config.is_file():
+    folder, found = Path(model), []
+    if not (folder / "config.json").is_file():
         return model
-    options = json.loads(config.read_text()).items()
-    files = sorted(file for kind in ("*token*", "*processor*") for file in config.parent.glob(kind) if file.is_file())
-    return {k: v for k, v in options if k not in CHANGED_BY_TRAINERS}, [file.read_bytes() for file in files]
+    for file in sorted({*folder.glob("*config.json"), *folder.glob("*token*"), *folder.glob("*processor*")}):
+        if file.name.endswith("config.json"):
+            options = json.loads(file.read_text()).items()
+            found.append((file.name, {name: value for name, value in options if name not in CHANGED_BY_TRAINERS}))
+        elif file.is_file():
+            found.append((file.name, file.read_bytes()))
+    return found
 
 
 class EmbeddedServer(LocalServer):
