@@ -7,7 +7,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerState
-from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.peers import Peer, Peers
@@ -107,7 +106,8 @@ def connect(tiny_model_dir, monkeypatch):
 
 def known(generation: ServerGeneration) -> tuple[Any, ...]:
     servers = generation.servers
-    return generation.weight_sync, generation.adapter, servers.addresses, sorted(servers.holding), servers.info
+    adapter = generation.adapter_of(0) if generation.weight_sync == "adapter" else None
+    return generation.weight_sync, adapter, servers.addresses, sorted(servers.holding), servers.info
 
 
 def test_an_adapter_travels_alone_where_the_first_process_says_so(peers, connect, monkeypatch, tiny_model_dir):
@@ -125,9 +125,7 @@ def test_an_adapter_travels_alone_where_the_first_process_says_so(peers, connect
     assert name == "adapter" and adapter == fake.weight_version and oldest == 0
 
 
-def test_servers_come_and_go_as_the_first_process_says(peers, connect, monkeypatch, tiny_model_dir):
-    """Then all evaluate with one that only the first process has connected to."""
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self: ())
+def test_servers_come_and_go_as_the_first_process_says(peers, connect, tiny_model_dir):
     options = {"vocab_size": build_model().config.vocab_size, "model_path": tiny_model_dir}
     with FakeVLLM(**options) as first, FakeVLLM(**options) as second, FakeVLLM(**options) as third:
         third.max_model_len = 100
@@ -140,8 +138,8 @@ def test_servers_come_and_go_as_the_first_process_says(peers, connect, monkeypat
             for servers in ([first], [third, first, second], [third]):
                 addresses = [server.base_url for server in servers]
                 recovery.sync_weights()
-                recovery.with_weights(generation.generate)
-                found.append((*known(generation), generation.servers.pause(), generation.servers.requests_waiting()))
+                recovery.with_weights(lambda: None)
+                found.append((*known(generation), generation.servers.pause(), generation.servers.queues()))
             return found
 
         *_, last = in_both(peers.run(train))
@@ -151,23 +149,14 @@ def test_servers_come_and_go_as_the_first_process_says(peers, connect, monkeypat
         assert error[0] is ServerError and "No vLLM server was ready" in error[1]
 
 
-def test_a_lost_server_is_an_error_in_all(peers, connect, tiny_model_dir, monkeypatch):
-    """In an evaluation, and in a sync. The first process alone talks to it."""
+def test_a_lost_server_is_an_error_in_all(peers, connect, tiny_model_dir):
+    """The first process alone talks to it."""
     fake = FakeVLLM(vocab_size=build_model().config.vocab_size, model_path=tiny_model_dir)
-
-    def generate(generation: ServerGeneration) -> tuple[()]:
-        if generation.accelerator.is_main_process:
-            generation.vllm_client.lost = ServerError("It is gone.")
-        return ()
-
-    monkeypatch.setattr(VLLMGeneration, "generate", generate)
 
     def train(peer: Peer) -> Any:
         generation = connect(peer, lambda: [fake.base_url])
         generation.sync_weights()
         assert generation.servers.holds_weights()
-        with pytest.raises(ServerError, match=f"{fake.base_url} was lost during an evaluation. It is gone."):
-            generation.generate()
         peer.barrier()
         fake.answers = dict.fromkeys(("/weight_info", "/health"), (503, ""))
         peer.barrier()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from trl_april.data.plan import TrainingPlan
 from trl_april.data.source import RowSource
 from trl_april.distributed.processes import ManyProcesses, OneProcess
 from trl_april.distributed.quota import SharedQuota
+from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Score
 from trl_april.rollout.driver import RolloutDriver
@@ -108,7 +110,7 @@ class Run:
         )  # fmt: skip
         plan = TrainingPlan(
             num_generations=2, groups_per_round=quota, micro_steps_per_round=1, gradient_accumulation_steps=1,
-            max_steps=steps, max_completion_length=100, context_length=1000, vocab_size=10**6,
+            max_steps=steps, budget=Budget(100, 1000), vocab_size=10**6,
         )  # fmt: skip
         source = RowSource(lambda epoch: count(), plan)
         admission = Admission(
@@ -136,7 +138,7 @@ class Run:
         self.rounds = Rounds(
             self.pool, self.driver, source, admission, num_generations=2, loop=self.loop, processes=processes,
             quota=shared, dynamic=dynamic, recovery=SimpleNamespace(progress_was_made=lambda: None),
-            stop=SimpleNamespace(signal=0), keeps_requests=overlap, overlap=overlap,
+            stop=SimpleNamespace(signal=0), calls=SimpleQueue(), keeps_requests=overlap, overlap=overlap,
         )  # fmt: skip
 
     def round(self, version: int = 0) -> list[int]:

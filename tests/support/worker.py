@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,9 +69,11 @@ class RecordingTrainer(APRILGRPOTrainer):
 
 
 def limit_length(trainer: APRILGRPOTrainer, tokens: int) -> None:
-    """Groups admitted from now on get `tokens` per sample. What the session plans with is frozen, except for tests."""
-    plan = trainer.args if trainer._session is None else trainer._session._plan
-    object.__setattr__(plan, "max_completion_length", tokens)
+    """Groups admitted from now on get `tokens` per sample. Users cannot change it during training."""
+    if trainer._session is None:
+        trainer.args.max_completion_length = trainer._fixed["trainer.args.max_completion_length"] = tokens
+    else:
+        trainer.pool.budget = replace(trainer.pool.budget, max_completion_length=tokens)
 
 
 def make_trainer(

@@ -169,10 +169,9 @@ def test_end_tokens_are_those_of_the_start_of_training(fake, tmp_path, change):
         fake, tmp_path, chat_template_kwargs={"enable_thinking": False}, generation_kwargs={"stop": STOP}
     )
     change(trainer)
-    with session_parts.evaluation(trainer):
-        asked = trainer.vllm_generation.generation_kwargs
-        assert 9 in asked["stop_token_ids"] and asked["stop"] == STOP
-    assert 9 in trainer.eos_token_ids and session_parts.sampling(trainer).body["stop_token_ids"].count(9) == 1
+    sampling = session_parts.sampling(trainer)
+    assert 9 in trainer.eos_token_ids and sampling.body["stop_token_ids"].count(9) == 1
+    assert sampling.stop.strings == [STOP]
     (prompt,) = session_parts.tokenize_prompts(trainer, None)([DATASET[0]])
     assert TOKENIZER.decode(prompt).endswith("<think>\n\n</think>\n\n")
 

@@ -154,11 +154,11 @@ class Admission:
 
     def _new_group(self, group_id: int, ref: RowRef, row: Row, prompt_ids: list[int]) -> NewGroup:
         row_index = ref if isinstance(ref, int) else None
-        plan = self._plan
-        check_prompt(plan.budget, len(prompt_ids), prompt_name(row, row_index))
+        plan, name = self._plan, prompt_name(row, group_id if row_index is None else row_index)
+        check_prompt(plan.budget, len(prompt_ids), name)
         if (largest := max(prompt_ids, default=0)) >= plan.vocab_size:
             raise ConfigError(
-                f"{prompt_name(row, row_index)} has token id {largest}, and the model has embeddings for ids below "
+                f"{name} has token id {largest}, and the model has embeddings for ids below "
                 f"{plan.vocab_size}. Call model.resize_token_embeddings(len(tokenizer)), or leave the token out."
             )
         if plan.saves_checkpoints and row_index is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import ServerError
@@ -26,7 +26,7 @@ class GenerationRequest:
     cache_salt: str  # requests share KV blocks only with requests of the same salt
     min_tokens: int = 0  # that must be generated before a token may end the turn
     seed: int | None = None  # of this request's sampling
-    sample: Sample | None = None  # whose requests share KV blocks
+    sample: Sample | None = field(default=None, compare=False)  # whose requests share KV blocks
     version: int = 0  # policy version of its weights
     images: Sequence[Any] = ()  # among `token_ids`, if there are any: `engine.images.PlacedImages`
 

@@ -12,12 +12,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING
 
-from ..data.admission import NewGroup
 from ..pool.pool import Pool
 from ..pool.samples import Group, Score
 from .user_code import DaemonThreads
 
+
+if TYPE_CHECKING:
+    from ..data.admission import NewGroup
 
 logger = logging.getLogger(__name__)
 

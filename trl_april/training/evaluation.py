@@ -96,7 +96,7 @@ class Evaluation:
             server_of=self._engine.server_of,
             images_of=self._images_of,
             act=self._act,
-            threads=self._act.threads,
+            threads=None if self._act is None else self._act.threads,
         )
         try:
             recovery.with_weights(lambda: self._run(driver))
@@ -132,7 +132,11 @@ class Evaluation:
         servers, error = self._servers, None
         self._loop.run(self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes))
         try:
-            self._loop.run(driver.generate(), poll=self._processes.check, calls=self._act.user_code.calls)
+            self._loop.run(
+                driver.generate(),
+                poll=self._processes.check,
+                calls=None if self._act is None else self._act.user_code.calls,
+            )
         except ServerError as caught:
             error = caught
         if self._processes.any(error is not None):
