@@ -34,6 +34,14 @@ def fake():
         yield server
 
 
+@pytest.fixture(autouse=True)
+def event_loop():
+    """The main thread has one, as in a script; other tests may have taken it away."""
+    asyncio.set_event_loop(loop := asyncio.new_event_loop())
+    yield
+    loop.close()
+
+
 @contextmanager
 def time_limit(seconds: int):
     """As in TRL's script and in math-verify."""
