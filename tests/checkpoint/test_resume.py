@@ -81,9 +81,9 @@ class TestResuming:
         parked = sum(group.num_tokens for group in groups.values())
         resumed = make_trainer(server, tiny_model_dir, tmp_path, top_p=0.9)
         resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert f"{len(groups)} groups in flight, with {4 * len(groups)} samples (" in caplog.text
+        assert f"{len(groups)} prompt groups in flight: {4 * len(groups)} samples (" in caplog.text
         changes = "over_provisioning 4.0 -> 2.0, save_on_signal True -> False, top_p 1.0 -> 0.9."
-        assert f"and {parked:,} tokens. Changed since: {changes}\n" in caplog.text
+        assert f" finished), {parked:,} tokens. Changed since: {changes}\n" in caplog.text
         new = [entry for entry in resumed.state.log_history if entry["step"] > 3 and "loss" in entry]
         # Tokens from before the checkpoint are trained, but not counted as generated again.
         trained, generated = (sum(entry[f"april/{kind}_tokens"] for entry in new) for kind in ("trained", "generated"))
