@@ -37,6 +37,7 @@ from tests.trainer import test_trainer
 from tests.trainer.test_trainer import distinct_characters, rows_of
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.engine.vllm import VLLMEngine
+from trl_april.training import construction
 from trl_april.training.batch import rollout_output
 
 
@@ -385,8 +386,8 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     marker = Path(spec["folder"]) / f"{run['name']}-when"
     proxy = None
     if how == "server" and rank == 1:
-        proxy = Proxy(spec["url"])
-        spec = {**spec, "url": proxy.url}
+        proxy = Proxy(spec["url"])  # on the way of this process, whose address is that of process 0
+        construction.VLLMEngine = lambda address, *args, **kwargs: VLLMEngine(proxy.url, *args, **kwargs)
 
     def fail_now() -> None:
         marker.write_text(str(time.time()))
@@ -406,6 +407,8 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
     class FailingTrainer(RecordingTrainer):
         def _run_round(self):
+            for server in self.vllm_generation.servers if proxy else ():
+                server.control.base_url = proxy.url
             if rank == 1 and how not in ("reward", "kill in reward") and self.state.global_step == 2:
                 # In the middle of the round: it takes longer than this.
                 threading.Timer(0.3, fail_now if how != "interrupt" else interrupt_main).start()
