@@ -99,7 +99,8 @@ def test_several_processes_share_the_server_of_the_first_which_ends_with_it(fork
     ]
     launched = launch_preloaded(forker, 2, runs, tmp_path, model=tiny_model_dir, url="", timeout=400)
     assert launched.code != 0, launched.output[-6000:]
-    assert launched.output.count(": starting on the CPU") == len(runs)
+    # The second trainer takes the server over, unless the first was collected before.
+    assert launched.output.count(": starting on the CPU") in (1, len(runs))
     whole, (killed, other) = launched.results("whole", 2), launched.results("killed", 2)
     assert [len(result["rounds"]) for result in whole] == [3, 3] and len(killed["rounds"]) == 2
     assert other["error"] == "PeerError" and "Process 0 exited without reporting an error" in other["message"]
