@@ -25,6 +25,7 @@ from .command_line import LEASE_PATH
 
 LEASE_SECONDS = 30.0  # after which a run that was killed no longer holds its servers
 RENEWAL_SECONDS = 5.0
+GOODBYE_SECONDS = 1.0  # that the end of training waits for an answer, since the server may be gone
 POLL_SECONDS = 1.0  # between two questions whether another run renews its lease
 
 Answer = Callable[[str, str, dict[str, Any]], dict[str, Any]]  # to a request with this method, path and body
@@ -106,7 +107,7 @@ class ServerLease:
         """Let other runs have the server. Does nothing if the lease is not being renewed."""
         if self._renewal is not None:
             self._ended.set()
-            self._renewal.join()
+            self._renewal.join(GOODBYE_SECONDS)
             self._renewal = None
 
 
