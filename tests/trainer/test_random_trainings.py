@@ -86,7 +86,7 @@ def test_callbacks_streams_and_formats(answers, tmp_path, changes):
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_rows_of_several_processes_are_those_of_stock(answers, forker, tmp_path, processes):
     random_trainings.quiet()
-    drawn = [random_trainings.draw(seed, processes) for seed in seeds(cases(1, 20))]
+    drawn = [random_trainings.draw(seed, processes) for seed in seeds(cases(1, 5))]
     drawn = [case for case in drawn if case["kind"] != "once"]  # each process has its own
     answers.faults = 0.01
     runs = [{"name": str(case["seed"]), "kind": "train_randomly", "seed": case["seed"]} for case in drawn]
