@@ -42,7 +42,7 @@ def check(case, trained, left, processes, folder):
 
 def test_rows_are_those_of_stock(answers, tmp_path):
     random_trainings.quiet()
-    for seed in seeds(cases(4, 60)):
+    for seed in seeds(cases(4, 90)):
         case = random_trainings.draw(seed, 1)
         answers.faults, answers.rng = case["faults"], random.Random(seed)
         try:
