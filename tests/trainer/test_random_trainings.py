@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import Counter
@@ -25,6 +26,14 @@ def answers():
         yield found
 
 
+@pytest.fixture(autouse=True)
+def quiet():
+    """Trainings here provoke warnings by design. Later tests want theirs."""
+    random_trainings.quiet()
+    yield
+    logging.getLogger("trl_april").setLevel(logging.NOTSET)
+
+
 def seeds(count: int) -> list[int]:
     """New ones in each run; a failing one is in the message."""
     first = random.Random(time.time_ns()).randrange(10**6) * 1000
@@ -41,7 +50,6 @@ def check(case, trained, left, processes, folder):
 
 
 def test_rows_are_those_of_stock(answers, tmp_path):
-    random_trainings.quiet()
     for seed in seeds(cases(4, 90)):
         case = random_trainings.draw(seed, 1)
         answers.faults, answers.rng = case["faults"], random.Random(seed)
@@ -85,7 +93,6 @@ def test_callbacks_streams_and_formats(answers, tmp_path, changes):
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_rows_of_several_processes_are_those_of_stock(answers, forker, tmp_path, processes):
-    random_trainings.quiet()
     drawn = [random_trainings.draw(seed, processes) for seed in seeds(cases(1, 5))]
     drawn = [case for case in drawn if case["kind"] != "once"]  # each process has its own
     answers.faults = 0.01
