@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.support.fake_vllm import FakeVLLM
-from tests.support.tiny import build_model
+from tests.support.tiny import build_model, build_tokenizer
 from trl_april.distributed.processes import processes_of
 from trl_april.weights import nccl, sync
 from trl_april.weights.canary import trainer_logprobs
@@ -267,7 +267,7 @@ def train(
         generation = sync.ServerGeneration(
             weight_sync="nccl", weight_sync_dir=None, policy_version=lambda: len(versions),
             trained_model=lambda: model, processes=processes, needs_logprobs=True, api_key=None, model=model,
-            accelerator=accelerator, processing_class=None, server_base_url=url, server_timeout=10.0,
+            accelerator=accelerator, processing_class=build_tokenizer(), server_base_url=url, server_timeout=10.0,
             max_completion_length=64, group_port=ports[1],
         )  # fmt: skip
     except Exception as error:
