@@ -179,6 +179,7 @@ def test_a_real_server_gets_the_weights(run, tiny_model_dir):
             expected = trainer_logprobs(model, token_ids, torch.device("cpu"))
             found = server_logprobs(ServerControl(server.base_url, 30.0, {}), tiny_model_dir, token_ids)
             assert found == pytest.approx(expected, abs=1e-4), kind
+            run.close()  # the server is free for the next training
 
 
 # Failures
