@@ -138,12 +138,12 @@ def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns 
 
 
 def groups_finish_beside_evaluations(trainer: GRPOTrainer) -> bool:
-    """Whether groups of training finish and are scored, and so give their environments back, during an evaluation."""
-    options, keeps = trainer._options, trainer.vllm_generation.servers.keeps_requests
+    """Whether groups of training finish and give their environments back during an evaluation. A collective call."""
+    options, servers = trainer._options, trainer.vllm_generation.servers
+    keeps = trainer._processes.decide(lambda: servers.keeps_requests)  # known to the first process alone
     has_models = any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs)
-    return bool(trainer._session and options.overlap_generation and keeps and not options.dynamic_sampling) and (
-        not has_models
-    )
+    overlaps = bool(trainer._session and options.overlap_generation)
+    return overlaps and keeps and not options.dynamic_sampling and not has_models
 
 
 def sample_images(trainer: GRPOTrainer, options: AprilOptions | None = None) -> SampleImages:

@@ -85,7 +85,7 @@ class RowSource:
         return list(enumerate(rows, first))
 
     def follow(self, max_steps: int) -> None:
-        """Plan rows for `max_steps` optimiser steps from now on: callbacks may prolong or shorten training."""
+        """Plan rows for `max_steps` optimizer steps from now on: callbacks may prolong or shorten training."""
         if max_steps != self._max_steps:
             self._max_steps = max_steps
             self._planned = chain(self._planned, self._plan_rows())  # the former may have ended

@@ -62,7 +62,7 @@ def place_of_pids() -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether there is no such process, or its parent alone has not noticed its end."""
+    """Whether the process has ended, even if its parent has not noticed yet."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
@@ -127,7 +127,7 @@ def _ask(answer: Answer, until: list[float], seconds: float) -> dict[str, Any]:
     try:
         body = {"holder": holder, "seconds": seconds, "pid": process.pid, "place": place_of_pids()}
         other = answer("POST", LEASE_PATH.lstrip("/"), body)
-    except WeightSyncError:  # there is no such path
+    except WeightSyncError:  # a server without leases
         until[0] = math.inf
         return {}
     until[0] = 0.0 if other else asked + seconds

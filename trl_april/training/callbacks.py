@@ -1,4 +1,4 @@
-"""Callbacks of the trainer: around an optimiser step, and for the console.
+"""Callbacks of the trainer: around an optimizer step, and for the console.
 
 Invariants: the console prints each log entry as TRL alone would, then a line of APRIL's own. Trackers, other callbacks
 and the run log get the whole entry. If a signal asks for it, all processes stop after the same step, and after its

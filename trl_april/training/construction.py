@@ -162,8 +162,7 @@ def start_server(
 ) -> EmbeddedServer | None:
     """Start a server for the trainer without waiting, if it needs one, or take over that of an earlier trainer.
 
-    It is stopped when its last trainer is collected.
-    Returns `None` in all processes but the first.
+    It is stopped when its last trainer is collected. Returns `None` in all processes but the first.
     """
     if not needs_server(args):
         return None

@@ -101,7 +101,7 @@ class Environments(Restorable):
     by_name: bool  # whether the column `environment` of a row names its factory
     places: dict[str | None, Places]  # the instances of each factory, which an evaluation shares with training
     evaluates: bool
-    waits: bool  # whether other samples go on, so that theirs become free
+    waits: bool  # whether other samples continue, so that theirs become free
     tools: Sequence[Callable[..., Any]]  # of all samples, beside those of their environments
     calls: ToolCalls
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
