@@ -80,7 +80,9 @@ def read_once(trainer: GRPOTrainer) -> AbstractContextManager[None]:
         micro_steps = trainer.state.global_step * args.gradient_accumulation_steps
         return 0 if args.ignore_data_skip else micro_steps // uses * quota
 
-    return replaced(trainer, train_dataset=SharedStream(dataset, quota, args.num_generations, uses, skipped))
+    is_loaded = trainer.accelerator.is_main_process or trainer.accelerator.dispatch_batches is False
+    stream = SharedStream(dataset, quota, args.num_generations, uses, skipped, is_loaded=is_loaded)
+    return replaced(trainer, train_dataset=stream)
 
 
 def training_rows(trainer: GRPOTrainer) -> TrainingRows:

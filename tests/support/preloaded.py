@@ -39,6 +39,7 @@ def launch_preloaded(
     folder.mkdir(parents=True, exist_ok=True)
     spec = folder / "spec.json"
     content = {"model": model, "url": url, "folder": str(folder), "runs": runs, "processes": num_processes}
+    content["patience"] = timeout - 10
     spec.write_text(json.dumps(content))
     environment = {
         **_environment_of_accelerate(num_processes, config),

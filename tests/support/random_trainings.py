@@ -107,7 +107,8 @@ def draw(seed: int, processes: int) -> dict[str, Any]:
         ends = [step for step in range(1, max_steps) if micro == accumulation or step % micro == 0]
         happens, at = ("resumed", rng.choice(ends)) if ends and accumulation in (1, micro) else (None, at)
     return {
-        "seed": seed, "options": options, "april": april, "kind": kind, "rows": quota * rng.randint(1, 5) + 1,
+        "seed": seed, "options": options, "april": april, "kind": kind,
+        "rows": quota * rng.randint(2, 5) + 1,  # an epoch of a stream has an optimizer step, or training never ends
         "format": rng.choice([None, None, "numpy", "torch", "pandas"]) if kind == "map" else None,
         "happens": happens, "at": at, "by": rng.randint(1, 6),
         "faults": rng.choice([0.0, 0.0, 0.01, 0.05]),

@@ -5,6 +5,7 @@ run has a `name`, a `kind` (a function of this file) and its options. Each proce
 """
 
 import asyncio
+import faulthandler
 import functools
 import json
 import os
@@ -629,12 +630,15 @@ def main() -> None:
     RANK, NUM_PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     spec = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
+    if "patience" in spec:  # a process that hangs says where
+        faulthandler.dump_traceback_later(spec["patience"])
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed.ops
 
         # Otherwise DeepSpeed compiles kernels for collective calls between CPUs, which takes a minute.
         deepspeed.ops.__compatible_ops__ = {}
     for run in spec["runs"]:
+        print(f"Process {RANK} runs {run}", flush=True)
         path = Path(spec["folder"]) / f"{run['name']}-{RANK}.json"
         try:
             result = globals()[run["kind"]](spec, run)

@@ -13,6 +13,7 @@ from tests.support import random_trainings
 from tests.support.effort import cases
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.preloaded import launch_preloaded
+from trl_april.errors import ConfigError
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,12 +92,31 @@ def test_callbacks_streams_and_formats(answers, tmp_path, changes):
     check(case, trained, left, 1, tmp_path / "stock")
 
 
+def test_a_stream_with_fewer_micro_batches_than_an_optimizer_step_is_an_error(answers, tmp_path):
+    """Stock trains forever."""
+    options = {"num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 2, "max_completion_length": 12}
+    options["gradient_accumulation_steps"], options["steps_per_generation"] = 3, 2
+    case = {
+        "options": options,
+        "april": {},
+        "kind": "stream",
+        "rows": 5,
+        "format": None,
+        "happens": None,
+        "at": 0,
+        "by": 0,
+    }
+    with pytest.raises(ConfigError, match=r"2 micro-batches.*gradient_accumulation_steps=3"):
+        random_trainings.trained_rows(case, tmp_path, random_trainings.april(answers.fake.base_url))
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_rows_of_several_processes_are_those_of_stock(answers, forker, tmp_path, processes):
     drawn = [random_trainings.draw(seed, processes) for seed in seeds(cases(1, 5))]
     drawn = [case for case in drawn if case["kind"] != "once"]  # each process has its own
     answers.faults = 0.01
     runs = [{"name": str(case["seed"]), "kind": "train_randomly", "seed": case["seed"]} for case in drawn]
+    print(drawn)  # shown if they hang
     launched = launch_preloaded(forker, processes, runs, tmp_path, model="", url=answers.fake.base_url)
     assert launched.code == 0, f"{processes} processes, {drawn}: {launched.output[-4000:]}"
     for case in drawn:

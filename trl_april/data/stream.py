@@ -34,7 +34,8 @@ class SharedStream(TorchDataset):  # type: ignore[misc]
     """Chunks of `groups_per_round` rows of a stream, without the rows at its end that fill none.
 
     Iterated, it is an epoch in TRL's order: each row `num_generations` times, and each chunk `uses` times. `skipped`
-    returns the number of rows that a resumed training skips; their content is not kept.
+    returns the number of rows that a resumed training skips; their content is not kept. `is_loaded` says whether the
+    data loader reads in this process: with several, accelerate lets the first one read a stream for all.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class SharedStream(TorchDataset):  # type: ignore[misc]
         num_generations: int = 1,
         uses: int = 1,
         skipped: Callable[[], int] = lambda: 0,
+        *,
+        is_loaded: bool = True,
     ) -> None:
         self._stream = repeat_iterable_dataset(stream, 1, groups_per_round, 1)
         self._groups_per_round, self._num_generations, self._uses = groups_per_round, num_generations, uses
@@ -53,7 +56,7 @@ class SharedStream(TorchDataset):  # type: ignore[misc]
         self._lock = RLock()  # rows that replace rejected ones are read by another thread
         self._loader, self._loader_epoch = StreamReader(self), 0
         self._expected = [StreamReader(self)]  # the row source comes after the data loader
-        self._readers = WeakSet([self._loader, *self._expected])
+        self._readers = WeakSet([self._loader, *self._expected] if is_loaded else self._expected)
 
     def reader(self) -> StreamReader:
         """A further reader. Until it opens an epoch, or is garbage, the rows are kept for it."""

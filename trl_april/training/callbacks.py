@@ -15,6 +15,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 
 from ..distributed.processes import Processes
 from ..distributed.signals import Stopped, StopRequest
+from ..errors import ConfigError
 
 
 PREFIX = "april/"
@@ -95,6 +96,12 @@ class StepCallback(TrainerCallback):
     processes: Processes
     saves_on_signal: bool
 
+    def __post_init__(self) -> None:
+        self._epoch_began = 0, 0  # optimizer steps and micro-steps at its start
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._epoch_began = state.global_step, self.micro_step()
+
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stop_if_agreed(state)
         if (session := self.session()) is not None:
@@ -118,6 +125,14 @@ class StepCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stop_if_agreed(state)
+        step, micro_step = self._epoch_began
+        if state.global_step == step and self.micro_step() > micro_step and not control.should_training_stop:
+            # transformers counts the micro-batches of each epoch anew, so training would never end.
+            raise ConfigError(
+                f"An epoch of the training dataset has {self.micro_step() - micro_step} micro-batches, fewer than "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}, so no optimizer step is ever taken. "
+                "Lower gradient_accumulation_steps, or use a longer stream or a dataset with a length."
+            )
 
     def _stop_if_agreed(self, state: TrainerState) -> None:
         """Stop after the step's checkpoint, which is written between `on_step_end` and the next event.
