@@ -638,7 +638,7 @@ def main() -> None:
         # Otherwise DeepSpeed compiles kernels for collective calls between CPUs, which takes a minute.
         deepspeed.ops.__compatible_ops__ = {}
     for run in spec["runs"]:
-        print(f"Process {RANK} runs {run}", flush=True)
+        sys.stderr.write(f"Process {RANK} runs {run}\n")
         path = Path(spec["folder"]) / f"{run['name']}-{RANK}.json"
         try:
             result = globals()[run["kind"]](spec, run)

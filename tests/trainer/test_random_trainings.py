@@ -116,7 +116,6 @@ def test_rows_of_several_processes_are_those_of_stock(answers, forker, tmp_path,
     drawn = [case for case in drawn if case["kind"] != "once"]  # each process has its own
     answers.faults = 0.01
     runs = [{"name": str(case["seed"]), "kind": "train_randomly", "seed": case["seed"]} for case in drawn]
-    print(drawn)  # shown if they hang
     launched = launch_preloaded(forker, processes, runs, tmp_path, model="", url=answers.fake.base_url)
     assert launched.code == 0, f"{processes} processes, {drawn}: {launched.output[-4000:]}"
     for case in drawn:
