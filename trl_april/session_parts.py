@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import iscoroutinefunction, isfunction
@@ -35,7 +35,7 @@ from .training import compatibility
 from .training.construction import replaced, rollout_engine
 from .training.environments import NO_PROMPT, Environments
 from .training.evaluation import Evaluation
-from .training.forward_pass import attention_in_blocks, base_attention
+from .training.forward_pass import PerToken, attention_in_blocks, base_attention, with_positions, without_padding
 from .training.micro_batches import MicroBatch, filled, regrouped
 from .training.rewards import RewardScorer, checked, decode_completions
 from .training.rollout_function import Rollout, RolloutTurns
@@ -51,6 +51,18 @@ def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
         return nullcontext()
     models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
     return attention_in_blocks(models, trainer._processes.any)
+
+
+def forward_pass(
+    trainer: GRPOTrainer, per_token: Callable[..., PerToken], inputs: Mapping[str, Any]
+) -> Callable[..., PerToken]:
+    """TRL's `per_token` with each row as if it were alone and without padding, as images and the model allow."""
+    if not trainer.april_enabled or depends_on_width(trainer.model.config):
+        return per_token
+    per_token = with_positions(per_token)
+    if compatibility.sees_images(inputs):
+        return per_token
+    return partial(without_padding, per_token, multiple=trainer.pad_to_multiple_of)
 
 
 def micro_batches(trainer: GRPOTrainer, ours: type[GRPOTrainer]) -> list[MicroBatch]:

@@ -37,15 +37,12 @@ from .session import RolloutSession
 from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
 from .training.callbacks import StepCallback, add_round_lines
-from .training.compatibility import sees_images
 from .training.correction import can_correct_in_training
-from .training.forward_pass import without_padding
 from .training.micro_batches import weight_of_loss
 from .training.rewards import checked, extra_columns, trained_rewards, use_device
 from .training.rollout_function import Rollout
 from .training.run_log import outline
 from .training.tools import handed_over
-from .weights.canary import depends_on_width
 from .weights.recovery import Recovery
 
 
@@ -277,15 +274,13 @@ class APRILGRPOTrainer(GRPOTrainer):
         return super()._compute_loss(model, inputs) * weight
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        # Overridden to compute each prompt once and leave out padding (images and some models depend on the width).
+        # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding.
         # Overridden, too, to correct a micro-batch by its training pass, the only one for which TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
+        score = session_parts.forward_pass(self, score, kwargs)
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        if not self.april_enabled or sees_images(kwargs) or depends_on_width(self.model.config):
-            found = score(*args, **kwargs)
-        else:
-            found = without_padding(score, *args, multiple=self.pad_to_multiple_of, **kwargs)
+        found = score(*args, **kwargs)
         if micro_batch is not None:
             self._log_metrics(self._session.correct(micro_batch, found[0]), prefix="")
         return found
