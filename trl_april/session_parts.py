@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import iscoroutinefunction, isfunction
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
@@ -115,6 +116,20 @@ def tokenize_prompts(
     if trainer.environment_factories is None and not isinstance(turns, RolloutTurns):
         return lambda rows: trainer._tokenize_prompts([prompt_of(row) for row in rows])[0]
     return lambda rows: [[] for _ in rows]
+
+
+def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Prompts with a first token where they are empty, since a vLLM server refuses no tokens.
+
+    As in transformers it is BOS. A model without one was trained on texts that follow EOS.
+    """
+    first = next((id for id in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id is not None), None)
+    if first is None and not all(prompt_ids):
+        raise ConfigError(
+            "A prompt has no tokens, and the tokenizer has no BOS or EOS token to begin with. Leave the row out "
+            "(dataset.filter), or set the tokenizer's bos_token."
+        )
+    return [ids or [first] for ids in prompt_ids]
 
 
 def sampling(trainer: GRPOTrainer) -> SamplingOptions:

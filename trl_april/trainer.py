@@ -36,7 +36,7 @@ from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
 from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
-from .training.callbacks import StepCallback, add_round_lines
+from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import weight_of_loss
 from .training.rewards import checked, extra_columns, trained_rewards, use_device
@@ -148,10 +148,11 @@ class APRILGRPOTrainer(GRPOTrainer):
             )  # fmt: skip
             if self.april_enabled:
                 compatibility.check_model(self.model)
+                compatibility.compare_with_server(self.model, disable_dropout=args.disable_dropout)
                 if self._is_vlm and (tools or environment_factory or has_images is None):  # which may return images
                     self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
-            self.add_callback(construction.StockNotice(stock_because))
+            self.add_callback(StockNotice(stock_because))
         else:
             self._processes = processes_of(self.accelerator)
             self._stop = StopRequest(self._processes.check)
@@ -248,7 +249,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
-        return construction.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
+        return session_parts.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.

@@ -11,6 +11,7 @@ Invariant: every token has the log-probability and the gradient that it has in a
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ ATTENTIONS = ("sdpa", "eager")  # that were tested with blocks
 # Of log-probabilities in blocks from those without, in nats. In float32, those of some thirty families differ by 1e-6.
 LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 1e-4, 0.25
 SHORT_WINDOW = 5  # of sliding attention in this comparison
+# Numbers by which a model is random in training, and families that read theirs from the configuration in each pass.
+RANDOM = re.compile("drop|^(input_)?jitter_noise$")
+RANDOM_BY_CONFIG = ("falcon", "gpt_neo", "gptj", "persimmon")
 
 PerToken = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -275,6 +279,18 @@ def _attention(
 
 
 # Models
+
+
+def random_numbers(model: torch.nn.Module) -> Iterator[tuple[object, str, float]]:
+    """Numbers above 0 by which the forward pass of a model is random in training: owner, name and value."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        reads_config = getattr(config, "model_type", None) in RANDOM_BY_CONFIG
+        for owner in (module, config) if reads_config else (module,):
+            for name, value in vars(owner).items():
+                is_random = RANDOM.search(name) or (name == "p" and isinstance(owner, torch.nn.Dropout))
+                if is_random and isinstance(value, float) and value > 0:
+                    yield owner, name, value
 
 
 def base_attention(model: torch.nn.Module) -> str | None:
