@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -27,6 +28,7 @@ from trl_april.training.compatibility import (
 )
 
 
+PartialState(cpu=True)  # of the logger
 TEXT = Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]})
 CPU = {"use_cpu": True, "bf16": False}
 

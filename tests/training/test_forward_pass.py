@@ -204,7 +204,7 @@ class TestBlocks:
         ("model_type", "options"),
         [
             ("qwen3", {}), ("llama", {}), ("gemma", {}), ("phi", {}), ("qwen3_moe", {}),
-            ("mistral", {"sliding_window": 6}), ("gemma3_text", SLIDING),
+            ("stablelm", {}), ("mistral", {"sliding_window": 6}), ("gemma3_text", SLIDING),
             ("gemma2", {**SLIDING, "attn_implementation": "eager"}),
         ],
     )  # fmt: skip

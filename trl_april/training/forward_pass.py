@@ -248,9 +248,11 @@ def _call_in_blocks(
     """A model's call by TRL, with its rows in blocks."""
     prompts = same_prompts(input_ids[:, :-kept], attention_mask[:, :-kept])
     blocks = Blocks(attention_mask, prompts, kept, base, multiple)
+    marker = input_ids.new_ones(1, 1, 1, 1)  # taken as it is, for its four dimensions
+    marker.april_blocks = blocks  # for models that pass no further arguments on to their attention
     output = model(
         input_ids=blocks.pack(input_ids),
-        attention_mask=input_ids.new_ones(1, 1, 1, 1),  # taken as it is, for its four dimensions; nothing reads it
+        attention_mask=marker,
         position_ids=blocks.pack(position_ids),
         shift_labels=blocks.pack(labels, start=1),  # -100 in prompts
         april_blocks=blocks,
@@ -272,7 +274,10 @@ def _attention(
 ) -> tuple[torch.Tensor, Any]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)  # each model has its own
     attend = partial(AttentionInterface().get_interface(base, eager), module)
+    april_blocks = april_blocks or getattr(attention_mask, "april_blocks", None)
     if april_blocks is None:
+        if attention_mask is not None and attention_mask.dtype == torch.long:
+            raise ValueError("the model passes on neither its arguments nor the mask as it is")
         return attend(query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     window = kwargs.get("sliding_window")
     return april_blocks.attend(partial(attend, **kwargs), query, key, value, window), None
