@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import iscoroutinefunction, isfunction
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
@@ -35,7 +36,7 @@ from .training import compatibility
 from .training.construction import replaced, rollout_engine
 from .training.environments import NO_PROMPT, Environments
 from .training.evaluation import Evaluation
-from .training.forward_pass import attention_in_blocks, base_attention
+from .training.forward_pass import PerToken, attention_in_blocks, base_attention, with_positions, without_padding
 from .training.micro_batches import MicroBatch, filled, regrouped
 from .training.rewards import RewardScorer, checked, decode_completions
 from .training.rollout_function import Rollout, RolloutTurns
@@ -51,6 +52,18 @@ def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:
         return nullcontext()
     models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
     return attention_in_blocks(models, trainer._processes.any)
+
+
+def forward_pass(
+    trainer: GRPOTrainer, per_token: Callable[..., PerToken], inputs: Mapping[str, Any]
+) -> Callable[..., PerToken]:
+    """TRL's `per_token` with each row as if it were alone and without padding, as images and the model allow."""
+    if not trainer.april_enabled or depends_on_width(trainer.model.config):
+        return per_token
+    per_token = with_positions(per_token)
+    if compatibility.sees_images(inputs):
+        return per_token
+    return partial(without_padding, per_token, multiple=trainer.pad_to_multiple_of)
 
 
 def micro_batches(trainer: GRPOTrainer, ours: type[GRPOTrainer]) -> list[MicroBatch]:
@@ -105,6 +118,20 @@ def tokenize_prompts(
     if trainer.environment_factories is None and not isinstance(turns, RolloutTurns):
         return lambda rows: trainer._tokenize_prompts([prompt_of(row) for row in rows])[0]
     return lambda rows: [[] for _ in rows]
+
+
+def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Prompts with a first token where they are empty, since a vLLM server refuses no tokens.
+
+    As in transformers it is BOS. A model without one was trained on texts that follow EOS.
+    """
+    first = next((id for id in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id is not None), None)
+    if first is None and not all(prompt_ids):
+        raise ConfigError(
+            "A prompt has no tokens, and the tokenizer has no BOS or EOS token to begin with. Leave the row out "
+            "(dataset.filter), or set the tokenizer's bos_token."
+        )
+    return [ids or [first] for ids in prompt_ids]
 
 
 def sampling(trainer: GRPOTrainer) -> SamplingOptions:

@@ -36,16 +36,13 @@ from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
 from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
-from .training.callbacks import StepCallback, add_round_lines
-from .training.compatibility import sees_images
+from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training
-from .training.forward_pass import without_padding
 from .training.micro_batches import weight_of_loss
 from .training.rewards import checked, extra_columns, trained_rewards, use_device
 from .training.rollout_function import Rollout
 from .training.run_log import outline
 from .training.tools import handed_over
-from .weights.canary import depends_on_width
 from .weights.recovery import Recovery
 
 
@@ -151,10 +148,11 @@ class APRILGRPOTrainer(GRPOTrainer):
             )  # fmt: skip
             if self.april_enabled:
                 compatibility.check_model(self.model)
+                compatibility.compare_with_server(self.model, disable_dropout=args.disable_dropout)
                 if self._is_vlm and (tools or environment_factory or has_images is None):  # which may return images
                     self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
-            self.add_callback(construction.StockNotice(stock_because))
+            self.add_callback(StockNotice(stock_because))
         else:
             self._processes = processes_of(self.accelerator)
             self._stop = StopRequest(self._processes.check)
@@ -251,7 +249,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
-        return construction.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
+        return session_parts.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
@@ -277,15 +275,13 @@ class APRILGRPOTrainer(GRPOTrainer):
         return super()._compute_loss(model, inputs) * weight
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        # Overridden to compute each prompt once and leave out padding (images and some models depend on the width).
+        # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding.
         # Overridden, too, to correct a micro-batch by its training pass, the only one for which TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
+        score = session_parts.forward_pass(self, score, kwargs)
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        if not self.april_enabled or sees_images(kwargs) or depends_on_width(self.model.config):
-            found = score(*args, **kwargs)
-        else:
-            found = without_padding(score, *args, multiple=self.pad_to_multiple_of, **kwargs)
+        found = score(*args, **kwargs)
         if micro_batch is not None:
             self._log_metrics(self._session.correct(micro_batch, found[0]), prefix="")
         return found

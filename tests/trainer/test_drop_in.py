@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import ProcessorMixin, Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, ProcessorMixin, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 from tests.support.serverless import ServerlessTrainer
 from tests.support.tiny import build_model, build_tokenizer
-from trl_april import trainer as trainer_module
+from trl_april import session_parts
 from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError
 from trl_april.trainer import APRILGRPOTrainer
@@ -189,8 +189,30 @@ def test_a_width_dependent_model_keeps_its_padding(tmp_path, monkeypatch):
         return found[0] * mask[:, prompt:]
 
     assert torch.equal(scored(APRILGRPOTrainer), scored(GRPOTrainer))
-    monkeypatch.setattr(trainer_module, "depends_on_width", lambda config: False)
+    monkeypatch.setattr(session_parts, "depends_on_width", lambda config: False)
     assert not torch.allclose(scored(APRILGRPOTrainer)[0], scored(GRPOTrainer)[0], atol=1e-4), "it would matter"
+
+
+# Models that compute something else than the server
+
+
+@pytest.mark.parametrize("named", [None, "sdpa"])
+def test_a_loaded_model_computes_what_the_server_does(tmp_path, caplog, named):
+    """Gemma 2 caps its attention logits, which transformers' default attention leaves out."""
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    config = Gemma2Config(
+        vocab_size=80, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, attention_dropout=0.5,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    loading = named and {"attn_implementation": named}
+    arguments = {"model": str(tmp_path / "model")}
+    trainer = make_trainer(tmp_path, arguments=arguments, model_init_kwargs=loading, beta=0.1, disable_dropout=True)
+    for model in (trainer.model, trainer.ref_model):
+        assert model.config._attn_implementation == (named or "eager")
+    assert trainer.args.model_init_kwargs == loading
+    assert ("leaves out the model's attn_logit_softcapping" in caplog.text) == (named is not None)
+    assert trainer.model.model.layers[0].self_attn.attention_dropout == 0.0
 
 
 # Model cards

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOConfig
 
 from tests.support.tiny import build_model
@@ -18,6 +20,7 @@ from trl_april.training.compatibility import (
     check_processes,
     check_row,
     check_scoring,
+    compare_with_server,
     has_images,
     ignored_overrides,
     why_stock,
@@ -25,6 +28,7 @@ from trl_april.training.compatibility import (
 )
 
 
+PartialState(cpu=True)  # of the logger
 TEXT = Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]})
 CPU = {"use_cpu": True, "bf16": False}
 
@@ -229,6 +233,58 @@ def test_an_adapter_that_cannot_be_merged_is_refused(adapter):
     adapted = get_peft_model(build_model(), adapter(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError, match="an adapter of the type P.*_TUNING, .*such as LoRA, or .*use_vllm=False"):
         check_model(adapted)
+
+
+# Models that compute something else than the server
+
+
+def build(model_type: str, attention: str = "sdpa", **options) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        model_type, vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, word_embed_proj_dim=16, ffn_dim=32, pad_token_id=0, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+DROPOUT = [
+    ("seed_oss", {"attention_dropout": 0.5, "residual_dropout": 0.5}, "SeedOssAttention.attention_dropout = 0.5"),
+    ("opt", {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5}, "OPTDecoder.layerdrop = 0.5"),
+    ("falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5}, "FalconConfig.hidden_dropout = 0.5"),
+    ("gpt2", {"resid_pdrop": 0.5}, "Dropout.p = 0.5"),
+    ("mixtral", {"router_jitter_noise": 0.5}, "MixtralSparseMoeBlock.jitter_noise = 0.5"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "options", "named"), DROPOUT, ids=[name for name, *_ in DROPOUT])
+def test_no_dropout_is_left_if_it_is_disabled(model_type, options, named, caplog):
+    """TRL's option reaches only `nn.Dropout`."""
+    model, ids = build(model_type, "eager", **options), torch.arange(3, 43)[None]
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        assert not torch.allclose(model.train()(input_ids=ids).logits, expected, atol=1e-3)
+        compare_with_server(model, disable_dropout=False)
+        assert named in caplog.text and "Set disable_dropout=True" in caplog.text
+        caplog.clear()
+        for _ in range(2):
+            compare_with_server(model, disable_dropout=True)
+            torch.testing.assert_close(model(input_ids=ids).logits, expected)
+        compare_with_server(model, disable_dropout=False)
+    assert not caplog.records
+
+
+def test_an_attention_that_leaves_an_option_out_is_named(caplog):
+    model, ids = build("gemma2", attn_logit_softcapping=0.01, query_pre_attn_scalar=1), torch.arange(3, 43)[None]
+    compare_with_server(model, disable_dropout=True)
+    assert "attention 'sdpa' leaves out the model's attn_logit_softcapping" in caplog.text
+    caplog.clear()
+    with torch.no_grad():
+        without = model.eval()(input_ids=ids).logits
+        model.set_attn_implementation("eager")
+        assert not torch.equal(model(input_ids=ids).logits, without), "transformers leaves it out no longer"
+    compare_with_server(model, disable_dropout=True)
+    compare_with_server(build("qwen3"), disable_dropout=True)
+    assert not caplog.records
 
 
 def test_a_sharded_reward_model_is_refused_under_dynamic_sampling():

@@ -19,6 +19,7 @@ from trl_april.errors import ConfigError, ServerError
 from trl_april.server.command_line import flag_value
 from trl_april.training import construction
 from trl_april.training.construction import (
+    attention_of,
     connect_server,
     embedded_server,
     model_and_arguments,
@@ -85,6 +86,26 @@ def test_the_first_process_starts_it_on_one_host(monkeypatch):
 def test_precision_is_the_trainers(tmp_path, changes, dtype):
     build_model().to(torch.bfloat16).save_pretrained(tmp_path)
     assert precision(config(**changes), str(tmp_path)) == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention"),
+    [
+        ({}, "eager"),
+        ({"bf16": True}, "flash_attention_2"),  # which takes 16 bits only
+        ({"bf16": True, "use_cpu": True}, "eager"),
+        ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, None),
+    ],
+)
+def test_a_model_is_loaded_with_an_attention_that_leaves_nothing_out(tmp_path, monkeypatch, changes, attention):
+    monkeypatch.setattr(construction, "is_flash_attn_2_available", lambda: True)
+    args = config(**{"model_init_kwargs": {}, **changes})
+    if not changes.get("use_cpu"):
+        monkeypatch.setattr(APRILGRPOConfig, "device", torch.device("cuda"))
+    for name, has_cap in (("gemma2", True), ("qwen3", False)):
+        AutoConfig.for_model(name).save_pretrained(tmp_path / name)
+        assert attention_of(args, str(tmp_path / name)) == (attention if has_cap else None)
+    assert attention_of(args, build_model()) is None and attention_of(args, str(tmp_path / "missing")) is None
 
 
 def test_model_by_name_is_served_as_it_is_loaded():

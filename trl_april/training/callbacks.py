@@ -13,10 +13,12 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
-from ..distributed.processes import Processes
+from ..distributed.processes import Processes, get_logger
 from ..distributed.signals import Stopped, StopRequest
 from ..errors import ConfigError
 
+
+logger = get_logger(__name__)
 
 PREFIX = "april/"
 EXPLANATION = (
@@ -141,3 +143,13 @@ class StepCallback(TrainerCallback):
         """
         if self.stop().agreed and state.global_step < state.max_steps:
             raise Stopped(self.stop().agreed)
+
+
+class StockNotice(TrainerCallback):
+    """Says at the end of training that it was stock GRPO, and why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logger.warning(f"This was stock GRPO, without APRIL: {self._reason}.")

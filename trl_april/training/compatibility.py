@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import AprilOptions, correction_mode, given_address
@@ -25,6 +26,7 @@ from ..engine.images import images_in
 from ..engine.sampling import SAMPLING, sampling_of
 from ..errors import ConfigError
 from ..weights.adapters import is_quantized
+from .forward_pass import random_numbers
 
 
 logger = get_logger(__name__)
@@ -40,6 +42,9 @@ FIXED = (
     "vllm_mode", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
 )  # fmt: skip
+# Options of models that an attention leaves out in silence, and a server applies. Others (sinks, ALiBi, chunks) are in
+# masks and scales, or transformers refuses the attention.
+LEFT_OUT = {"sdpa": ("attn_logit_softcapping",)}
 # TRL's methods that decide what is generated for which rows. APRIL does both itself.
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
@@ -158,6 +163,37 @@ def check_model(model: torch.nn.Module) -> None:
         raise ConfigError(
             f"The model has an adapter of the type {kind}, which cannot be merged into the weights for the vLLM "
             "server. Use one that can, such as LoRA, or run stock GRPO with use_vllm=False."
+        )
+
+
+def option_left_out(config: PreTrainedConfig, attention: str) -> str | None:
+    """The option of a model that an attention leaves out, if any."""
+    names = LEFT_OUT.get(attention, ())
+    return next((name for name in names if getattr(config.get_text_config(), name, None) is not None), None)
+
+
+def compare_with_server(model: torch.nn.Module, *, disable_dropout: bool) -> None:
+    """Warn of an attention and of dropout by which a trained model differs from the server.
+
+    With `disable_dropout`, all dropout is set to 0. TRL's option reaches only that of `nn.Dropout`, and Seed-OSS, OPT,
+    Llama and many others drop by a number.
+    """
+    attention = str(model.config.get_text_config()._attn_implementation)
+    if (name := option_left_out(model.config, attention)) is not None:
+        logger.warning(
+            f"The attention {attention!r} leaves out the model's {name}, which the server applies, so the ratio of "
+            "their probabilities is wrong. Load the model with attn_implementation='eager' or, on GPUs, "
+            "'flash_attention_2' (in model_init_kwargs of the trainer's arguments, or in from_pretrained)."
+        )
+    found = list(random_numbers(model))
+    if disable_dropout:
+        for owner, name, _ in found:
+            setattr(owner, name, 0.0)
+    elif found:
+        numbers = ", ".join(sorted({f"{type(owner).__name__}.{name} = {value:g}" for owner, name, value in found}))
+        logger.warning(
+            f"The trained model drops values at random ({numbers}), and the server does not, so the ratio of their "
+            "probabilities has noise of that size. Set disable_dropout=True, or lora_dropout of an adapter to 0."
         )
 
 

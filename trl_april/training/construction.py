@@ -10,16 +10,17 @@ import copy
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import is_flash_attn_2_available
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
@@ -36,7 +37,7 @@ from ..server.host import bind
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
-from .compatibility import names_server
+from .compatibility import names_server, option_left_out
 
 
 logger = get_logger(__name__)
@@ -106,7 +107,7 @@ def model_and_arguments(model: Any, args: GRPOConfig | None) -> tuple[Any, GRPOC
 def arguments_for_trl(
     args: GRPOConfig, model: Any, *, april_enabled: bool, server: EmbeddedServer | None = None
 ) -> Iterator[None]:
-    """Change `args` while TRL's constructor runs: its name of the loss, and with APRIL no vLLM.
+    """Change `args` while TRL's constructor runs: its name of the loss; with APRIL no vLLM, and another attention.
 
     Saved configs keep the user's values. After an error `server` is stopped, since the traceback keeps the trainer.
     """
@@ -115,6 +116,8 @@ def arguments_for_trl(
         changes |= gspo_options(args)
     if april_enabled:
         changes |= {"use_vllm": False, "generation_kwargs": None}
+        if (attention := attention_of(args, model)) is not None:
+            changes["model_init_kwargs"] = {**(args.model_init_kwargs or {}), "attn_implementation": attention}
     elif args.vllm_server_base_url is not None:
         changes["vllm_server_base_url"] = server_addresses(args.vllm_server_base_url)[0]  # all that TRL knows
     before = {name: getattr(args, name) for name in changes}
@@ -240,10 +243,28 @@ def precision(args: GRPOConfig, model: Any) -> str:
     loading = args.model_init_kwargs or {}
     dtype = loading.get("dtype", "float32")  # TRL's default
     if dtype in (None, "auto"):
-        names = ("revision", "trust_remote_code")
-        config = AutoConfig.from_pretrained(model, **{name: loading[name] for name in names if name in loading})
-        dtype = config.dtype or "float32"
+        dtype = config_of(args, model).dtype or "float32"
     return str(dtype).removeprefix("torch.")
+
+
+def attention_of(args: GRPOConfig, model: Any) -> str | None:
+    """The attention to load a model with, if the user named none and transformers' own leaves an option out."""
+    named = (args.model_init_kwargs or {}).get("attn_implementation")
+    if not isinstance(model, str) or named is not None:
+        return None
+    with suppress(OSError, ValueError):  # TRL raises it again
+        if option_left_out(config_of(args, model), "sdpa") is not None:
+            rounds = precision(args, model) != "float32"  # as FlashAttention does
+            has_flash = args.device.type == "cuda" and is_flash_attn_2_available()
+            return "flash_attention_2" if rounds and has_flash else "eager"
+    return None
+
+
+def config_of(args: GRPOConfig, model: str) -> PreTrainedConfig:
+    """The configuration that TRL loads a model with."""
+    loading = args.model_init_kwargs or {}
+    trusts = loading.get("trust_remote_code", args.trust_remote_code)
+    return AutoConfig.from_pretrained(model, revision=loading.get("revision"), trust_remote_code=trusts)
 
 
 def save_architecture(model: Any, processing_class: Any) -> Path:
@@ -338,20 +359,6 @@ def addresses_in(args: GRPOConfig) -> list[str]:
     return server_addresses(args.vllm_server_base_url or [])
 
 
-def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Prompts with a first token where they are empty, since a vLLM server refuses no tokens.
-
-    As in transformers it is BOS. A model without one was trained on texts that follow EOS.
-    """
-    first = next((id for id in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id is not None), None)
-    if first is None and not all(prompt_ids):
-        raise ConfigError(
-            "A prompt has no tokens, and the tokenizer has no BOS or EOS token to begin with. Leave the row out "
-            "(dataset.filter), or set the tokenizer's bos_token."
-        )
-    return [ids or [first] for ids in prompt_ids]
-
-
 def model_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer], *, april_enabled: bool) -> dict[str, Any]:
     """Attributes of the model card: it cites APRIL beside the method that it is used with, or not at all."""
     other = super(ours, trainer_class)  # GRPOTrainer, or another one that a subclass mixes in
@@ -364,16 +371,6 @@ def model_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer], *, apr
         "_paper": {**trainer_class._paper, "citation": "\n\n".join(citations)},
         "_tag_names": list(dict.fromkeys([*trainer_class._tag_names, *other._tag_names])),
     }
-
-
-class StockNotice(TrainerCallback):
-    """Says at the end of training that it was stock GRPO, and why."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logger.warning(f"This was stock GRPO, without APRIL: {self._reason}.")
 
 
 def api_key() -> str | None:
