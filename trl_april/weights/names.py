@@ -59,10 +59,10 @@ def check_complete(sent: set[str], expected: set[str], kind: str) -> None:
     """
     if missing := sorted(expected - sent):
         raise WeightSyncError(
-            f"{len(missing)} of the {len(expected)} tensors that save_pretrained writes for this model would not reach "
-            f"the vLLM server, such as {', '.join(missing[:3])}: transformers holds the weights of {kind!r} in another "
-            "form than its checkpoints, and TRL sends them one by one. Train an adapter, which is sent alone "
-            "(peft_config and weight_sync='adapter'), or run stock GRPO with use_vllm=False."
+            f"{len(missing)} of the {len(expected)} tensors that save_pretrained writes for this model would not "
+            f"reach the vLLM server, such as {', '.join(missing[:3])}: transformers may hold the weights of {kind!r} "
+            "in another form than its checkpoints. Train an adapter, which is sent alone (peft_config and "
+            "weight_sync='adapter'), or run stock GRPO with use_vllm=False."
         )
 
 
