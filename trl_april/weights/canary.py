@@ -96,28 +96,30 @@ class Canary:
         trainer: Sequence[Sequence[float]],
         before: Sequence[Sequence[float]] | None,
         after: Sequence[Sequence[float]],
-    ) -> None:
-        """Compare sequences of these lengths around the first sync. The first is that of [`compare`], which follows.
+        version: int,
+    ) -> float:
+        """[`compare`] the first of several sequences of these lengths, after a sync, and look at the others.
 
         `before` are the server's values with weights that it loaded from the trainer's own checkpoint, if it did. What
-        differs then differs for another reason than the weights. Raises [`WeightSyncError`] if the sync has made it
+        differed then differs for another reason than the weights. Raises [`WeightSyncError`] if the sync has made it
         worse.
         """
-        for place, (length, ours, theirs) in enumerate(zip(lengths, trainer, after, strict=True)):
-            difference, limit = distance(ours, theirs), self._rounding(ours)
-            if before is not None:
-                known = distance(ours, before[place])
-                if difference > known + limit:
-                    raise WeightSyncError(
-                        f"The log-probabilities of server and trainer after {length} tokens differed by {known:.3g} "
-                        "nats on average before the first sync, when the server had the weights of the trainer's own "
-                        f"checkpoint, and differ by {difference:.3g} after it: some weights have not arrived, or were "
-                        "changed on the way. See the server's log for errors while loading weights."
-                    )
-                if place == 0 and distance(before[0], theirs) <= limit < difference:
-                    self._comparable = False
-            if place:
-                self._warn_if_apart(ours, difference, length)
+        differences = [distance(ours, theirs) for ours, theirs in zip(trainer, after, strict=True)]
+        for place, old in enumerate(before or ()):
+            known, limit = distance(trainer[place], old), self._rounding(trainer[place])
+            if differences[place] > known + limit:
+                raise WeightSyncError(
+                    f"After {lengths[place]} tokens, the log-probabilities of server and trainer differed by "
+                    f"{known:.3g} nats on average before the first sync, when the server had the weights of the "
+                    f"trainer's own checkpoint, and differ by {differences[place]:.3g} after it: some weights have "
+                    "not arrived, or were changed on the way. See the server's log for errors while loading weights."
+                )
+            if place == 0 and distance(old, after[0]) <= limit < differences[0]:
+                self._comparable = False
+        found = self.compare(trainer[0], after[0], version)
+        for values, difference, length in list(zip(trainer, differences, lengths, strict=True))[1:]:
+            self._warn_if_apart(values, difference, length)
+        return found
 
     def _rounding(self, values: Sequence[float]) -> float:
         return tolerance(values, exact=self.exact, on_cpu=self._on_cpu)

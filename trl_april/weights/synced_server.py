@@ -161,8 +161,8 @@ class SyncedServer:
         found = [ask(self.control, model, sequences[0], headers) for headers in ranks]
         furthest = max(found, key=partial(distance, expected[0]))
         after = [furthest, *(next_logprobs(self.control, model, one) for one in sequences[1:])]
-        self.canary.compare_around([len(one) for one in sequences], expected, self.values_before, after)
-        self.mismatch = self.canary.compare(expected[0], furthest, version)
+        lengths = [len(one) for one in sequences]
+        self.mismatch = self.canary.compare_around(lengths, expected, self.values_before, after, version)
         self.values_before = None
 
 
