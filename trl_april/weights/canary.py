@@ -114,7 +114,7 @@ class Canary:
                     f"trainer's own checkpoint, and differ by {differences[place]:.3g} after it: some weights have "
                     "not arrived, or were changed on the way. See the server's log for errors while loading weights."
                 )
-            if place == 0 and distance(old, after[0]) <= limit < differences[0]:
+            if place == 0 and distance(old, after[0]) <= limit and differences[0] > tolerance(old, exact=self.exact):
                 self._comparable = False
         found = self.compare(trainer[0], after[0], version)
         for values, difference, length in list(zip(trainer, differences, lengths, strict=True))[1:]:
