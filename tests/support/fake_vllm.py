@@ -303,8 +303,8 @@ class FakeVLLM:
         prompt = body["prompt"]
         if body["model"].startswith("trl-april-") and body["model"] not in self.adapters:
             return web.json_response({"error": {"message": f"{body['model']} does not exist"}}, status=404)
-        if "logprob_token_ids" in body:  # the canary of an adapter
-            values = zip(prompt[1:], self.prompt_logprobs(prompt), strict=True)
+        if "logprob_token_ids" in body:  # the canary of an adapter, or a long one
+            values = zip(prompt[1:], self.prompt_logprobs(prompt), strict=False)
             top = {f"token_id:{token_id}": value for token_id, value in values}
             return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
         # vLLM accepts the id that equals the size of the vocabulary.

@@ -35,6 +35,7 @@ from trl_april.weights.nccl import NcclTransport
 
 
 SCALE = 1.02  # of all weights, between two syncs
+BUFFER = "model.layers.0.mlp.scalar"  # without dimensions
 
 
 _kept: list[Any] = []  # gloo's groups, whose destructors wait for broadcasts that have lost their peers
@@ -121,14 +122,16 @@ class Received(torch.nn.Module):
 
     def __init__(self, *, tie: bool) -> None:
         super().__init__()
-        self.inner = build_model(tie_word_embeddings=tie, seed=1)
+        self.inner = with_buffer(build_model(tie_word_embeddings=tie, seed=1))
         record_metadata_for_reloading(self)
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, weight in weights:
             if name == self.fails_at:
                 raise RuntimeError("out of memory")
-            param = self.inner.get_parameter(name)
+            # As vLLM's default loader does with a single element.
+            weight = weight.reshape(()) if name == BUFFER else weight
+            param = self.inner.get_buffer(name) if name == BUFFER else self.inner.get_parameter(name)
             param.weight_loader(param, weight)
 
 
@@ -179,7 +182,7 @@ class GlooVLLM(FakeVLLM):
         self.worker.weight_transfer_engine.packed_buffer_size_bytes = nccl.CHUNK_BYTES
 
     def state(self) -> dict[str, Any]:
-        return {name: param.detach().float().numpy() for name, param in self.served.inner.named_parameters()}
+        return {name: param.detach().float().numpy() for name, param in whole_state(self.served.inner)}
 
 
 def serve(pipe: Any, chunk_bytes: int, device: str, tie: bool) -> None:
@@ -208,6 +211,8 @@ def serve(pipe: Any, chunk_bytes: int, device: str, tie: bool) -> None:
 def build(kind: str, *, tie: bool) -> torch.nn.Module:
     """The trained model, not sharded yet."""
     model = build_model(tie_word_embeddings=tie)
+    if "real" not in kind:
+        model = with_buffer(model)
     if "lora" in kind:
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -215,8 +220,23 @@ def build(kind: str, *, tie: bool) -> torch.nn.Module:
     return model
 
 
+def with_buffer(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with a persistent buffer, as some activations have them."""
+    module, _, name = BUFFER.rpartition(".")
+    model.get_submodule(module).register_buffer(name, torch.tensor(0.5))
+    return model
+
+
+def whole_state(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    buffers = dict(model.named_buffers())
+    return [*model.named_parameters(), *((name, buffers[name]) for name in [BUFFER] if name in buffers)]
+
+
 def scale(model: torch.nn.Module) -> None:
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(BUFFER):
+                buffer.mul_(SCALE)
         for param in model.parameters():
             getattr(param, "ds_tensor", param).mul_(SCALE)  # DeepSpeed's shard, if there is one
 
@@ -227,7 +247,7 @@ def expected_state(kind: str, *, tie: bool, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         scale(model)
     model = deepcopy(model).merge_and_unload() if "lora" in kind else model
-    return {name: param.detach().numpy() for name, param in model.named_parameters()}
+    return {name: param.detach().numpy() for name, param in whole_state(model)}
 
 
 def shard(model: torch.nn.Module, kind: str) -> torch.nn.Module:

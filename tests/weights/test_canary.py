@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -107,6 +108,23 @@ def test_a_quantized_server_may_differ_but_has_to_move():
     assert canary.compare(shifted(1.0), shifted(3.5), 1) == pytest.approx(2.5)
     with pytest.raises(WeightSyncError, match="kept its old weights"):
         canary.compare(shifted(2.0), shifted(3.5), 2)
+
+
+@pytest.mark.parametrize("known", [1e-3, 0.1])
+def test_a_difference_before_the_first_sync_is_known(caplog, known):
+    """It is no error after it, unless it has grown. A small one leaves other weights an error later."""
+    canary = Canary(10, exact=True, on_cpu=True, explain=lambda tokens: f"The cause after {tokens} tokens.")
+    values = [BASE, BASE]
+    with pytest.raises(WeightSyncError, match=r"After 97 tokens, .* differed by 0.001 .* differ by 0.0012 after it"):
+        canary.compare_around([NUM_TOKENS, 97], values, [BASE, shifted(1e-3)], [BASE, shifted(1.2e-3)], 0)
+    server = [shifted(known), BASE]
+    with caplog.at_level("WARNING", "trl_april"):
+        assert canary.compare_around([NUM_TOKENS, 97], values, server, server, 0) == pytest.approx(known)
+    assert f"After {NUM_TOKENS} tokens" in caplog.text and "The cause after 33 tokens." in caplog.text
+    with pytest.raises(WeightSyncError, match="does not hold") if known < 5e-3 else nullcontext():
+        canary.compare(shifted(2.0), shifted(-3.0), 1)
+    with pytest.raises(WeightSyncError, match="kept its old weights"):
+        canary.compare(shifted(4.0), canary._last[1], 2)
 
 
 # Log-probabilities of both sides

@@ -138,6 +138,7 @@ def run(context) -> Iterator[Run]:
     ],
 )
 def test_the_server_gets_the_weights(run, kind, processes, of_server, chunk_bytes):
+    """And a persistent buffer."""
     run.chunk_bytes = chunk_bytes
     run.serve(**of_server)
     run.train(kind, processes)
@@ -168,7 +169,7 @@ def test_a_real_server_gets_the_weights(run, tiny_model_dir):
     token_ids = list(range(4, 80))
     with LocalServer(tiny_model_dir, vllm_args=vllm_args, env=env) as server:
         run.url, run.tie = server.base_url, True
-        for kind, processes in (("lora", 1), ("fsdp2", 2)):
+        for kind, processes in (("real lora", 1), ("real fsdp2", 2)):
             run.train(kind, processes)
             for _ in range(2):
                 run.scale()

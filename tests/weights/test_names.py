@@ -1,4 +1,4 @@
-"""Parameters are sent under the names that `save_pretrained` would write."""
+"""Parameters and persistent buffers are sent as `save_pretrained` would write them."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -14,7 +14,15 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.support.tiny import build_model
-from trl_april.weights.names import base_model, in_checkpoint_format, tied_names, with_native_adapters
+from trl_april.errors import WeightSyncError
+from trl_april.weights.names import (
+    base_model,
+    check_complete,
+    in_checkpoint_format,
+    names_in_checkpoint,
+    tied_names,
+    with_native_adapters,
+)
 
 
 SMALL = dict(
@@ -22,20 +30,26 @@ SMALL = dict(
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False, pad_token_id=0,
 )  # fmt: skip
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=12)
+SHARED = dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, **EXPERTS)
 KINDS = {
     "llama": {},
+    "apertus": {},  # buffers of an activation, without dimensions
+    "gemma4_text": dict(hidden_size_per_layer_input=0, num_global_key_value_heads=2, global_head_dim=8),
+    "glm4_moe": SHARED,
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
+    "lfm2_moe": dict(num_experts=4, num_dense_layers=1, layer_types=["full_attention", "conv"], **EXPERTS),
+    "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": dict(num_experts=4, shared_expert_intermediate_size=12, **EXPERTS),
     "qwen3_moe": dict(num_experts=4, **EXPERTS),
     "deepseek_v3": dict(
-        n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8,
-        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, **EXPERTS,
+        q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, **SHARED,
     ),
 }  # fmt: skip
 
 
 def sent(model, params=None):
-    """Copies of the parameters that would be sent."""
+    """Copies of the parameters and buffers that would be sent."""
     found = [(name, param.clone()) for name, param in in_checkpoint_format(params or model.named_parameters(), model)]
     assert max(Counter(name for name, _ in found).values()) == 1
     return dict(found)
@@ -50,22 +64,83 @@ def assert_same(found, expected):
 def model(request):
     torch.manual_seed(0)
     config = AutoConfig.for_model(request.param, **SMALL, **KINDS[request.param])
-    return AutoModelForCausalLM.from_config(config).float()
+    model = AutoModelForCausalLM.from_config(config).float()
+    for buffer in model.buffers():
+        buffer.copy_(torch.rand(buffer.shape))
+    return model
 
 
 @pytest.fixture
 def saved(model, tmp_path):
-    """The parameters in a checkpoint of the model, without buffers."""
+    """The tensors in a checkpoint of the model."""
     model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    return {name: tensor for name, tensor in weights.items() if name not in dict(model.named_buffers())}
+    return load_file(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["from a configuration", "from a checkpoint"])
-def test_parameters_are_sent_as_a_checkpoint_has_them(model, saved, tmp_path, is_loaded):
+def test_tensors_are_sent_as_a_checkpoint_has_them(model, saved, tmp_path, is_loaded):
+    """Persistent buffers too, such as the correction of a router and the scalars of an activation."""
     if is_loaded:
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert_same(sent(model), saved)
+    assert names_in_checkpoint(model) == set(saved)
+
+
+def test_some_models_here_have_buffers_in_their_checkpoints():
+    kinds = {"apertus", "deepseek_v3", "gemma4_text", "glm4_moe", "lfm2_moe", "minimax_m2"}
+    with torch.device("meta"):
+        models = {
+            kind: AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **KINDS[kind]))
+            for kind in KINDS
+        }
+    assert {kind for kind, one in models.items() if {*one.state_dict()} & {*dict(one.named_buffers())}} == kinds
+
+
+@pytest.mark.parametrize("model", ["apertus"], indirect=True)
+def test_a_tensor_that_is_not_sent_is_named(model, saved):
+    """vLLM makes a module that receives some of its tensors anew, so a buffer beside them would be lost."""
+    expected, lost = names_in_checkpoint(model), "model.layers.1.mlp.act_fn.beta"
+    check_complete(set(saved) | {"lm_head.more"}, expected, "apertus")
+    with pytest.raises(WeightSyncError, match=rf"1 of the {len(saved)} tensors .* such as {lost}: .* 'apertus'"):
+        check_complete(set(saved) - {lost}, expected, "apertus")
+
+
+@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
+def test_conversions_of_several_parameters_together_are_named(model):
+    model._weight_conversions = [chunked()]
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.self_attn\.qkv\.weight"):
+        check_complete(set(sent(model)), names_in_checkpoint(model), "mixtral")
+    for conversion in (dequantized(), quantized()):  # their reverse would quantize
+        model._weight_conversions = [conversion]
+        check_complete(set(sent(model)), names_in_checkpoint(model), "mixtral")
+
+
+def test_buffers_have_the_names_and_order_that_the_server_needs():
+    """Without wrappers and what belongs to adapters. vLLM reads packed tensors in place, so the widest come first."""
+    model = build_model()
+    layer = model.model.layers[0]
+    layer.mlp.register_buffer("narrow", torch.tensor([1.0], dtype=torch.bfloat16))
+    layer.self_attn.q_proj.register_buffer("wide", torch.tensor(2, dtype=torch.int64))
+    model.lm_head.register_buffer("middle", torch.tensor([3.0]))
+    model.register_buffer("transient", torch.tensor(0.0), persistent=False)
+    names = ["model.layers.0.self_attn.q_proj.wide", "lm_head.middle", "model.layers.0.mlp.narrow"]
+    assert list(sent(model))[:3] == names
+    model._keys_to_ignore_on_save = {names.pop()}
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    layer.self_attn.q_proj.lora_A["default"].register_buffer("of_adapter", torch.tensor(4.0))
+    layer.mlp = Wrapper(layer.mlp)
+    assert [name for name, _ in in_checkpoint_format(iter(()), adapted)] == names
+    assert not [
+        name for name in names_in_checkpoint(adapted) if "lora" in name or "wrapped" in name or "_save" in name
+    ]
+
+
+class Wrapper(torch.nn.Module):
+    """As FSDP wraps modules."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._fsdp_wrapped_module = module
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)

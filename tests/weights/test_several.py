@@ -51,7 +51,7 @@ def connect(trainer: SyncedTrainer, fakes: list[MortalVLLM], **options) -> Serve
     address = SimpleNamespace(base_url=",".join(fake.base_url for fake in fakes))
     generation = trainer.connect(address, **{"server_timeout": 10.0, **options})
     for fake in fakes:
-        fake.canary_ids = generation._canary_ids
+        fake.canary_ids = generation._sequences[0]
         fake.received.clear()
     return generation
 
@@ -161,7 +161,7 @@ def test_servers_come_and_go_with_the_option(trainer, fakes, tiny_model_dir, gen
 
 def test_an_added_server_that_is_not_there_yet_is_watched(trainer, fakes):
     generation = connect(trainer, fakes[:1])
-    fakes[1].alive, fakes[1].canary_ids = False, generation._canary_ids
+    fakes[1].alive, fakes[1].canary_ids = False, generation._sequences[0]
     generation._addresses = lambda: [fake.base_url for fake in fakes]
     generation.sync_weights()
     assert generation.servers.holding == {fakes[0].base_url}
@@ -203,7 +203,7 @@ def test_the_check_asks_every_engine_of_a_server(trainer, fakes):
         trainer.change(0.3)
         generation.sync_weights()
     assert asked == ["0", "1"] * 2
-    old = current(generation._canary_ids)
+    old = current(generation._sequences[0])
     trainer.change(1e-3)
     with pytest.raises(WeightSyncError, match="has kept its old weights"):
         generation.sync_weights()

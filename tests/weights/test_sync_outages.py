@@ -170,7 +170,8 @@ def test_the_tolerance_follows_the_models_data_type(trainer, fake, generation):
 @pytest.mark.parametrize("cause", ["longrope", "quantized"])
 def test_a_server_that_computes_otherwise_only_has_to_follow(trainer, fake, cause):
     if cause == "longrope":  # vLLM chooses frequencies by its context, transformers by each input
-        trainer.model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+        trainer.model.config.rope_parameters = rope
     else:
         fake.quantization = "fp8"
     assert connect(trainer, fake).servers.first.canary.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0

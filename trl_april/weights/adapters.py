@@ -22,11 +22,10 @@ from ..server.check import ServerInfo
 from ..server.host import is_of_this_host
 from .files import save_tensors, weight_folder
 from .names import Parameters
-from .synced_server import Each, Load, SyncedServer
+from .synced_server import FRESH, Each, Load, SyncedServer
 
 
 PREFIX = "trl-april-"  # of an adapter's name, which is also the weight version of a server that has it
-FRESH = "default"  # vLLM's weight version of the weights that a server was started with
 # Options of a LoRA that leave the base weights alone and that vLLM reads, or needs not know. It would ignore others.
 _SERVED_OPTIONS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",

@@ -1,15 +1,19 @@
 """The canary: log-probabilities that server and trainer must agree on after every weight sync.
 
 With old weights on the server, every recorded log-probability would be wrong. Two checks find them: both sides agree
-as closely as their data types allow, and the server's values move when the trainer's do.
+as closely as their data types allow, and the server's values move when the trainer's do. Around the first sync, longer
+sequences are compared too, and values before the sync tell a server that computes otherwise from one with other
+weights.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +23,7 @@ from transformers import PreTrainedConfig
 from ..engine.sampling import sampling_options
 from ..errors import WeightSyncError
 from .client import ServerControl
+from .names import base_model
 
 
 logger = logging.getLogger(__name__)
@@ -29,6 +34,9 @@ NUM_TOKENS = 33
 # values of small models with weights of any size by up to 1.2 %. Other weights differ by far more.
 TOLERANCE_FLOAT32 = (5e-3, 3e-3)
 TOLERANCE_OTHER = (0.5, 5e-2)
+# In float32 on a CPU, ten times the rounding: what computes otherwise. Other weights exceed the limits above.
+TOLERANCE_CPU = (2e-5, 5e-6)
+LONGEST = 4096  # tokens at which the computation of a model may change for the change to be looked for
 # A change of the trainer's values that rounding on the server cannot hide.
 VISIBLE_FLOAT32 = 1e-5
 VISIBLE_OTHER = 2e-2
@@ -37,16 +45,25 @@ VISIBLE_OTHER = 2e-2
 class Canary:
     """Compares server and trainer on a fixed sequence of token ids below `vocab_size`.
 
-    `exact` says whether both sides compute in float32, and may change between two comparisons. If the sides are not
-    `comparable`, as with a quantized server or a model that [`depends_on_width`], the server's values only have to
-    change with the trainer's.
+    `exact` says whether both sides compute in float32, and may change between two comparisons; `on_cpu`, whether on
+    CPUs. If the sides are not `comparable`, as with a quantized server, the server's values only have to change with
+    the trainer's. `explain` returns the likely causes of a difference after a number of tokens, and the remedy.
     """
 
-    def __init__(self, vocab_size: int, *, exact: bool = False, comparable: bool = True) -> None:
-        generator = random.Random(0)
-        self.token_ids = [generator.randrange(vocab_size) for _ in range(NUM_TOKENS)]
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        exact: bool = False,
+        comparable: bool = True,
+        on_cpu: bool = False,
+        explain: Callable[[int], str] = lambda tokens: "One of them may be quantized.",
+    ) -> None:
+        self.token_ids = random_tokens(vocab_size, NUM_TOKENS)
         self.exact = exact
         self._comparable = comparable
+        self._on_cpu = on_cpu
+        self._explain = explain
         self._has_warned = False
         # Values of both sides when the server's last changed, so that steps too small to see add up.
         self._last: tuple[list[float], list[float], bool] | None = None
@@ -68,18 +85,60 @@ class Canary:
                 f"{difference:.3g} nats on average, more than {limit:.3g}: the server does not hold the trainer's "
                 "weights. Check that it serves the trained model, and see its log for errors while loading weights."
             )
-        if difference > limit and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "The log-probabilities of server and trainer differ by %.3g nats on average, more than %.3g: one of "
-                "them is quantized, or computes otherwise. The importance-sampling correction covers it, but training "
-                "may be noisier. The metric april/sync_mismatch follows it.",
-                difference,
-                limit,
-            )
+        self._warn_if_apart(trainer, difference, NUM_TOKENS)
         if self._last is None or list(server) != self._last[1]:
             self._last = (list(trainer), list(server), self.exact)
         return difference
+
+    def compare_around(
+        self,
+        lengths: Sequence[int],
+        trainer: Sequence[Sequence[float]],
+        before: Sequence[Sequence[float]] | None,
+        after: Sequence[Sequence[float]],
+        version: int,
+    ) -> float:
+        """[`compare`] the first of several sequences of these lengths, after a sync, and look at the others.
+
+        `before` are the server's values with weights that it loaded from the trainer's own checkpoint, if it did. What
+        differed then differs for another reason than the weights. Raises [`WeightSyncError`] if the sync has made it
+        worse.
+        """
+        differences = [distance(ours, theirs) for ours, theirs in zip(trainer, after, strict=True)]
+        for place, old in enumerate(before or ()):
+            known, limit = distance(trainer[place], old), self._rounding(trainer[place])
+            if differences[place] > known + limit:
+                raise WeightSyncError(
+                    f"After {lengths[place]} tokens, the log-probabilities of server and trainer differed by "
+                    f"{known:.3g} nats on average before the first sync, when the server had the weights of the "
+                    f"trainer's own checkpoint, and differ by {differences[place]:.3g} after it: some weights have "
+                    "not arrived, or were changed on the way. See the server's log for errors while loading weights."
+                )
+            if place == 0 and distance(old, after[0]) <= limit and differences[0] > tolerance(old, exact=self.exact):
+                self._comparable = False
+        found = self.compare(trainer[0], after[0], version)
+        for values, difference, length in list(zip(trainer, differences, lengths, strict=True))[1:]:
+            self._warn_if_apart(values, difference, length)
+        return found
+
+    def _rounding(self, values: Sequence[float]) -> float:
+        return tolerance(values, exact=self.exact, on_cpu=self._on_cpu)
+
+    def _warn_if_apart(self, trainer: Sequence[float], difference: float, length: int) -> None:
+        """Warn once if both sides compute otherwise."""
+        limit = self._rounding(trainer)
+        if difference > limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "After %d tokens, the log-probabilities of server and trainer differ by %.3g nats on average, more "
+                "than %.3g: they compute otherwise. %s The importance-sampling correction covers the difference, but "
+                "training may be noisier. The metric april/sync_mismatch follows it for %d tokens.",
+                length,
+                difference,
+                limit,
+                self._explain(length),
+                NUM_TOKENS,
+            )
 
     def _check_moved(self, trainer: Sequence[float], server: Sequence[float], version: int) -> None:
         """Raise if the server's values stayed while the trainer's moved.
@@ -105,9 +164,18 @@ class Canary:
             )
 
 
-def tolerance(values: Sequence[float], *, exact: bool) -> float:
-    """Distance from the log-probabilities `values` of the trainer up to which the server has the same weights."""
-    least, share = TOLERANCE_FLOAT32 if exact else TOLERANCE_OTHER
+def random_tokens(vocab_size: int, number: int) -> list[int]:
+    """Fixed token ids below `vocab_size`; fewer of them are the beginning of more."""
+    generator = random.Random(0)
+    return [generator.randrange(vocab_size) for _ in range(number)]
+
+
+def tolerance(values: Sequence[float], *, exact: bool, on_cpu: bool = False) -> float:
+    """Distance from the log-probabilities `values` of the trainer up to which the server has the same weights.
+
+    With `on_cpu`, up to which it computes the same in float32.
+    """
+    least, share = (TOLERANCE_CPU if on_cpu else TOLERANCE_FLOAT32) if exact else TOLERANCE_OTHER
     return max(least, share * math.fsum(map(abs, values)) / len(values))
 
 
@@ -116,7 +184,7 @@ def trainer_logprobs(
 ) -> list[float]:
     """Log-probabilities of `token_ids[1:]` under `model`, at temperature 1 and without dropout, shape `(n - 1,)`.
 
-    `as_next` as in [`next_logprobs`], otherwise each after the tokens before it.
+    With `as_next`, those of [`next_logprobs`], otherwise each after the tokens before it.
 
     Computed in the data type of the weights. A collective call if the model is sharded.
     """
@@ -125,9 +193,12 @@ def trainer_logprobs(
     try:
         with torch.no_grad(), _without_autocast(model):
             ids = torch.tensor([token_ids], device=device)
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].float()
-            logits = logits[-1:].expand(len(token_ids) - 1, -1) if as_next else logits[:-1]
-            logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None].to(logits.device)).squeeze(-1)
+            last = as_next and "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
+            options = {"logits_to_keep": 1} if last else {}  # all logits of a long sequence take gigabytes
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options).logits[0]
+            wanted = ids[0, 1:NUM_TOKENS] if as_next else ids[0, 1:]
+            logits = logits[-1:].float().expand(len(wanted), -1) if as_next else logits[:-1].float()
+            logprobs = logits.log_softmax(-1).gather(-1, wanted[:, None].to(logits.device)).squeeze(-1)
     finally:
         model.train(was_training)
     return logprobs.tolist()
@@ -170,17 +241,20 @@ def server_logprobs(
 def next_logprobs(
     server: ServerControl, model: str, token_ids: list[int], headers: dict[str, str] | None = None
 ) -> list[float]:
-    """Log-probabilities of `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
+    """Log-probabilities of the first `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
 
-    For an adapter: vLLM applies it to prompt log-probabilities as if no other request ran, and on a CPU it crashes if
-    one does.
+    Shape `(min(n, NUM_TOKENS) - 1,)`. For an adapter: vLLM applies it to prompt log-probabilities as if no other
+    request ran, and on a CPU it crashes if one does. And for long sequences, of which vLLM would hold the logits of
+    thousands of positions beside a full KV cache.
     """
+    wanted = token_ids[1:NUM_TOKENS]
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "logprobs": 0}
     body |= sampling_options().body  # a server's own defaults could truncate
-    body |= {"logprob_token_ids": sorted(set(token_ids)), "return_tokens_as_token_ids": True}
+    body |= {"logprob_token_ids": sorted(set(wanted)), "return_tokens_as_token_ids": True}
+    body |= {"cache_salt": secrets.token_hex(6)}  # its cache may hold blocks of older weights
     answer = server.request("POST", "v1/completions", body, headers=headers)
     (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-    return [found[f"token_id:{token_id}"] for token_id in token_ids[1:]]
+    return [found[f"token_id:{token_id}"] for token_id in wanted]
 
 
 def distance(left: Sequence[float], right: Sequence[float]) -> float:
@@ -192,10 +266,76 @@ def depends_on_width(config: PreTrainedConfig) -> bool:
     """Whether a token's log-probability depends on the width of its batch, padding included.
 
     Dynamic NTK and LongRoPE (https://huggingface.co/papers/2402.13753) choose rotary frequencies by the longest
-    position of an input. vLLM chooses them by its context length, so the two sides differ.
+    position of an input.
     """
+    return any(kind == "longrope" or "dynamic" in kind for kind, _ in turning_points(config))
+
+
+def turning_points(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Where the computation of a model changes: a type of RoPE or "window", and the tokens up to which it is usual."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    of_layers = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-    types = [str(one.get("rope_type", one.get("type"))) for one in of_layers]
-    return any("dynamic" in name or name == "longrope" for name in types)
+    found = []
+    for one in (rope, *(one for one in rope.values() if isinstance(one, dict))):
+        kind = str(one.get("rope_type", one.get("type")))
+        length = one.get("original_max_position_embeddings")
+        if kind == "longrope" or "dynamic" in kind:
+            length = length or getattr(text, "max_position_embeddings", 0)
+            found.append((kind, int(length)))
+        elif length:
+            found.append((kind, int(length)))
+    if window := getattr(text, "sliding_window", None):
+        found.append(("window", int(window)))
+    return found
+
+
+def lengths_to_compare(config: PreTrainedConfig, context: int) -> list[int]:
+    """Numbers of tokens of the sequences that are compared around the first sync, on servers with this context.
+
+    Each turning point is crossed by as many tokens as the canary has.
+    """
+    points = {length for _, length in turning_points(config) if 0 < length <= LONGEST}
+    return [NUM_TOKENS, *(length + NUM_TOKENS for length in sorted(points) if length + NUM_TOKENS < context)]
+
+
+def differs_from_start(config: PreTrainedConfig, context: int) -> bool:
+    """Whether vLLM and transformers choose other rotary frequencies even for short sequences.
+
+    transformers chooses by the length of the input, vLLM once for all by its context.
+    """
+    return any(
+        "dynamic" in kind or (kind == "longrope" and context > length) for kind, length in turning_points(config)
+    )
+
+
+def why_otherwise(config: PreTrainedConfig, context: int, tokens: int) -> str:
+    """Likely causes of a difference after a number of tokens, for a server with this context, and the remedy."""
+    for kind, length in turning_points(config):
+        if kind == "longrope" and tokens <= length < context:
+            return (
+                f"With LongRoPE, transformers takes the short factors up to {length} tokens, and vLLM the long ones "
+                f"for all, since its context of {context} tokens is longer. If prompts and completions fit, set "
+                f"vllm_max_model_length={length} (--max-model-len of a server elsewhere); otherwise only sequences of "
+                f"more than {length} tokens are exact."
+            )
+        if "dynamic" in kind:
+            return (
+                f"With rope_type={kind!r}, transformers scales the frequencies by the length of an input beyond "
+                f"{length} tokens, and vLLM always. Train with another rope_type, such as 'yarn'."
+            )
+    for kind, length in turning_points(config):
+        if tokens == length + NUM_TOKENS:
+            what = f"sliding window (sliding_window={length})" if kind == "window" else f"rope_type={kind!r}"
+            return (
+                f"Up to {length} tokens the two may agree, and the first difference is beyond: they understand the "
+                f"{what} of {config.model_type!r} in different ways. Keep prompts and completions within {length} "
+                "tokens together, or take versions of both that agree."
+            )
+    if getattr(config.get_text_config(), "hidden_act", None) == "xielu":
+        return "vLLM keeps the parameters of the activation xIELU in bfloat16, whatever the --dtype."
+    attention = config._attn_implementation
+    return (
+        f"One of them may be quantized, or leave out a part of {config.model_type!r} that the trainer's "
+        f"attn_implementation={attention!r} has or has not, such as a cap of attention logits: try "
+        "model_init_kwargs={'attn_implementation': 'eager'}, or take versions of both that agree."
+    )

@@ -1,4 +1,4 @@
-"""Parameters of the trained model under their names in checkpoints, which vLLM's loaders expect.
+"""Parameters and buffers of the trained model under their names in checkpoints, which vLLM's loaders expect.
 
 A model in memory may use other names: transformers 5 joins the experts of a layer and renames some modules. The server
 can load whatever `save_pretrained` would write. Invariant: only one parameter is held at a time.
@@ -6,12 +6,15 @@ can load whatever `save_pretrained` would write. Invariant: only one parameter i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from accelerate.utils import extract_model_from_parallel, is_peft_model
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
+
+from ..errors import WeightSyncError
 
 
 # Conversions that only join tensors and can be reverted. Others compute (they would quantize a dequantized checkpoint
@@ -19,32 +22,102 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 _REVERTIBLE = ("MergeModulelist", "Concatenate")
 # Models without an output layer in vLLM, which uses the embedding and would reject the layer's name.
 _WITHOUT_OUTPUT_LAYER = ("gemma2", "gemma3n", "gemma3n_text")
+# Modules around others, of PEFT, FSDP and checkpointed activations, which names in checkpoints leave out.
+_WRAPPERS = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 Parameters = Iterator[tuple[str, torch.Tensor]]
 
 
 def in_checkpoint_format(params: Parameters, model: torch.nn.Module) -> Parameters:
-    """Parameters as `save_pretrained` would write them, in views.
+    """Parameters and persistent buffers as `save_pretrained` would write them, in views.
 
     The checkpoint that the model was loaded from decides on the names; without one, the usual names of its type.
-    Parameters must come without the prefixes of PEFT and sharding.
+    Parameters must come without the prefixes of PEFT and sharding. Buffers come first, the widest data type first:
+    vLLM reads tensors that were packed together in place, where each must be aligned.
     """
     pretrained = base_model(model)
-    conversions = getattr(pretrained, "_weight_conversions", None)
-    if conversions is None and isinstance(pretrained, PreTrainedModel):
-        conversions = conversion_mapping.get_model_conversion_mapping(pretrained, add_legacy=False)
+    conversions = _conversions(pretrained)
     can_be_reverted = bool(conversions) and all(
         len(conversion.target_patterns) == 1
-        and all(type(operation).__name__ in _REVERTIBLE for operation in getattr(conversion, "operations", ()))
+        and all(kind in _REVERTIBLE for kind in _operations(conversion))
         and conversion.quantization_operation is None
         for conversion in conversions
     )
-    if not can_be_reverted:  # parameter by parameter: TRL's names are sent
-        yield from params
-        return
-    for name, param in params:
-        yield from core_model_loading.revert_weight_conversion(pretrained, {name: param.detach()}).items()
+    buffers = sorted(_own_tensors(pretrained, "_buffers"), key=lambda named: -named[1].itemsize)
+    for name, tensor in chain(buffers, params):
+        if can_be_reverted:
+            yield from core_model_loading.revert_weight_conversion(pretrained, {name: tensor.detach()}).items()
+        else:  # parameter by parameter: TRL's names are sent
+            yield name, tensor
+
+
+def check_complete(sent: set[str], expected: set[str], kind: str) -> None:
+    """Raise [`WeightSyncError`] unless the names `sent` include those `expected` of a model of this kind.
+
+    vLLM makes a module that receives only some of its tensors anew: the others would be lost, not old.
+    """
+    if missing := sorted(expected - sent):
+        raise WeightSyncError(
+            f"{len(missing)} of the {len(expected)} tensors that save_pretrained writes for this model would not "
+            f"reach the vLLM server, such as {', '.join(missing[:3])}: transformers may hold the weights of {kind!r} "
+            "in another form than its checkpoints. Train an adapter, which is sent alone (peft_config and "
+            "weight_sync='adapter'), or run stock GRPO with use_vllm=False."
+        )
+
+
+def names_in_checkpoint(model: torch.nn.Module) -> set[str]:
+    """Names that `save_pretrained` would write for a model that FSDP has not sharded yet.
+
+    Tensors that several modules share have one. After loading from a quantized checkpoint, names are as in memory.
+    """
+    pretrained = base_model(model)
+    own = chain(_own_tensors(pretrained, "_parameters"), _own_tensors(pretrained, "_buffers"))
+    first = {id(tensor): (name, tensor) for name, tensor in reversed(list(own))}
+    # DeepSpeed's shards are flat.
+    tensors = {
+        name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+        for name, tensor in first.values()
+    }
+    conversions = _conversions(pretrained)
+    is_quantized = any(
+        conversion.quantization_operation is not None
+        or any("quantize" in kind.lower() for kind in _operations(conversion))
+        for conversion in conversions
+    )
+    if not conversions or is_quantized:
+        return set(tensors)
+    return set(core_model_loading.revert_weight_conversion(pretrained, tensors))
+
+
+def _conversions(pretrained: torch.nn.Module) -> Sequence[core_model_loading.WeightTransform]:
+    found = getattr(pretrained, "_weight_conversions", None)
+    if found is None and isinstance(pretrained, PreTrainedModel):
+        found = conversion_mapping.get_model_conversion_mapping(pretrained, add_legacy=False)
+    return found or ()
+
+
+def _operations(conversion: core_model_loading.WeightTransform) -> list[str]:
+    return [type(operation).__name__ for operation in getattr(conversion, "operations", ())]
+
+
+def _own_tensors(pretrained: torch.nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters or persistent buffers (which sharding leaves whole) without adapters, named as by TRL."""
+
+    def walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in getattr(module, kind).items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, tensor
+        for name, child in module.named_children():
+            if name == "original_module" or (hasattr(module, "base_layer") and name != "base_layer"):
+                continue  # of an adapter
+            yield from walk(child, prefix if name in _WRAPPERS else f"{prefix}{name}.")
+
+    ignored = getattr(pretrained, "_keys_to_ignore_on_save", None) or ()
+    for name, tensor in walk(pretrained, ""):
+        name = name.replace("modules_to_save.default.", "")
+        if name not in ignored:
+            yield name, tensor
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:

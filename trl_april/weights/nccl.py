@@ -128,7 +128,8 @@ class NcclTransport:
         info: dict[str, Any] = {
             "names": [name for name, _, _ in self._metadata],
             "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in self._metadata],
-            "shapes": [list(shape) for _, _, shape in self._metadata],
+            # vLLM cannot view a tensor without dimensions, and loads one of a single element into it.
+            "shapes": [list(shape) or [1] for _, _, shape in self._metadata],
         }
         if not vllm_client._HAS_STATEFUL_TRAINER_ENGINE:  # vLLM before 0.28
             info["packed"] = True

@@ -17,6 +17,7 @@ import requests
 import torch
 from accelerate.utils import DistributedType, extract_model_from_parallel, is_peft_model
 from torch.distributed.fsdp import FSDPModule
+from transformers import __version__ as transformers_version
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..distributed.processes import Processes
@@ -26,9 +27,17 @@ from ..server.addresses import server_addresses
 from ..server.check import ServerInfo, check_server
 from ..server.local import LocalServer
 from .adapters import AdapterTransport, is_quantized, why_merged
-from .canary import Canary, depends_on_width, dtypes_of, trainer_logprobs
+from .canary import (
+    Canary,
+    differs_from_start,
+    dtypes_of,
+    lengths_to_compare,
+    random_tokens,
+    trainer_logprobs,
+    why_otherwise,
+)
 from .client import ServerClient, ServerControl
-from .names import in_checkpoint_format, tied_names, with_native_adapters
+from .names import check_complete, in_checkpoint_format, names_in_checkpoint, tied_names, with_native_adapters
 from .servers import SyncedServers
 from .synced_server import SyncedServer
 from .transport import connected_transport
@@ -82,6 +91,7 @@ class ServerGeneration(VLLMGeneration):
         self._keeps_cache = resume_kv != "recompute"
         self.servers = SyncedServers(processes, keeps_requests=resume_kv == "keep")
         self._group_ports = 0  # given to servers so far
+        self._is_first = True  # until a sync is complete
         super().__init__(mode="server", **kwargs)
 
     def _init_vllm(self) -> None:
@@ -112,7 +122,11 @@ class ServerGeneration(VLLMGeneration):
             shares_device=self._shares_device,
         )
         self.weight_sync = self._transport.name
-        self._canary_ids = Canary(self.model.config.get_text_config().vocab_size).token_ids  # as for every server
+        lengths = lengths_to_compare(self.model.config, self.server_info.max_model_len)
+        token_ids = random_tokens(self.model.config.get_text_config().vocab_size, max(lengths))
+        self._sequences = [token_ids[:length] for length in lengths]  # the canary; longer ones until the first sync
+        is_merged = not isinstance(self._transport, AdapterTransport)
+        self._names_to_send = names_in_checkpoint(self.model) if is_merged else None  # until they were sent once
         # vLLM's CPU build keeps a packed copy of a tied output layer, and updates it only under its own name.
         has_cpu = any(server.info.device == "cpu" for server in self.servers)
         self._tied_names = tied_names(self.model) if has_cpu else {}
@@ -182,11 +196,20 @@ class ServerGeneration(VLLMGeneration):
             own, served = config._name_or_path, server.info.path
             gets = f" and gets the weights of {own}" if own and not server.info.has_name(own) else ""
             sys.stderr.write(f"Training uses the vLLM server at {server.base_url}. It serves {served}{gets}.\n")
+        differs = differs_from_start(config, server.info.max_model_len)
         server.canary = Canary(
             config.get_text_config().vocab_size,
-            comparable=not (server.info.quantized or is_quantized(self.model) or depends_on_width(config)),
+            comparable=not (server.info.quantized or is_quantized(self.model) or differs),
+            on_cpu=server.info.device == self.accelerator.device.type == "cpu",
+            explain=lambda tokens: self._explain(server, tokens),
         )
         server.is_connected = True
+
+    def _explain(self, server: SyncedServer, tokens: int) -> str:
+        """Why a server and the trainer may differ after a number of tokens."""
+        vllm = server.control.request("GET", "version").get("version", "of an unknown version")
+        cause = why_otherwise(self.model.config, server.info.max_model_len, tokens)
+        return f"{cause} (transformers {transformers_version}, vLLM {vllm}.)"
 
     def _examine(self, server: SyncedServer) -> None:
         """Check a server against the trainer's model, and whether it can keep requests."""
@@ -245,7 +268,13 @@ class ServerGeneration(VLLMGeneration):
         for server in self.servers.taking_part():
             server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
         as_next = isinstance(self._transport, AdapterTransport)
-        expected = trainer_logprobs(self.model, self._canary_ids, self.accelerator.device, as_next=as_next)
+        if version == 0 and self._is_first:  # with other weights, a server could not be told from a different one
+            own = self.model.config._name_or_path
+            self.servers.each(lambda server: server.look_before(own, self._sequences, as_next=as_next))
+        expected = [
+            trainer_logprobs(self.model, one, self.accelerator.device, as_next=as_next or place > 0)
+            for place, one in enumerate(self._sequences)
+        ]
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass
@@ -261,22 +290,29 @@ class ServerGeneration(VLLMGeneration):
                 "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
                 "adapter": adapter,
             }
-            self.servers.each(lambda server: server.stamp_and_verify(version, expected, **options))
+            self.servers.each(lambda server: server.stamp_and_verify(version, expected, self._sequences, **options))
             self.servers.settle_outages()  # no process may request tokens before a server has the weights
         for server in self.servers.taking_part():
             server.synced_version = server.announced_version
             server.client.model = adapter or server.info.model
             server.client.renew_cache_salt()
+        self._sequences, self._is_first = self._sequences[:1], False
         self.sync_mismatch = max((server.mismatch for server in self.servers.taking_part()), default=0.0)
         self.servers.announce(lambda: [server.base_url for server in self.servers.taking_part()])
         self.sync_seconds = time.perf_counter() - started
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """TRL's iteration over the parameters, under the names that vLLM's loader knows."""
+        """TRL's iteration over the parameters and all buffers, under the names that vLLM's loader knows."""
         params = with_native_adapters(self._iter_named_params(), self.model)
         all_names = ((other, param) for name, param in params for other in (name, *self._tied_names.get(name, ())))
+        sent = set()
         try:
-            yield from in_checkpoint_format(all_names, self.model)
+            for name, tensor in in_checkpoint_format(all_names, self.model):
+                sent.add(name)
+                yield name, tensor
+            if self._names_to_send is not None:
+                check_complete(sent, self._names_to_send, self.model.config.model_type)
+                self._names_to_send = None
         finally:
             # TRL's iteration must end after an error, too: gathering a parameter takes all processes, and merged
             # adapters are unmerged at its end.

@@ -5,6 +5,7 @@ Invariant: a server that was lost takes no part in syncs until its watch has see
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ Step = Callable[["SyncedServer"], object]
 Each = Callable[[Step, Sequence["SyncedServer"]], None]  # as [`for_each`]
 Load = Callable[[Sequence["SyncedServer"], Each], None]  # loads weights into servers
 
+FRESH = "default"  # vLLM's weight version of the weights that a server was started with
 WATCH_SECONDS = 1.0  # between two health checks of a lost server
 
 
@@ -42,6 +44,7 @@ class SyncedServer:
         self.pause, self.lease = ServerPause(answer, base_url), ServerLease(answer, base_url)
         self.is_connected = False
         self.mismatch = 0.0  # of server and trainer after the last sync, in nats
+        self.values_before: list[list[float]] | None = None  # of the canary, before the first sync
         self.synced_version: str | None = None  # of the last complete sync
         self.announced_version: str | None = None  # last one sent to the server, even if its answer was lost
         self.outage: Exception | None = None  # error of the present sync that showed that the server is down
@@ -56,7 +59,7 @@ class SyncedServer:
 
     def reserve(self) -> None:
         """Raise [`WeightSyncError`] if another training run uses the server, as far as can be seen."""
-        if self.lease.take() or self.control.weight_version() in (None, "default"):
+        if self.lease.take() or self.control.weight_version() in (None, FRESH):
             return
         load = server_load(self.control.session, self.base_url, timeout=ANSWER_SECONDS)
         if load is not None and load.running + load.waiting:
@@ -114,10 +117,20 @@ class SyncedServer:
             return 0.0
         return 0.0 if load is None else load.waiting
 
+    def look_before(self, path: str, sequences: Sequence[list[int]], *, as_next: bool) -> None:
+        """Keep the values of the canary and longer sequences if the server has the weights of this folder or id."""
+        is_same = bool(path) and os.path.realpath(path) == os.path.realpath(self.info.path)
+        if is_same and self.info.has_weights and self.control.weight_version() == FRESH:
+            ask = next_logprobs if as_next else server_logprobs
+            first = ask(self.control, self.info.model, sequences[0])
+            longer = [next_logprobs(self.control, self.info.model, one) for one in sequences[1:]]
+            self.values_before = [first, *longer]
+
     def stamp_and_verify(
         self,
         version: int,
-        expected: Sequence[float],
+        expected: Sequence[Sequence[float]],
+        sequences: Sequence[list[int]],
         *,
         keeps_cache: bool,
         sees_images: bool = False,
@@ -125,8 +138,9 @@ class SyncedServer:
     ) -> None:
         """Give the loaded weights their version, resume the server, and compare it with the trainer.
 
-        The version is the name of the `adapter` where only that was loaded. A model that `sees_images` has embeddings
-        of them in a cache of its own, by the hash of the image alone.
+        `expected` are the trainer's values of `sequences`: the canary, and around the first sync longer ones. The
+        version is the name of the `adapter` where only that was loaded. A model that `sees_images` has embeddings of
+        them in a cache of its own, by the hash of the image alone.
         """
         if sees_images:
             self.control.request("POST", "reset_encoder_cache")
@@ -144,9 +158,12 @@ class SyncedServer:
         ask, model = (server_logprobs, self.info.model) if adapter is None else (next_logprobs, adapter)
         several = self.info.engines > 1
         ranks = [{"X-data-parallel-rank": str(rank)} if several else None for rank in range(self.info.engines)]
-        found = [ask(self.control, model, self.canary.token_ids, headers) for headers in ranks]
-        furthest = max(found, key=partial(distance, expected))
-        self.mismatch = self.canary.compare(expected, furthest, version)
+        found = [ask(self.control, model, sequences[0], headers) for headers in ranks]
+        furthest = max(found, key=partial(distance, expected[0]))
+        after = [furthest, *(next_logprobs(self.control, model, one) for one in sequences[1:])]
+        lengths = [len(one) for one in sequences]
+        self.mismatch = self.canary.compare_around(lengths, expected, self.values_before, after, version)
+        self.values_before = None
 
 
 def _watch(problem: Callable[[], str | None], answers: threading.Event, given_up: threading.Event) -> None:
