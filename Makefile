@@ -18,7 +18,7 @@ help:  ## Say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 10
 
 demo: $(STAMP)  ## Train a small model with and without APRIL, and compare (ARGS="--output-dir DIR")
-	$(BIN)/trl-april demo $(ARGS)
+	$(BIN)/python benchmarks/demo.py $(ARGS)
 
 test: $(STAMP)  ## Run the tests, those on a real vLLM server included (ARGS="-m 'not server'" without)
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(ARGS)

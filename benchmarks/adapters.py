@@ -22,12 +22,12 @@ from typing import Any
 import requests
 import torch
 from accelerate import Accelerator
+from countdown import build_tokenizer
 from peft import LoraConfig, get_peft_model
 from report import write_json
 from rollout import serve
 from weight_sync import CONTEXT, build
 
-from trl_april.commands.demo_training import build_tokenizer
 from trl_april.distributed.processes import OneProcess
 from trl_april.weights.files import shared_memory
 from trl_april.weights.sync import ServerGeneration

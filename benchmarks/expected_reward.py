@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import countdown as task
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from trl_april.commands import demo_training as task
 
 
 AT_ONCE = 16

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 import trl
+from countdown import build_model, save
 from gym_tasks import PIECE, optimizer_step
 from intervals import interval
 from learning import prepare, training_parser
@@ -35,7 +36,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
-from trl_april.commands.demo_training import build_model, save
 from trl_april.pool.samples import SampleState
 
 

@@ -24,12 +24,12 @@ from typing import Any
 import requests
 import torch
 import weight_sync
+from countdown import build_model, build_tokenizer, save
 from report import read_json, write_json
 from rollout import CONTEXT, Contestant, measure
 from rollout_report import Measurement, rows, table
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from trl_april.commands.demo_training import build_model, build_tokenizer, save
 from trl_april.server.local import LocalServer
 
 

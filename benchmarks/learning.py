@@ -35,19 +35,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import countdown as task
 import torch
 import transformers
 import yaml
-from expected_reward import ExpectedReward, expected_reward
-from intervals import effective_share
-from learning_comparison import APRIL, PAPER, SYNCHRONOUS, Run, draw, tables
-from report import earlier_results, read_json, require_matplotlib, write_json
-from trl.rewards import get_soft_overlong_punishment
-
-from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
-from trl_april.commands import demo_training as task
-from trl_april.commands.demo import STANDARD
-from trl_april.commands.demo_training import (
+from countdown import (
     MAX_LENGTH,
     Recording,
     build_model,
@@ -56,6 +48,14 @@ from trl_april.commands.demo_training import (
     train,
     warm_start,
 )
+from demo import STANDARD
+from expected_reward import ExpectedReward, expected_reward
+from intervals import effective_share
+from learning_comparison import APRIL, PAPER, SYNCHRONOUS, Run, draw, tables
+from report import earlier_results, read_json, require_matplotlib, write_json
+from trl.rewards import get_soft_overlong_punishment
+
+from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.commands.grpo import RECIPES
 from trl_april.pool.samples import Group
 from trl_april.rollout.round import Round

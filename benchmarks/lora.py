@@ -17,7 +17,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import countdown as task
 import transformers
+from demo import STANDARD
 from expected_reward import expected_reward
 from kills import kill_engine
 from learning import HELD_OUT, OBJECTIVE, Sizes, laptop_sizes, prepare, training_parser, warm_started
@@ -25,8 +27,6 @@ from peft import LoraConfig
 from report import markdown, write_json
 
 from trl_april import APRILGRPOTrainer, LocalServer
-from trl_april.commands import demo_training as task
-from trl_april.commands.demo import STANDARD
 from trl_april.rollout.round import Round
 
 

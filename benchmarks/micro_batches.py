@@ -28,11 +28,11 @@ from unittest import mock
 
 import torch
 import transformers
+from countdown import build_model, build_tokenizer
 from datasets import Dataset
 from report import markdown, write_json
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer
-from trl_april.commands.demo_training import build_model, build_tokenizer
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
 from trl_april.rollout.round import Round

@@ -28,8 +28,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import countdown as task
 import torch
 import transformers
+from countdown import build_tokenizer
+from demo import STANDARD
 from intervals import at, first_reached, lower_bound, smoothed
 from learning import (
     LEARNING_RATE,
@@ -56,9 +59,6 @@ from trl_async_on_cpu import (
     timed_start,
 )
 
-from trl_april.commands import demo_training as task
-from trl_april.commands.demo import STANDARD
-from trl_april.commands.demo_training import build_tokenizer
 from trl_april.config import AprilOptions
 
 

@@ -347,7 +347,7 @@ def serve(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int, more_args: Sequence[str] = ()
 ) -> Iterator[str]:
     """Start a server with this model and yield its base URL."""
-    from trl_april.commands.demo_training import save
+    from countdown import save
 
     with tempfile.TemporaryDirectory(prefix="trl_april_bench_") as folder:
         save(model, tokenizer, Path(folder))
@@ -363,8 +363,7 @@ def server(base_url: str | None, more_args: Sequence[str] = ()) -> Iterator[str]
         yield base_url.rstrip("/")
         return
     import torch
-
-    from trl_april.commands.demo_training import build_model, build_tokenizer
+    from countdown import build_model, build_tokenizer
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()

@@ -24,12 +24,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from countdown import Recording
 from intervals import at, effective_share, interval
 from learning import OBJECTIVE, RecipeBench, Recorder, Run, Sizes, measure, prepare, training_parser, warm_started
 from learning_comparison import APRIL, SYNCHRONOUS, pooled_weights
 from report import markdown
 
-from trl_april.commands.demo_training import Recording
 from trl_april.training.correction import LEAST_SAMPLE_SIZE, DriftWatch, TrainingPassCorrection
 
 

@@ -292,9 +292,8 @@ def server(base_url: str | None, context: int) -> Iterator[str]:
         yield base_url.rstrip("/")
         return
     import torch
+    from countdown import build_model, build_tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from trl_april.commands.demo_training import build_model, build_tokenizer
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()

@@ -24,14 +24,14 @@ from typing import Any
 import requests
 import torch
 import transformers
+from countdown import Recording, save, train
+from demo import STANDARD
 from expected_reward import ExpectedReward
 from gym_tasks import HELD_OUT_SEED, MAX_LENGTH, TASKS, GymTask, build_model, build_tokenizer, warm_start
 from learning import Bench, Recorder, RecordingTrainer, Sizes, measure, prepare, schedule, training_parser
 from learning_comparison import APRIL, SYNCHRONOUS, tables
 
 from trl_april import LocalServer
-from trl_april.commands.demo import STANDARD
-from trl_april.commands.demo_training import Recording, save, train
 
 
 HELD_OUT = 256  # questions per point of a curve, which is smoothed over five points

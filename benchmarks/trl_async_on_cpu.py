@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import countdown
 import requests
 import torch
 from safetensors.torch import save_file
@@ -25,8 +26,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerFast
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo.vllm_client import VLLMClient
-
-from trl_april.commands import demo_training
 
 
 LOAD_SECONDS = 300.0
@@ -87,7 +86,7 @@ def as_conversation(row: dict[str, Any]) -> dict[str, Any]:
 
 def countdown_reward(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
     """The reward of the demo's task for completions as messages."""
-    return demo_training.countdown_reward([messages[-1]["content"] for messages in completions], **columns)
+    return countdown.countdown_reward([messages[-1]["content"] for messages in completions], **columns)
 
 
 class WeightFiles:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from countdown import build_tokenizer
 from report import write_json
 from rollout import serve
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from trl_april.commands.demo_training import build_tokenizer
 from trl_april.distributed.processes import OneProcess
 from trl_april.weights.sync import ServerGeneration
 

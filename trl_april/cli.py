@@ -16,7 +16,6 @@ COMMANDS = {
     "doctor": "check this environment and a vLLM server, and measure the server",
     "simulate": "simulate rollouts, to learn whether APRIL pays for your lengths and with which settings",
     "report": "write a page about a training run, or two runs side by side, and what to change",
-    "demo": "train a small model with and without APRIL on this machine, and compare",
 }
 
 

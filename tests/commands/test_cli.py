@@ -53,18 +53,18 @@ def test_help_and_version(arguments, words, capsys):
 
 def test_command_gets_its_arguments_untouched(monkeypatch):
     seen = []
-    demo = types.SimpleNamespace(main=lambda args: seen.append(args) or 5)
-    monkeypatch.setitem(sys.modules, "trl_april.commands.demo", demo)
-    assert cli.main(["demo", "--output-dir", "somewhere", "--version", "--help"]) == 5
-    assert seen == [["--output-dir", "somewhere", "--version", "--help"]]
+    report = types.SimpleNamespace(main=lambda args: seen.append(args) or 5)
+    monkeypatch.setitem(sys.modules, "trl_april.commands.report", report)
+    assert cli.main(["report", "somewhere", "--version", "--help"]) == 5
+    assert seen == [["somewhere", "--version", "--help"]]
 
 
 def test_ctrl_c_ends_without_a_traceback(monkeypatch):
     def interrupted(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "trl_april.commands.demo", types.SimpleNamespace(main=interrupted))
-    assert cli.main(["demo"]) == 130
+    monkeypatch.setitem(sys.modules, "trl_april.commands.report", types.SimpleNamespace(main=interrupted))
+    assert cli.main(["report"]) == 130
 
 
 @pytest.fixture
@@ -93,11 +93,6 @@ def bad(tmp_path):
         ("doctor --timeout 0", "--timeout is 0.0, but it must be positive"),
         ("doctor --json {folder}/none/x", "--json is '{folder}/none/x', which cannot be written: No such file.*Give"),
         ("simulate --json {folder}/file/x", "--json is '{folder}/file/x', which cannot be written: Not a directory"),
-        (
-            "demo --output-dir {folder}/file",
-            "--output-dir is '{folder}/file', which cannot be written to: File exists",
-        ),
-        ("demo --steps 0", "--steps is 0, but there must be at least 1 step"),
     ],
 )
 def test_error_is_one_sentence(command, words, bad, capsys):
@@ -107,9 +102,7 @@ def test_error_is_one_sentence(command, words, bad, capsys):
     assert re.search(words.format(**bad), printed.err)
 
 
-@pytest.mark.parametrize(
-    "command", ["demo --output-dir {folder}", "report {folder}", "simulate --plot {folder}/x.png"]
-)
+@pytest.mark.parametrize("command", ["report {folder}", "simulate --plot {folder}/x.png"])
 def test_missing_matplotlib_is_found_before_any_work(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else object())
     assert cli.main(command.format(folder=tmp_path).split()) == 1

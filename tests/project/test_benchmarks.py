@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import countdown as task
 import games
 import kills
 import learning
@@ -18,6 +19,7 @@ import pytest
 import stress
 import tail
 import torch
+from countdown import build_tokenizer
 from datasets import Dataset
 from expected_reward import expected_reward
 from gym_tasks import TASKS, answer, question
@@ -29,8 +31,6 @@ from trl_async_on_cpu import Attention
 
 from tests.project.test_docs import GivenCompletions
 from trl_april import APRILGRPOConfig
-from trl_april.commands import demo_training as task
-from trl_april.commands.demo_training import build_tokenizer
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Group, Sample, Segment
 

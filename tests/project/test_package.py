@@ -59,7 +59,7 @@ def test_light_modules_import_no_heavy_library(modules, others):
     assert fresh_interpreter(program) == "[]"
 
 
-@pytest.mark.parametrize("arguments", ["--version", "serve --help", "demo --help"])
+@pytest.mark.parametrize("arguments", ["--version", "serve --help"])
 def test_help_of_the_command_line_imports_no_heavy_library(arguments):
     program = (
         "import sys\n"

@@ -31,8 +31,8 @@ from transformers import (
     TrainerCallback,
 )
 
-from .. import APRILGRPOConfig, APRILGRPOTrainer
-from .report_run import read_run
+from trl_april import APRILGRPOConfig, APRILGRPOTrainer
+from trl_april.commands.report_run import read_run
 
 
 MEDIAN_NUMBER, SMALLEST_NUMBER, LARGEST_NUMBER = 20, 2, 250

@@ -1,4 +1,13 @@
-"""`trl-april demo`: train a small model with and without APRIL on this machine, and compare."""
+"""Train a small model with and without APRIL on this machine, and compare. `make demo` runs it.
+
+Everything is made here: a model of 0.1 million parameters, its tokenizer, and a task that a rule can check (counting
+down to zero, from numbers with a long tail). After a short supervised warm start, the model is trained with GRPO twice
+from the same weights, for the same number of optimizer steps, with the same vLLM server: synchronously, and with the
+default schedule, under which more prompt groups are in flight than a step needs and generation continues during
+training.
+
+    python benchmarks/demo.py --output-dir demo_output
+"""
 
 from __future__ import annotations
 
@@ -9,24 +18,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import ConfigError
-from .doctor import check_file, check_plots
+import countdown as task
+import torch
+import transformers
+from countdown import Recording
+from report import require_matplotlib
 
-
-if TYPE_CHECKING:
-    from .demo_training import Recording
-
-DESCRIPTION = """\
-Train a small model with and without APRIL on this machine, and compare.
-
-Everything is made here: a model of 0.1 million parameters, its tokenizer, and a task that a rule can check (counting
-down to zero, from numbers with a long tail). After a short supervised warm start, the model is trained with GRPO twice
-from the same weights, for the same number of optimizer steps, with the same vLLM server: synchronously, and with the
-default schedule, under which more prompt groups are in flight than a step needs and generation continues during
-training.
-"""
+from trl_april import LocalServer
+from trl_april.commands.report import read_run, render
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,7 @@ REHEARSAL_STEPS = 2
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-april demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--output-dir", type=Path, default=Path("demo_output"), help="folder of the results (default: %(default)s)"
     )
@@ -62,37 +61,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> None:
     options = build_parser().parse_args(argv)
     settings = QUICK if options.quick else STANDARD
     if options.steps is not None:
         if options.steps < 1:
-            raise ConfigError(f"--steps is {options.steps}, but there must be at least 1 step.")
+            raise SystemExit(f"--steps is {options.steps}, but there must be at least 1 step.")
         settings = replace(settings, steps=options.steps)
-    try:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--output-dir is {str(options.output_dir)!r}, which cannot be written to: {error.strerror}. Give a "
-            "folder that you may create or write to."
-        ) from error
-    check_file("--output-dir", options.output_dir / "recordings.json")
-    # Hugging Face libraries read it when they are first imported.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     run_demo(settings, output_dir=options.output_dir, seed=options.seed, keep_server_log=options.keep_server_log)
-    return 0
 
 
 def run_demo(settings: Settings, *, output_dir: Path, seed: int, keep_server_log: bool) -> tuple[Recording, Recording]:
     """Run the demo, print its results, and return the recordings of the synchronous run and the run with APRIL."""
-    check_plots("The demo")
-    import torch
-    import transformers
-
-    from .. import LocalServer
-    from . import demo_training as task
-    from .report import read_run, render
-
+    require_matplotlib()
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -186,3 +167,7 @@ def comparison(synchronous: Recording, april: Recording) -> str:
         gain = "" if ratio is None else f"x {ratio:.2f}"
         table.append(f"{label:<40}{form.format(first):>16}{form.format(second):>16}{gain:>10}".rstrip())
     return "\n".join(table)
+
+
+if __name__ == "__main__":
+    main()
