@@ -92,14 +92,15 @@ def test_precision_is_the_trainers(tmp_path, changes, dtype):
     ("changes", "attention"),
     [
         ({}, "eager"),
-        ({"bf16": True}, "flash_attention_2"),  # which takes 16 bits only
-        ({"bf16": True, "use_cpu": True}, "eager"),
+        ({"bf16": True}, "eager"),  # the weights are of 32 bits, which FlashAttention does not take
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "flash_attention_2"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}, "use_cpu": True}, "eager"),
         ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, None),
     ],
 )
 def test_a_model_is_loaded_with_an_attention_that_leaves_nothing_out(tmp_path, monkeypatch, changes, attention):
     monkeypatch.setattr(construction, "is_flash_attn_2_available", lambda: True)
-    args = config(**{"model_init_kwargs": {}, **changes})
+    args = config(**changes)
     if not changes.get("use_cpu"):
         monkeypatch.setattr(APRILGRPOConfig, "device", torch.device("cuda"))
     for name, has_cap in (("gemma2", True), ("qwen3", False)):

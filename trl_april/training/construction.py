@@ -240,8 +240,12 @@ def precision(args: GRPOConfig, model: Any) -> str:
         return "bfloat16" if args.bf16 else "float16"
     if not isinstance(model, str):
         return str(model.dtype).removeprefix("torch.")
-    loading = args.model_init_kwargs or {}
-    dtype = loading.get("dtype", "float32")  # TRL's default
+    return dtype_of(args, model)
+
+
+def dtype_of(args: GRPOConfig, model: str) -> str:
+    """The data type of the weights that TRL loads."""
+    dtype = (args.model_init_kwargs or {}).get("dtype", "float32")  # TRL's default
     if dtype in (None, "auto"):
         dtype = config_of(args, model).dtype or "float32"
     return str(dtype).removeprefix("torch.")
@@ -254,9 +258,9 @@ def attention_of(args: GRPOConfig, model: Any) -> str | None:
         return None
     with suppress(OSError, ValueError):  # TRL raises it again
         if option_left_out(config_of(args, model), "sdpa") is not None:
-            rounds = precision(args, model) != "float32"  # as FlashAttention does
             has_flash = args.device.type == "cuda" and is_flash_attn_2_available()
-            return "flash_attention_2" if rounds and has_flash else "eager"
+            takes_dtype = dtype_of(args, model) != "float32"  # weights are compared with the server's without autocast
+            return "flash_attention_2" if has_flash and takes_dtype else "eager"
     return None
 
 
