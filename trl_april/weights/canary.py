@@ -279,11 +279,8 @@ def turning_points(config: PreTrainedConfig) -> list[tuple[str, int]]:
     for one in (rope, *(one for one in rope.values() if isinstance(one, dict))):
         kind = str(one.get("rope_type", one.get("type")))
         length = one.get("original_max_position_embeddings")
-        if kind == "longrope" or "dynamic" in kind:
-            length = length or getattr(text, "max_position_embeddings", 0)
-            found.append((kind, int(length)))
-        elif length:
-            found.append((kind, int(length)))
+        if length or kind == "longrope" or "dynamic" in kind:
+            found.append((kind, int(length or getattr(text, "max_position_embeddings", 0))))
     if window := getattr(text, "sliding_window", None):
         found.append(("window", int(window)))
     return found
