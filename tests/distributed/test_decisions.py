@@ -19,6 +19,7 @@ from trl_april.distributed.signals import StopRequest
 from trl_april.engine.protocol import ServerLost
 from trl_april.errors import CheckpointError, ConfigError, PoolError, ServerError
 from trl_april.pool.pool import Pool
+from trl_april.session_parts import groups_finish_beside_evaluations
 from trl_april.training import forward_pass
 from trl_april.training.forward_pass import attention_in_blocks, base_attention
 from trl_april.weights import adapters, canary, transport
@@ -216,3 +217,20 @@ def test_a_folder_of_weights_is_that_of_the_first_process(peers, connect, tiny_m
             monkeypatch.setattr(transport, "os", SimpleNamespace(path=path))
             outcome = in_both(peers.run(folder))
             assert found in (outcome, outcome[0])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_whether_groups_finish_beside_an_evaluation_is_known_to_the_first_process(peers, keeps):
+    """It has the servers. Where the answers differ, the samples of one process wait for environments for ever."""
+
+    def ask(peer: Peer) -> bool:
+        servers = SimpleNamespace(keeps_requests=keeps if peer.rank == 0 else not keeps)
+        options = SimpleNamespace(overlap_generation=True, dynamic_sampling=False)
+        return groups_finish_beside_evaluations(
+            SimpleNamespace(
+                _processes=peer, _options=options, _session=object(), reward_funcs=[],
+                vllm_generation=SimpleNamespace(servers=servers),
+            )
+        )  # fmt: skip
+
+    assert in_both(peers.run(ask)) is keeps

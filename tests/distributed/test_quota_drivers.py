@@ -32,7 +32,7 @@ from trl_april.distributed.scatter import owner_of
 from trl_april.errors import EngineError, PoolError, RoundSuspended, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample, SampleState, Score
-from trl_april.rollout.acting import Act, TurnResult
+from trl_april.rollout.acting import Act, Places, ResetResult, TurnResult
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
 from trl_april.rollout.lifecycle import RoundState
@@ -74,8 +74,9 @@ class Run:
     def rows(self, rank: int, count: int) -> list[NewGroup]:
         ids = range(self.next_ids[rank], self.next_ids[rank] + count)
         self.next_ids[rank] += count
+        prompt = (lambda group_id: []) if self.pools[rank].has_environments else prompt_ids
         return [
-            NewGroup(group_id, {}, prompt_ids(group_id), self.samples, 100)
+            NewGroup(group_id, {}, prompt(group_id), self.samples, 100)
             if owner_of(group_id, len(self.pools)) == rank
             else NewGroup(group_id)
             for group_id in ids
@@ -384,6 +385,64 @@ def test_every_row_is_trained_once_while_tools_run_through_suspensions(bound: in
     assert sorted(run.trained) == list(range(ROUNDS * 4))
     assert acting and run.num_suspended  # else it shows nothing
     assert len(tools.log) == 2 * 2 * 4 * ROUNDS  # turns, samples, groups
+
+
+class PlacesRun(ActingRun):
+    """Two processes share environments that are just enough for a batch: two groups of two samples in each."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.tools, self.lock, self.opened = Tools(turns=2), threading.Lock(), 0
+        self.places = [Places([], 4, grows=False) for _ in range(2)]
+        self.first_acts = threading.Event()  # the first process has opened what it may
+        self.instances: dict[tuple[int, int], Any] = {}  # by sample
+        options = {"samples": 2, "max_staleness": None, "over_provisioning": 3.0, "has_environments": True}
+        super().__init__(unreliable_engines(rng)[:2], 4, rng=rng, act=self.act, **options)
+
+    def act(self, group: Group, sample: Sample) -> ResetResult | TurnResult:
+        if not sample.conversation.awaits_reset:
+            if owner_of(group.group_id, 2) == 0:
+                threading.Event().wait(0.02)  # so that its other groups try to open theirs
+                self.first_acts.set()
+            return self.tools(group, sample)
+        rank = owner_of(group.group_id, 2)
+        assert rank == 0 or self.first_acts.wait(20)
+        places, key = self.places[rank], group.group_id
+        while (instance := places.take(key, len(group.samples))) is None:
+            with self.lock:
+                self.opened += (is_open := self.opened < 8)
+            if is_open:
+                places.opened()
+                instance = object()
+                break
+            if not places.failed():
+                raise ValueError("CAPACITY_REACHED")
+        self.instances[sample.key] = instance
+        return self.tools(group, sample)
+
+    def take(self) -> list[int]:
+        batch = super().take()
+        for group_id in batch:
+            places = self.places[owner_of(group_id, 2)]
+            for index in range(2):
+                places.put_back(self.instances.pop((group_id, index)))
+            places.release(group_id)
+        return batch
+
+
+def test_processes_share_environments_that_are_enough_for_a_batch():
+    """However early one process starts; of three times as many groups in flight, those without one wait."""
+    run = PlacesRun(rng := random.Random("places"))
+
+    async def rounds() -> None:
+        for version in range(10):
+            run.begin(version, rows=10 * 4 - run.next_ids[0])
+            await run.round()
+            run.take()
+            await asyncio.sleep(rng.choice([0, 0.003, 0.03]))
+
+    asyncio.run(rounds())
+    assert sorted(run.trained) == list(range(10 * 4))
+    assert run.opened == 8 and [places.limit for places in run.places] == [4, 4] and not run.instances
 
 
 class FilteredRun(Run):

@@ -13,6 +13,7 @@ from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import ConfigError
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.compatibility import (
+    RequestedBatch,
     check_arguments,
     check_dataset,
     check_images,
@@ -294,3 +295,25 @@ def test_a_sharded_reward_model_is_refused_under_dynamic_sampling():
     check_scoring([print], 2, sharded=True)
     with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*both options to False"):
         check_scoring(funcs, 2, sharded=True)
+
+
+# The generation batch that TRL asks for
+
+
+class Picture:
+    """An image, of which TRL asks for a batch of hundreds at every micro-step."""
+
+    def __deepcopy__(self, memo: dict) -> "Picture":
+        raise AssertionError("an image is copied")
+
+
+def test_a_requested_batch_is_compared_without_copies_of_its_images():
+    parts = [{"type": "image", "image": Picture()}, {"type": "text", "text": "What is it?"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "images": [Picture()]}]
+    requested = RequestedBatch("Mine")
+    requested.ask(rows)
+    requested.answer(rows)
+    requested.ask(rows)
+    parts[1]["text"] += " Be brief."
+    with pytest.raises(ConfigError, match="Mine changes the prompts"):
+        requested.answer(rows)

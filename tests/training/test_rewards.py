@@ -41,6 +41,21 @@ def test_an_unusable_reward_names_its_function(is_async, rewards, words):
     assert math.isnan(*one()) and _ is model, "one of several functions need not apply"
 
 
+def test_pythons_errors_about_arguments_name_the_users_function():
+    """As for a dataset whose column has the name of an argument."""
+
+    def correct(completions, **kwargs):
+        return [0.0]
+
+    async def formatted(completions, **kwargs):
+        return [0.0]
+
+    names = ["correct", "formatted"]
+    for name, function in zip(names, checked([correct, formatted], names), strict=True):
+        with pytest.raises(TypeError, match=rf"\.{name}\(\) got multiple values for keyword argument 'completions'"):
+            function(**{"completions": []}, **{"completions": []})
+
+
 NONE = math.nan  # of a function that returned no reward
 
 

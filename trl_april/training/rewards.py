@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, SupportsFloat
 
 import torch
@@ -182,9 +183,11 @@ def checked(functions: Sequence[Any], names: Sequence[str], *, whole_batch: bool
 def _checked(function: Any, name: str, refuses_nan: bool) -> Any:
     if isinstance(function, nn.Module):
         return function
+    named = wraps(function, updated=())  # in Python's errors about its arguments
     if not is_async_callable(function):
-        return lambda **kwargs: _check_rewards(function(**kwargs), name, refuses_nan)
+        return named(lambda **kwargs: _check_rewards(function(**kwargs), name, refuses_nan))
 
+    @named
     async def call(**kwargs: Any) -> Any:
         try:
             return _check_rewards(await function(**kwargs), name, refuses_nan)
