@@ -88,7 +88,10 @@ FAMILIES: dict[str, Family] = {  # class, options of its configuration, options 
     "OPT": ("OPTForCausalLM", {"ffn_dim": 192, "word_embed_proj_dim": 128}),
     "BLOOM": ("BloomForCausalLM", {}),
     "Falcon": ("FalconForCausalLM", {}),
-    "Falcon-H1": ("FalconH1ForCausalLM", {}),
+    "Falcon-H1": (
+        "FalconH1ForCausalLM",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32},
+    ),
     "ERNIE 4.5": ("Ernie4_5ForCausalLM", {}),
     "Arcee": ("ArceeForCausalLM", {}),
     "Nemotron": ("NemotronForCausalLM", {}),
