@@ -4,7 +4,7 @@ import models
 import pytest
 import torch
 from datasets import Dataset
-from model_families import FAMILIES, build
+from model_families import FAMILIES, ORIGINAL, build
 
 from tests.support.serverless import ServerlessTrainer
 from trl_april.config import APRILGRPOConfig
@@ -53,6 +53,8 @@ def test_a_row_is_computed_as_if_it_were_alone(name, tmp_path):
             passes["side by side"] = score(trainer.model, ids, mask, kept)[0]
         for row, of in enumerate(mask.bool()):
             alone = ids[row, of][None]
+            if "LongRoPE" in name and alone.size(1) <= ORIGINAL:
+                continue  # of other frequencies beside longer rows, and other ones than on the server: the canary warns
             logps = reference(alone).logits[0, :-1].float().log_softmax(-1).gather(-1, alone[0, 1:, None])[:, 0]
             tokens = int(mask[row, -kept:].sum())
             for how, found in passes.items():
