@@ -1,4 +1,4 @@
-"""The model families of `models.py`, at a tiny size with random weights."""
+"""The model families of `models.py`, at a tiny size with random weights, and how each is trained."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ LONGROPE = rope(
 LLAMA3 = rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL
 )
+
+CUT = {"over_provisioning": 2.0, "overlap_generation": False, "resume_kv": "recompute"}
+KEPT = {"over_provisioning": 3.0, "overlap_generation": True, "resume_kv": "keep"}
+TRAININGS: dict[str, dict[str, Any]] = {  # of each family; the first three share a server
+    "cut": CUT,
+    "kept": KEPT,
+    "merged": {**CUT, "weight_sync": "filesystem"},
+    "adapter": {**KEPT, "weight_sync": "auto"},
+}
 
 Family = tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], dict[str, Any]]
 FAMILIES: dict[str, Family] = {  # class, options of its configuration, options of the trainer
