@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +128,8 @@ FAMILIES: dict[str, Family] = {  # class, options of its configuration, options 
 }
 
 
-def build(name: str, folder: Path) -> tuple[Any, dict[str, Any], Callable[[int], dict[str, Any]]]:
-    """Save a family's model and tokenizer. Returns the model with eager attention, options, and a maker of rows."""
+def build(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Save a family's model and tokenizer. Returns the model with eager attention, and options of the trainer."""
     import torch
     import transformers
 
@@ -156,7 +155,7 @@ def build(name: str, folder: Path) -> tuple[Any, dict[str, Any], Callable[[int],
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     reference = model_class.from_pretrained(folder, attn_implementation="eager", dtype="float32").eval()
-    return reference, options[0] if options else {}, make_row
+    return reference, options[0] if options else {}
 
 
 def make_row(number: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from model_families import TRAININGS, build
+from model_families import TRAININGS, build, make_row
 from peft import LoraConfig
 from report import replace_text
 
@@ -32,7 +32,7 @@ def measure(name: str, path: Path) -> None:
     """Train a family in each way, and write what was found after each training."""
     torch.set_num_threads(1)
     folder = path.parent / "model"
-    reference, options, make_prompt = build(name, folder)
+    reference, options = build(name, folder)
     found: dict[str, Any] = {}
     servers = []  # held, so that the next training takes over the server
     for training, schedule in TRAININGS.items():
@@ -44,7 +44,7 @@ def measure(name: str, path: Path) -> None:
         )  # fmt: skip
         with noted_warnings() as warnings:
             try:
-                found[training] = train(training, str(folder), config, reference, make_prompt, servers)
+                found[training] = train(training, str(folder), config, reference, servers)
             except Exception as error:
                 found[training] = {"error": f"{type(error).__name__}: {error}"}
         found[training]["warnings"] = warnings
@@ -69,9 +69,7 @@ def noted_warnings() -> Iterator[list[str]]:
     logging.getLogger("trl_april").removeHandler(handler)
 
 
-def train(
-    training: str, folder: str, config: Any, reference: Any, make_prompt: Any, servers: list[Any]
-) -> dict[str, Any]:
+def train(training: str, folder: str, config: Any, reference: Any, servers: list[Any]) -> dict[str, Any]:
     """One training, and its differences."""
 
     class Measured(APRILGRPOTrainer):
@@ -129,7 +127,7 @@ def train(
     models: dict[int, Any] = {}
     found: dict[str, Any] = {"tokens": 0, "continued": 0}
     trainer = Measured(
-        model=folder, args=config, train_dataset=Dataset.from_list([make_prompt(number) for number in range(32)]),
+        model=folder, args=config, train_dataset=Dataset.from_list([make_row(number) for number in range(32)]),
         reward_funcs=lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids],
         peft_config=LoraConfig(r=8, target_modules="all-linear") if training in ("merged", "adapter") else None,
     )  # fmt: skip

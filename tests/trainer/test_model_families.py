@@ -4,7 +4,7 @@ import models
 import pytest
 import torch
 from datasets import Dataset
-from model_families import FAMILIES, ORIGINAL, build
+from model_families import FAMILIES, ORIGINAL, build, make_row
 
 from tests.support.serverless import ServerlessTrainer
 from trl_april.config import APRILGRPOConfig
@@ -34,7 +34,7 @@ def padded_rows() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_is_computed_as_if_it_were_alone(name, tmp_path):
     """By the model as it is: with eager attention and without dropout. In blocks, if it allows them, and without."""
-    reference, _, make_row = build(name, tmp_path / "model")
+    reference, _ = build(name, tmp_path / "model")
     args = APRILGRPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, report_to=[], disable_dropout=True, num_generations=4,
         per_device_train_batch_size=8,
