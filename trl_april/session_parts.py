@@ -151,8 +151,9 @@ def sampling(trainer: GRPOTrainer) -> SamplingOptions:
 
 def budget_of(trainer: GRPOTrainer, sampling: SamplingOptions) -> Budget:
     """The limits of every sample of training and evaluation."""
-    context_length = trainer.vllm_generation.server_info.max_model_len
-    return Budget(trainer.args.max_completion_length, context_length, sampling.min_tokens)
+    server = trainer.vllm_generation
+    context_length = server.server_info.max_model_len
+    return Budget(trainer.args.max_completion_length, context_length, sampling.min_tokens, server.larger_context)
 
 
 def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None, budget: Budget) -> None:

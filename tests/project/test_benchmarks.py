@@ -253,6 +253,35 @@ class TestGpu:
             gpu.main()
 
 
+class TestModels:
+    def test_it_continues_from_its_file_and_writes_the_table(self, tmp_path, monkeypatch, capsys):
+        models, path, page = importlib.import_module("models"), tmp_path / "models.json", tmp_path / "models.md"
+        exact = {"tokens": 9, "continued": 1, "alone": 1e-6, "blocks": 1e-6, "side by side": 2e-6, "warnings": []}
+        failed = "ServerError: The server exited.\nRoot cause: ModuleNotFoundError: No module named 'torchvision'\nLog"
+        answers = {
+            "Llama": dict.fromkeys(models.TRAININGS, exact),
+            "GPT-2": {"cut": exact, "kept": {**exact, "side by side": 0.09, "warnings": ["Step 1: far.", "After 9"]}},
+            "Qwen 3.5": {"cut": {"error": failed, "warnings": []}},
+        }
+        measured = []
+
+        def run(name, time_limit):
+            measured.append(name)
+            return {"name": name, "found": answers[name]}
+
+        monkeypatch.setattr(models, "run", run)
+        for names in (["GPT-2"], list(answers)):
+            monkeypatch.setattr(sys, "argv", ["models.py", *names, "--results", str(path), "--write", str(page)])
+            models.main()
+        assert measured == ["GPT-2", "Llama", "Qwen 3.5"]
+        rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+        assert rows == [
+            "| Llama | yes | exact | exact | yes | exact | exact |  |",
+            "| Qwen 3.5 | no |  |  |  |  |  | cut: ModuleNotFoundError: No module named 'torchvision' |",
+            "| GPT-2 | yes | exact | 9e-02 | yes |  |  | kept: After 9 |",
+        ]
+
+
 @pytest.mark.parametrize("gym", TASKS.values(), ids=list(TASKS))
 def test_worked_solutions_are_right_unless_given_up_and_fit(gym):
     entries = list(gym.entries(40, seed=1))
@@ -325,6 +354,7 @@ def test_an_answer_that_is_no_expression_is_not_evaluated():
         ("tail", ["--contestants", "2:5"], "the first contestant is compared with, so it must be 1"),
         ("tail", ["--every", "3"], "--every is 3, but --quota, 8, must be a multiple of it"),
         ("micro_batches", ["--samples", "30", "--sizes", "5"], "--samples is 30, but it must be a multiple of 4"),
+        ("models", ["GPT-9"], "GPT-9: no such family. There are Llama, "),
         ("overhead", ["--plot-only", "/nowhere.json"], "/nowhere.json cannot be read as the results of a benchmark"),
     ],
 )

@@ -5,11 +5,19 @@ import json
 import sys
 
 import pytest
+from transformers import Phi3Config
 
 from tests.server.test_local import HEALTHY, script  # noqa: F401
 from trl_april.errors import ConfigError
 from trl_april.server.command_line import flag_value
-from trl_april.server.embedded import Devices, EmbeddedServer, choose_devices, lora_flags, server_flags
+from trl_april.server.embedded import (
+    Devices,
+    EmbeddedServer,
+    choose_devices,
+    larger_context,
+    lora_flags,
+    server_flags,
+)
 from trl_april.server.process import session_members
 
 
@@ -126,3 +134,21 @@ def test_server_of_adapters_is_taken_over_while_it_has_their_base(script, monkey
     server.has_base = True
     assert used_by(users[3], tmp_path / "merged", lora_flags(8)) is not server
     server.stop()
+
+
+@pytest.mark.parametrize("kind", ["default", "longrope"])
+def test_remedy_for_a_short_context_is_the_option_of_the_trainer(kind):
+    """With what it does to a model whose short and long sequences have other frequencies."""
+    rope = {"rope_type": kind, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 8.0}
+    config = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=4,
+        original_max_position_embeddings=64,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    remedy = larger_context(config)
+    assert "a larger vllm_max_model_length" in remedy and "restart" not in remedy
+    assert ("64 original positions" in remedy) == ("long factors for all" in remedy) == (kind == "longrope")

@@ -148,7 +148,7 @@ def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, cap
         wait_for(lambda: not server.is_running)
         assert server.log_path.read_text().count("\nline 149") == 3
         assert caplog.text.count("did not start. It is started again") == 2
-        assert "first error: ValueError: the KV cache is too small" in str(server.failure)
+        assert "Root cause: ValueError: the KV cache is too small" in str(server.failure)
         with pytest.raises(ServerError, match="the KV cache is too small"):
             server.wait()
         script(HEALTHY)
@@ -188,12 +188,12 @@ def test_server_that_dies_while_starting_shows_its_log(script):
         server.start()
     message = str(error.value)
     assert "exit code 3" in message and str(server.log_path) in message
-    assert "first error: ValueError: the KV cache is too small" in message
+    assert "Root cause: ValueError: the KV cache is too small" in message
     assert "line 149" in message and "line 120" in message and "line 119" not in message  # 30 lines
     with pytest.raises(ServerError, match="is not running"):
         server.pid  # noqa: B018
     script(DYING.replace("KV cache is too small", r"model is\n(EngineCore pid=7)   Value error, too long"))
-    with pytest.raises(ServerError, match=r"first error: ValueError: the model is\n +Value error, too long\n"):
+    with pytest.raises(ServerError, match=r"Root cause: ValueError: the model is\n +Value error, too long\n"):
         server.start()
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from trl_april.server import process as process_session
-from trl_april.server.process import ServerProcess, end_session, session_members
+from trl_april.server.process import ServerProcess, end_session, root_error, session_members
 
 
 def wait_for(condition, seconds=20.0):
@@ -109,3 +109,42 @@ def test_watchdog_ends_with_the_server():
     assert server.process.pid in children and len(children) == 2
     server.end()
     assert not {child.pid for child in psutil.Process().children()} & children
+
+
+WRAPPED = """
+    (APIServer pid=6) ERROR 11-21 06:23:46 [registry.py:1110] Error in inspecting model architecture 'Model'
+    (APIServer pid=6) ERROR 11-21 06:23:46 [registry.py:1110] subprocess.CalledProcessError: Command '[...]' failed.
+    (APIServer pid=6) ERROR 11-21 06:23:46 [registry.py:1110] RuntimeError: Error raised in subprocess:
+    (APIServer pid=6) ERROR 11-21 06:23:46 [registry.py:1110] [transformers] `X` requires torchvision (not installed)
+    (APIServer pid=6) ERROR 11-21 06:23:46 [registry.py:1110] ModuleNotFoundError: No module named 'torchvision'
+    (APIServer pid=6) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+    (APIServer pid=6)   Value error, Model architectures ['Model'] failed to be inspected. [type=value_error]
+"""
+OF_THE_ENGINE = """
+    (APIServer pid=6) WARNING 11-21 06:23:46 [x.py:2] Expect errors like `OSError: [Errno 24] Too many`.
+    (EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1] ImportError: {newline}the KV cache needs a library
+    RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""
+NEXT_LINE = "\n    (EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1] "
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (WRAPPED, "ModuleNotFoundError: No module named 'torchvision'"),
+        (OF_THE_ENGINE.format(newline=""), "ImportError: the KV cache needs a library"),
+        (OF_THE_ENGINE.format(newline=NEXT_LINE), "ImportError: \nthe KV cache needs a library"),
+        (
+            "\n".join(WRAPPED.splitlines()[6:]),
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, Model architectures ['Model'] failed to be inspected. [type=value_error]",
+        ),
+        (OF_THE_ENGINE.splitlines()[-1], "RuntimeError: Engine core initialization failed."),
+        ("Killed", None),
+    ],
+    ids=["subprocess", "engine", "next line", "options", "wrapper alone", "none"],
+)
+def test_root_error_of_a_log(log, error):
+    """Tracebacks begin with the cause, except where vLLM's caller reports before its subprocess."""
+    found = root_error(textwrap.dedent(log))
+    assert found == error if error is None else found.startswith(error), found

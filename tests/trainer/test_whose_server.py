@@ -11,7 +11,7 @@ from trl import GRPOConfig
 from tests.support.fake_vllm import FakeVLLM, TakenClaim
 from tests.support.tool_calling import TOKENIZER, ToolScript
 from tests.trainer.test_tools import april
-from trl_april.errors import WeightSyncError
+from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.embedded import EmbeddedServer
 from trl_april.training import construction
 
@@ -52,18 +52,27 @@ JUDGES = {
 }
 
 
+@pytest.fixture
+def own(monkeypatch):
+    """Lets trainers without a server's address take a fake one for their own."""
+
+    def use(fake):
+        class Own(EmbeddedServer):
+            def start(self, **_):
+                self.port = int(fake.base_url.rpartition(":")[2])
+
+            wait = start
+            is_running = True
+
+        monkeypatch.setattr(construction, "EmbeddedServer", Own)
+
+    return use
+
+
 @pytest.mark.parametrize("judge", JUDGES)
-def test_a_judge_at_the_default_address_is_left_alone(judge, fake, tmp_path, monkeypatch):
+def test_a_judge_at_the_default_address_is_left_alone(judge, fake, own, tmp_path, monkeypatch):
     """Nothing is sent to it, so its weights stay what they are."""
-
-    class Own(EmbeddedServer):
-        def start(self, **_):
-            self.port = int(fake.base_url.rpartition(":")[2])
-
-        wait = start
-        is_running = True
-
-    monkeypatch.setattr(construction, "EmbeddedServer", Own)
+    own(fake)
     with JUDGES[judge]() as there:
         port = int(there.base_url.rpartition(":")[2])
         monkeypatch.setattr(GRPOConfig, "vllm_server_port", port)
@@ -109,3 +118,17 @@ def test_a_run_on_a_server_without_leases_is_noticed_by_its_requests(tmp_path):
             april(fake, tmp_path)
         fake.answers.clear()  # of a run that has ended
         assert april(fake, tmp_path).april_enabled and not changes(fake)
+
+
+@pytest.mark.parametrize(
+    ("is_ours", "remedy"), [(True, "set a larger vllm_max_model_length"), (False, "restart .* larger --max-model-len")]
+)
+@pytest.mark.parametrize("length", [100, 99], ids=["completions", "prompts"])
+def test_a_short_context_has_the_remedy_of_whoever_starts_the_server(length, is_ours, remedy, own, tmp_path):
+    with FakeVLLM(vocab_size=len(TOKENIZER), max_model_len=100) as fake:
+        own(fake)
+        server = SimpleNamespace(base_url=None, prompt_logprobs=None) if is_ours else fake
+        with pytest.raises(ConfigError, match=f"context.* 100.*, or {remedy}"):
+            trainer = april(server, tmp_path, max_completion_length=length)
+            fake.prompt_logprobs = server.prompt_logprobs
+            trainer.train()

@@ -135,7 +135,7 @@ def test_recorded_log_probabilities_are_needed(monkeypatch, changes, needed):
     """TRL's off-policy mask compares with them even without the correction."""
     monkeypatch.setattr(construction, "ServerGeneration", dict)  # its arguments
     args = config(**changes)
-    made = connect_server(args, AprilOptions.of(args), server=None, processes=OneProcess(), eos_token_ids=[])
+    made = connect_server(args, AprilOptions.of(args), server=None, processes=OneProcess(), model=build_model())
     assert made["needs_logprobs"] is needed
 
 
@@ -175,14 +175,20 @@ def test_server_of_a_model_without_adapters_in_vllm_starts_again():
     assert server.vllm_args == plain.vllm_args
 
 
-def test_a_model_that_vllm_does_not_know_has_our_advice():
-    def wait():
-        raise ServerError("The vLLM server exited.\nModel architectures ['MyModel'] are not supported for now.")
+@pytest.mark.parametrize(
+    ("says", "is_unknown"),
+    [("are not supported for now.", True), ("failed to be inspected. Please check the logs", False)],
+)
+def test_a_model_that_vllm_does_not_know_has_our_advice(says, is_unknown):
+    """One that vLLM knows and cannot import has not."""
 
-    with pytest.raises(ServerError, match=r"use_vllm=False.*vllm.general_plugins(.|\n)*MyModel"):
-        connect_server(
-            config(), AprilOptions(), server=SimpleNamespace(wait=wait), processes=OneProcess(), eos_token_ids=[]
-        )
+    def wait():
+        raise ServerError(f"The vLLM server exited.\nModel architectures ['MyModel'] {says}")
+
+    server = SimpleNamespace(wait=wait, stop=lambda: None)
+    with pytest.raises(ServerError, match="MyModel") as error:
+        connect_server(config(), AprilOptions(), server=server, processes=OneProcess(), model=build_model())
+    assert ("use_vllm=False" in str(error.value) and "vllm.general_plugins" in str(error.value)) is is_unknown
 
 
 def test_model_object_is_served_from_its_architecture():

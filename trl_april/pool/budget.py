@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 
 
+LARGER_CONTEXT = "restart the server with a larger --max-model-len"
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of a completion in tokens."""
@@ -19,6 +22,7 @@ class Budget:
     max_completion_length: int | None = None  # over all turns; `None`: whatever the context leaves
     context_length: int | None = None  # that the server takes, prompt and completion together; `None`: any length
     min_tokens: int = 0  # of each turn, unless the sample's budget ends before
+    remedy: str = LARGER_CONTEXT  # for a context that is too short, in errors and warnings
 
     def after(self, prompt_length: int) -> int:
         """The most tokens of a completion after a prompt, less than 1 if the prompt leaves none."""
@@ -37,7 +41,7 @@ class Budget:
         """
         after, limit = self.after(prompt_length), self.max_completion_length
         lengths = f"{whose} has {prompt_length} tokens, and the server's context {self.context_length}"
-        remedy = "Shorten it, leave the row out (dataset.filter), or restart the server with a larger --max-model-len."
+        remedy = f"Shorten it, leave the row out (dataset.filter), or {self.remedy}."
         if after < 1:
             raise ConfigError(f"{lengths}: no room is left for a completion. {remedy}")
         if limit is None or after == limit:

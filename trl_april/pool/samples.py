@@ -268,8 +268,8 @@ class Group:
             if self.budget_of(sample) < max(1, length):
                 raise PoolError(
                     f"{sample} has {length} tokens with a budget of {self.budget_of(sample)}, after a prompt of "
-                    f"{len(self.prompt_ids_of(sample))}. The server's context is {self.budget.context_length} tokens: "
-                    "restart it with a larger --max-model-len if it was larger before."
+                    f"{len(self.prompt_ids_of(sample))}. The server's context is {self.budget.context_length} tokens. "
+                    f"If it was larger before, {self.budget.remedy}."
                 )
             versions = [segment.version for segment in sample.segments if segment.version is not None]
             if versions != sorted(versions) or (versions and versions[0] < self.start_version):

@@ -16,6 +16,7 @@ import requests
 from transformers import AutoConfig, PretrainedConfig
 
 from ..errors import ConfigError, ServerError
+from ..pool.budget import LARGER_CONTEXT
 from .command_line import PROCESSED_LOGPROBS, RAW_LOGPROBS
 
 
@@ -54,11 +55,13 @@ def check_server(
     config: PretrainedConfig,
     max_completion_length: int | None,
     num_tokens: int = 0,
+    larger_context: str = LARGER_CONTEXT,
 ) -> ServerInfo:
     """Check a server that answers against the trainer's model, and return its account of itself.
 
-    The trainer's tokenizer has `num_tokens` ids, of which the model may have no embedding for the last. Raises
-    [`ServerError`] if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
+    The trainer's tokenizer has `num_tokens` ids, of which the model may have no embedding for the last.
+    `larger_context` is the remedy for a short context. Raises [`ServerError`] if the server does not answer as vLLM
+    does, [`ConfigError`] if it cannot be trained with.
     """
     try:
         described = server_info(session, base_url)
@@ -97,8 +100,8 @@ def check_server(
     if max_completion_length is not None and info.max_model_len <= max_completion_length:
         raise ConfigError(
             f"The vLLM server at {base_url} has a context of {info.max_model_len} tokens, but a prompt and a "
-            f"completion of max_completion_length={max_completion_length} tokens have to fit. Restart it with a "
-            "larger --max-model-len, or lower max_completion_length."
+            f"completion of max_completion_length={max_completion_length} tokens have to fit. Lower "
+            f"max_completion_length, or {larger_context}."
         )
     check_architecture(info, base_url, config)
     check_experts(info.device, base_url, config)

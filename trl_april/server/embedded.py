@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from .local import LocalServer
@@ -74,6 +75,20 @@ def lora_flags(rank: int) -> list[str]:
     """Flags for adapters up to this rank; none if it is too large for vLLM."""
     allowed = [one for one in LORA_RANKS if one >= rank]
     return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", str(allowed[0])] if allowed else []
+
+
+def larger_context(config: Any) -> str:
+    """How users get a longer context than vLLM's choice, and what that does to a model with this configuration."""
+    text, remedy = config.get_text_config(), "set a larger vllm_max_model_length"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return remedy
+    original = getattr(text, "original_max_position_embeddings", None) or rope["original_max_position_embeddings"]
+    return (
+        f"{remedy}. For LongRoPE, vLLM chooses the {original} original positions. With more, it uses the long factors "
+        f"for all sequences, and transformers for those of more than {original} tokens only, so the log-probabilities "
+        "of shorter sequences differ"
+    )
 
 
 def description(model: str) -> object:

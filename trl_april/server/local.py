@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from ..errors import ConfigError, ServerError
 from .command_line import check_model, gpu_shares, server_command, server_environment
 from .host import ClosedPort, bind, bind_when_free, check_address, lasting_port, warn_if_exposed
-from .process import ServerProcess, describe_exit
+from .process import ServerProcess, describe_exit, root_error
 
 
 logger = logging.getLogger(__name__)
@@ -33,14 +32,6 @@ HEALTH_POLL = 0.25  # seconds between two health checks
 ERROR_TAIL = 30  # lines of the log in an error
 RESTARTS = 3  # starts in a row that may fail before a server that had been ready is given up
 NOT_STARTED = "The server is not running. Call start(), or use it in a with block."
-
-# The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
-# For options, pydantic says the reason in the next line.
-FIRST_ERROR = re.compile(
-    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?"
-    r"((?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?:\(\w+ pid=\d+\))? +Value error, .*)?)$",
-    re.MULTILINE,
-)
 
 _addresses: set[str] = set()
 
@@ -363,8 +354,8 @@ class LocalServer:
         # The engine logs the cause; dozens of lines of the API server's traceback follow it.
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
-            error = FIRST_ERROR.search(log.read().decode(errors="replace"))
-        cause = re.sub(r"\n\(\w+ pid=\d+\)", "\n", f"Its first error: {error[1]}\n") if error else ""
+            error = root_error(log.read().decode(errors="replace"))
+        cause = "" if error is None else f"Root cause: {error}\n"
         return ServerError(
             f"The vLLM server for {self.model} {what}.\n{cause}"
             f"Whole log: {self.log_path}. Its last {ERROR_TAIL} lines:\n{self.tail()}"

@@ -10,6 +10,7 @@ started the child ends, reaches only the leader, and needs code between fork and
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,19 @@ POLL = 0.05  # seconds between two checks whether a session has ended
 KILL_WAIT = 10.0  # seconds that the kernel gets to remove killed processes
 TRACKER_WAIT = 3.0  # of these, seconds for the resource tracker to free shared memory
 WATCH_POLL = 0.5  # seconds between two checks whether the owner of a session is alive
+
+# The last line of a traceback, after vLLM's prefix "(EngineCore pid=7) ERROR 11-21 06:24:08 [core.py:1433] " or none.
+# Some messages begin on the next line. For options, pydantic says the reason in the next line.
+_PREFIX = r"(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\] )?"
+_ERROR = re.compile(
+    rf"^{_PREFIX}((?:\w+\.)*\w*(?:Error|Exception): *(?:\n{_PREFIX})?\S.*"
+    r"(?:\n(?:\(\w+ pid=\d+\))? +Value error, .*)?)$",
+    re.MULTILINE,
+)
+# Errors that only say that there was one. It may be below them in the log: vLLM inspects a model in a subprocess.
+_WRAPPERS = re.compile(
+    r"subprocess\.CalledProcessError|RuntimeError: (Error raised in subprocess|Executor failed|.*See root cause above)"
+)
 
 
 class ServerProcess:
@@ -55,6 +69,13 @@ class ServerProcess:
             if self._watchdog is not None:
                 self._watchdog.kill()
                 self._watchdog.wait()
+
+
+def root_error(log: str) -> str | None:
+    """The error that made a vLLM server exit, by its log: the first one, since tracebacks begin with the cause."""
+    errors = [match[1] for match in _ERROR.finditer(log)]
+    error = next((one for one in errors if not _WRAPPERS.match(one)), errors[0] if errors else None)
+    return None if error is None else re.sub(rf"\n{_PREFIX}", "\n", error)
 
 
 def describe_exit(code: int) -> str:

@@ -30,9 +30,10 @@ from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
 from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
+from ..pool.budget import LARGER_CONTEXT
 from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
-from ..server.embedded import EmbeddedServer, choose_devices, lora_flags, server_flags
+from ..server.embedded import EmbeddedServer, choose_devices, larger_context, lora_flags, server_flags
 from ..server.host import bind
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
@@ -46,7 +47,7 @@ logger = get_logger(__name__)
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 
 # In the errors of vLLM and transformers for a class that only the script has.
-UNKNOWN_MODEL = ("Model architectures", "does not recognize this architecture")
+UNKNOWN_MODEL = ("are not supported for now", "does not recognize this architecture")
 
 # For the model card.
 PAPER = {
@@ -332,6 +333,7 @@ def connect_server(
             api_key=api_key(),
             resume_kv=options.resume_kv,
             server_base_url=f"http://{DEFAULT_HOST}:{port}" if port else None,
+            larger_context=LARGER_CONTEXT if names_server(args) else larger_context(of_trainer["model"].config),
             addresses=None if port or args.vllm_server_base_url is None else partial(addresses_in, args),
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,

@@ -23,6 +23,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..distributed.processes import Processes
 from ..engine.logprobs import check_logprobs
 from ..errors import ConfigError, ServerError
+from ..pool.budget import LARGER_CONTEXT
 from ..server.addresses import server_addresses
 from ..server.check import ServerInfo, check_server
 from ..server.local import LocalServer
@@ -52,7 +53,7 @@ class ServerGeneration(VLLMGeneration):
     TRL iterates over the parameters (FSDP, DeepSpeed, PEFT merging) and generates for evaluation. `trained_model`
     returns the model that is trained, which some kinds of sharding replace. `before_sync` is called in all processes
     just before the weights change, to abort requests or pause the servers. `local_server` is the server if this
-    process owns it.
+    process owns it. `larger_context` says how users get a longer context.
 
     Of several servers, some may be lost while the sync continues with the others. `addresses` is called in the main
     process before every sync: servers may come and go.
@@ -72,10 +73,12 @@ class ServerGeneration(VLLMGeneration):
         local_server: LocalServer | None = None,
         shares_device: bool = False,
         addresses: Callable[[], Sequence[str]] | None = None,
+        larger_context: str = LARGER_CONTEXT,
         **kwargs: Any,
     ) -> None:
         self.before_sync: Callable[[], None] | None = None
         self._addresses = addresses
+        self.larger_context = larger_context
         self.weight_sync = weight_sync
         self.sync_seconds = 0.0
         self.sync_mismatch = 0.0  # of the last sync, in nats
@@ -221,6 +224,7 @@ class ServerGeneration(VLLMGeneration):
                 config=self.model.config,
                 max_completion_length=self.max_completion_length,
                 num_tokens=1 + max(tokenizer.get_vocab().values()),
+                larger_context=self.larger_context,
             )
         except requests.RequestException as error:
             raise ServerError(
