@@ -132,8 +132,7 @@ def build(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     """Save a family's model and tokenizer. Returns the model with eager attention, and options of the trainer."""
     import torch
     import transformers
-
-    from trl_april.commands.demo_training import build_tokenizer
+    from countdown import build_tokenizer
 
     class_name, overrides, *options = FAMILIES[name]
     model_class = getattr(transformers, class_name)
