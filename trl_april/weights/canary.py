@@ -127,7 +127,7 @@ class Canary:
     def _warn_if_apart(self, trainer: Sequence[float], difference: float, length: int) -> None:
         """Warn once if both sides compute otherwise."""
         limit = self._rounding(trainer)
-        if difference > limit and not self._has_warned:
+        if not difference <= limit and not self._has_warned:  # it may be NaN
             self._has_warned = True
             logger.warning(
                 "After %d tokens, the log-probabilities of server and trainer differ by %.3g nats on average, more "
@@ -298,11 +298,9 @@ def lengths_to_compare(config: PreTrainedConfig, context: int) -> list[int]:
 def differs_from_start(config: PreTrainedConfig, context: int) -> bool:
     """Whether vLLM and transformers choose other rotary frequencies even for short sequences.
 
-    transformers chooses by the length of the input, vLLM once for all by its context.
+    With LongRoPE, transformers chooses by the length of the input, vLLM once for all by its context.
     """
-    return any(
-        "dynamic" in kind or (kind == "longrope" and context > length) for kind, length in turning_points(config)
-    )
+    return any(kind == "longrope" and context > length for kind, length in turning_points(config))
 
 
 def why_otherwise(config: PreTrainedConfig, context: int, tokens: int) -> str:
@@ -314,11 +312,6 @@ def why_otherwise(config: PreTrainedConfig, context: int, tokens: int) -> str:
                 f"for all, since its context of {context} tokens is longer. If prompts and completions fit, set "
                 f"vllm_max_model_length={length} (--max-model-len of a server elsewhere); otherwise only sequences of "
                 f"more than {length} tokens are exact."
-            )
-        if "dynamic" in kind:
-            return (
-                f"With rope_type={kind!r}, transformers scales the frequencies by the length of an input beyond "
-                f"{length} tokens, and vLLM always. Train with another rope_type, such as 'yarn'."
             )
     for kind, length in turning_points(config):
         if tokens == length + NUM_TOKENS:

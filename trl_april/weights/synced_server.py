@@ -5,6 +5,7 @@ Invariant: a server that was lost takes no part in syncs until its watch has see
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
 from ..server.lease import ServerLease
 from ..server.traffic import ServerPause, server_load
-from .canary import Canary, distance, next_logprobs, server_logprobs
+from .canary import NUM_TOKENS, Canary, distance, next_logprobs, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 
 
@@ -123,8 +124,19 @@ class SyncedServer:
         if is_same and self.info.has_weights and self.control.weight_version() == FRESH:
             ask = next_logprobs if as_next else server_logprobs
             first = ask(self.control, self.info.model, sequences[0])
-            longer = [next_logprobs(self.control, self.info.model, one) for one in sequences[1:]]
-            self.values_before = [first, *longer]
+            self.values_before = [first, *self._longer(self.info.model, sequences)]
+
+    def _longer(self, model: str, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Values after sequences that are longer than the canary; NaN where the server computes that."""
+        found = []
+        for one in sequences[1:]:
+            try:
+                found.append(next_logprobs(self.control, model, one))
+            except WeightSyncError as error:
+                if "Out of range float" not in str(error):  # vLLM's answer for NaN, which JSON has not
+                    raise
+                found.append([math.nan] * (NUM_TOKENS - 1))
+        return found
 
     def stamp_and_verify(
         self,
@@ -160,7 +172,7 @@ class SyncedServer:
         ranks = [{"X-data-parallel-rank": str(rank)} if several else None for rank in range(self.info.engines)]
         found = [ask(self.control, model, sequences[0], headers) for headers in ranks]
         furthest = max(found, key=partial(distance, expected[0]))
-        after = [furthest, *(next_logprobs(self.control, model, one) for one in sequences[1:])]
+        after = [furthest, *self._longer(model, sequences)]
         lengths = [len(one) for one in sequences]
         self.mismatch = self.canary.compare_around(lengths, expected, self.values_before, after, version)
         self.values_before = None
