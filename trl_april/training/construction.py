@@ -32,7 +32,6 @@ from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
 from ..server.embedded import EmbeddedServer, choose_devices, lora_flags, server_flags
-from ..server.host import bind
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
@@ -275,9 +274,9 @@ def connect_server(
     accelerator.
     """
 
-    def wait() -> tuple[int | None, bool, int]:
+    def wait() -> tuple[int | None, bool]:
         if server is None:
-            return None, False, args.vllm_group_port
+            return None, False
         try:
             server.wait()
         except ServerError as error:
@@ -291,11 +290,9 @@ def connect_server(
                 raise
             logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
             server.start_without_adapters()
-        # An earlier trainer may still hold the default port for its own group.
-        is_free = args.vllm_group_port == GRPOConfig.vllm_group_port
-        return server.port, server.devices.shared, bind("0.0.0.0", 0) if is_free else args.vllm_group_port
+        return server.port, server.devices.shared
 
-    port, shares_device, group_port = processes.decide(wait)
+    port, shares_device = processes.decide(wait)
     try:
         generation = ServerGeneration(
             local_server=server,
@@ -311,7 +308,7 @@ def connect_server(
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,
             server_timeout=args.vllm_server_timeout,
-            group_port=group_port,
+            group_port=args.vllm_group_port,
             repetition_penalty=args.repetition_penalty,
             temperature=args.temperature,
             top_p=args.top_p,
