@@ -51,24 +51,33 @@ def test_a_model_of_unknown_size_is_refused(folder, tmp_path, capsys):
     assert "but there is no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flags", "servers"), [([], "2"), (["--dtype=float32"], "1")])
-def test_memory_is_that_of_torch(folder, monkeypatch, capsys, flags, servers):
-    """So AMD's counts, too."""
-    size, _ = model_size(folder)
+@pytest.fixture
+def gpus(monkeypatch):
+    """torch's module of two GPUs, NVIDIA's or AMD's."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return torch.cuda
+
+
+@pytest.mark.parametrize(("flags", "servers"), [([], "2"), (["--dtype=float32"], "1")])
+def test_memory_is_that_of_torch(folder, gpus, monkeypatch, capsys, flags, servers):
+    size, _ = model_size(folder)
     device = SimpleNamespace(total_memory=4 * size)  # 0.6 of it holds 2 bytes per parameter, but not 4
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(gpus, "get_device_properties", lambda index: device)
     assert main([folder, "2", *flags]) == 0
     assert capsys.readouterr().out.strip() == servers
     with pytest.raises(ConfigError, match="can use 2 of 4 GPUs"):
         gpu_memory(4)
 
 
-def test_torch_says_why_it_has_no_gpu(monkeypatch):
+def test_torch_says_why_it_has_no_gpu(gpus, monkeypatch):
     def fails() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020)")
 
-    monkeypatch.setattr(torch.cuda, "init", fails)
+    monkeypatch.setattr(gpus, "init", fails)
     with pytest.raises(ConfigError, match="can use 0 of 4 GPUs: The NVIDIA driver on your system is too old"):
+        gpu_memory(4)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with pytest.raises(ConfigError, match="can use 0 of 4 GPUs: it is built for CPUs"):
         gpu_memory(4)

@@ -6,15 +6,19 @@ Invariant: a process runs at most one, and it ends with the last of its trainers
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from .local import LocalServer
 
+
+logger = logging.getLogger(__name__)
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 # In the configurations of model and tokenizer. The data type is a flag of the server.
@@ -52,6 +56,24 @@ def choose_devices(visible: Sequence[str], used: int, wanted: int) -> Devices:
         )
     free = visible[used:]
     return Devices(tuple(free[:wanted])) if wanted <= len(free) else Devices(tuple(visible[:wanted]), shared=True)
+
+
+def keep_one_gpu(args: Any, model: Any) -> None:
+    """Leave the server a GPU if this process sees several, has no launcher, and its model is not divided by the user.
+
+    TRL would divide a model that it loads among all of them, and refuses one that is loaded.
+    """
+    is_divided = "device_map" in (args.model_init_kwargs or {}) or getattr(model, "hf_device_map", None)
+    if args.world_size > 1 or args.n_gpu <= args.vllm_tensor_parallel_size or is_divided:
+        return
+    idle = args.n_gpu - 1 - args.vllm_tensor_parallel_size
+    rest = f", and {idle} more stay idle" if idle else ""
+    logger.warning(
+        f"This process sees {args.n_gpu} GPUs: the model trains on the first, the server has the next "
+        f"{args.vllm_tensor_parallel_size}{rest}. `accelerate launch` trains on several. To divide the model among "
+        "all, beside the server, set model_init_kwargs={'device_map': 'auto'}."
+    )
+    args._n_gpu = 1
 
 
 def server_flags(

@@ -56,15 +56,17 @@ def gpu_memory(count: int) -> list[int]:
     """Bytes of each of the first `count` GPUs. Raises [`ConfigError`] if torch cannot use as many."""
     import torch
 
-    problem = ""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # a driver that is too old, or a torch for CPUs
-        problem = f": {error}"
-    found = torch.cuda.device_count()
-    if problem or found < count:
-        raise ConfigError(f"torch {torch.__version__} can use {0 if problem else found} of {count} GPUs{problem}")
-    return [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
+    found, problem, accelerator = 0, ": it is built for CPUs", torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        try:
+            module.init()
+            found, problem = module.device_count(), ""
+        except RuntimeError as error:  # the driver is too old, or missing
+            problem = f": {error}"
+    if found < count:
+        raise ConfigError(f"torch {torch.__version__} can use {found} of {count} GPUs{problem}")
+    return [module.get_device_properties(index).total_memory for index in range(count)]
 
 
 def main(argv: Sequence[str]) -> int:

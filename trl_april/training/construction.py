@@ -31,7 +31,7 @@ from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
 from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
-from ..server.embedded import EmbeddedServer, choose_devices, lora_flags, server_flags
+from ..server.embedded import EmbeddedServer, choose_devices, keep_one_gpu, lora_flags, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
@@ -116,6 +116,9 @@ def arguments_for_trl(
         changes |= {"use_vllm": False, "generation_kwargs": None}
     elif args.vllm_server_base_url is not None:
         changes["vllm_server_base_url"] = server_addresses(args.vllm_server_base_url)[0]  # all that TRL knows
+    if server is not None and server.devices.gpus and not server.devices.shared and args.world_size == 1:
+        loading = changes.get("model_init_kwargs", args.model_init_kwargs) or {}
+        changes["model_init_kwargs"] = {"device_map": {"": args.device.index or 0}, **loading}
     before = {name: getattr(args, name) for name in changes}
     # Without vLLM, TRL reads this token of a model with an image processor, even if the model takes text only.
     adds_token = april_enabled and isinstance(model, PreTrainedModel) and not hasattr(model.config, "image_token_id")
@@ -165,6 +168,7 @@ def start_server(
     """
     if not needs_server(args):
         return None
+    keep_one_gpu(args, model)
     server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
     server.start(wait=False)
     return server
