@@ -109,11 +109,20 @@ def test_one_process_leaves_the_server_the_gpus_that_it_does_not_train_on(start,
     assert args.model_init_kwargs is None
 
 
+@pytest.mark.parametrize("device_map", [None, {"": 0}, "cuda:0"])
+def test_a_model_that_the_user_places_on_the_first_gpu_is_not_divided(start, device_map):
+    args, server = start(model_init_kwargs={"device_map": device_map})
+    assert server.devices == Devices(("5",)) and args.n_gpu == 1
+    with construction.arguments_for_trl(args, "owner/model", april_enabled=True, server=server):
+        assert args.model_init_kwargs == {"device_map": device_map}
+
+
 @pytest.mark.parametrize(
     ("changes", "shared"),
     [
         ({"model_init_kwargs": {"device_map": "auto"}}, ("2",)),
         ({"model": SimpleNamespace(hf_device_map={"a": 0, "b": 1})}, ("2",)),
+        ({"model_init_kwargs": {"device_map": {"": "cuda:1"}}}, ("2",)),
         ({"vllm_tensor_parallel_size": 3}, ("2", "5", "7")),
     ],
 )

@@ -59,12 +59,13 @@ def choose_devices(visible: Sequence[str], used: int, wanted: int) -> Devices:
 
 
 def keep_one_gpu(args: Any, model: Any) -> None:
-    """Leave the server a GPU if this process sees several, has no launcher, and its model is not divided by the user.
+    """Leave the server GPUs if this process sees several, has no launcher, and the user placed the model on no other.
 
     TRL would divide a model that it loads among all of them, and refuses one that is loaded.
     """
-    is_divided = "device_map" in (args.model_init_kwargs or {}) or getattr(model, "hf_device_map", None)
-    if args.world_size > 1 or args.n_gpu <= args.vllm_tensor_parallel_size or is_divided:
+    placed = getattr(model, "hf_device_map", None) or (args.model_init_kwargs or {}).get("device_map") or {"": 0}
+    places = {str(one).rpartition(":")[2] for one in (placed.values() if isinstance(placed, dict) else [placed])}
+    if args.world_size > 1 or args.n_gpu <= args.vllm_tensor_parallel_size or places != {"0"}:
         return
     idle = args.n_gpu - 1 - args.vllm_tensor_parallel_size
     rest = f", and {idle} more stay idle" if idle else ""
