@@ -109,20 +109,6 @@ join() {
     echo "$*"
 }
 
-# The largest number of servers whose GPUs hold the weights in 0.6 of their memory. Weights or memory of unknown size
-# count as fitting.
-servers_that_fit() {
-    local weights memory count
-    weights=$(du -cmL --apparent-size "$model"/*.safetensors 2>/dev/null | tail -n 1 | cut -f 1) || true
-    memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1) || true
-    for ((count = server_gpus; count > 1; count--)); do
-        ((server_gpus % count == 0)) || continue
-        [[ $memory =~ ^[0-9]+$ ]] || break
-        ((${weights:-0} * 10 * count > memory * 6 * server_gpus)) || break
-    done
-    echo "$count"
-}
-
 trainer_env=() parallel=()
 if ((${#gpus[@]} == 0)); then
     echo "No GPU was found: server and trainer run on the CPU."
@@ -135,20 +121,26 @@ elif ((${#gpus[@]} == 1)); then
     die "one GPU was found (${gpus[0]}), but server and trainer need one each. To share it, run them by hand:" \
         "trl-april serve MODEL --gpu-memory-utilization 0.4, and scripts/grpo.py with --weight_sync filesystem."
 else
+    is_divided=false # by vLLM's flags
+    [[ ${vllm_args[*]} != *-parallel-size* ]] || is_divided=true
     server_gpus=${server_gpus:-$((${#gpus[@]} / 2))}
     whole_number --server-gpus "$server_gpus"
     ((server_gpus < ${#gpus[@]})) ||
         die "--server-gpus is $server_gpus of ${#gpus[@]}, but at least one must be left for the trainer. Lower it."
     if [[ -z $servers ]]; then
         servers=1
-        [[ ${vllm_args[*]} == *-parallel-size* ]] || servers=$(servers_that_fit)
+        if ((server_gpus > 1)) && [[ $is_divided == false ]]; then
+            servers=$(env "$variable=$(join "${gpus[@]:0:server_gpus}")" \
+                python3 -P -m trl_april.server.model_size "$model" "$server_gpus" "${vllm_args[@]}") ||
+                die "how many servers fit on the GPUs is not known, for the reason above. Say it: --servers N."
+        fi
     fi
     whole_number --servers "$servers"
     ((server_gpus % servers == 0)) ||
         die "--servers is $servers, which does not divide the $server_gpus GPUs of --server-gpus. Change one of them."
     trainer_env=("$variable=$(join "${gpus[@]:server_gpus}")")
     gpus_each=$((server_gpus / servers))
-    ((gpus_each == 1)) || parallel=(--tensor-parallel-size "$gpus_each")
+    ((gpus_each == 1)) || [[ $is_divided == true ]] || parallel=(--tensor-parallel-size "$gpus_each")
     processes=${processes:-$((${#gpus[@]} - server_gpus))}
     config=${config:-$here/accelerate/ddp.yaml}
     echo "Servers: $servers on $variable=$(join "${gpus[@]:0:server_gpus}"). Trainer: ${trainer_env[0]}."

@@ -21,6 +21,7 @@ from trl_april import cli
 from trl_april.commands import doctor, doctor_server, doctor_speed
 from trl_april.commands.doctor import DoctorOptions, Examination, Finding, Mark
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
+from trl_april.server import host
 from trl_april.server.command_line import GENERATED_TOKENS_PATH
 from trl_april.server.traffic import TimedRequests
 from trl_april.weights import canary
@@ -119,11 +120,50 @@ def test_devices_and_the_build_of_vllm(devices, build, system, mark, words, monk
     monkeypatch.setattr(doctor, "vllm_platform", vllm_platform)
     monkeypatch.setattr(doctor, "usable_cores", lambda: 3)
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(doctor, "run_python", lambda program: f"noise\n{json.dumps(devices)}\n")
+    monkeypatch.setattr(doctor, "is_exclusive", lambda: False)
+    monkeypatch.setattr(doctor, "driver_version", lambda: None)
+    monkeypatch.setattr(doctor, "run_python", lambda program: f"noise\n{json.dumps([devices, None])}\n")
     finding = doctor.check_devices()
     assert finding.mark is mark
     assert all(word in finding.line("devices") for word in words)
     assert finding.data == {"devices": devices, "cores": 3}
+
+
+TORCH_WITHOUT_A_GPU = """
+import types
+import torch
+
+def init():
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\\nPlease update")
+
+torch.__version__ = "2.13.0+cu130"
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+torch.get_device_module = lambda *_: types.SimpleNamespace(init=init, device_count=lambda: 0)
+"""
+
+
+def test_what_torch_says_about_the_driver(tmp_path, monkeypatch):
+    """torch itself only warns, and has no GPU."""
+    monkeypatch.setattr(doctor, "DEVICES", TORCH_WITHOUT_A_GPU + doctor.DEVICES)
+    monkeypatch.setattr(host, "NVIDIA_GPUS", tmp_path / "gpus")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    finding = doctor.check_devices()
+    assert finding.mark is WARN and finding.data["driver"] == "535.104.05"
+    for words in ("GPU driver 535.104.05. torch 2.13.0+cu130 says: The NVIDIA driver", "too old", "needs 580"):
+        assert words in finding.line("devices")
+
+
+def test_gpus_that_admit_one_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "run_python", lambda program: json.dumps([["H200"], None]))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'Default\\nExclusive_Process\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    finding = doctor.check_devices()
+    assert finding.mark is WARN and "cannot share a GPU" in finding.found
 
 
 def test_without_a_server_only_the_environment_is_checked(capsys, tmp_path):

@@ -129,8 +129,19 @@ print(os.environ["ADDRESS"], "STREAM", arguments[1])
 print(os.environ["ADDRESS"], "DGRAM")
 """
 
+# Runs what the launchers give it, but answers by itself how many servers fit: by default, one for each GPU.
+PYTHON = f"""#!/bin/bash
+if [[ $2 == -m ]]; then
+    echo "${{CUDA_VISIBLE_DEVICES-$HIP_VISIBLE_DEVICES}} $*" >"$RECORDS/fit"
+    [[ -n ${{FIT-$5}} ]] || {{ echo "The size of '$4' is not known" >&2; exit 1; }}
+    echo "${{FIT-$5}}"
+    exit
+fi
+exec {os.path.realpath(sys.executable)} "$@"
+"""
+
 GPUS = {
-    "nvidia-smi": 'print("\\n".join("1000" if "memory" in arguments[0] else str(n) for n in range({count})))\n',
+    "nvidia-smi": 'print("\\n".join(str(n) for n in range({count})))\n',
     "rocm-smi": 'print("device,Device Name\\n" + "\\n".join(f"card{{n}},Instinct" for n in range({count})))\n',
     "amd-smi": 'print("gpu,gpu_bdf,gpu_uuid\\n" + "\\n".join(f"{{n}},0000:0{{n}}:00.0,u" for n in range({count})))\n',
 }
@@ -153,7 +164,8 @@ def machine(tmp_path):
         "nvidia-smi": BROKEN, "amd-smi": BROKEN, "rocm-smi": BROKEN,
     }.items():  # fmt: skip
         put(name, program)
-    (commands / "python3").symlink_to(os.path.realpath(sys.executable))
+    (commands / "python3").write_text(PYTHON)
+    (commands / "python3").chmod(0o755)
 
     def start(launcher: Path, *arguments: str, **environment: str) -> subprocess.Popen:
         clean = {"PATH": f"{commands}:/usr/bin:/bin", "RECORDS": str(records), "TMPDIR": str(tmp_path)}
@@ -270,27 +282,26 @@ def test_gpus_are_divided(machine, tool, count, options, environment, server_gpu
 
 
 @pytest.mark.parametrize(
-    ("mebibytes", "arguments", "servers", "parallel"),
+    ("fit", "arguments", "servers", "parallel"),
     [
-        (500, [], 4, None),
-        (700, [], 2, "2"),  # GPUs of 1000 MiB
-        (2000, [], 1, "4"),
-        (500, ["--servers", "2"], 2, "2"),
-        (500, ["--", "--output_dir", "out", "--", "--data-parallel-size=2"], 1, "4"),
+        ("2", ["--", "--", "--dtype", "half"], 2, "2"),
+        ("", ["--servers", "2"], 2, "2"),
+        ("", ["--", "--output_dir", "out", "--", "--data-parallel-size=4"], 1, None),
     ],
 )
-def test_a_server_gets_as_many_gpus_as_its_weights_need(machine, tmp_path, mebibytes, arguments, servers, parallel):
+def test_a_server_gets_as_many_gpus_as_its_weights_need(machine, fit, arguments, servers, parallel):
+    """See `tests/server/test_model_size.py` for their number. Nobody asks for it where the user says it."""
     machine.put("nvidia-smi", GPUS["nvidia-smi"].format(count=8))
-    (tmp_path / "dir/model").mkdir(parents=True)
-    with open(tmp_path / "dir/model/model.safetensors", "wb") as file:
-        file.truncate(mebibytes * 2**20)
-    done = single_node(machine, *arguments)
+    done = single_node(machine, *arguments, FIT=fit)
     assert done.returncode == 0, done.errors
+    if fit:
+        asked = "0,1,2,3 -P -m trl_april.server.model_size dir/model 4 --dtype half"
+        assert (machine.records / "fit").read_text().strip() == asked
     calls = machine.calls("trl-april")
     assert len(calls) == servers
     for call in calls:
         assert (option(call.arguments, "--tensor-parallel-size") if parallel else None) == parallel
-        assert len(call.environment["CUDA_VISIBLE_DEVICES"].split(",")) == int(parallel or 1)
+        assert len(call.environment["CUDA_VISIBLE_DEVICES"].split(",")) == 4 // servers
 
 
 def test_configuration_and_processes_are_passed_through(machine):
@@ -361,12 +372,13 @@ def test_port_of_another_server_is_refused(machine, tmp_path):
         (4, ["m", "--server-gpus", "4"], "--server-gpus is 4 of 4"),
         (4, ["m", "--servers", "3"], "--servers is 3, which does not divide the 2 GPUs of --server-gpus"),
         (4, ["m", "--server-gpus", "0"], "--server-gpus is '0', but it must be a whole number of at least 1"),
+        (4, ["m"], "how many servers fit on the GPUs is not known, for the reason above. Say it: --servers N."),
     ],
 )
 def test_invalid_launch_is_refused_with_a_reason(machine, count, arguments, said):
     if count:
         machine.put("nvidia-smi", GPUS["nvidia-smi"].format(count=count))
-    done = machine.run(LAUNCHERS[0], *arguments)
+    done = machine.run(LAUNCHERS[0], *arguments, FIT="")
     assert done.returncode == 1
     assert f"launch_single_node.sh: error: {said}" in done.errors
     assert not machine.calls("trl-april")
@@ -400,12 +412,12 @@ def job(machine, tmp_path):
 def test_server_is_on_the_last_node_and_the_trainer_on_the_others(job):
     port = str(free_port())
     done = job.run(
-        "--server-address", "127.0.0.1", "--port", port, "--", "--output_dir", "my out", "--", "--seed", "3"
+        "--server-address", "127.0.0.1", "--port", port, "--", "--output_dir", "my out", "--", "--seed", "3", FIT="1"
     )
     assert done.returncode == 0, done.errors
     (server,) = job.calls("trl-april")
     assert server.arguments == [
-        "serve", "dir/model", "--host", "127.0.0.1", "--port", port, "--tensor-parallel-size", "8", "--seed", "3",
+        "serve", "dir/model", "--tensor-parallel-size", "8", "--seed", "3", "--host", "127.0.0.1", "--port", port,
     ]  # fmt: skip
     ranks = sorted(job.calls("accelerate"), key=lambda call: option(call.arguments, "--machine_rank"))
     assert [call.arguments for call in ranks] == [
@@ -428,7 +440,8 @@ def test_server_is_on_the_last_node_and_the_trainer_on_the_others(job):
 def test_api_key_is_drawn_for_the_job_unless_set_and_stays_secret(job):
     keys = []
     for given in ({}, {"VLLM_API_KEY": "given-by-the-user"}):
-        done = job.run("--server-address", "127.0.0.1", "--port", str(free_port()), nodes="n1,n2", **given)
+        one = ["--server-address", "127.0.0.1", "--servers", "1"]
+        done = job.run(*one, "--port", str(free_port()), nodes="n1,n2", **given)
         assert done.returncode == 0, done.errors
         server, trainer = job.calls("trl-april")[-1], job.calls("accelerate")[-1]
         key = server.environment["VLLM_API_KEY"]
@@ -440,11 +453,32 @@ def test_api_key_is_drawn_for_the_job_unless_set_and_stays_secret(job):
     assert len(keys[0]) >= 32 and keys[1] == "given-by-the-user"
 
 
+def test_each_server_of_a_node_has_gpus_and_a_port_of_its_own(job):
+    port = free_port(2)
+    arguments = ["--server-nodes", "2", "--gpus-per-node", "4", "--server-address", "127.0.0.1,127.0.0.2"]
+    done = job.run(*arguments, "--port", str(port), FIT="2", CUDA_VISIBLE_DEVICES="3,4,6,7")
+    assert done.returncode == 0, done.errors
+    where = [(host, str(port + number)) for host in ("127.0.0.1", "127.0.0.2") for number in range(2)]
+    servers = job.calls("trl-april")
+    assert sorted((option(one.arguments, "--host"), option(one.arguments, "--port")) for one in servers) == where
+    for one in servers:
+        assert option(one.arguments, "--tensor-parallel-size") == "2"
+        gpus = "3,4" if option(one.arguments, "--port") == str(port) else "6,7"
+        assert one.environment["CUDA_VISIBLE_DEVICES"] == one.environment["HIP_VISIBLE_DEVICES"] == gpus
+    (trainer,) = job.calls("accelerate")
+    addresses = [f"http://{host}:{port}" for host, port in where]
+    assert option(trainer.arguments, "--vllm_server_base_url") == ",".join(addresses)
+    serving, _ = job.calls("srun")
+    assert {"--nodelist=n2,n3", "--nodes=2", "--ntasks=2"} <= set(serving.arguments)
+    assert not job.calls("ray")
+
+
 def test_several_server_nodes_are_joined_by_ray(job):
     shared = ["--weight_sync", "filesystem", "--weight_sync_dir", "/shared/weights"]
     done = job.run(
         "--server-nodes", "2", "--server-address", "::1", "--port", port := str(free_port()), "--gpus-per-node", "4",
-        "--config", "scripts/accelerate/zero3.yaml", "--", *shared, nodes="n1,n2,n3,n4,n5",
+        "--config", "scripts/accelerate/zero3.yaml", "--", *shared,
+        "--", "--tensor-parallel-size", "4", "--data-parallel-size", "2", nodes="n1,n2,n3,n4,n5",
     )  # fmt: skip
     assert done.returncode == 0, done.errors
     serving, _ = job.calls("srun")
@@ -455,9 +489,9 @@ def test_several_server_nodes_are_joined_by_ray(job):
         ]  # fmt: skip
     assert len(job.calls("ray")) == 2
     (server,) = job.calls("trl-april")
-    assert server.arguments[-10:] == [  # by default vLLM expects all copies on the first node
-        "--tensor-parallel-size", "4", "--data-parallel-size", "2", "--data-parallel-size-local", "1",
+    assert server.arguments[-8:] == [  # by default vLLM expects all copies on the first node
         "--data-parallel-backend", "ray", "--data-parallel-address", "::1",
+        "--tensor-parallel-size", "4", "--data-parallel-size", "2",
     ]  # fmt: skip
     trainer = job.calls("accelerate")[0].arguments
     assert option(trainer, "--num_processes") == "12"
@@ -469,7 +503,7 @@ def test_several_server_nodes_are_joined_by_ray(job):
 @pytest.mark.long
 def test_server_binds_to_the_address_that_the_first_node_resolves(job):
     # Long enough for the server to start.
-    done = job.run("--timeout", "5", ADDRESS="192.0.2.77", SERVER="hangs")
+    done = job.run("--timeout", "5", "--servers", "1", ADDRESS="192.0.2.77", SERVER="hangs")
     assert "not ready after 5 s" in done.errors
     assert job.calls("getent")[0].arguments == ["ahostsv4", "n3"]
     assert option(job.calls("trl-april")[0].arguments, "--host") == "192.0.2.77"
@@ -483,6 +517,12 @@ def test_server_binds_to_the_address_that_the_first_node_resolves(job):
         ([], {"SLURM_SUBMIT_DIR": "/"}, "there is no scripts/grpo.py in /"),
         ([], {}, "n3 resolves to '127.0.0.1', where other nodes do not reach it"),
         (["--server-nodes", "3"], {}, "the job has 3 nodes, and --server-nodes is 3"),
+        (
+            ["--server-address", "::1,::2"],
+            {},
+            "--server-address has 2 addresses for 1 server nodes. Give one for each",
+        ),
+        (["--server-address", "::1"], {"FIT": ""}, "how many servers fit on the GPUs is not known"),
         (["--", "--weight_sync", "filesystem"], {}, "--weight_sync is filesystem without --weight_sync_dir"),
     ],
 )
@@ -499,7 +539,7 @@ def test_invalid_job_is_refused_with_a_reason(job, arguments, environment, said)
 @pytest.fixture(params=["single node", "slurm"])
 def launch(request, machine, job):
     """Starts one of the launchers."""
-    address = ["--server-address", "127.0.0.1"]
+    address = ["--server-address", "127.0.0.1", "--servers", "1"]
     start = partial(job.start, *address) if request.param == "slurm" else partial(machine.start, LAUNCHERS[0], "m")
     return partial(start, "--port", str(free_port()))
 

@@ -62,7 +62,8 @@ def test_accepted_server_describes_itself(tmp_path: Path):
     assert (info.dtype, info.quantized, info.device, info.has_weight_transfer) == ("bfloat16", True, "cuda", True)
     assert (info.max_sequences, info.engines) == (512, 4)
     alone = {"data_parallel_size": 4, "data_parallel_external_lb": True}  # the others have addresses of their own
-    assert check(more_config={"parallel_config": alone}).engines == 1
+    info = check(more_config={"parallel_config": alone}, device="cuda", weight_transfer={"backend": "nccl"})
+    assert (info.engines, info.has_weight_transfer) == (1, False)
     assert not check(weight_transfer={"backend": "ipc"}).has_weight_transfer
 
 

@@ -148,6 +148,7 @@ def test_folder_needs_a_configuration(tmp_path):
 
 def test_environment_is_that_of_the_process_without_its_launcher(monkeypatch):
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+    launcher += ("ACCELERATE_USE_FSDP", "FSDP_VERSION")
     for variable in launcher:
         monkeypatch.setenv(variable, "1")
     env = server_environment({"A": "b", "VLLM_SERVER_DEV_MODE": "0"}, platform="cpu")

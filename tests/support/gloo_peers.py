@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from aiohttp import web
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
+from trl.generation import vllm_client
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.weight_transfer import packed_tensor
@@ -93,7 +94,7 @@ class GlooCommunicator:
 def replace_cuda(chunk_bytes: int) -> None:
     nccl.CHUNK_BYTES, nccl.JOIN_SECONDS = chunk_bytes, 3
     torch.set_num_threads(1)
-    os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+    vllm_client.get_ip = lambda: "192.0.2.1"  # as on hosts where vLLM finds an address that the server cannot reach
     pynccl.PyNcclCommunicator = GlooCommunicator
     stream = SimpleNamespace(synchronize=lambda: None)
     packed_tensor._get_streams = lambda index, count: (stream,) * count

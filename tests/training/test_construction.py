@@ -17,6 +17,7 @@ from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, ServerError
 from trl_april.server.command_line import flag_value
+from trl_april.server.embedded import Devices
 from trl_april.training import construction
 from trl_april.training.construction import (
     attention_of,
@@ -71,6 +72,69 @@ def test_the_first_process_starts_it_on_one_host(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="2 processes run on several hosts.*set vllm_server_base_url"):
         needs_server(args)
+
+
+class Gpus(APRILGRPOConfig):
+    """As in a process that sees three GPUs."""
+
+    device = torch.device("cuda:0")
+    world_size, process_index = 1, 0
+
+    def _setup_devices(self) -> torch.device:
+        return self.device
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts a server for a process that sees GPUs 2, 5 and 7."""
+    monkeypatch.setattr(construction, "visible_gpus", lambda: (["2", "5", "7"], ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(construction.EmbeddedServer, "start", lambda self, wait: None)
+
+    def start(model="owner/model", **changes):
+        args = Gpus("out", use_cpu=True, bf16=False, **changes)
+        args._n_gpu = 3
+        return args, construction.start_server(start, args, model, None, None)
+
+    return start
+
+
+@pytest.mark.parametrize(("wanted", "gpus", "rest"), [(1, ("5",), ", and 1 more stay idle"), (2, ("5", "7"), "")])
+def test_one_process_leaves_the_server_the_gpus_that_it_does_not_train_on(start, caplog, wanted, gpus, rest):
+    args, server = start(vllm_tensor_parallel_size=wanted)
+    assert server.devices == Devices(gpus)
+    said = f"sees 3 GPUs: the model trains on the first, the server has the next {wanted}{rest}. `accelerate launch`"
+    assert said in caplog.text
+    assert args.n_gpu == 1, "transformers would copy the model to all of them"
+    with construction.arguments_for_trl(args, "owner/model", april_enabled=True, server=server):
+        assert args.model_init_kwargs == {"device_map": {"": 0}}
+    assert args.model_init_kwargs is None
+
+
+@pytest.mark.parametrize("device_map", [None, {"": 0}, "cuda:0"])
+def test_a_model_that_the_user_places_on_the_first_gpu_is_not_divided(start, device_map):
+    args, server = start(model_init_kwargs={"device_map": device_map})
+    assert server.devices == Devices(("5",)) and args.n_gpu == 1
+    with construction.arguments_for_trl(args, "owner/model", april_enabled=True, server=server):
+        assert args.model_init_kwargs == {"device_map": device_map}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({"model_init_kwargs": {"device_map": "auto"}}, ("2",)),
+        ({"model": SimpleNamespace(hf_device_map={"a": 0, "b": 1})}, ("2",)),
+        ({"model_init_kwargs": {"device_map": {"": "cuda:1"}}}, ("2",)),
+        ({"vllm_tensor_parallel_size": 3}, ("2", "5", "7")),
+    ],
+)
+def test_a_model_that_is_divided_among_all_gpus_shares_them_with_the_server(monkeypatch, start, changes, shared):
+    monkeypatch.setattr(construction, "precision", lambda *_: "float32")
+    monkeypatch.setattr(construction, "is_quantized", lambda _: False)
+    monkeypatch.setattr(construction, "save_architecture", lambda *_: Path("folder"))
+    args, server = start(**changes)
+    assert server.devices == Devices(shared, shared=True) and args.n_gpu == 3
+    with construction.arguments_for_trl(args, "owner/model", april_enabled=True, server=server):
+        assert args.model_init_kwargs == changes.get("model_init_kwargs")
 
 
 @pytest.mark.parametrize(

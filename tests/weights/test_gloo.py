@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from trl import GRPOConfig
 
 from tests.support import gloo_peers
 from tests.support.launch import ROOT, free_port
@@ -57,6 +58,7 @@ class Run:
     """A server, and the trainers that are started."""
 
     chunk_bytes = 40_000  # a tenth of the model
+    group_port: int | None = None  # a free one
 
     def __init__(self, context) -> None:
         self._context = context
@@ -73,7 +75,7 @@ class Run:
 
     def start_trainers(self, kind: str = "whole", processes: int = 1) -> None:
         self.kind, self.steps = kind, 0
-        ports = free_port(), free_port()
+        ports = free_port(), self.group_port or free_port()
         self.trainers = [
             self._start(gloo_peers.train, rank, processes, ports, self.url, kind, self.tie)
             for rank in range(processes)
@@ -181,6 +183,27 @@ def test_a_real_server_gets_the_weights(run, tiny_model_dir):
             found = server_logprobs(ServerControl(server.base_url, 30.0, {}), tiny_model_dir, token_ids)
             assert found == pytest.approx(expected, abs=1e-4), kind
             run.close()  # the server is free for the next training
+
+
+def test_two_trainings_start_on_one_host_at_the_same_moment(context):
+    """Of one default port. A server that heard of it too early would join the other training's group."""
+    runs = [Run(context) for _ in range(2)]
+    for run in runs:
+        run.group_port = GRPOConfig.vllm_group_port
+        run.serve()
+    for run in runs:
+        run.start_trainers()
+    try:
+        assert [run.trainers[0].result() for run in runs] == ["connected"] * 2
+        for number, run in enumerate(runs):
+            for _ in range(number + 1):
+                run.scale()
+            run.do("sync")
+        for run in runs:
+            run.check()
+    finally:
+        for run in runs:
+            run.close()
 
 
 # Failures

@@ -4,7 +4,9 @@
 """
 
 import queue
+import socket
 import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer import packed_tensor
 
+from tests.support.launch import free_port
 from tests.support.tiny import build_model
 from trl_april.errors import WeightSyncError
 from trl_april.weights import nccl
@@ -165,3 +168,64 @@ def test_parameters_that_are_not_those_announced_are_refused(transport, worker):
     first = next(iter(build_model().named_parameters()))
     with pytest.raises(WeightSyncError, match="was announced to the server and is no longer one.*'filesystem'"):
         send(transport, worker, lambda: iter([first]))
+
+
+# Where a group meets
+
+
+def connect(server: socket.socket, group_port: int, heard: list) -> None:
+    """Connect to a server whose workers try the address as soon as they hear of it."""
+    host, port = server.getsockname()[:2]
+
+    def load(path: str, body: dict) -> None:
+        heard.append((body["init_info"]["master_address"], body["init_info"]["master_port"]))
+        socket.create_connection(heard[-1], timeout=SECONDS).close()  # refused if nobody listens there
+
+    client = SimpleNamespace(base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}", communicator=None)
+    client.group_port, client.get_world_size = group_port, lambda: 1
+    NcclTransport(torch.device("cuda")).connect(SimpleNamespace(client=client, control=SimpleNamespace(load=load)))
+
+
+@pytest.fixture
+def heard(monkeypatch) -> list:
+    """Addresses of groups that servers were told of. The groups are formed afterwards."""
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    addresses: list = []
+
+    def form(self, info: dict, *listener: socket.socket) -> None:
+        while not addresses:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(NcclTransport, "_open", form)
+    return addresses
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_a_server_is_told_an_address_that_it_reaches_and_a_port_that_is_bound(heard, host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        connect(server, free_port(), heard)
+    assert heard[0][0] == (host if ":" in host else "127.0.0.1")
+
+
+def test_the_address_may_be_given(heard, monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.3")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect(server, free_port(), heard)
+        assert heard[0][0] == "127.0.0.3"
+        monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.1")
+        with pytest.raises(WeightSyncError, match="192.0.2.1.*VLLM_HOST_IP"):
+            connect(server, free_port(), heard)
+
+
+def test_a_port_that_another_program_has(heard, monkeypatch, caplog):
+    """Only a port that somebody chose is insisted on."""
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as server:
+        taken = other.getsockname()[1]
+        with pytest.raises(WeightSyncError, match=f"Address already in use.*{taken}.*vllm_group_port={taken} must be"):
+            connect(server, taken, heard)
+        assert not heard
+        monkeypatch.setattr(nccl, "DEFAULT_PORTS", [taken])
+        connect(server, taken, heard)
+        assert heard[0][1] != taken
+    assert f"Port {taken} of 127.0.0.1 (vllm_group_port) is in use" in caplog.text

@@ -202,7 +202,7 @@ def test_a_sync_through_files_needs_memory_for_one_parameter_and_not_for_the_mod
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("NCCL error: invalid usage"), OSError(98, "Address in use")], ids=["gpu", "port"]
+    "error", [RuntimeError("NCCL error: invalid usage"), OSError(113, "No route to host")], ids=["gpu", "network"]
 )
 def test_a_failed_nccl_connection_names_its_remedies(monkeypatch, error):
     ended = []
@@ -213,6 +213,7 @@ def test_a_failed_nccl_connection_names_its_remedies(monkeypatch, error):
     )  # fmt: skip
     answer = threading.Event()
     server = SimpleNamespace(client=client, control=SimpleNamespace(load=lambda *_: answer.wait()))
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     monkeypatch.setattr(NcclTransport, "_open", Mock(side_effect=error))
     with pytest.raises(WeightSyncError) as caught:
         NcclTransport(torch.device("cuda")).connect(server)

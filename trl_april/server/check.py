@@ -74,7 +74,9 @@ def check_server(
             dtype=str(model["dtype"]).removeprefix("torch."),
             quantized=model["quantization"] is not None,
             device=str(described["device_config"]["device"]).split(":")[0],
-            has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl",
+            # Workers of other engines would not hear of a group.
+            has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl"
+            and engines(described) == data_parallel_size(described),
             has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
             stream_interval=int((described.get("scheduler_config") or {}).get("stream_interval", 1)),
             max_loras=max_loras(session, base_url, described),
@@ -120,7 +122,12 @@ def engines(described: dict[str, Any]) -> int:
     parallel = described.get("parallel_config") or {}
     if parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb"):
         return 1  # the others have addresses of their own
-    return int(parallel.get("data_parallel_size", 1))
+    return data_parallel_size(described)
+
+
+def data_parallel_size(described: dict[str, Any]) -> int:
+    """Data-parallel engines of a server with this configuration, at all its addresses."""
+    return int((described.get("parallel_config") or {}).get("data_parallel_size", 1))
 
 
 def max_loras(session: requests.Session, base_url: str, described: dict[str, Any]) -> int:

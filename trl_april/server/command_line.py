@@ -25,7 +25,8 @@ from .host import NVIDIA_GPUS, gpus_of_host, is_loopback, usable_cores
 # Set by torchrun and `accelerate launch` for their workers. vLLM's engine would take itself for one of them: with
 # TORCHELASTIC_USE_AGENT_STORE it waits for a store that nobody opens.
 LAUNCHER_VARIABLES = re.compile(
-    r"(TORCHELASTIC_.*|ROLE_.*|(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT))$"
+    r"(TORCHELASTIC_.*|ROLE_.*|(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|(ACCELERATE|FSDP|PARALLELISM_CONFIG)_.*)$"
 )
 GENERATED_TOKENS_PATH = "/april/generated_tokens"
 LEASE_PATH = "/april/lease"

@@ -6,6 +6,7 @@ Invariant: a process runs at most one, and it ends with the last of its trainers
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from typing import Any
 from ..errors import ConfigError
 from .local import LocalServer
 
+
+logger = logging.getLogger(__name__)
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 # In the configurations of model and tokenizer. The data type is a flag of the server.
@@ -53,6 +56,25 @@ def choose_devices(visible: Sequence[str], used: int, wanted: int) -> Devices:
         )
     free = visible[used:]
     return Devices(tuple(free[:wanted])) if wanted <= len(free) else Devices(tuple(visible[:wanted]), shared=True)
+
+
+def keep_one_gpu(args: Any, model: Any) -> None:
+    """Leave the server GPUs if this process sees several, has no launcher, and the user placed the model on no other.
+
+    TRL would divide a model that it loads among all of them, and refuses one that is loaded.
+    """
+    placed = getattr(model, "hf_device_map", None) or (args.model_init_kwargs or {}).get("device_map") or {"": 0}
+    places = {str(one).rpartition(":")[2] for one in (placed.values() if isinstance(placed, dict) else [placed])}
+    if args.world_size > 1 or args.n_gpu <= args.vllm_tensor_parallel_size or places != {"0"}:
+        return
+    idle = args.n_gpu - 1 - args.vllm_tensor_parallel_size
+    rest = f", and {idle} more stay idle" if idle else ""
+    logger.warning(
+        f"This process sees {args.n_gpu} GPUs: the model trains on the first, the server has the next "
+        f"{args.vllm_tensor_parallel_size}{rest}. `accelerate launch` trains on several. To divide the model among "
+        "all, beside the server, set model_init_kwargs={'device_map': 'auto'}."
+    )
+    args._n_gpu = 1
 
 
 def server_flags(

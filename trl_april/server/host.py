@@ -7,8 +7,10 @@ import ipaddress
 import logging
 import os
 import random
+import re
 import resource
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 PORT_SECONDS, PORT_POLL = 10.0, 0.25  # seconds to wait for a port, and between two attempts
 CLOSED_SECONDS = 5.0  # an API server that exits takes less
+DRIVER_SECONDS = 20.0  # for an answer; it may have to be loaded first
 LASTING_PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing connections
 MAX_OPEN_FILES = 65536  # more is useless: a host has no more ports to one server
 OTHER_FILES = 256  # datasets, shared libraries, other connections
@@ -156,6 +159,23 @@ def gpus_of_host() -> int | None:
     if NVIDIA_GPUS.is_dir():
         return len(list(NVIDIA_GPUS.iterdir()))
     return sum(map(_is_gpu, AMD_NODES.iterdir())) if AMD_NODES.is_dir() else None
+
+
+def driver_version() -> str | None:
+    """Version of the GPUs' driver, `None` if there is none or it does not report it, as AMD's."""
+    with suppress(OSError):
+        found = re.search(r"\b\d{3}\.\d+[.\d]*", (NVIDIA_GPUS.parent / "version").read_text())
+        return None if found is None else found[0]
+    return None
+
+
+def is_exclusive() -> bool:
+    """Whether a GPU admits only one process at a time, as some clusters set it."""
+    command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        modes = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=False).stdout
+        return "Exclusive_Process" in modes
+    return False
 
 
 def _is_gpu(node: Path) -> bool:

@@ -33,8 +33,7 @@ from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
 from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
-from ..server.embedded import EmbeddedServer, choose_devices, larger_context, lora_flags, server_flags
-from ..server.host import bind
+from ..server.embedded import EmbeddedServer, choose_devices, keep_one_gpu, larger_context, lora_flags, server_flags
 from ..server.local import DEFAULT_HOST
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
@@ -121,6 +120,9 @@ def arguments_for_trl(
             changes["model_init_kwargs"] = {**(args.model_init_kwargs or {}), "attn_implementation": attention}
     elif args.vllm_server_base_url is not None:
         changes["vllm_server_base_url"] = server_addresses(args.vllm_server_base_url)[0]  # all that TRL knows
+    if server is not None and server.devices.gpus and not server.devices.shared and args.world_size == 1:
+        loading = changes.get("model_init_kwargs", args.model_init_kwargs) or {}
+        changes["model_init_kwargs"] = {"device_map": {"": args.device.index or 0}, **loading}
     before = {name: getattr(args, name) for name in changes}
     # Without vLLM, TRL reads this token of a model with an image processor, even if the model takes text only.
     adds_token = april_enabled and isinstance(model, PreTrainedModel) and not hasattr(model.config, "image_token_id")
@@ -170,6 +172,7 @@ def start_server(
     """
     if not needs_server(args):
         return None
+    keep_one_gpu(args, model)
     server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
     server.start(wait=False)
     return server
@@ -301,9 +304,9 @@ def connect_server(
     accelerator.
     """
 
-    def wait() -> tuple[int | None, bool, int]:
+    def wait() -> tuple[int | None, bool]:
         if server is None:
-            return None, False, args.vllm_group_port
+            return None, False
         try:
             server.wait()
         except ServerError as error:
@@ -317,11 +320,9 @@ def connect_server(
                 raise
             logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
             server.start_without_adapters()
-        # An earlier trainer may still hold the default port for its own group.
-        is_free = args.vllm_group_port == GRPOConfig.vllm_group_port
-        return server.port, server.devices.shared, bind("0.0.0.0", 0) if is_free else args.vllm_group_port
+        return server.port, server.devices.shared
 
-    port, shares_device, group_port = processes.decide(wait)
+    port, shares_device = processes.decide(wait)
     try:
         generation = ServerGeneration(
             local_server=server,
@@ -338,7 +339,7 @@ def connect_server(
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,
             server_timeout=args.vllm_server_timeout,
-            group_port=group_port,
+            group_port=args.vllm_group_port,
             repetition_penalty=args.repetition_penalty,
             temperature=args.temperature,
             top_p=args.top_p,

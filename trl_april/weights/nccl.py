@@ -1,31 +1,41 @@
 """Weight transfer over NCCL (RCCL on AMD), in the format of vLLM's packed broadcasts.
 
 Invariants: a server receives the values that the iteration over the parameters yielded, whatever its end does to them,
-and a failure of either side ends the sync with an error within the time limit of loading weights.
+a failure of either side ends the sync with an error within the time limit of loading weights, and the port of a group
+is bound before a server hears of it: it might join another training's group there.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import torch
+from trl import GRPOConfig
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
 from ..errors import ServerError, WeightSyncError
+from .client import ANSWER_SECONDS
 from .names import Parameters, read_to_end
 from .synced_server import Each, Load, SyncedServer
 
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 1024**3  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES, which its workers expect
 JOIN_SECONDS = 60  # for the workers of a running server to join a group
+DEFAULT_PORTS = range(GRPOConfig.vllm_group_port, GRPOConfig.vllm_group_port + 100)  # the next ones: of more servers
 
 
 class NcclTransport:
@@ -50,42 +60,46 @@ class NcclTransport:
             raise WeightSyncError(
                 f"The trainer on {self._device} and the vLLM server at {client.base_url} cannot be connected by "
                 f"NCCL (RCCL): {str(error).rstrip('.')}. They need different GPUs (CUDA_VISIBLE_DEVICES for each) and "
-                f"open ports between them; vllm_group_port={client.group_port} must be free on the trainer's host. "
-                "weight_sync='filesystem' needs neither."
+                f"open ports between them; vllm_group_port={client.group_port} must be free on the trainer's host and "
+                "VLLM_HOST_IP, if it is set, an address of that host. weight_sync='filesystem' needs neither."
             ) from error
 
     def _join(self, server: SyncedServer) -> Any:
         """Form a group with the server's workers. TRL's own method sees a refusal only after 300 seconds."""
         client, port = server.client, server.client.group_port
         wait([self._joining[port]] if port in self._joining else [])  # after a refusal, it holds the port for a while
-        info = {"master_address": vllm_client.get_ip(), "master_port": port, "rank_offset": 1}
-        info["world_size"] = client.get_world_size() + 1
+        info: dict[str, Any] = {"rank_offset": 1, "world_size": client.get_world_size() + 1}
+        listener = listen(address_seen_by(client.base_url), port)
+        info["master_address"], info["master_port"] = listener.getsockname()[:2]
         if vllm_client._HAS_STATEFUL_TRAINER_ENGINE:
             info["packed"] = True
         # The workers wait for this process while they handle the request.
         answered = in_thread(lambda: server.control.load("init_weight_transfer_engine", {"init_info": info}))
-        joined = self._joining[port] = in_thread(lambda: self._open(info))
+        joined = self._joining[port] = in_thread(lambda: self._open(info, listener))
         _wait_for(joined, answered)
         del self._joining[port]
         answered.result()
         return joined.result()
 
-    def _open(self, info: dict[str, Any]) -> Any:
+    def _open(self, info: dict[str, Any], listener: socket.socket) -> Any:
         # Imported here, since TRL does without vLLM until a server is used.
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
         address, port = info["master_address"], info["master_port"]
         try:
-            group = StatelessProcessGroup.create(address, port, 0, info["world_size"], store_timeout=JOIN_SECONDS)
+            group = StatelessProcessGroup.create(
+                address, port, 0, info["world_size"], store_timeout=JOIN_SECONDS, listen_socket=listener
+            )
         except (RuntimeError, OSError) as error:
             if (
                 isinstance(error, OSError) and error.errno != errno.EBADF
             ):  # vLLM closes a socket twice after a time-out
                 raise
             raise RuntimeError(
-                f"the server's workers have not joined within {JOIN_SECONDS} s. Restart the server if a trainer was "
-                "killed while it sent weights"
+                f"the server's workers have not joined at {address}, port {port}, within {JOIN_SECONDS} s. Set "
+                "VLLM_HOST_IP if they reach the trainer's host at another address, and restart the server if a "
+                "trainer was killed while it sent weights"
             ) from error
         index = self._device.index
         communicator = PyNcclCommunicator(group, torch.accelerator.current_device_index() if index is None else index)
@@ -186,6 +200,32 @@ class NcclTransport:
                 f"The parameter {missing[0]} was announced to the server and is no longer one of the model. The model "
                 "must not change its parameters during training; weight_sync='filesystem' allows it."
             )
+
+
+def address_seen_by(base_url: str) -> str:
+    """The address of this host at which the server's host reaches it: `VLLM_HOST_IP`, or that of a connection."""
+    if address := os.environ.get("VLLM_HOST_IP"):
+        return address
+    url = urlsplit(base_url)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    with socket.create_connection((url.hostname, port), timeout=ANSWER_SECONDS) as connection:
+        return str(connection.getsockname()[0])
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on the port. If another program has it and it is a default one, a free port is taken instead."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or port not in DEFAULT_PORTS:
+            raise
+    listener = socket.create_server((address, 0), family=family)
+    logger.warning(
+        "Port %s of %s (vllm_group_port) is in use, as by another training. The NCCL group meets at port %s instead.",
+        port, address, listener.getsockname()[1],
+    )  # fmt: skip
+    return listener
 
 
 def disconnect(client: VLLMClient) -> None:

@@ -123,7 +123,8 @@ def choose_transport(asked: str, *, device: torch.device, servers: Sequence[Sync
         raise ConfigError(
             f"weight_sync='nccl' needs a trainer on a CUDA or ROCm device (it is on {device}) and a server on another "
             f"one (it is on {', '.join(sorted({info.device for info in infos}))}) started with "
-            """--weight-transfer-config '{"backend": "nccl"}'. Use weight_sync='filesystem' instead."""
+            """--weight-transfer-config '{"backend": "nccl"}', with all its data-parallel engines at one address. """
+            "Use weight_sync='filesystem' instead."
         )
     if asked == "auto":
         shares_gpu = both_on_gpus and any(_shares_gpu(server.base_url) for server in servers)
