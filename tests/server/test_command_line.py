@@ -16,7 +16,7 @@ from trl_april.server.command_line import (
     server_environment,
 )
 from trl_april.server.local import LocalServer
-from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, MissingEndpoints, TokenIdsOnly
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, TokenIdsOnly
 from trl_april.server.worker import QuietReload
 
 
@@ -51,26 +51,11 @@ def test_command_on_a_cpu():
     assert middleware_of(open_to_all) == always
 
 
-@pytest.mark.parametrize("release, scale_out", [("0.22.1", False), ("0.30.0", True), ("0.31.0+cu130", True)])
-def test_command_on_a_gpu(monkeypatch, release, scale_out):
-    monkeypatch.setattr("trl_april.server.command_line.version", lambda name: release)
+def test_command_on_a_gpu():
     command = server_command("m", "127.0.0.1", 1, platform="gpu")
     assert json.loads(flag_value(command, "--weight-transfer-config")) == {"backend": "nccl"}
-    assert ("--enable-scale-out" in command) == scale_out
     for own in (["--weight-transfer-config", '{"backend": "ipc"}'], ["--weight_transfer_config.backend=ipc"]):
         assert '{"backend": "nccl"}' not in server_command("m", "127.0.0.1", 1, own, platform="gpu")
-
-
-@pytest.mark.parametrize(
-    ("release", "interval", "endpoints"), [("0.25.1", "64", True), ("0.26.0", None, True), ("0.27.0", None, False)]
-)
-def test_command_supplies_what_an_older_vllm_lacks(monkeypatch, release, interval, endpoints):
-    monkeypatch.setattr(command_line, "version", lambda name: release)
-    command = server_command("m", "127.0.0.1", 1, platform="cpu")
-    assert flag_value(command, "--stream-interval") == interval
-    assert (path_of(MissingEndpoints) in middleware_of(command)) == endpoints
-    own = server_command("m", "127.0.0.1", 1, ["--stream-interval", "8"], platform="cpu")
-    assert own.count("--stream-interval") == 1 and flag_value(own, "--stream-interval") == "8"
 
 
 @pytest.mark.parametrize(

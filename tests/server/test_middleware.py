@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from trl_april.server.command_line import GENERATED_TOKENS_PATH, LEASE_PATH, TOKEN_IDS_ONLY
-from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, MissingEndpoints, TokenIdsOnly
+from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, TokenIdsOnly
 from trl_april.server.worker import RELOAD_LOGGER, QuietReload
 
 
@@ -167,45 +167,6 @@ def test_real_server_leaves_text_out(server):
     assert with_text["text"] and not without["text"]
     assert with_text["token_ids"] == without["token_ids"]
     assert with_text["logprobs"]["token_logprobs"] == pytest.approx(without["logprobs"]["token_logprobs"], abs=1e-5)
-
-
-def test_endpoints_that_an_older_vllm_lacks():
-    """As vLLM 0.28 answers them; an empty list of requests must not abort those of others."""
-    aborted: list[list[str]] = []
-
-    class Older(Engine):
-        async def abort(self, request_ids: list[str]) -> None:
-            aborted.append(request_ids)
-
-    async def run() -> list[Any]:
-        app = SimpleNamespace(state=SimpleNamespace(engine_client=Older()))
-        server = MissingEndpoints(answering)
-
-        async def ask(method: str, path: str, body: Any = None) -> Any:
-            scope = {"type": "http", "path": path, "method": method, "app": app}
-            return await answer_of(lambda app: server, scope, json.dumps(body).encode())
-
-        return [
-            await ask("GET", "/weight_info"),
-            await ask("POST", "/update_weight_version", {"new_version": "7"}),
-            await ask("GET", "/weight_info"),
-            await ask("POST", "/abort_requests", {"request_ids": ["cmpl-a-0"]}),
-            await ask("POST", "/abort_requests", {"request_ids": []}),
-            await ask("GET", "/health"),
-        ]
-
-    async def answering(scope: Any, receive: Any, send: Any) -> None:
-        await send("passed on")
-
-    assert asyncio.run(run()) == [
-        (200, {"weight_version": "default"}),
-        (200, {"success": True, "new_version": "7"}),
-        (200, {"weight_version": "7"}),
-        (200, {"status": "aborted", "aborted": 1}),
-        (200, {"status": "aborted", "aborted": 0}),
-        "passed on",
-    ]
-    assert aborted == [["cmpl-a-0"], []]
 
 
 @pytest.mark.parametrize(

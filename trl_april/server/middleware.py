@@ -84,39 +84,6 @@ def _generate(generate: Any, prompt: Any, sampling_params: Any, *args: Any, **kw
     return generate(prompt, sampling_params, *args, **kwargs)
 
 
-class MissingEndpoints:
-    """Answers the endpoints that training needs and vLLM before 0.27 does not have, in the form of later versions.
-
-    - `GET /weight_info` and `POST /update_weight_version` with `{"new_version": version}`.
-    - `POST /abort_requests` with `{"request_ids": [...]}`; unlike in later versions, an empty list aborts nothing.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._version = "default"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = None
-        if scope["type"] == "http":
-            answer = await self._answer((scope["method"], scope["path"]), Request(scope, receive))
-        if answer is None:
-            await self._app(scope, receive, send)
-        else:
-            await JSONResponse(answer)(scope, receive, send)
-
-    async def _answer(self, route: tuple[str, str], request: Request) -> dict[str, Any] | None:
-        if route == ("GET", "/weight_info"):
-            return {"weight_version": self._version}
-        if route == ("POST", "/update_weight_version"):
-            self._version = str((await request.json())["new_version"])
-            return {"success": True, "new_version": self._version}
-        if route == ("POST", "/abort_requests"):
-            request_ids = (await request.json())["request_ids"]
-            await request.app.state.engine_client.abort(request_ids)
-            return {"status": "aborted", "aborted": len(request_ids)}
-        return None
-
-
 async def _generated_tokens(request: Request) -> JSONResponse:
     engine = request.app.state.engine_client
     if not _knows_all_requests(engine):

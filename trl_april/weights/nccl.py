@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 import requests
 import torch
 from trl import GRPOConfig
-from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
 from ..errors import ServerError, WeightSyncError
@@ -68,11 +67,9 @@ class NcclTransport:
         """Form a group with the server's workers. TRL's own method sees a refusal only after 300 seconds."""
         client, port = server.client, server.client.group_port
         wait([self._joining[port]] if port in self._joining else [])  # after a refusal, it holds the port for a while
-        info: dict[str, Any] = {"rank_offset": 1, "world_size": client.get_world_size() + 1}
+        info: dict[str, Any] = {"rank_offset": 1, "world_size": client.get_world_size() + 1, "packed": True}
         listener = listen(address_seen_by(client.base_url), port)
         info["master_address"], info["master_port"] = listener.getsockname()[:2]
-        if vllm_client._HAS_STATEFUL_TRAINER_ENGINE:
-            info["packed"] = True
         # The workers wait for this process while they handle the request.
         answered = in_thread(lambda: server.control.load("init_weight_transfer_engine", {"init_info": info}))
         joined = self._joining[port] = in_thread(lambda: self._open(info, listener))
@@ -92,9 +89,7 @@ class NcclTransport:
                 address, port, 0, info["world_size"], store_timeout=JOIN_SECONDS, listen_socket=listener
             )
         except (RuntimeError, OSError) as error:
-            if (
-                isinstance(error, OSError) and error.errno != errno.EBADF
-            ):  # vLLM closes a socket twice after a time-out
+            if isinstance(error, OSError) and error.errno != errno.EBADF:  # from vLLM, after a time-out
                 raise
             raise RuntimeError(
                 f"the server's workers have not joined at {address}, port {port}, within {JOIN_SECONDS} s. Set "
@@ -145,8 +140,6 @@ class NcclTransport:
             # vLLM cannot view a tensor without dimensions, and loads one of a single element into it.
             "shapes": [list(shape) or [1] for _, _, shape in self._metadata],
         }
-        if not vllm_client._HAS_STATEFUL_TRAINER_ENGINE:  # vLLM before 0.28
-            info["packed"] = True
         # The workers wait for the broadcasts while they handle the request.
         received = in_thread(lambda: control.load("update_weights", {"update_info": info}))
         try:
