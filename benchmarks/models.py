@@ -137,6 +137,8 @@ Which models train exactly. Each is tiny, has random weights in float32, and was
 - **LoRA**: both differences, with the weights merged for the server or with adapters alone.
 
 {table}
+
+Not measured yet: {missing}.
 """
 
 
@@ -165,7 +167,8 @@ def main() -> None:
     print(found)
     if options.write:
         listed = ", ".join(f"{name} {number}" for name, number in versions().items())
-        replace_text(options.write, PAGE.format(versions=listed, exact=EXACT, table=found))
+        missing = ", ".join(name for name in FAMILIES if name not in results) or "none"
+        replace_text(options.write, PAGE.format(versions=listed, exact=EXACT, table=found, missing=missing))
 
 
 if __name__ == "__main__":
