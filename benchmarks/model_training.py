@@ -94,14 +94,15 @@ def train(training: str, folder: str, config: Any, reference: Any, servers: list
                     self.model.config._attn_implementation = base
                     passes["side by side"] = self._training_pass(output)
                     self.model.config._attn_implementation = name
+                # Kept requests have keys and values of earlier versions, unless those are of an adapter of their own.
+                mixes = config.resume_kv == "keep" and self.vllm_generation.weight_sync != "adapter"
                 samples = [(group, sample) for group in self.done.groups for sample in group.samples]
                 for row, (group, sample) in enumerate(samples):
                     recorded = torch.tensor(sample.logprobs.tolist())
-                    alone = row_alone(models, group.prompt_ids, sample, mixes=training == "kept")
+                    alone = row_alone(models, group.prompt_ids, sample, mixes=mixes)
                     note("alone", alone, recorded)
-                    # Keys and values of kept requests are of earlier versions.
                     current = [one.version == self.done.version for one in sample.segments for _ in range(one.length)]
-                    of = torch.tensor(current) & (training != "kept" or all(current))
+                    of = torch.tensor(current) & (not mixes or all(current))
                     for name, logps in passes.items():
                         note(name, logps[row, : len(recorded)][of], recorded[of])
                     found["tokens"] += len(recorded)

@@ -68,5 +68,5 @@ def test_a_server_gets_the_buffers_of_a_checkpoint():
     found = models.run("Apertus", 500.0)["found"]
     assert list(found) == list(models.TRAININGS) and "xIELU" in " ".join(models.notes(found))
     for name, training in found.items():
-        assert max(training[one] for one in ("alone", "blocks", "side by side")) < 2e-3, (name, training)
+        assert max(training[one] for one in ("alone", "blocks", "side by side")) < 1e-2, (name, training)
     assert found["cut"]["continued"] and found["kept"]["continued"]
