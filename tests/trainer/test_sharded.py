@@ -100,5 +100,6 @@ class TestSharded:
     def test_partial_samples_are_resumed(self, sharded, kind):
         results = sharded(kind).results("april", 2)
         assert sum(sum(result["carried_here"]) for result in results) > 0
-        assert max(logged(sharded(kind), "april", "april/versions_per_sample_max")) >= 2
+        # Beside a slow trainer a partial sample may end before the next version, which trains it.
+        assert max(logged(sharded(kind), "april", "april/staleness_max")) >= 1
         assert [result["left"] for result in results] == [0, 0]
