@@ -66,7 +66,6 @@ CHAPTERS = {
         *("tuning.simulation.Mode", "tuning.simulation.run", "tuning.simulation.Result"),
         *("tuning.grid.simulate_grid", "tuning.grid.Grid", "tuning.grid.recommend", "tuning.grid.Recommendation"),
     ],
-    "Doctor": ["commands.doctor.DoctorOptions", "commands.doctor.run"],
 }
 TITLES = {
     DocstringSectionKind.parameters: "Parameters",

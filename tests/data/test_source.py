@@ -203,6 +203,9 @@ def test_source_hands_out_exactly_the_rows_of_stock(
 @example(
     quota=2, micro=3, accumulation=1, rounds_per_epoch=9, max_steps=4, has_length=False, at=4, changed=7, handed_out=9
 )
+@example(  # the steps of an epoch end it before its rows do, inside of a round
+    quota=1, micro=3, accumulation=2, rounds_per_epoch=1, max_steps=1, has_length=False, at=1, changed=4, handed_out=0
+)
 def test_rows_follow_a_callback_that_changes_the_number_of_steps(
     quota, micro, accumulation, rounds_per_epoch, max_steps, has_length, at, changed, handed_out
 ):

@@ -142,8 +142,8 @@ class StockRows(GRPOTrainer):
 
 def differences(case: dict[str, Any], trained: Counter[int], left: int, wanted: Counter[int]) -> str:
     """What is wrong with the samples of each row that were trained, and with the groups left; empty if nothing is."""
-    # Shortened or stopped, training ends too early for some of the rows in flight. Prolonged, it opens its stream anew:
-    # the batch that the data loader read ahead is lost, in stock too, and which one that is depends on who read first.
+    # Shortened or stopped, training ends too early for some of the rows in flight. Prolonged, it opens its stream
+    # anew: the batch that the data loader read ahead is lost, in stock too, and which one that is depends on timing.
     if case["happens"] in ("shortened", "stopped") or (case["kind"], case["happens"]) == ("once", "prolonged"):
         once = case["kind"] != "once" or set(trained.values()) <= {case["options"]["num_generations"]}
         is_as_many = trained.total() == wanted.total() and once
