@@ -55,7 +55,7 @@ INTERNALS = {"Rollouts": ["pool.pool.Pool", "pool.samples.Group", "pool.samples.
 CHAPTERS = {
     "Training": [
         *("config.APRILGRPOConfig", "trainer.APRILGRPOTrainer", "server.local.LocalServer"),
-        *("training.rollout_function.TurnEngine", "training.rollout_function.Turn"),
+        *("agents.rollout_function.TurnEngine", "agents.rollout_function.Turn"),
     ],
     "Errors": [
         *("errors.AprilError", "errors.ConfigError", "errors.PoolError", "errors.EngineError", "errors.ServerError"),

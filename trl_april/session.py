@@ -18,6 +18,8 @@ from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
+from .agents.rollout_function import RolloutTurns
+from .agents.tools import ToolTurns
 from .checkpoint.resume import RunCheckpoints, account_of
 from .checkpoint.rollouts import FOLDER, SavedRollouts, save_rollouts
 from .config import AprilOptions
@@ -45,9 +47,7 @@ from .training.batch import round_metrics, server_metrics
 from .training.construction import rollout_engine
 from .training.correction import DriftWatch, TrainingPassCorrection, correction_metrics, sampling_metrics
 from .training.rewards import RewardScorer
-from .training.rollout_function import RolloutTurns
 from .training.run_log import RunLog, run_options
-from .training.tools import ToolTurns
 from .tuning.factor_chooser import FactorChooser
 from .weights.recovery import Recovery
 from .weights.sync import ServerGeneration

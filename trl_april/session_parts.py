@@ -22,6 +22,9 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 from trl.extras.profiling import profiling_context
 
+from .agents.environments import NO_PROMPT, Environments
+from .agents.rollout_function import Rollout, RolloutTurns
+from .agents.tools import CallResults, Message, ToolCalls, Tools, ToolTurns, check_message_images, encode_results
 from .config import AprilOptions
 from .data.admission import check_longest
 from .data.order import TrainingRows
@@ -34,13 +37,10 @@ from .pool.budget import Budget
 from .rollout.acting import Places
 from .training import compatibility
 from .training.construction import replaced, rollout_engine
-from .training.environments import NO_PROMPT, Environments
 from .training.evaluation import Evaluation
 from .training.forward_pass import PerToken, attention_in_blocks, base_attention, with_positions, without_padding
 from .training.micro_batches import MicroBatch, filled, regrouped
 from .training.rewards import RewardScorer, checked, decode_completions
-from .training.rollout_function import Rollout, RolloutTurns
-from .training.tools import CallResults, Message, ToolCalls, Tools, ToolTurns, check_message_images, encode_results
 from .weights.canary import depends_on_width
 
 

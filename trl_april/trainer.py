@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from . import session_parts
+from .agents.rollout_function import Rollout
 from .checkpoint.resume import RunCheckpoints
 from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
@@ -38,11 +39,10 @@ from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training
+from .training.hand_over import handed_over
 from .training.micro_batches import weight_of_loss
 from .training.rewards import checked, extra_columns, trained_rewards, use_device
-from .training.rollout_function import Rollout
 from .training.run_log import outline
-from .training.tools import handed_over
 from .weights.recovery import Recovery
 
 

@@ -39,7 +39,7 @@ from tests.trainer.test_trainer import distinct_characters, rows_of
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.training import construction
-from trl_april.training.batch import rollout_output
+from trl_april.training.hand_over import rollout_output
 
 
 RANK, NUM_PROCESSES = 0, 1  # `main` sets them: what is imported may be forked afterwards

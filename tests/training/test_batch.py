@@ -12,9 +12,9 @@ from trl_april.training.batch import (
     length_bins,
     length_quantile,
     masking_stale,
-    rollout_output,
     round_metrics,
 )
+from trl_april.training.hand_over import rollout_output
 
 
 def round_of_a_small_pool() -> tuple[Round, Pool]:

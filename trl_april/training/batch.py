@@ -46,23 +46,6 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
-    """The batch in the form of TRL's `rollout_func`: a list per key, with one entry per sample, group-major.
-
-    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens of
-    tools. It is there only if tools may be called.
-    """
-    samples = [(group, sample) for group in groups for sample in group.samples]
-    output = {
-        "prompt_ids": [list(group.prompt_ids_of(sample)) for group, sample in samples],
-        "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
-        "logprobs": [sample.logprobs.tolist() for _, sample in samples],
-    }
-    if any(sample.conversation is not None for _, sample in samples):
-        output["env_mask"] = loss_mask(groups)
-    return output
-
-
 def loss_mask(groups: Sequence[Group], mask_below: float = -math.inf) -> list[list[int]]:
     """For each token, 0 if it is outside of the loss: of tools, or of a version before `mask_below`."""
     samples = [sample for group in groups for sample in group.samples]

@@ -14,6 +14,8 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from ..agents.rollout_function import RolloutTurns
+from ..agents.tools import ToolTurns
 from ..data.admission import check_prompt, prompt_name
 from ..data.source import Row
 from ..distributed.processes import Processes
@@ -30,8 +32,7 @@ from ..server.host import reserve_connections
 from ..weights.recovery import Recovery
 from ..weights.servers import SyncedServers
 from .batch import batch_rows
-from .rollout_function import RolloutTurns
-from .tools import ToolTurns, handed_over
+from .hand_over import handed_over
 
 
 class Evaluation:

@@ -24,14 +24,14 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.trainer.utils import is_async_callable, nanstd
 
+from ..agents.environments import Environments
+from ..agents.tools import messages_of
 from ..distributed.processes import get_logger
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Score
 from ..rollout.user_code import UserCode, carried, result_of
 from .batch import batch_rows
-from .environments import Environments
-from .tools import messages_of
 
 
 logger = get_logger(__name__)

@@ -21,9 +21,9 @@ from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.acting import ResetResult
 from trl_april.session_parts import reward_scorer, tool_turns
-from trl_april.training.batch import batch_rows, rollout_output
+from trl_april.training.batch import batch_rows
 from trl_april.training.construction import replaced
-from trl_april.training.tools import handed_over, loop_results
+from trl_april.training.hand_over import handed_over, loop_results, rollout_output
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -32,8 +32,8 @@ from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
 from trl_april.session_parts import tool_turns
-from trl_april.training.batch import completion_columns, loss_mask, rollout_output
-from trl_april.training.tools import first_turns, loop_results
+from trl_april.training.batch import completion_columns, loss_mask
+from trl_april.training.hand_over import first_turns, loop_results, rollout_output
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
