@@ -33,11 +33,11 @@ from datasets import Dataset
 from report import markdown, write_json
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer
+from trl_april.bridge.training_pass import rows_in_blocks
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
-from trl_april.session_parts import rows_in_blocks
 from trl_april.training.correction import DriftWatch
 from trl_april.training.run_log import RunLog
 
@@ -102,7 +102,7 @@ def of_equal_size(count: int) -> AbstractContextManager[Any]:
 
 def side_by_side(count: int) -> AbstractContextManager[Any]:
     """Compute the rows of a micro-batch beside each other."""
-    return mock.patch("trl_april.session_parts.attention_in_blocks", lambda *_: nullcontext())
+    return mock.patch("trl_april.bridge.training_pass.attention_in_blocks", lambda *_: nullcontext())
 
 
 @contextmanager

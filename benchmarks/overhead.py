@@ -29,6 +29,7 @@ from pathlib import Path
 
 from report import markdown, new_figure, read_json, require_matplotlib, write_json
 
+from trl_april.bridge.hand_over import rollout_output
 from trl_april.engine.event_stream import EventStream
 from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.pool.pool import Pool
@@ -37,7 +38,6 @@ from trl_april.pool.state import state_dict
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.round import Round
 from trl_april.training.batch import batch_rows, loss_mask, round_metrics
-from trl_april.training.hand_over import rollout_output
 
 
 GROUP_SIZE = 4

@@ -22,8 +22,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 
-from . import session_parts
 from .agents.rollout_function import Rollout
+from .bridge import rows, training_pass
+from .bridge.evaluation import evaluation
+from .bridge.hand_over import handed_over
+from .bridge.rewards import reward_scorer
+from .bridge.tool_loop import tool_turns
 from .checkpoint.resume import RunCheckpoints
 from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
@@ -39,7 +43,6 @@ from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training
-from .training.hand_over import handed_over
 from .training.micro_batches import weight_of_loss
 from .training.rewards import checked, extra_columns, trained_rewards, use_device
 from .training.run_log import outline
@@ -200,7 +203,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
         if not self.april_enabled:
             return super().evaluation_loop(*args, **kwargs)
-        with self._processes.watched(), session_parts.evaluation(self):
+        with self._processes.watched(), evaluation(self):
             return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -249,7 +252,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
-        return session_parts.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
+        return rows.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
@@ -264,7 +267,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
-        self._buffered_inputs = session_parts.micro_batches(self, APRILGRPOTrainer)
+        self._buffered_inputs = training_pass.micro_batches(self, APRILGRPOTrainer)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
@@ -278,7 +281,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding.
         # Overridden, too, to correct a micro-batch by its training pass, the only one for which TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
-        score = session_parts.forward_pass(self, score, kwargs)
+        score = training_pass.forward_pass(self, score, kwargs)
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
         found = score(*args, **kwargs)
@@ -307,7 +310,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.args.output_dir, self._get_output_dir, self._processes, resume_from_checkpoint
         )
         try:
-            with session_parts.rows_in_blocks(self), session_parts.read_once(self):
+            with training_pass.rows_in_blocks(self), rows.read_once(self):
                 return super().train(self._checkpoints.resumed_from, *args, **kwargs)
         except NothingToTrain:
             logger.warning(f"{self._checkpoints.resumed_from} is the end of its training: nothing is left to train.")
@@ -333,21 +336,21 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._fixed = compatibility.fixed_options(self)
 
     def _open_session(self) -> RolloutSession:
-        sampling, turns = session_parts.sampling(self), session_parts.tool_turns(self, self._options, self._rollout)
-        budget = session_parts.budget_of(self, sampling)
-        session_parts.check_evaluation_rows(self, turns, budget)
+        sampling, turns = rows.sampling(self), tool_turns(self, self._options, self._rollout)
+        budget = rows.budget_of(self, sampling)
+        rows.check_evaluation_rows(self, turns, budget)
         return RolloutSession(
             self.args,
             self._options,
-            rows=session_parts.training_rows(self),
-            tokenize=session_parts.tokenize_prompts(self, turns),
-            images_of=session_parts.sample_images(self, self._options),
+            rows=rows.training_rows(self),
+            tokenize=rows.tokenize_prompts(self, turns),
+            images_of=rows.sample_images(self, self._options),
             vocab_size=self.model.config.get_text_config().vocab_size,
             budget=budget,
             sampling=sampling,
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
-            scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,
+            scorer=reward_scorer(self, turns) if self._options.scores_groups else None,
             act=turns,
             user_code=self._user_code,
             state=self.state,

@@ -21,6 +21,7 @@ from trl.trainer.utils import RepeatSampler
 
 from tests.support.pools import complete
 from tests.support.tiny import build_model, build_tokenizer
+from trl_april.bridge.rows import read_once, training_rows
 from trl_april.config import APRILGRPOConfig
 from trl_april.data.order import TrainingRows, make_source, resumed_source
 from trl_april.data.plan import TrainingPlan
@@ -28,7 +29,6 @@ from trl_april.data.source import RowSource
 from trl_april.data.stream import SharedStream
 from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool.pool import Pool
-from trl_april.session_parts import read_once, training_rows
 from trl_april.trainer import APRILGRPOTrainer
 
 

@@ -13,13 +13,13 @@ from tests.support.peers import Peer, Peers
 from tests.support.synced_trainer import SyncedTrainer
 from tests.support.tiny import build_model
 from tests.training.test_forward_pass import build
+from trl_april.bridge.tool_loop import groups_finish_beside_evaluations
 from trl_april.checkpoint import resume
 from trl_april.checkpoint.resume import RunCheckpoints
 from trl_april.distributed.signals import StopRequest
 from trl_april.engine.protocol import ServerLost
 from trl_april.errors import CheckpointError, ConfigError, PoolError, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.session_parts import groups_finish_beside_evaluations
 from trl_april.training import forward_pass
 from trl_april.training.forward_pass import attention_in_blocks, base_attention
 from trl_april.weights import adapters, canary, transport

@@ -37,9 +37,9 @@ from tests.support.proxy import Proxy
 from tests.trainer import test_trainer
 from tests.trainer.test_trainer import distinct_characters, rows_of
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+from trl_april.bridge.hand_over import rollout_output
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.training import construction
-from trl_april.training.hand_over import rollout_output
 
 
 RANK, NUM_PROCESSES = 0, 1  # `main` sets them: what is imported may be forked afterwards

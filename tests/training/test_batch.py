@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from trl_april.bridge.hand_over import rollout_output
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
 from trl_april.rollout.round import Round
@@ -14,7 +15,6 @@ from trl_april.training.batch import (
     masking_stale,
     round_metrics,
 )
-from trl_april.training.hand_over import rollout_output
 
 
 def round_of_a_small_pool() -> tuple[Round, Pool]:

@@ -19,10 +19,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from tests.support.serverless import ServerlessTrainer
+from trl_april.bridge.training_pass import rows_in_blocks
 from trl_april.config import APRILGRPOConfig
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
-from trl_april.session_parts import rows_in_blocks
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.compatibility import can_be_regrouped
 from trl_april.training.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.support.tiny import build_tokenizer
+from trl_april.bridge.rewards import reward_scorer
 from trl_april.errors import ConfigError
 from trl_april.pool.samples import Score
 from trl_april.rollout.user_code import UserCode
-from trl_april.session_parts import reward_scorer
 from trl_april.training.rewards import RewardScorer, checked, use_device
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..agents.tools import messages_of
 from ..engine.images import images_in
 from ..pool.samples import Group, Sample
-from .batch import loss_mask
+from ..training.batch import loss_mask
 
 
 def handed_over(
