@@ -243,9 +243,9 @@ class APRILGRPOTrainer(GRPOTrainer):
         with construction.replaced(self, **changes), self._session.run_log.timing("scoring"):
             batch = super()._generate_and_score_completions(inputs)
         if in_training:
-            self._session.correct_in_training(self.args, batch, done)
+            self._session.correction.defer(self.args, batch, done)
         else:
-            self._log_metrics(self._session.correction(batch, done))
+            self._log_metrics(self._session.correction.metrics(batch, done))
         rewards = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("reward")}
         self._session.run_log.add_round(done, rewards)
         return batch
@@ -286,7 +286,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
         found = score(*args, **kwargs)
         if micro_batch is not None:
-            self._log_metrics(self._session.correct(micro_batch, found[0]), prefix="")
+            self._log_metrics(self._session.correction.correct(micro_batch, found[0]), prefix="")
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
