@@ -45,9 +45,6 @@ logger = get_logger(__name__)
 # Section 5.1 of the paper on GSPO.
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 
-# In the errors of vLLM and transformers for a class that only the script has.
-UNKNOWN_MODEL = ("are not supported for now", "does not recognize this architecture")
-
 # For the model card.
 PAPER = {
     "title": "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
@@ -164,17 +161,23 @@ def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
 
 
 def start_server(
-    trainer: object, args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any
+    trainer: object, args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any, processes: Processes
 ) -> EmbeddedServer | None:
-    """Start a server for the trainer without waiting, if it needs one, or take over that of an earlier trainer.
+    """Start a server for the trainer, if it needs one, or take over that of an earlier trainer. A collective call.
+
+    On GPUs that the trainer uses too, all processes wait until it is ready: vLLM takes for its own what others
+    allocate while it measures how much memory the KV cache can have.
 
     It is stopped when its last trainer is collected. Returns `None` in all processes but the first.
     """
-    if not needs_server(args):
+    if names_server(args):
         return None
-    keep_one_gpu(args, model)
-    server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
-    server.start(wait=False)
+    server = None
+    if needs_server(args):
+        keep_one_gpu(args, model)
+        server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
+        server.start(wait=False)
+    processes.decide(lambda: server.wait().port if server.devices.shared else None)
     return server
 
 
@@ -305,22 +308,7 @@ def connect_server(
     """
 
     def wait() -> tuple[int | None, bool]:
-        if server is None:
-            return None, False
-        try:
-            server.wait()
-        except ServerError as error:
-            if any(words in str(error) for words in UNKNOWN_MODEL):
-                raise ServerError(
-                    "vLLM does not know the class of this model. Set use_vllm=False, which trains with stock GRPO, or "
-                    "register the class in a package with vLLM's entry point `vllm.general_plugins`; its own advice "
-                    f"below is for models of the Hub. {error}"
-                ) from None
-            if "does not support LoRA" not in str(error):
-                raise
-            logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
-            server.start_without_adapters()
-        return server.port, server.devices.shared
+        return (None, False) if server is None else (server.wait().port, server.devices.shared)
 
     port, shares_device = processes.decide(wait)
     try:
