@@ -194,7 +194,7 @@ def test_precision_is_the_trainers(tmp_path, changes, dtype):
     ("changes", "attention"),
     [
         ({}, "eager"),
-        ({"bf16": True}, "eager"),  # the weights are of 32 bits, which FlashAttention does not take
+        ({"bf16": True}, "flash_attention_2"),  # takes 16 bits only
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, "flash_attention_2"),
         ({"model_init_kwargs": {"dtype": "bfloat16"}, "use_cpu": True}, "eager"),
         ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, None),

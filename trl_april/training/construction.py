@@ -266,7 +266,7 @@ def attention_of(args: GRPOConfig, model: Any) -> str | None:
     with suppress(OSError, ValueError):  # TRL raises it again
         if option_left_out(config_of(args, model), "sdpa") is not None:
             has_flash = args.device.type == "cuda" and is_flash_attn_2_available()
-            takes_dtype = dtype_of(args, model) != "float32"  # weights are compared with the server's without autocast
+            takes_dtype = args.bf16 or args.fp16 or dtype_of(args, model) != "float32"
             return "flash_attention_2" if has_flash and takes_dtype else "eager"
     return None
 
