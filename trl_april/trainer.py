@@ -333,6 +333,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             policy_version=lambda: self.state.global_step,
             trained_model=lambda: self.model,
         )
+        construction.check_memory(self)
         self._fixed = compatibility.fixed_options(self)
 
     def _open_session(self) -> RolloutSession:

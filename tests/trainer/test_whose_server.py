@@ -110,6 +110,14 @@ def test_a_second_run_is_refused_before_the_weights_change(fake, tmp_path, capsy
     assert mine.take("next", 30.0) == {}, "given back at the end of an evaluation"
 
 
+def test_memory_is_checked_when_the_server_has_its_own(fake, tmp_path, monkeypatch):
+    """And the whole trainer is there."""
+    asked = []
+    monkeypatch.setattr(construction, "check_memory", lambda trainer: asked.append(trainer.vllm_generation.base_url))
+    april(fake, tmp_path)
+    assert asked == [fake.base_url]
+
+
 def test_a_run_on_a_server_without_leases_is_noticed_by_its_requests(tmp_path):
     with FakeVLLM(vocab_size=len(TOKENIZER), claim=None, weight_version="7") as fake:
         fake.answers["/metrics"] = (200, "vllm:num_requests_running 2.0\nvllm:num_requests_waiting 0.0\n")

@@ -175,6 +175,53 @@ def test_all_processes_wait_for_a_server_on_their_gpus(monkeypatch):
     assert construction.start_server(args, args, "owner/model", None, None, others) is None and len(asked) == 1
 
 
+def trainer_on_a_gpu(model, *, optim="adamw_torch", processes=1, fsdp=False, plugin=None, **changes):
+    """Stands for a trainer, as far as its memory goes."""
+    args = SimpleNamespace(
+        device=torch.device("cuda", 0), optim=SimpleNamespace(value=optim), bf16=True, fp16=False, world_size=processes
+    )
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    parts = {"ref_model": None, "reward_funcs": [len], "optimizer": None, "is_fsdp_enabled": fsdp, **changes}
+    return SimpleNamespace(args=args, model=model, accelerator=SimpleNamespace(state=state), **parts)
+
+
+def zero(stage: int, offload: str = "none") -> SimpleNamespace:
+    return SimpleNamespace(zero_stage=stage, offload_optimizer_device=offload)
+
+
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({}, 16),
+        ({"optim": "adamw_8bit"}, 10),
+        ({"ref_model": build_model()}, 20),
+        ({"reward_funcs": [build_model(), len]}, 20),
+        ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])}, 8),
+        ({"fsdp": True, "processes": 4}, 4),
+        ({"plugin": zero(1), "processes": 4}, 2 + 2 + 12 / 4),
+        ({"plugin": zero(2), "processes": 4}, 2 + 14 / 4),
+        ({"plugin": zero(3), "processes": 4}, 4),
+        ({"plugin": zero(2, "cpu"), "processes": 4}, None),
+    ],
+)
+def test_training_that_does_not_fit_beside_the_server_is_warned_of(monkeypatch, caplog, changes, each):
+    """Before the first round. `each` is the memory per parameter; a tenth of the GPU is for activations."""
+    model = build_model()
+    count = sum(param.numel() for param in model.parameters())
+    least = ((each or 0) + 8) * count
+    for left, fits in ((least, True), (least - 1, False)):
+        caplog.clear()
+        monkeypatch.setattr(construction, "left_of_gpu", lambda device, left=left: (80 * count, left))
+        construction.check_memory(trainer_on_a_gpu(model, **changes))
+        assert ("may run out of memory. Set optim='adamw_8bit'" in caplog.text) is (each is not None and not fits)
+
+
+def test_the_memory_of_a_model_on_several_gpus_is_not_summed_up():
+    model = build_model()
+    model.hf_device_map = {"a": 0, "b": 1}
+    construction.check_memory(trainer_on_a_gpu(model))  # asks no GPU
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [

@@ -5,16 +5,24 @@ Invariant: a process runs at most one, and it ends with the last of its trainers
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
+import os
 import re
 import shutil
+import tempfile
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import AutoProcessor
+from transformers.dynamic_module_utils import custom_object_save
 
 from ..errors import ConfigError, ServerError
 from .local import LocalServer
@@ -82,6 +90,14 @@ def keep_one_gpu(args: Any, model: Any) -> None:
     args._n_gpu = 1
 
 
+def visible_gpus() -> tuple[list[str], list[str]]:
+    """The GPUs that this process sees, and the environment variables that select among them."""
+    variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    count = torch.cuda.device_count()
+    listed = next((os.environ[name].split(",") for name in variables if os.environ.get(name)), None)
+    return (listed or [str(number) for number in range(count)])[:count], variables
+
+
 def server_flags(
     devices: Devices, *, dtype: str, memory: float, tensor_parallel: int, max_model_length: int | None
 ) -> list[str]:
@@ -116,6 +132,21 @@ def larger_context(config: Any) -> str:
         f"for all sequences, and transformers for those of more than {original} tokens only, so the log-probabilities "
         "of shorter sequences differ"
     )
+
+
+def save_architecture(model: Any, processing_class: Any) -> Path:
+    """Save everything but the weights of a model object into a temporary folder, which a server starts from."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    config = copy.deepcopy(base.config)
+    config.architectures = config.architectures or [type(base).__name__]
+    folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
+    if base._auto_class is not None:  # its code is not in transformers
+        custom_object_save(base, folder, config=config)
+    config.save_pretrained(folder)
+    if processing_class is None:  # as in TRL's constructor
+        processing_class = AutoProcessor.from_pretrained(config._name_or_path)
+    processing_class.save_pretrained(folder)
+    return folder
 
 
 def description(model: str) -> object:

@@ -6,9 +6,7 @@ TRL would connect to vLLM by itself, and has no factory for the connection. It k
 
 from __future__ import annotations
 
-import copy
 import os
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
@@ -33,8 +29,18 @@ from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
 from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
-from ..server.embedded import EmbeddedServer, choose_devices, keep_one_gpu, larger_context, lora_flags, server_flags
+from ..server.embedded import (
+    EmbeddedServer,
+    choose_devices,
+    keep_one_gpu,
+    larger_context,
+    lora_flags,
+    save_architecture,
+    server_flags,
+    visible_gpus,
+)
 from ..server.local import DEFAULT_HOST
+from ..server.model_size import left_of_gpu, training_memory
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
 from .compatibility import names_server, option_left_out
@@ -233,14 +239,6 @@ def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_co
     return EmbeddedServer(str(folder), devices, flags, gpu_variables=variables, folder=folder)
 
 
-def visible_gpus() -> tuple[list[str], list[str]]:
-    """The GPUs that this process sees, and the environment variables that select among them."""
-    variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
-    count = torch.cuda.device_count()
-    listed = next((os.environ[name].split(",") for name in variables if os.environ.get(name)), None)
-    return (listed or [str(number) for number in range(count)])[:count], variables
-
-
 def precision(args: GRPOConfig, model: Any) -> str:
     """The data type in which the trainer computes log-probabilities, by its name in vLLM."""
     if args.bf16 or args.fp16:
@@ -276,21 +274,6 @@ def config_of(args: GRPOConfig, model: str) -> PreTrainedConfig:
     loading = args.model_init_kwargs or {}
     trusts = loading.get("trust_remote_code", args.trust_remote_code)
     return AutoConfig.from_pretrained(model, revision=loading.get("revision"), trust_remote_code=trusts)
-
-
-def save_architecture(model: Any, processing_class: Any) -> Path:
-    """Save everything but the weights of a model object into a temporary folder, which a server starts from."""
-    base = model.get_base_model() if is_peft_model(model) else model
-    config = copy.deepcopy(base.config)
-    config.architectures = config.architectures or [type(base).__name__]
-    folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
-    if base._auto_class is not None:  # its code is not in transformers
-        custom_object_save(base, folder, config=config)
-    config.save_pretrained(folder)
-    if processing_class is None:  # as in TRL's constructor
-        processing_class = AutoProcessor.from_pretrained(get_config_model_id(config))
-    processing_class.save_pretrained(folder)
-    return folder
 
 
 def connect_server(
@@ -347,6 +330,31 @@ def connect_server(
         if isinstance(error, ServerError):
             raise error.with_traceback(None) from None  # the message says all of it
         raise
+
+
+def check_memory(trainer: GRPOTrainer) -> None:
+    """Warn before the first round if training does not fit into the memory that the server leaves it."""
+    args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
+    places = set((getattr(trainer.model, "hf_device_map", None) or {}).values())
+    is_offloaded = plugin is not None and plugin.offload_optimizer_device not in (None, "none")
+    if args.device.type == "cpu" or len(places) > 1 or is_offloaded:
+        return
+    others = [one for one in (trainer.ref_model, *trainer.reward_funcs) if isinstance(one, torch.nn.Module)]
+    given = trainer.optimizer
+    needed = training_memory(
+        [trainer.model, *others],
+        args.optim.value if given is None else type(given).__name__.lower(),
+        casts=plugin is not None and (args.bf16 or args.fp16),
+    )
+    stage = 3 if trainer.is_fsdp_enabled else plugin.zero_stage if plugin is not None else 0
+    needed, (total, left) = needed.divided(stage, args.world_size), left_of_gpu(args.device)
+    if not needed.fits(total, left):
+        logger.warning(
+            f"Training needs {needed}, and activations. The trainer has {left / 1e9:.1f} of {total / 1e9:.1f} GB, so "
+            "the first optimizer step may run out of memory. Set optim='adamw_8bit', train a LoRA adapter "
+            "(peft_config), lower vllm_gpu_memory_utilization, give the server another GPU, or divide the model by "
+            "FSDP or ZeRO. docs/servers.md has a table."
+        )
 
 
 def addresses_in(args: GRPOConfig) -> list[str]:
