@@ -60,6 +60,7 @@ def own(monkeypatch):
         class Own(EmbeddedServer):
             def start(self, **_):
                 self.port = int(fake.base_url.rpartition(":")[2])
+                return self
 
             wait = start
             is_running = True
