@@ -134,7 +134,11 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._options = AprilOptions.of(args).with_schedule(keeps=not has_images, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
-            self._server = construction.start_server(self, args, model, processing_class, peft_config)
+            self._processes = processes_of(args.distributed_state)
+            with self._processes.watched():
+                self._server = construction.start_server(
+                    self, args, model, processing_class, peft_config, self._processes
+                )
             self._user_code = UserCode(lambda: use_device(args.device))
             environment_factory = self._user_code.factories(environment_factory)
         else:
@@ -157,7 +161,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         if stock_because:
             self.add_callback(StockNotice(stock_because))
         else:
-            self._processes = processes_of(self.accelerator)
             self._stop = StopRequest(self._processes.check)
             if self._options.scores_groups:
                 sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -333,6 +336,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             policy_version=lambda: self.state.global_step,
             trained_model=lambda: self.model,
         )
+        construction.check_memory(self)
         self._fixed = compatibility.fixed_options(self)
 
     def _open_session(self) -> RolloutSession:

@@ -2,13 +2,19 @@
 
 import gc
 import json
+import os
+import signal
 import sys
+import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import Phi3Config
 
 from tests.server.test_local import HEALTHY, script  # noqa: F401
-from trl_april.errors import ConfigError
+from tests.server.test_process import wait_for
+from trl_april.errors import ConfigError, ServerError
 from trl_april.server.command_line import flag_value
 from trl_april.server.embedded import (
     Devices,
@@ -134,6 +140,89 @@ def test_server_of_adapters_is_taken_over_while_it_has_their_base(script, monkey
     server.has_base = True
     assert used_by(users[3], tmp_path / "merged", lora_flags(8)) is not server
     server.stop()
+
+
+STARTS_ONCE = """
+import sys
+if "--enable-lora" in {flags}:
+    sys.exit("ValueError: {says}")
+"""
+
+
+def failing(script, says, flags=()):  # noqa: F811
+    """A server that says something and exits if it is started for adapters."""
+
+    class Failing(ScriptEmbedded):
+        def command(self, port):
+            program = script(STARTS_ONCE.format(flags=list(self.vllm_args), says=says) + textwrap.dedent(HEALTHY))
+            return [sys.executable, str(program), str(port)]
+
+    return Failing("owner/model", Devices(), [*flags, *lora_flags(8), "--seed", "1"])
+
+
+def test_server_of_a_model_without_adapters_in_vllm_starts_again(script, caplog):  # noqa: F811
+    """For merged weights, with all other flags."""
+    with failing(script, "MyModel does not support LoRA yet.", ["--dtype", "float32"]) as server:
+        assert server.is_healthy() and server.vllm_args == ["--dtype", "float32", "--seed", "1"]
+    assert "vLLM has no adapters for this model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("says", "is_unknown"),
+    [("are not supported for now.", True), ("failed to be inspected. Please check the logs", False)],
+)
+def test_a_model_that_vllm_does_not_know_has_our_advice(script, says, is_unknown):  # noqa: F811
+    """One that vLLM knows and cannot import has not."""
+    with pytest.raises(ServerError, match="MyModel") as error:
+        failing(script, f"Model architectures [MyModel] {says}").start()
+    assert ("use_vllm=False" in str(error.value) and "vllm.general_plugins" in str(error.value)) is is_unknown
+
+
+MEASURED = """
+for gib in (7.26, 7.25):
+    print(f"(Worker pid=7) INFO 11-30 [gpu_worker.py:694] Available KV cache memory: {gib} GiB", flush=True)
+"""
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_restart_beside_the_trainer_asks_for_the_kv_cache_of_the_first_start(script, shared):  # noqa: F811
+    """At least, of the GPU that had the least."""
+    program = script(MEASURED + textwrap.dedent(HEALTHY))
+    with ScriptEmbedded(str(program), Devices(("0",), shared=shared), ["--dtype", "float32"]) as server:
+
+        def asked() -> str | None:
+            return flag_value(server.vllm_args, "--kv-cache-memory-bytes")
+
+        assert asked() is None
+        script(MEASURED.replace("7.2", "3.1") + textwrap.dedent(HEALTHY))
+        for _ in range(2):
+            pid = server.pid
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: server.pid != pid)
+            server.wait()
+            assert (asked() and 7.25 <= int(asked()) / 2**30 < 7.26) if shared else asked() is None
+
+
+def test_vllm_takes_memory_of_others_for_its_own_while_it_starts(monkeypatch):
+    """The reason for the two tests of a shared GPU; vLLM's own function, on numbers of free memory."""
+    from vllm.utils import mem_utils
+
+    gib, free = 2**30, [80 * 2**30]
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: (free[0], 80 * gib))
+    stats = {"allocated_bytes.all.peak": 0, "allocated_bytes.all.current": 0}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device=None: stats)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device=None: 0)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device=None: None)
+    platform = SimpleNamespace(is_integrated_gpu=lambda index: False)
+    monkeypatch.setattr(mem_utils, "current_platform", platform)
+    for model in (0, 16):
+        free[0] = 80 * gib
+        snapshot = mem_utils.MemorySnapshot(device="cuda:0")
+        free[0] -= 8 * gib  # the server's weights
+        with mem_utils.memory_profiling(snapshot, weights_memory=8 * gib) as result:
+            free[0] -= model * gib  # the trainer's, meanwhile
+        assert result.non_kv_cache_memory == (8 + model) * gib
 
 
 @pytest.mark.parametrize("kind", ["default", "longrope"])

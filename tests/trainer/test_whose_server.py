@@ -60,6 +60,7 @@ def own(monkeypatch):
         class Own(EmbeddedServer):
             def start(self, **_):
                 self.port = int(fake.base_url.rpartition(":")[2])
+                return self
 
             wait = start
             is_running = True
@@ -108,6 +109,14 @@ def test_a_second_run_is_refused_before_the_weights_change(fake, tmp_path, capsy
     assert mine.take("next", 0.0) == {}
     trainer.evaluate(trainer.train_dataset.select(range(2)))
     assert mine.take("next", 30.0) == {}, "given back at the end of an evaluation"
+
+
+def test_memory_is_checked_when_the_server_has_its_own(fake, tmp_path, monkeypatch):
+    """And the whole trainer is there."""
+    asked = []
+    monkeypatch.setattr(construction, "check_memory", lambda trainer: asked.append(trainer.vllm_generation.base_url))
+    april(fake, tmp_path)
+    assert asked == [fake.base_url]
 
 
 def test_a_run_on_a_server_without_leases_is_noticed_by_its_requests(tmp_path):

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.support.tiny import build_model, build_tokenizer
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.distributed.processes import OneProcess
-from trl_april.errors import ConfigError, ServerError
+from trl_april.errors import ConfigError
 from trl_april.server.command_line import flag_value
-from trl_april.server.embedded import Devices
+from trl_april.server.embedded import Devices, EmbeddedServer
+from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training import construction
 from trl_april.training.construction import (
     attention_of,
@@ -88,12 +90,13 @@ class Gpus(APRILGRPOConfig):
 def start(monkeypatch):
     """Starts a server for a process that sees GPUs 2, 5 and 7."""
     monkeypatch.setattr(construction, "visible_gpus", lambda: (["2", "5", "7"], ["CUDA_VISIBLE_DEVICES"]))
-    monkeypatch.setattr(construction.EmbeddedServer, "start", lambda self, wait: None)
+    monkeypatch.setattr(EmbeddedServer, "start", lambda self, wait: None)
+    monkeypatch.setattr(EmbeddedServer, "wait", lambda self: self)
 
     def start(model="owner/model", **changes):
         args = Gpus("out", use_cpu=True, bf16=False, **changes)
         args._n_gpu = 3
-        return args, construction.start_server(start, args, model, None, None)
+        return args, construction.start_server(start, args, model, None, None, OneProcess())
 
     return start
 
@@ -137,6 +140,88 @@ def test_a_model_that_is_divided_among_all_gpus_shares_them_with_the_server(monk
         assert args.model_init_kwargs == changes.get("model_init_kwargs")
 
 
+@pytest.fixture
+def happened(monkeypatch, tmp_path) -> list[str]:
+    """What happens to the server and to the model, until TRL's constructor is left."""
+    found: list[str] = []
+
+    def construct(self, **_):
+        found.append("model")
+        raise KeyError("no further")
+
+    monkeypatch.setattr(EmbeddedServer, "start", lambda self, wait: found.append("start"))
+    monkeypatch.setattr(EmbeddedServer, "wait", lambda self: found.append("wait") or SimpleNamespace(port=1))
+    monkeypatch.setattr(GRPOTrainer, "__init__", construct)
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_server_on_the_trainers_gpu_has_its_memory_before_the_model_is_loaded(monkeypatch, happened, shared):
+    """On another one it starts beside it."""
+    monkeypatch.setattr(construction, "choose_devices", lambda *_: Devices(("0",), shared=shared))
+    rows = Dataset.from_list([{"prompt": "a"}] * 2)
+    with pytest.raises(KeyError, match="no further"):
+        APRILGRPOTrainer("owner/model", len, config(per_device_train_batch_size=8), rows)
+    assert happened == ["start", *["wait"] * shared, "model"]
+
+
+def test_all_processes_wait_for_a_server_on_their_gpus(monkeypatch):
+    monkeypatch.setattr(TwoProcesses, "process_index", 1)
+    asked: list = []
+    others = SimpleNamespace(decide=asked.append)
+    args = TwoProcesses("out", use_cpu=True, bf16=False)
+    assert construction.start_server(args, args, "owner/model", None, None, others) is None and len(asked) == 1
+    args.vllm_server_base_url = "http://127.0.0.1:9"
+    assert construction.start_server(args, args, "owner/model", None, None, others) is None and len(asked) == 1
+
+
+def trainer_on_a_gpu(model, *, optim="adamw_torch", processes=1, fsdp=False, plugin=None, **changes):
+    """Stands for a trainer, as far as its memory goes."""
+    args = SimpleNamespace(
+        device=torch.device("cuda", 0), optim=SimpleNamespace(value=optim), bf16=True, fp16=False, world_size=processes
+    )
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    parts = {"ref_model": None, "reward_funcs": [len], "optimizer": None, "is_fsdp_enabled": fsdp, **changes}
+    return SimpleNamespace(args=args, model=model, accelerator=SimpleNamespace(state=state), **parts)
+
+
+def zero(stage: int, offload: str = "none") -> SimpleNamespace:
+    return SimpleNamespace(zero_stage=stage, offload_optimizer_device=offload)
+
+
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({}, 16),
+        ({"optim": "adamw_8bit"}, 10),
+        ({"ref_model": build_model()}, 20),
+        ({"reward_funcs": [build_model(), len]}, 20),
+        ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])}, 8),
+        ({"fsdp": True, "processes": 4}, 4),
+        ({"plugin": zero(1), "processes": 4}, 2 + 2 + 12 / 4),
+        ({"plugin": zero(2), "processes": 4}, 2 + 14 / 4),
+        ({"plugin": zero(3), "processes": 4}, 4),
+        ({"plugin": zero(2, "cpu"), "processes": 4}, None),
+    ],
+)
+def test_training_that_does_not_fit_beside_the_server_is_warned_of(monkeypatch, caplog, changes, each):
+    """Before the first round. `each` is the memory per parameter; a tenth of the GPU is for activations."""
+    model = build_model()
+    count = sum(param.numel() for param in model.parameters())
+    least = ((each or 0) + 8) * count
+    for left, fits in ((least, True), (least - 1, False)):
+        caplog.clear()
+        monkeypatch.setattr(construction, "left_of_gpu", lambda device, left=left: (80 * count, left))
+        construction.check_memory(trainer_on_a_gpu(model, **changes))
+        assert ("may run out of memory. Set optim='adamw_8bit'" in caplog.text) is (each is not None and not fits)
+
+
+def test_the_memory_of_a_model_on_several_gpus_is_not_summed_up():
+    model = build_model()
+    model.hf_device_map = {"a": 0, "b": 1}
+    construction.check_memory(trainer_on_a_gpu(model))  # asks no GPU
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
@@ -156,7 +241,7 @@ def test_precision_is_the_trainers(tmp_path, changes, dtype):
     ("changes", "attention"),
     [
         ({}, "eager"),
-        ({"bf16": True}, "eager"),  # the weights are of 32 bits, which FlashAttention does not take
+        ({"bf16": True}, "flash_attention_2"),  # takes 16 bits only
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, "flash_attention_2"),
         ({"model_init_kwargs": {"dtype": "bfloat16"}, "use_cpu": True}, "eager"),
         ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, None),
@@ -228,31 +313,6 @@ def test_quantized_model_object_is_served_by_its_name():
     server = embedded_server(config(), get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"])), None)
     assert server.model == "owner/model" and flag_value(server.vllm_args, "--max-lora-rank") == "8"
     assert "--load-format" not in server.vllm_args
-
-
-def test_server_of_a_model_without_adapters_in_vllm_starts_again():
-    """For merged weights, with all other flags."""
-    server = embedded_server(config(vllm_model_impl="transformers"), "owner/model", None, LoraConfig(r=8))
-    server.start = lambda: None
-    server.start_without_adapters()
-    plain = embedded_server(config(vllm_model_impl="transformers"), "owner/model", None)
-    assert server.vllm_args == plain.vllm_args
-
-
-@pytest.mark.parametrize(
-    ("says", "is_unknown"),
-    [("are not supported for now.", True), ("failed to be inspected. Please check the logs", False)],
-)
-def test_a_model_that_vllm_does_not_know_has_our_advice(says, is_unknown):
-    """One that vLLM knows and cannot import has not."""
-
-    def wait():
-        raise ServerError(f"The vLLM server exited.\nModel architectures ['MyModel'] {says}")
-
-    server = SimpleNamespace(wait=wait, stop=lambda: None)
-    with pytest.raises(ServerError, match="MyModel") as error:
-        connect_server(config(), AprilOptions(), server=server, processes=OneProcess(), model=build_model())
-    assert ("use_vllm=False" in str(error.value) and "vllm.general_plugins" in str(error.value)) is is_unknown
 
 
 def test_model_object_is_served_from_its_architecture():

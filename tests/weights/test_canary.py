@@ -7,7 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from accelerate import Accelerator
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations import flash_attention
+from transformers.masking_utils import flash_attention_mask
 
 from tests.support.fake_vllm import FakeVLLM
 from trl_april.engine.sampling import sampling_options
@@ -18,6 +22,7 @@ from trl_april.weights.canary import (
     VISIBLE_OTHER,
     Canary,
     distance,
+    needs_autocast,
     next_logprobs,
     server_logprobs,
     trainer_logprobs,
@@ -166,6 +171,39 @@ def test_autocast_stays_where_weights_have_several_data_types(model: Qwen3ForCau
     assert trainer_logprobs(wrapped, ids, device) == expected and wrapped.forward is forward
     wrapped.model.bfloat16()
     assert distance(trainer_logprobs(wrapped, ids, device), expected) < 0.1
+
+
+@pytest.fixture
+def like_flash_attention(monkeypatch) -> list[torch.dtype]:
+    """Data types that a kernel of 16 bits was given, under the attention "like_flash" of transformers."""
+    seen: list[torch.dtype] = []
+
+    def kernel(query, key, value, attention_mask, *, target_dtype=None, softmax_scale=None, **_):
+        if target_dtype is not None:
+            query, key, value = (one.to(target_dtype) for one in (query, key, value))
+        seen.append(query.dtype)
+        if query.dtype == torch.float32:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        states = (one.transpose(1, 2) for one in (query, key, value))
+        return scaled_dot_product_attention(*states, is_causal=True, scale=softmax_scale).transpose(1, 2)
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", kernel)
+    AttentionInterface.register("like_flash", flash_attention.flash_attention_forward)
+    AttentionMaskInterface.register("like_flash", flash_attention_mask)
+    return seen
+
+
+def test_autocast_stays_where_the_attention_needs_it(model: Qwen3ForCausalLM, like_flash_attention):
+    """FlashAttention takes no float32, in which TRL loads a model. Values are then those of 16 bits."""
+    ids, device = [3, 1, 4, 1, 5], torch.device("cpu")
+    expected = trainer_logprobs(model, ids, device)
+    assert not needs_autocast(model)
+    flash = copy.deepcopy(model)
+    flash.config._attn_implementation = "like_flash"
+    Accelerator(mixed_precision="bf16", cpu=True).prepare_model(flash)
+    found = trainer_logprobs(flash, ids, device)
+    assert like_flash_attention == [torch.bfloat16] and needs_autocast(flash)
+    assert 0 < distance(found, expected) < 0.1
 
 
 def test_the_servers_values_are_prompt_logprobs_at_temperature_1():

@@ -159,10 +159,16 @@ def test_adapters_are_unmerged_whatever_fails(trainer, fake, monkeypatch):
     assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
 
 
-def test_the_tolerance_follows_the_models_data_type(trainer, fake, generation):
-    """`bf16_full_eval` changes it outside of training."""
-    for dtype, exact in ((torch.bfloat16, False), (torch.float32, True)):
+def test_the_tolerance_follows_the_models_data_type(trainer, fake, generation, monkeypatch):
+    """`bf16_full_eval` changes it outside of training. So does an attention that needs mixed precision."""
+    monkeypatch.setattr(type(generation.accelerator), "mixed_precision", "bf16")
+    for dtype, mixes, exact in (
+        (torch.bfloat16, False, False),
+        (torch.float32, True, False),
+        (torch.float32, False, True),
+    ):
         trainer.model.to(dtype)
+        monkeypatch.setattr(weight_sync, "needs_autocast", lambda model, mixes=mixes: mixes)
         generation.sync_weights()
         assert generation.servers.first.canary.exact is exact
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.logging import MultiProcessAdapter
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -127,9 +127,9 @@ class ManyProcesses(OneProcess):
     Counters go through the store of the process group, sums and shards through a group of their own on the CPU.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.rank: int = accelerator.process_index
-        self.count: int = accelerator.num_processes
+    def __init__(self, state: PartialState) -> None:
+        self.rank: int = state.process_index
+        self.count: int = state.num_processes
         # The store outlives a trainer, whose keys the next one must not find.
         self._prefix = f"trainer-{next(_trainers)}"
         self._errors = ErrorChannel(connect(f"{self._prefix}/errors"), self.rank, self.count)
@@ -255,9 +255,9 @@ class ManyProcesses(OneProcess):
 Processes = OneProcess | ManyProcesses
 
 
-def processes_of(accelerator: Accelerator) -> Processes:
+def processes_of(state: PartialState) -> Processes:
     """The processes that training runs in."""
-    return ManyProcesses(accelerator) if accelerator.num_processes > 1 else OneProcess()
+    return ManyProcesses(state) if state.num_processes > 1 else OneProcess()
 
 
 def connect(prefix: str) -> dist.Store:

@@ -5,16 +5,26 @@ Invariant: a process runs at most one, and it ends with the last of its trainers
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import math
+import os
+import re
 import shutil
+import tempfile
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+import torch
+from accelerate.utils import is_peft_model
+from transformers import AutoProcessor
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..errors import ConfigError, ServerError
 from .local import LocalServer
 
 
@@ -26,6 +36,9 @@ CHANGED_BY_TRAINERS = {
     "use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version", "truncation_side",
     "padding_side", "is_local", "local_files_only",
 }  # fmt: skip
+# In the errors of vLLM and transformers for a class that only the script has.
+UNKNOWN_MODEL = ("are not supported for now", "does not recognize this architecture")
+KV_MEMORY, KV_MEMORY_IN_LOG = "--kv-cache-memory-bytes", re.compile(r"Available KV cache memory: ([\d.]+) GiB")
 MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
@@ -77,6 +90,14 @@ def keep_one_gpu(args: Any, model: Any) -> None:
     args._n_gpu = 1
 
 
+def visible_gpus() -> tuple[list[str], list[str]]:
+    """The GPUs that this process sees, and the environment variables that select among them."""
+    variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    count = torch.cuda.device_count()
+    listed = next((os.environ[name].split(",") for name in variables if os.environ.get(name)), None)
+    return (listed or [str(number) for number in range(count)])[:count], variables
+
+
 def server_flags(
     devices: Devices, *, dtype: str, memory: float, tensor_parallel: int, max_model_length: int | None
 ) -> list[str]:
@@ -111,6 +132,21 @@ def larger_context(config: Any) -> str:
         f"for all sequences, and transformers for those of more than {original} tokens only, so the log-probabilities "
         "of shorter sequences differ"
     )
+
+
+def save_architecture(model: Any, processing_class: Any) -> Path:
+    """Save everything but the weights of a model object into a temporary folder, which a server starts from."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    config = copy.deepcopy(base.config)
+    config.architectures = config.architectures or [type(base).__name__]
+    folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
+    if base._auto_class is not None:  # its code is not in transformers
+        custom_object_save(base, folder, config=config)
+    config.save_pretrained(folder)
+    if processing_class is None:  # as in TRL's constructor
+        processing_class = AutoProcessor.from_pretrained(config._name_or_path)
+    processing_class.save_pretrained(folder)
+    return folder
 
 
 def description(model: str) -> object:
@@ -166,12 +202,35 @@ class EmbeddedServer(LocalServer):
         if not list(self._trainers):
             self.stop()
 
-    def start_without_adapters(self) -> EmbeddedServer:
-        """Start again for merged weights, after a start that failed because vLLM has no adapters for this model."""
-        place = list(self.vllm_args).index("--enable-lora")
-        self.vllm_args = [*self.vllm_args[:place], *self.vllm_args[place + len(lora_flags(1)) :]]
-        self.start()
+    def wait(self) -> EmbeddedServer:
+        """As [`LocalServer.wait`]. Where vLLM has no adapters for the model, it starts again for merged weights."""
+        try:
+            super().wait()
+        except ServerError as error:
+            if any(words in str(error) for words in UNKNOWN_MODEL):
+                raise ServerError(
+                    "vLLM does not know the class of this model. Set use_vllm=False, which trains with stock GRPO, or "
+                    "register the class in a package with vLLM's entry point `vllm.general_plugins`; its own advice "
+                    f"below is for models of the Hub. {error}"
+                ) from None
+            if "does not support LoRA" not in str(error):
+                raise
+            logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
+            place = list(self.vllm_args).index("--enable-lora")
+            self.vllm_args = [*self.vllm_args[:place], *self.vllm_args[place + len(lora_flags(1)) :]]
+            self.start()
         return self
+
+    def _start_process(self) -> None:
+        # While the trainer's memory changes, vLLM cannot measure its own.
+        if self.devices.shared and KV_MEMORY not in self.vllm_args and (size := self._kv_memory()):
+            self.vllm_args = [*self.vllm_args, KV_MEMORY, str(size)]
+        super()._start_process()
+
+    def _kv_memory(self) -> int | None:
+        """Bytes per GPU of the KV cache at the last start, by the log. Rounded up, so that the context is as long."""
+        found = KV_MEMORY_IN_LOG.findall(self._log_of_start())
+        return math.ceil((min(map(float, found)) + 0.005) * 2**30) if found else None
 
     def _launch(self) -> None:
         for other in list(_servers):

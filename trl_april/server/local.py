@@ -191,6 +191,12 @@ class LocalServer:
         """Returns the last `n` lines of the server's log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-n:])
 
+    def _log_of_start(self) -> str:
+        """The log since the last start."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
     @property
     def is_running(self) -> bool:
         """Whether the server was started, and neither stopped nor given up."""
@@ -352,9 +358,7 @@ class LocalServer:
 
     def _failure(self, what: str) -> ServerError:
         # The engine logs the cause; dozens of lines of the API server's traceback follow it.
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            error = root_error(log.read().decode(errors="replace"))
+        error = root_error(self._log_of_start())
         cause = "" if error is None else f"Root cause: {error}\n"
         return ServerError(
             f"The vLLM server for {self.model} {what}.\n{cause}"

@@ -1,19 +1,92 @@
-"""How many servers of a model fit on the GPUs of this host: `python -m trl_april.server.model_size MODEL GPUS`.
+"""The memory of GPUs, for servers and trainers, by the size of a model.
 
-The size is that of the model's configuration, so neither weights nor a download of them are needed. The launchers call
-it, with vLLM's flags as further arguments.
+`python -m trl_april.server.model_size MODEL GPUS` says how many servers fit on the GPUs of this host. The launchers
+call it, with vLLM's flags as further arguments. The size is that of the model's configuration, so neither weights nor
+a download of them are needed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from ..errors import AprilError, ConfigError
 from .command_line import check_model, flag_name, flag_value
 
 
 WEIGHTS_SHARE = 0.6  # of the memory, at most; the rest is for KV blocks, activations and CUDA graphs
+ACTIVATIONS_SHARE = 0.1  # of the memory of a GPU, beside weights, gradients and optimizer states. A rule of thumb
+# States of an optimizer per parameter, by a word in its name, the first that is found. Where they are factored, paged
+# to the host, of a low rank, or not known, none are counted.
+STATES = {
+    "paged": 0, "adafactor": 0, "galore": 0, "apollo": 0, "lomo": 0, "ademamix": 3, "adam": 2, "schedule_free": 1,
+    "adagrad": 1, "lion": 1, "rmsprop": 1,
+}  # fmt: skip
+BYTES_OF_STATE = {"8bit": 1.0, "4bit": 0.5}  # by the same; otherwise as many as a weight
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Bytes that training needs on each GPU beside activations."""
+
+    weights: float
+    gradients: float
+    states: float
+    optimizer: str = ""
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self.weights + self.gradients + self.states
+
+    def __str__(self) -> str:
+        parts = (f"{part / 1e9:.1f} GB" for part in (self.total, self.weights, self.gradients, self.states))
+        return "{} per GPU ({} of weights, {} of gradients, {} of states of {})".format(*parts, self.optimizer)
+
+    def divided(self, stage: int, gpus: int) -> TrainingMemory:
+        """Divided among `gpus` as by a stage of ZeRO: states, gradients too, weights too. FSDP is stage 3."""
+        weights, gradients, states, optimizer = astuple(self)
+        return TrainingMemory(
+            weights / (gpus if stage >= 3 else 1),
+            gradients / (gpus if stage >= 2 else 1),
+            states / (gpus if stage >= 1 else 1),
+            optimizer,
+        )
+
+    def fits(self, memory: float, left: float) -> bool:
+        """Whether it fits, with activations, into what is `left` of a GPU with so much `memory`."""
+        return self.total <= left - ACTIVATIONS_SHARE * memory
+
+
+def training_memory(models: Sequence[Any], optimizer: str, *, casts: bool = False) -> TrainingMemory:
+    """The memory of training the first of several models, as far as its parameters require gradients.
+
+    With `casts`, as by DeepSpeed, it is trained in 16 bits, and the optimizer has it in 32 bits too. Quantized
+    parameters count with the bytes that they are packed in, and ZeRO-3's with all of their shards (`ds_numel`).
+    """
+    weights = gradients = states = 0.0
+    number = next((number for word, number in STATES.items() if word in optimizer), 0)
+    for model in models:
+        for param in model.parameters():
+            size, width = getattr(param, "ds_numel", param.numel()), param.element_size()
+            kept = size * (min(width, 2) if casts else width)
+            weights += kept
+            if param.requires_grad and model is models[0]:
+                gradients += kept
+                each = next((width for word, width in BYTES_OF_STATE.items() if word in optimizer), width)
+                states += size * (number * each + (4 if casts else 0))
+    return TrainingMemory(weights, gradients, states, optimizer)
+
+
+def left_of_gpu(device: Any) -> tuple[int, int]:
+    """Bytes of a GPU, and those that this process can use. Other processes, such as a server, have the rest."""
+    import torch
+
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    return total, free + module.memory_reserved(device)
 
 
 def servers_that_fit(weights: int, heads: int, memory: Sequence[int]) -> int:

@@ -227,8 +227,9 @@ def check_arguments(
     sampling_of(args, {**regex, **(args.generation_kwargs or {})})
     if args.vllm_enable_sleep_mode:
         raise ConfigError(
-            "vllm_enable_sleep_mode is True, but the server of partial rollouts cannot sleep: it keeps unfinished "
-            "requests. Leave it out, and lower vllm_gpu_memory_utilization if trainer and server share a GPU."
+            "vllm_enable_sleep_mode is True, but the server of partial rollouts cannot sleep: it generates while the "
+            "trainer trains, or keeps what resumed samples continue on. Leave it out. If trainer and server share a "
+            "GPU, lower vllm_gpu_memory_utilization, or set optim='adamw_8bit' or peft_config."
         )
     defaults = GRPOConfig.__dataclass_fields__
     if ignored := [name for name in OF_TRANSFORMERS if getattr(args, name) != defaults[name].default]:

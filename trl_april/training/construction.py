@@ -6,9 +6,7 @@ TRL would connect to vLLM by itself, and has no factory for the connection. It k
 
 from __future__ import annotations
 
-import copy
 import os
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
@@ -33,8 +29,18 @@ from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
 from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
-from ..server.embedded import EmbeddedServer, choose_devices, keep_one_gpu, larger_context, lora_flags, server_flags
+from ..server.embedded import (
+    EmbeddedServer,
+    choose_devices,
+    keep_one_gpu,
+    larger_context,
+    lora_flags,
+    save_architecture,
+    server_flags,
+    visible_gpus,
+)
 from ..server.local import DEFAULT_HOST
+from ..server.model_size import left_of_gpu, training_memory
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served
 from ..weights.sync import ServerGeneration
 from .compatibility import names_server, option_left_out
@@ -44,9 +50,6 @@ logger = get_logger(__name__)
 
 # Section 5.1 of the paper on GSPO.
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
-
-# In the errors of vLLM and transformers for a class that only the script has.
-UNKNOWN_MODEL = ("are not supported for now", "does not recognize this architecture")
 
 # For the model card.
 PAPER = {
@@ -164,17 +167,23 @@ def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
 
 
 def start_server(
-    trainer: object, args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any
+    trainer: object, args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any, processes: Processes
 ) -> EmbeddedServer | None:
-    """Start a server for the trainer without waiting, if it needs one, or take over that of an earlier trainer.
+    """Start a server for the trainer, if it needs one, or take over that of an earlier trainer. A collective call.
+
+    On GPUs that the trainer uses too, all processes wait until it is ready: vLLM takes for its own what others
+    allocate while it measures how much memory the KV cache can have.
 
     It is stopped when its last trainer is collected. Returns `None` in all processes but the first.
     """
-    if not needs_server(args):
+    if names_server(args):
         return None
-    keep_one_gpu(args, model)
-    server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
-    server.start(wait=False)
+    server = None
+    if needs_server(args):
+        keep_one_gpu(args, model)
+        server = embedded_server(args, model, processing_class, peft_config).shared_with(trainer)
+        server.start(wait=False)
+    processes.decide(lambda: server.wait().port if server.devices.shared else None)
     return server
 
 
@@ -230,14 +239,6 @@ def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_co
     return EmbeddedServer(str(folder), devices, flags, gpu_variables=variables, folder=folder)
 
 
-def visible_gpus() -> tuple[list[str], list[str]]:
-    """The GPUs that this process sees, and the environment variables that select among them."""
-    variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
-    count = torch.cuda.device_count()
-    listed = next((os.environ[name].split(",") for name in variables if os.environ.get(name)), None)
-    return (listed or [str(number) for number in range(count)])[:count], variables
-
-
 def precision(args: GRPOConfig, model: Any) -> str:
     """The data type in which the trainer computes log-probabilities, by its name in vLLM."""
     if args.bf16 or args.fp16:
@@ -263,7 +264,7 @@ def attention_of(args: GRPOConfig, model: Any) -> str | None:
     with suppress(OSError, ValueError):  # TRL raises it again
         if option_left_out(config_of(args, model), "sdpa") is not None:
             has_flash = args.device.type == "cuda" and is_flash_attn_2_available()
-            takes_dtype = dtype_of(args, model) != "float32"  # weights are compared with the server's without autocast
+            takes_dtype = args.bf16 or args.fp16 or dtype_of(args, model) != "float32"
             return "flash_attention_2" if has_flash and takes_dtype else "eager"
     return None
 
@@ -273,21 +274,6 @@ def config_of(args: GRPOConfig, model: str) -> PreTrainedConfig:
     loading = args.model_init_kwargs or {}
     trusts = loading.get("trust_remote_code", args.trust_remote_code)
     return AutoConfig.from_pretrained(model, revision=loading.get("revision"), trust_remote_code=trusts)
-
-
-def save_architecture(model: Any, processing_class: Any) -> Path:
-    """Save everything but the weights of a model object into a temporary folder, which a server starts from."""
-    base = model.get_base_model() if is_peft_model(model) else model
-    config = copy.deepcopy(base.config)
-    config.architectures = config.architectures or [type(base).__name__]
-    folder = Path(tempfile.mkdtemp(prefix=f"trl-april-{type(base).__name__}-"))
-    if base._auto_class is not None:  # its code is not in transformers
-        custom_object_save(base, folder, config=config)
-    config.save_pretrained(folder)
-    if processing_class is None:  # as in TRL's constructor
-        processing_class = AutoProcessor.from_pretrained(get_config_model_id(config))
-    processing_class.save_pretrained(folder)
-    return folder
 
 
 def connect_server(
@@ -305,22 +291,7 @@ def connect_server(
     """
 
     def wait() -> tuple[int | None, bool]:
-        if server is None:
-            return None, False
-        try:
-            server.wait()
-        except ServerError as error:
-            if any(words in str(error) for words in UNKNOWN_MODEL):
-                raise ServerError(
-                    "vLLM does not know the class of this model. Set use_vllm=False, which trains with stock GRPO, or "
-                    "register the class in a package with vLLM's entry point `vllm.general_plugins`; its own advice "
-                    f"below is for models of the Hub. {error}"
-                ) from None
-            if "does not support LoRA" not in str(error):
-                raise
-            logger.warning("vLLM has no adapters for this model. The server is started again for merged weights.")
-            server.start_without_adapters()
-        return server.port, server.devices.shared
+        return (None, False) if server is None else (server.wait().port, server.devices.shared)
 
     port, shares_device = processes.decide(wait)
     try:
@@ -359,6 +330,31 @@ def connect_server(
         if isinstance(error, ServerError):
             raise error.with_traceback(None) from None  # the message says all of it
         raise
+
+
+def check_memory(trainer: GRPOTrainer) -> None:
+    """Warn before the first round if training does not fit into the memory that the server leaves it."""
+    args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
+    places = set((getattr(trainer.model, "hf_device_map", None) or {}).values())
+    is_offloaded = plugin is not None and plugin.offload_optimizer_device not in (None, "none")
+    if args.device.type == "cpu" or len(places) > 1 or is_offloaded:
+        return
+    others = [one for one in (trainer.ref_model, *trainer.reward_funcs) if isinstance(one, torch.nn.Module)]
+    given = trainer.optimizer
+    needed = training_memory(
+        [trainer.model, *others],
+        args.optim.value if given is None else type(given).__name__.lower(),
+        casts=plugin is not None and (args.bf16 or args.fp16),
+    )
+    stage = 3 if trainer.is_fsdp_enabled else plugin.zero_stage if plugin is not None else 0
+    needed, (total, left) = needed.divided(stage, args.world_size), left_of_gpu(args.device)
+    if not needed.fits(total, left):
+        logger.warning(
+            f"Training needs {needed}, and activations. The trainer has {left / 1e9:.1f} of {total / 1e9:.1f} GB, so "
+            "the first optimizer step may run out of memory. Set optim='adamw_8bit', train a LoRA adapter "
+            "(peft_config), lower vllm_gpu_memory_utilization, give the server another GPU, or divide the model by "
+            "FSDP or ZeRO. docs/servers.md has a table."
+        )
 
 
 def addresses_in(args: GRPOConfig) -> list[str]:

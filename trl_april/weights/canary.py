@@ -36,6 +36,7 @@ TOLERANCE_FLOAT32 = (5e-3, 3e-3)
 TOLERANCE_OTHER = (0.5, 5e-2)
 # In float32 on a CPU, ten times the rounding: what computes otherwise. Other weights exceed the limits above.
 TOLERANCE_CPU = (2e-5, 5e-6)
+ATTENTIONS_IN_32_BITS = ("sdpa", "eager", "flex_attention")  # others are kernels of 16 bits
 LONGEST = 4096  # tokens at which the computation of a model may change for the change to be looked for
 # A change of the trainer's values that rounding on the server cannot hide.
 VISIBLE_FLOAT32 = 1e-5
@@ -186,7 +187,8 @@ def trainer_logprobs(
 
     With `as_next`, those of [`next_logprobs`], otherwise each after the tokens before it.
 
-    Computed in the data type of the weights. A collective call if the model is sharded.
+    Computed in the data type of the weights, unless the model [`needs_autocast`]. A collective call if the model is
+    sharded.
     """
     was_training = model.training
     model.eval()
@@ -209,13 +211,16 @@ def dtypes_of(model: nn.Module) -> set[torch.dtype]:
     return {param.dtype for param in model.parameters()}
 
 
+def needs_autocast(model: nn.Module) -> bool:
+    """Whether mixed precision has to stay: FlashAttention takes 16 bits only, and weights may be of several types."""
+    attention = str(base_model(model).config.get_text_config()._attn_implementation)
+    return len(dtypes_of(model)) > 1 or not attention.endswith(ATTENTIONS_IN_32_BITS)
+
+
 @contextmanager
 def _without_autocast(model: nn.Module) -> Iterator[None]:
-    """Undo accelerate's mixed precision for a forward pass: its rounding is not in the weights that are sent.
-
-    A model with weights of several data types may not compute without it.
-    """
-    if "_original_forward" not in vars(model) or len(dtypes_of(model)) > 1:
+    """Undo accelerate's mixed precision for a forward pass: its rounding is not in the weights that are sent."""
+    if "_original_forward" not in vars(model) or needs_autocast(model):
         yield
         return
     wrapped, model.forward = model.forward, model._original_forward

@@ -33,6 +33,7 @@ from .canary import (
     differs_from_start,
     dtypes_of,
     lengths_to_compare,
+    needs_autocast,
     random_tokens,
     trainer_logprobs,
     why_otherwise,
@@ -265,8 +266,8 @@ class ServerGeneration(VLLMGeneration):
         # Work that needs no server runs before the servers are paused. Reading sharded weights takes all processes.
         self.model = self._trained_model()
         # Evaluation may change the model's data type. FSDP computes in its own.
-        sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        as_weights = self.accelerator.mixed_precision in (None, "no") or not sharded
+        mixes = self.accelerator.distributed_type == DistributedType.FSDP or needs_autocast(self.model)
+        as_weights = self.accelerator.mixed_precision in (None, "no") or not mixes
         dtypes = frozenset(dtypes_of(self.model))
         trainer_is_float32 = dtypes == {torch.float32} and as_weights
         for server in self.servers.taking_part():
