@@ -256,7 +256,7 @@ def test_sound_server_passes_and_is_measured(fake, tiny_model_dir, tmp_path, one
     # The weights went through the folder once, and nothing of them is left.
     (loaded,) = [request for request in fake.received_at("/collective_rpc") if request.body]
     assert loaded.body["kwargs"]["weights_path"].startswith(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [] and fake.weight_version == "default"
+    assert list(tmp_path.iterdir()) == [] and fake.weight_version == "default" and not fake.is_paused
     data = {key: value for finding in findings.values() for key, value in finding.data.items()}
     assert [point["sequences"] for point in data["decode"]] == [1, 2]
     assert all(point["seconds_per_step"] > 0 for point in data["decode"])
@@ -497,6 +497,8 @@ def test_weights_that_do_not_arrive_are_found(fake, tiny_model_dir, tmp_path, on
     with pytest.raises(WeightSyncError, match="no such file"):
         sync(fake, tmp_path)
     assert list(tmp_path.iterdir()) == []
+    finding = examine(fake.base_url)["server"]
+    assert finding.mark is FAIL and "is paused, as in a weight sync or after one that failed" in finding.found
 
 
 @pytest.mark.server
