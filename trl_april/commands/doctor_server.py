@@ -182,10 +182,13 @@ def check_weight_sync(server: Server, folder: str | None) -> Finding:
     from trl.trainer.utils import create_model_from_path
 
     from ..weights import canary
-    from ..weights.files import FileTransport
+    from ..weights.files import FileTransport, sees_files
     from ..weights.names import in_checkpoint_format, tied_names
     from ..weights.synced_server import SyncedServer, for_each
 
+    if not sees_files(server.base_url, folder):
+        remedy = "name a folder that both hosts see under the same path: --weight-sync-dir DIR"
+        return Finding(Mark.SKIP, "the server is on another host, which sees no weight files of this one", remedy)
     version = str(get_json(server.session, f"{server.base_url}/weight_info")["weight_version"])
     path = server.model or server.path
     if version != "default":
