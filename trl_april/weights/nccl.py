@@ -164,7 +164,7 @@ class NcclTransport:
                     stream.synchronize()
 
         sent: Future[None] | None = None
-        for chunk in packed(params, CHUNK_BYTES):
+        for chunk in packed(params, CHUNK_BYTES, self._device):
             if stream is not None:
                 torch.accelerator.current_stream(stream.device).synchronize()
             _wait_for(sent, received)
@@ -228,15 +228,18 @@ def disconnect(client: VLLMClient) -> None:
         client.close_communicator()
 
 
-def packed(params: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Iterator[torch.Tensor]:
-    """Concatenate the bytes of parameters, up to and including the one that exceeds `chunk_bytes`.
+def packed(
+    params: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Concatenate the bytes of parameters on a device, up to and including the one that exceeds `chunk_bytes`.
 
-    Each is copied when it is yielded: merged or gathered values change when the iteration continues.
+    Each is copied when it is yielded: merged or gathered values change when the iteration continues. A model may be
+    divided among several devices.
     """
     parts: list[torch.Tensor] = []
     size = 0
     for _, param in params:
-        parts.append(param.detach().reshape(-1).clone().view(torch.uint8))
+        parts.append(param.detach().to(device, copy=True).reshape(-1).view(torch.uint8))
         size += parts[-1].numel()
         if size > chunk_bytes:
             yield torch.cat(parts)
