@@ -78,9 +78,14 @@ class FileTransport:
                     write_weights(params, folder, dtypes.pop() if len(dtypes) == 1 else None)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
+            def reload(server: SyncedServer) -> None:
+                # The first one after one that failed only ends it: vLLM keeps what it had of a layer.
+                for _ in range(2 if server.is_incomplete else 1):
+                    server.control.load("collective_rpc", body)
+
             def load(servers: Sequence[SyncedServer], each: Each) -> None:
                 if sends:
-                    each(lambda server: server.control.load("collective_rpc", body), servers)
+                    each(reload, servers)
 
             # The files stay until all servers have answered, since they may still read them.
             yield load

@@ -128,12 +128,7 @@ class NcclTransport:
         if server.client.communicator is None:  # after a failure
             self.connect(server)
         control = server.control
-        try:
-            control.load("start_weight_update", {})
-        except WeightSyncError:  # it may have been left in the middle of an update
-            with suppress(WeightSyncError):
-                control.load("finish_weight_update", {})
-            control.load("start_weight_update", {})
+        _start_update(server)
         info: dict[str, Any] = {
             "names": [name for name, _, _ in self._metadata],
             "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in self._metadata],
@@ -193,6 +188,18 @@ class NcclTransport:
                 f"The parameter {missing[0]} was announced to the server and is no longer one of the model. The model "
                 "must not change its parameters during training; weight_sync='filesystem' allows it."
             )
+
+
+def _start_update(server: SyncedServer) -> None:
+    """Let a server expect weights. An update that broke off is finished first: vLLM keeps what it had of a layer."""
+    load = server.control.load
+    with suppress(WeightSyncError):  # refused in the middle of an update
+        load("start_weight_update", {})
+        if not server.is_incomplete:
+            return
+    with suppress(WeightSyncError):
+        load("finish_weight_update", {})
+    load("start_weight_update", {})
 
 
 def address_seen_by(base_url: str) -> str:
