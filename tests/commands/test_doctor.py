@@ -261,7 +261,7 @@ def test_sound_server_passes(fake, tiny_model_dir, tmp_path, one_thread):
     # The weights went through the folder once, and nothing of them is left.
     (loaded,) = [request for request in fake.received_at("/collective_rpc") if request.body]
     assert loaded.body["kwargs"]["weights_path"].startswith(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [] and fake.weight_version == "default"
+    assert list(tmp_path.iterdir()) == [] and fake.weight_version == "default" and not fake.is_paused
     bodies = [request.body for request in fake.received_at("/v1/completions")]
     salts = [body["cache_salt"] for body in bodies if body and "cache_salt" in body]
     assert len(set(salts)) == len(salts)  # no prompt is in the cache of another
@@ -452,6 +452,8 @@ def test_weights_that_do_not_arrive_are_found(fake, tiny_model_dir, tmp_path, on
     with pytest.raises(WeightSyncError, match="no such file"):
         sync(fake, tmp_path)
     assert list(tmp_path.iterdir()) == []
+    finding = examine(fake.base_url)["server"]
+    assert finding.mark is FAIL and "is paused, as in a weight sync or after one that failed" in finding.found
 
 
 @pytest.mark.server

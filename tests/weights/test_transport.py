@@ -94,6 +94,19 @@ def test_files_are_used_where_a_connection_by_nccl_fails(monkeypatch, caplog):
         connected_transport("nccl", None, **common)
 
 
+@pytest.mark.parametrize("asked", ["auto", "auto by NCCL", "filesystem"])
+def test_files_that_the_server_cannot_see_are_not_written(monkeypatch, tmp_path, asked):
+    """Its reload would fail when its parameters are gone."""
+    remote = [SimpleNamespace(base_url="http://192.0.2.1:8000", info=info())]
+    device = torch.device("cuda" if "NCCL" in asked else "cpu")
+    common = {"device": device, "servers": remote, "processes": OneProcess()}
+    monkeypatch.setattr(NcclTransport, "connect", Mock(side_effect=WeightSyncError("no open port.")))
+    says = "192.0.2.1:8000 is on another host.*weight_sync_dir.*same path.*'nccl'"
+    with pytest.raises(ConfigError, match=f"no open port. For files: .*{says}" if "NCCL" in asked else says):
+        connected_transport(asked.split()[0], None, **common)
+    assert connected_transport(asked.split()[0], str(tmp_path), **common).name == "filesystem"
+
+
 def test_an_impossible_choice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="weight_sync='nccl' needs.*cpu.*filesystem"):
         choose("nccl", device="cpu")

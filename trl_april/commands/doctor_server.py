@@ -95,6 +95,10 @@ def check_health(server: Server) -> Finding:
         is_down = response.status_code >= 500
         remedy = "see the server's log, and restart it" if is_down else remedy_for_address(server.base_url)
         return Finding(Mark.FAIL, found, remedy)
+    paused = server.session.get(f"{server.base_url}/is_paused")
+    if paused.status_code == 200 and paused.json()["is_paused"]:
+        found = f"{server.base_url} is paused, as in a weight sync or after one that failed"
+        return Finding(Mark.FAIL, found, "wait for the sync, or train with it again, which loads all weights")
     server.name = str(get_json(server.session, f"{server.base_url}/v1/models")["data"][0]["id"])
     return Finding(Mark.OK, f"{server.base_url} serves {server.name!r}")
 
@@ -247,10 +251,13 @@ def check_weight_sync(server: Server) -> Finding:
     from trl.trainer.utils import create_model_from_path
 
     from ..weights import canary
-    from ..weights.files import FileTransport
+    from ..weights.files import FileTransport, sees_files
     from ..weights.names import in_checkpoint_format, tied_names
     from ..weights.synced_server import SyncedServer, for_each
 
+    if not sees_files(server.base_url, server.options.weight_sync_dir):
+        remedy = "name a folder that both hosts see under the same path: --weight-sync-dir DIR"
+        return Finding(Mark.SKIP, "the server is on another host, which sees no weight files of this one", remedy)
     version = str(get_json(server.session, f"{server.base_url}/weight_info")["weight_version"])
     path = server.options.model or server.path
     if version != "default":
@@ -288,9 +295,11 @@ def check_weight_sync(server: Server) -> Finding:
         return Finding(Mark.SKIP, str(error))
     try:
         with FileTransport(server.options.weight_sync_dir).stage(read, sends=True, dtypes=frozenset()) as load:
+            receiver.begin_load()
             load([receiver], for_each)
+        receiver.end_load(version)
     finally:
-        receiver.lease.give_back()
+        receiver.give_up()
     control.request("POST", "reset_prefix_cache")
     seconds = time.perf_counter() - started
     difference = check.compare(expected, logprobs(), 0)

@@ -18,12 +18,14 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..errors import WeightSyncError
+from ..errors import ConfigError, WeightSyncError
+from ..server.host import is_of_this_host
 from .names import Parameters, read_to_end
 from .synced_server import Each, Load, SyncedServer
 
@@ -52,6 +54,12 @@ class FileTransport:
         self._dtypes: dict[str, torch.dtype | None] = {}  # that servers convert weights to, by address
 
     def connect(self, server: SyncedServer) -> None:
+        if not sees_files(server.base_url, self._parent):
+            raise ConfigError(
+                f"The vLLM server at {server.base_url} is on another host, which does not see weight files of this "
+                "one. Set weight_sync_dir to a folder that both see under the same path, or use weight_sync='nccl' "
+                "with different GPUs on both sides."
+            )
         dtype = getattr(torch, server.info.dtype, None)
         self._dtypes[server.base_url] = None if server.info.quantized else dtype
         if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
@@ -70,12 +78,22 @@ class FileTransport:
                     write_weights(params, folder, dtypes.pop() if len(dtypes) == 1 else None)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
+            def reload(server: SyncedServer) -> None:
+                # The first one after one that failed only ends it: vLLM keeps what it had of a layer.
+                for _ in range(2 if server.is_incomplete else 1):
+                    server.control.load("collective_rpc", body)
+
             def load(servers: Sequence[SyncedServer], each: Each) -> None:
                 if sends:
-                    each(lambda server: server.control.load("collective_rpc", body), servers)
+                    each(reload, servers)
 
             # The files stay until all servers have answered, since they may still read them.
             yield load
+
+
+def sees_files(base_url: str, folder: str | None) -> bool:
+    """Whether a server may see the files: it is on this host, or the user chose a folder for it."""
+    return folder is not None or is_of_this_host(urlsplit(base_url).hostname or "")
 
 
 @contextmanager

@@ -65,8 +65,8 @@ def connected_transport(
     With `"auto"`, only the adapter is sent where that is possible: `adapters` sends it, and `why_merged` returns the
     reason against it. With `must_adapt`, other weights cannot be sent. Otherwise files are used where
     NCCL is not possible, or its connection fails, and where an embedded server `shares_device` with the trainer. A
-    collective call. Raises [`ConfigError`] if the folder does not exist or something was asked for that is not
-    possible, and [`WeightSyncError`] if a connection by NCCL was asked for and fails.
+    collective call. Raises [`ConfigError`] if the folder does not exist, a server would not see the files, or
+    the impossible was asked for, and [`WeightSyncError`] if a connection by NCCL was asked for and fails.
     """
     transports: dict[str, WeightTransport] = {"nccl": NcclTransport(device), "filesystem": FileTransport(folder)}
     if adapters is not None:
@@ -108,8 +108,12 @@ def connected_transport(
         except WeightSyncError as error:
             if asked != "auto":
                 raise
+            try:
+                connect("filesystem")
+            except ConfigError as no_files:
+                raise ConfigError(f"{error} For files: {no_files}") from error
             logger.warning("%s So files are used instead.", error)
-            return connect("filesystem")
+            return "filesystem"
 
     return transports[processes.decide(choose)]
 
