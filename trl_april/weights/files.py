@@ -52,8 +52,7 @@ class FileTransport:
         self._dtypes: dict[str, torch.dtype | None] = {}  # that servers convert weights to, by address
 
     def connect(self, server: SyncedServer) -> None:
-        dtype = getattr(torch, server.info.dtype, None)
-        self._dtypes[server.base_url] = None if server.info.quantized else dtype
+        self._dtypes[server.base_url] = dtype_of(server)
         if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
             overrides = {"load_config": {"load_format": "auto"}}
             body = {"method": "update_config", "kwargs": {"overrides": overrides}}
@@ -66,8 +65,7 @@ class FileTransport:
         with weight_folder(self._parent) if sends else nullcontext() as folder:
             with read_to_end(parameters()) as params:
                 if folder is not None:
-                    dtypes = {*self._dtypes.values()}
-                    write_weights(params, folder, dtypes.pop() if len(dtypes) == 1 else None)
+                    write_weights(params, folder, common_dtype(self._dtypes))
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
             def load(servers: Sequence[SyncedServer], each: Each) -> None:
@@ -144,6 +142,17 @@ def naming_space(folder: Path) -> Iterator[None]:
             f"{disk.free / 2**30:.1f} of its {disk.total / 2**30:.1f} GiB are free. Enlarge it (docker run "
             "--shm-size), or set weight_sync_dir to a larger folder that the server sees under the same path."
         ) from error
+
+
+def dtype_of(server: SyncedServer) -> torch.dtype | None:
+    """What a server converts weights to; `None` if it quantizes them."""
+    return None if server.info.quantized else getattr(torch, server.info.dtype, None)
+
+
+def common_dtype(of_servers: dict[str, torch.dtype | None]) -> torch.dtype | None:
+    """The data type of all servers, given that of each; `None` if they have several."""
+    found = {*of_servers.values()}
+    return found.pop() if len(found) == 1 else None
 
 
 def stored_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
