@@ -71,7 +71,7 @@ def test_a_size_beyond_the_memory_is_refused(never_open, size):
 @pytest.mark.parametrize("kind", ["link", "folder"])
 def test_only_files_are_opened(never_open, monkeypatch, tmp_path, kind):
     monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
-    (tmp_path / "secret").write_bytes(b"8 bytes.")
+    (tmp_path / "secret").write_bytes(bytes(80))
     one = tmp_path / "torch_1_2_3"
     one.symlink_to(tmp_path / "secret") if kind == "link" else one.mkdir()
     with pytest.raises(ValueError, match="does not have 8 bytes"):
