@@ -20,7 +20,7 @@ from .tuning.factor_chooser import START
 
 logger = get_logger(__name__)
 
-WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
+WEIGHT_SYNCS = ("auto", "adapter", "nccl", "ipc", "filesystem")
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
 # While a sample's tools run, it has no request on the server: more groups are needed for as many requests.
 DEFAULT_FACTOR, DEFAULT_FACTOR_WITH_TOOLS = START, 6.0
@@ -232,9 +232,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             least the groups of a batch; by default ten times as many.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to the server: `"adapter"` (only the LoRA adapter, in files, to a server started with
-            `--enable-lora`; running requests stay on theirs), `"nccl"` (TRL's own; RCCL on AMD), `"filesystem"` (any
-            device; also trainer and server on one GPU), or `"auto"`, which sends only the adapter where that is
-            possible, and otherwise uses NCCL where each has a GPU of its own and the server was started for it.
+            `--enable-lora`; running requests stay on theirs), `"nccl"` (TRL's own; RCCL on AMD), `"ipc"` (memory
+            that trainer and server share on one GPU, or on the CPUs of one host), `"filesystem"` (any device), or
+            `"auto"`, which sends only the adapter where that is possible, and otherwise uses NCCL where each has a GPU
+            of its own and the server was started for it, IPC on one GPU, and files elsewhere or where these fail.
         weight_sync_dir (`str`, *optional*):
             Existing folder for the file-system sync, visible to the server under the same path. Defaults to shared
             memory of this host.
