@@ -29,6 +29,7 @@ from trl_april.server.local import LocalServer
 STEPS, SKIPPED = 10, 5  # of training; before throughput is measured
 SYNCS = 4
 PROMPT_LENGTH = 16
+CONTEXT = 4096  # of the model, and of a server with room
 Found = dict[str, Any]
 
 
@@ -48,12 +49,17 @@ class Sizes:
     seconds: float  # in which the throughput of a training is measured
     flags: Sequence[str] = ()  # of a server
 
+    @property
+    def samples(self) -> int:
+        """Completions of a step."""
+        return self.groups * self.generations
+
 
 CARD = Sizes(
     dict(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
          num_key_value_heads=8, head_dim=128),
     "bfloat16", groups=16, generations=8, micro_batch=8, mean=150, longest=1024, kv_tokens=16_384, rounds=12,
-    seconds=20.0,
+    seconds=20.0, flags=("--gpu-memory-utilization", "0.4"),
 )  # fmt: skip
 REHEARSAL = Sizes(
     dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -88,7 +94,7 @@ class Work:
         sizes, shape = self.sizes, self.sizes.shape
         flags = ["--dtype", sizes.dtype, *sizes.flags]
         if has_room:
-            return [*flags, "--max-model-len", "4096", *([] if self.rehearse else ["--gpu-memory-utilization", "0.4"])]
+            return [*flags, "--max-model-len", str(CONTEXT)]
         width = 4 if sizes.dtype == "float32" else 2
         each = 2 * width * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         longest = PROMPT_LENGTH + sizes.longest
@@ -114,7 +120,7 @@ def build(work: Work) -> Found:
     torch.manual_seed(0)
     with torch.device(work.device):
         config = Qwen3Config(
-            **work.sizes.shape, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
+            **work.sizes.shape, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
         model = Qwen3ForCausalLM(config)
@@ -155,8 +161,9 @@ def has_odd_length(completions: list[list[dict[str, str]]], **columns: Any) -> l
 
 
 def train(
-    work: Work, make: Any, config: Any, key: str, *, steps: int | None = None, arguments: Found, **options: Any
-) -> tuple[Any, Found]:
+    work: Work, make: Any, config: Any, key: str, *, micro_batch: int, steps: int | None = None, arguments: Found,
+    **options: Any,
+) -> tuple[Any, Found]:  # fmt: skip
     """Train with `make`, one of the trainers, for a number of steps, or as long as throughput is measured.
 
     `key` is that of the trained tokens in the trainer's log.
@@ -174,8 +181,8 @@ def train(
                 control.should_training_stop |= ends[-1] - ends[SKIPPED - 1] > sizes.seconds
 
     args = config(
-        str(work.folder / "trainer"), per_device_train_batch_size=sizes.micro_batch,
-        gradient_accumulation_steps=sizes.groups * sizes.generations // sizes.micro_batch,
+        str(work.folder / "trainer"), per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=sizes.samples // micro_batch,
         num_generations=sizes.generations, max_completion_length=sizes.longest,
         max_steps=steps or 10_000,  # never near its end, where our schedule has fewer groups in flight
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=work.rehearse,
@@ -207,7 +214,7 @@ def ours(work: Work, *, attention: str = "sdpa", lora: bool = False, **options: 
     from trl_april import APRILGRPOConfig, APRILGRPOTrainer
 
     trainer, found = train(
-        work, APRILGRPOTrainer, APRILGRPOConfig, "april/trained_tokens",
+        work, APRILGRPOTrainer, APRILGRPOConfig, "april/trained_tokens", micro_batch=work.sizes.micro_batch,
         arguments={"peft_config": LoraConfig(r=16, target_modules="all-linear") if lora else None},
         vllm_server_base_url=work.base_url or None, model_init_kwargs={"attn_implementation": attention}, **options,
     )  # fmt: skip
@@ -221,13 +228,18 @@ def ours(work: Work, *, attention: str = "sdpa", lora: bool = False, **options: 
 
 
 def trl_async(work: Work) -> Found:
-    """Train with TRL's AsyncGRPOTrainer. Its own transport, NCCL, cannot connect a GPU to itself."""
+    """Train with TRL's AsyncGRPOTrainer. Its own transport, NCCL, cannot connect a GPU to itself.
+
+    It fills each micro-batch up to the server's context, so a step gets as many of them as our samples would fill.
+    """
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from trl_async_on_cpu import WeightFiles, supply
 
-    attention = supply()
+    attention, sizes = supply(), work.sizes
+    micro_batches = max(1, round(sizes.samples * (PROMPT_LENGTH + sizes.mean) / CONTEXT))
     _, found = train(
         work, AsyncGRPOTrainer, AsyncGRPOConfig, "batch/trained_tokens_per_step",
+        micro_batch=sizes.samples // micro_batches,
         arguments={"weight_transfer": WeightFiles(work.base_url)}, vllm_server_base_url=work.base_url,
     )  # fmt: skip
     return {**found, "weights by": "filesystem", "attention": attention}
