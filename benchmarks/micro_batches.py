@@ -110,7 +110,7 @@ def trl_order(count: int) -> Iterator[None]:
     """Keep the order of TRL's shuffling, too."""
     with (
         side_by_side(count),
-        mock.patch("trl_april.training.compatibility.can_be_regrouped", lambda *args, **kwargs: False),
+        mock.patch("trl_april.bridge.compatibility.can_be_regrouped", lambda *args, **kwargs: False),
     ):
         yield
 

@@ -19,6 +19,7 @@ from trl import GRPOConfig
 
 from .agents.rollout_function import RolloutTurns
 from .agents.tools import ToolTurns
+from .bridge.construction import rollout_engine
 from .checkpoint.resume import RunCheckpoints, account_of
 from .checkpoint.rollouts import FOLDER, SavedRollouts, save_rollouts
 from .config import AprilOptions
@@ -44,7 +45,6 @@ from .rollout.rounds import Rounds
 from .rollout.user_code import UserCode
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
-from .training.construction import rollout_engine
 from .training.correction import BatchCorrection
 from .training.rewards import RewardScorer
 from .training.run_log import RunLog, run_options

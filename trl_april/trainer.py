@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from .agents.rollout_function import Rollout
-from .bridge import rows, training_pass
+from .bridge import compatibility, construction, rows, training_pass
 from .bridge.evaluation import evaluation
 from .bridge.hand_over import handed_over
 from .bridge.rewards import reward_scorer
@@ -39,7 +39,6 @@ from .pool.pool import Pool
 from .rollout.round import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
-from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training

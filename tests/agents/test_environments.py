@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from tests.support.environments import GAME, LOG, Counting, Numbered, Saved, Silent, Speaking
 from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, multiply, trainer_arguments
 from trl_april.bridge import tool_loop
+from trl_april.bridge.construction import replaced
 from trl_april.bridge.hand_over import handed_over, loop_results, rollout_output
 from trl_april.bridge.rewards import reward_scorer
 from trl_april.bridge.tool_loop import tool_turns
@@ -24,7 +25,6 @@ from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.acting import ResetResult
 from trl_april.training.batch import batch_rows
-from trl_april.training.construction import replaced
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,9 +9,9 @@ import torch
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
+from trl_april.bridge.construction import trl_options
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import AprilError, ConfigError
-from trl_april.training.construction import trl_options
 
 
 CPU = {"use_cpu": True, "bf16": False}

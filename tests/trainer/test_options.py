@@ -15,8 +15,8 @@ from tests.support.fake_vllm import FakeVLLM
 from tests.support.tool_calling import DATASET, END, TOKENIZER, ToolScript, encode
 from tests.trainer.test_tools import april
 from trl_april.bridge import rows
+from trl_april.bridge.compatibility import FIXED, OF_TRANSFORMERS
 from trl_april.errors import ConfigError
-from trl_april.training.compatibility import FIXED, OF_TRANSFORMERS
 
 
 # Fields of GRPOConfig that decide what is generated, and the test that they do.

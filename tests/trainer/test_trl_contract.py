@@ -16,8 +16,8 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 
+from trl_april.bridge.compatibility import LOSS_TYPES
 from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training.compatibility import LOSS_TYPES
 from trl_april.training.micro_batches import BY_TOKENS
 from trl_april.weights.sync import ServerGeneration
 

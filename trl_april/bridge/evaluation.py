@@ -30,9 +30,9 @@ from ..rollout.driver import RolloutDriver
 from ..rollout.event_loop import BackgroundLoop
 from ..server.host import reserve_connections
 from ..training.batch import batch_rows
-from ..training.construction import replaced, rollout_engine
 from ..weights.recovery import Recovery
 from ..weights.servers import SyncedServers
+from .construction import replaced, rollout_engine
 from .hand_over import handed_over
 from .rows import budget_of, sample_images, sampling, tokenize_prompts
 from .tool_loop import tool_turns

@@ -27,8 +27,8 @@ from ..engine.images import SampleImages, prompt_of
 from ..engine.sampling import SamplingOptions, sampling_of
 from ..errors import ConfigError
 from ..pool.budget import Budget
-from ..training import compatibility
-from ..training.construction import replaced
+from . import compatibility
+from .construction import replaced
 
 
 def read_once(trainer: GRPOTrainer) -> AbstractContextManager[None]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from trl import GRPOTrainer
 
-from ..training import compatibility
 from ..training.forward_pass import PerToken, attention_in_blocks, base_attention, with_positions, without_padding
 from ..training.micro_batches import MicroBatch, filled, regrouped
 from ..weights.canary import depends_on_width
+from . import compatibility
 
 
 def rows_in_blocks(trainer: GRPOTrainer) -> AbstractContextManager[None]:

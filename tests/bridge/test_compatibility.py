@@ -9,10 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOConfig
 
 from tests.support.tiny import build_model
-from trl_april.config import APRILGRPOConfig, AprilOptions
-from trl_april.errors import ConfigError
-from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training.compatibility import (
+from trl_april.bridge.compatibility import (
     RequestedBatch,
     check_arguments,
     check_dataset,
@@ -27,6 +24,9 @@ from trl_april.training.compatibility import (
     why_stock,
     without_effect,
 )
+from trl_april.config import APRILGRPOConfig, AprilOptions
+from trl_april.errors import ConfigError
+from trl_april.trainer import APRILGRPOTrainer
 
 
 PartialState(cpu=True)  # of the logger
