@@ -38,7 +38,7 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
-from trl_april.training.correction import DriftWatch
+from trl_april.training.correction import BatchCorrection
 from trl_april.training.run_log import RunLog
 
 
@@ -50,8 +50,8 @@ class Session(RolloutSession):
     """A session without rollouts."""
 
     def __init__(self, sampling_mode: str) -> None:
-        self.scorer, self.run_log, self._correction, self._drift = None, RunLog(), None, DriftWatch()
-        self._processes, self._sampling_mode = OneProcess(), sampling_mode
+        self.scorer, self.run_log, self._sampling_mode = None, RunLog(), sampling_mode
+        self.correction = BatchCorrection(OneProcess(), self.run_log.note)
 
 
 class Trainer(APRILGRPOTrainer):

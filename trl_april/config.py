@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from .distributed.processes import get_logger
 from .errors import ConfigError
 from .pool.staleness import AUTO, check_bound, factor_of
-from .server.addresses import server_addresses
+from .server.host import server_addresses
 from .tuning.factor_chooser import START
 
 

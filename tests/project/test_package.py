@@ -29,7 +29,7 @@ ALLOWED = {  # number of lines by file
     "server/shared_memory.py": 4,  # the GPU UUID, and torch's functions and device type of CUDA IPC, also on ROCm
     "weights/transport.py": 1,  # TRL's NCCL transport takes only devices of torch's type "cuda", also on ROCm
     "weights/nccl.py": 2,  # vLLM's communicator takes torch.cuda's streams
-    "training/construction.py": 2,  # GPUs that vLLM serves on; FlashAttention
+    "bridge/construction.py": 2,  # GPUs that vLLM serves on; FlashAttention
     "server/embedded.py": 2,  # vLLM selects GPUs by the vendor's environment variable
     "training/forward_pass.py": 1,  # TF32
     "server/command_line.py": 1,  # the name of vLLM's build gives its platform

@@ -21,9 +21,8 @@ from packaging.requirements import Requirement
 
 from .. import __version__
 from ..errors import AprilError, ConfigError
-from ..server.addresses import server_addresses
 from ..server.command_line import vllm_platform
-from ..server.host import driver_version, is_exclusive, usable_cores
+from ..server.host import driver_version, is_exclusive, server_addresses, usable_cores
 from . import check_file
 
 

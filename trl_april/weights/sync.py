@@ -24,8 +24,8 @@ from ..distributed.processes import Processes
 from ..engine.logprobs import check_logprobs
 from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
-from ..server.addresses import server_addresses
 from ..server.check import ServerInfo, check_server
+from ..server.host import server_addresses
 from ..server.local import LocalServer
 from .adapters import AdapterTransport, is_quantized, why_merged
 from .canary import (
