@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 
-from .agents.rollout_function import Rollout
+from .agents.rollout_function import Rollout, check_rollout
 from .bridge import compatibility, construction, rows, training_pass
 from .bridge.evaluation import evaluation
 from .bridge.hand_over import handed_over
@@ -43,7 +43,7 @@ from .training.batch import batch_rows, completion_columns, evaluation_columns, 
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import weight_of_loss
-from .training.rewards import checked, extra_columns, trained_rewards, use_device
+from .training.rewards import check_scoring, checked, extra_columns, trained_rewards, use_device
 from .training.run_log import outline
 from .weights.recovery import Recovery
 
@@ -122,7 +122,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     ) -> None:
         model, args = construction.model_and_arguments(model, args)
         stock_because = compatibility.why_stock(args, rollout_func, compatibility.ignored_overrides(type(self)))
-        compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
+        check_rollout(rollout, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
@@ -163,7 +163,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._stop = StopRequest(self._processes.check)
             if self._options.scores_groups:
                 sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-                compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
+                check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
             add_round_lines(self.callback_handler.callbacks, given=callbacks or ())

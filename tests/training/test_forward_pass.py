@@ -2,12 +2,16 @@
 
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -199,6 +203,33 @@ class TestPositions:
         assert takes_positions(adapted) and not takes_positions(Model())
 
 
+@pytest.fixture
+def flash(monkeypatch) -> list:
+    """torch's FlashAttention as a loop over the sequences; the number of queries and the type of each call."""
+    calls, takes = [], signature(varlen.varlen_attn)
+
+    def call(*args, **options):
+        takes.bind(*args, **options)
+        return attend(*args, **options)
+
+    def attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and enable_gqa
+        assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+        calls.append((len(query), query.dtype))
+        found = []
+        for (first, last), (start, end) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
+            queries = torch.arange(last - first)[:, None] + (end - start) - (last - first)  # causal at the lower right
+            distance = queries - torch.arange(end - start)
+            seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+            states = (one.transpose(0, 1)[None] for one in (query[first:last], key[start:end], value[start:end]))
+            out = scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True)
+            found.append(out[0].transpose(0, 1))
+        return torch.cat(found)
+
+    monkeypatch.setattr(varlen, "varlen_attn", call)
+    return calls
+
+
 class TestBlocks:
     @pytest.mark.parametrize(
         ("model_type", "options"),
@@ -225,6 +256,63 @@ class TestBlocks:
                     assert (one - other).norm() <= 2e-5 * other.norm()
         assert base_attention(model) is None and model.config._attn_implementation == before
 
+    @pytest.mark.parametrize(
+        ("model_type", "options"),
+        [("qwen3", {}), ("gemma3_text", SLIDING)],
+        ids=["full", "windows"],
+    )
+    @pytest.mark.parametrize("checkpoints", [False, True])
+    def test_flash_attention_computes_all_blocks_at_once(
+        self, model_type, options, checkpoints, groups, flash, monkeypatch
+    ):
+        """With the values and gradients of masks, and of no token that is padding."""
+        monkeypatch.setattr(forward_pass, "FLASH_DTYPES", (torch.float32, torch.bfloat16))
+        monkeypatch.setattr(forward_pass, "POSITIONS_PER_BLOCK", {"cpu": 2})
+        model = build(model_type, **options)
+        with monkeypatch.context() as without:
+            without.setattr(varlen, "varlen_attn", None)
+            with attention_in_blocks([model]):
+                expected = values_and_gradients(model, *groups)
+        if checkpoints:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with attention_in_blocks([model]):
+            flash.clear()
+            found = values_and_gradients(model, *groups)
+            for one, other in zip(found, expected, strict=True):
+                assert (one - other).norm() <= 1e-5 * other.norm()
+        assert len(flash) == model.config.num_hidden_layers * (1 + checkpoints)
+        # Of two prompts the tokens before their last; of completions that one and their own, of the longest one less.
+        assert set(flash) == {((2 + 1) + (20 + 4 + 2 + 10 + 1 + 5 + 18), torch.float32)}
+
+    def test_flash_attention_is_used_under_mixed_precision_only(self, groups, flash):
+        """It takes 16 bits, and TRL loads a model in 32."""
+        model, (input_ids, attention_mask) = build("qwen3"), groups
+        with torch.no_grad(), attention_in_blocks([model]):
+            flash.clear()
+            exact, _, _ = without_padding(score, model, input_ids, attention_mask, COMPLETION)
+            assert not flash
+            with torch.autocast("cpu", torch.bfloat16):
+                found, _, _ = without_padding(score, model, input_ids, attention_mask, COMPLETION)
+        assert {dtype for _, dtype in flash} == {torch.bfloat16}
+        assert 0 < ((found - exact) * attention_mask[:, PROMPT:]).abs().max() < 0.5
+
+    @pytest.mark.parametrize("breaks", [True, False])
+    def test_blocks_have_masks_where_flash_attention_is_wrong_or_missing(self, breaks, groups, flash, monkeypatch):
+        """Also where torch refuses this device or these shapes."""
+
+        def wrong(query, *args, **options):
+            if breaks:
+                raise RuntimeError("head_size should be a multiple of 8")
+            return torch.randn_like(query)
+
+        monkeypatch.setattr(varlen, "varlen_attn", wrong)
+        model = build("qwen3").to(torch.bfloat16)
+        expected = values_and_gradients(model, *groups)
+        with attention_in_blocks([model]):
+            assert base_attention(model) == "sdpa"
+            for one, other in zip(values_and_gradients(model, *groups), expected, strict=True):
+                assert (one - other).norm() <= 0.05 * other.norm()
+
     def test_each_prompt_is_computed_once_and_padding_hardly(self, groups, monkeypatch):
         monkeypatch.setattr(forward_pass, "POSITIONS_PER_BLOCK", {"cpu": 0})
         model, shapes = build("qwen3"), []
@@ -245,7 +333,8 @@ class TestBlocks:
             found, _, _ = without_padding(score, model, input_ids, attention_mask, COMPLETION)
         torch.testing.assert_close(found * mask, expected * mask)
 
-    def test_models_that_cannot_are_left_alone(self):
+    def test_models_that_cannot_are_left_alone(self, caplog):
+        """The reason is said once."""
         models = [
             build("llama4_text", intermediate_size_mlp=32, num_local_experts=2),  # attention in chunks
             build("qwen2_moe", use_sliding_window=True, sliding_window=20),  # by its mask alone
@@ -255,6 +344,19 @@ class TestBlocks:
         with attention_in_blocks(models):
             assert [base_attention(model) for model in models] == [None] * len(models)
             assert [model.config._attn_implementation for model in models] == before
+        with attention_in_blocks(models):
+            pass
+        said = "computes a prompt again for each completion: "
+        kinds = "it has layers of the type "
+        for reason in (f"{kinds}chunked_attention.", "its log-probabilities in blocks differ by ", f"{kinds}hybrid."):
+            assert caplog.text.count(said + reason) == 1
+
+    def test_another_attention_is_named_with_a_faster_one(self, caplog):
+        model = build("qwen3")
+        model.config._attn_implementation = "flash_attention_2"
+        with attention_in_blocks([model]):
+            assert base_attention(model) is None
+        assert "its attention is 'flash_attention_2'. With 'sdpa', it does not, and torch's own" in caplog.text
 
     @pytest.mark.parametrize("error", [0.0, 1e-3, 1.0])
     def test_a_model_that_misreads_blocks_is_left_alone(self, error, monkeypatch):

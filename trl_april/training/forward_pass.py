@@ -11,11 +11,10 @@ Invariant: every token has the log-probability and the gradient that it has in a
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from itertools import accumulate
 from types import SimpleNamespace
@@ -24,10 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import extract_model_from_parallel, is_peft_model
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from ..distributed.processes import get_logger
+from .compatibility import why_side_by_side
 from .micro_batches import cheapest_parts, columns_needed, parts_within, same_prompts, widest_first
 
 
@@ -37,13 +37,10 @@ logger = get_logger(__name__)
 POSITIONS_PER_BLOCK = {"cpu": 32}
 POSITIONS_PER_BLOCK_ON_GPUS = 256
 IN_BLOCKS = "april_blocks_"  # before the name of the attention that computes each block
-ATTENTIONS = ("sdpa", "eager")  # that were tested with blocks
+FLASH_DTYPES = (torch.float16, torch.bfloat16)  # of FlashAttention, which torch has for some devices
 # Of log-probabilities in blocks from those without, in nats. In float32, those of some thirty families differ by 1e-6.
 LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 1e-4, 0.25
 SHORT_WINDOW = 5  # of sliding attention in this comparison
-# Numbers by which a model is random in training, and families that read theirs from the configuration in each pass.
-RANDOM = re.compile("drop|^(input_)?jitter_noise$")
-RANDOM_BY_CONFIG = ("falcon", "gpt_neo", "gptj", "persimmon")
 
 PerToken = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -217,6 +214,33 @@ class Blocks:
             found.append(attend(query, key, value, next(masks))[0].flatten(0, 1))
         return torch.cat(found)[None]
 
+    @cached_property
+    def sequences(self) -> tuple[Any, ...]:
+        """Places of queries and of keys without padding, bounds of the sequences in both, and the longest of both."""
+        mask = self._attention_mask.bool()
+        places, *of_blocks = torch.arange(sum(self.lengths), device=mask.device).split(self.lengths)
+        places = places.reshape(len(self.firsts), self.prefix)
+        parts = [(0, places, mask[self.firsts, : self.prefix])]  # a prompt, or a completion after its prompt
+        for block, own in zip(self.blocks, of_blocks, strict=True):
+            columns = torch.cat([places[block.prompts], own.view(-1, block.width)], dim=1)
+            parts.append((self.prefix, columns, mask[block.rows, : columns.size(1)]))
+        queries = torch.cat([columns[:, start:][seen[:, start:]] for start, columns, seen in parts])
+        keys = torch.cat([columns[seen] for _, columns, seen in parts])
+        counts = torch.cat([torch.stack([seen[:, start:].sum(1), seen.sum(1)]) for start, _, seen in parts], dim=1)
+        counts = counts[:, counts[0] > 0]  # a prompt of one token has no queries of its own
+        return queries, keys, *pad(counts.cumsum(1), (1, 0)).int(), *counts.amax(1).tolist()
+
+    def attend_flash(self, dtype: torch.dtype, scale: Any, window: int | None, *states: torch.Tensor) -> torch.Tensor:
+        """As [`attend`], by torch's FlashAttention in a data type, without masks, padding and repeated heads."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        queries, keys, *sequences = self.sequences
+        found = varlen_attn(
+            *(one[0].transpose(0, 1)[at].to(dtype) for one, at in zip(states, (queries, keys, keys), strict=True)),
+            *sequences, scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
+        )  # fmt: skip
+        return found.new_zeros(states[0].size(2), *found.shape[1:]).index_copy(0, queries, found)[None]
+
 
 def _in_rows(states: torch.Tensor, width: int) -> torch.Tensor:
     """`(heads, rows * width, D)` as `(rows, heads, width, D)`."""
@@ -264,6 +288,7 @@ def _call_in_blocks(
 
 def _attention(
     base: str,
+    has_flash: bool,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -279,23 +304,15 @@ def _attention(
         if attention_mask is not None and attention_mask.dtype == torch.long:
             raise ValueError("the model passes on neither its arguments nor the mask as it is")
         return attend(query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    window = kwargs.get("sliding_window")
+    window, kind = kwargs.get("sliding_window"), query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    plain = base == "sdpa" and not kwargs.get("dropout") and kwargs.get("position_bias") is None
+    if has_flash and plain and dtype in FLASH_DTYPES:
+        return april_blocks.attend_flash(dtype, kwargs.get("scaling"), window, query, key, value), None
     return april_blocks.attend(partial(attend, **kwargs), query, key, value, window), None
 
 
 # Models
-
-
-def random_numbers(model: torch.nn.Module) -> Iterator[tuple[object, str, float]]:
-    """Numbers above 0 by which the forward pass of a model is random in training: owner, name and value."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        reads_config = getattr(config, "model_type", None) in RANDOM_BY_CONFIG
-        for owner in (module, config) if reads_config else (module,):
-            for name, value in vars(owner).items():
-                is_random = RANDOM.search(name) or (name == "p" and isinstance(owner, torch.nn.Dropout))
-                if is_random and isinstance(value, float) and value > 0:
-                    yield owner, name, value
 
 
 def base_attention(model: torch.nn.Module) -> str | None:
@@ -313,37 +330,38 @@ def attention_in_blocks(
 
     `any_process` is [`OneProcess.any`] of the processes that train them.
     """
-    changed = []
+    changed, has_flash = [], True
     try:
         for model in models:
-            if not allows_blocks(model.config):
-                continue
-            base = model.config._attn_implementation
-            AttentionInterface.register(IN_BLOCKS + base, partial(_attention, base))
-            AttentionMaskInterface.register(IN_BLOCKS + base, AttentionMaskInterface()[base])
-            changed.append((model.config, base))
-            model.config._attn_implementation = IN_BLOCKS + base
-            if any_process(not _computes_the_same(model)):
-                model.config._attn_implementation = base
+            refusal = why_side_by_side(model.config)
+            if refusal is None:
+                base = model.config._attn_implementation
+                AttentionMaskInterface.register(IN_BLOCKS + base, AttentionMaskInterface()[base])
+                changed.append((model.config, base))
+                model.config._attn_implementation = IN_BLOCKS + base
+                AttentionInterface.register(IN_BLOCKS + base, partial(_attention, base, has_flash))
+                if has_flash and (problem := _why_different(model, FLASH_DTYPES[-1])) is not None:
+                    logger.info(f"Blocks are computed without torch's FlashAttention: {problem}")
+                    has_flash = False
+                    AttentionInterface.register(IN_BLOCKS + base, partial(_attention, base, has_flash))
+                refusal = _why_different(model)
+                if any_process(refusal is not None):
+                    model.config._attn_implementation = base
+                    refusal = refusal or "another process cannot"
+            if refusal is not None:
+                logger.warning_once(f"{type(model).__name__} computes a prompt again for each completion: {refusal}.")
         yield
     finally:
         for config, base in changed:
             config._attn_implementation = base
 
 
-def allows_blocks(config: PreTrainedConfig) -> bool:
-    """Whether all layers see all tokens before theirs or a window, by an attention that was tested with blocks."""
-    return (
-        config.get_text_config() is config
-        and getattr(config, "_attn_implementation", None) in ATTENTIONS
-        and set(getattr(config, "layer_types", None) or []) <= {"full_attention", "sliding_attention"}
-        and getattr(config, "attention_chunk_size", None) is None
-    )
-
-
 @torch.no_grad()
-def _computes_the_same(model: torch.nn.Module) -> bool:
-    """Whether log-probabilities of a few random rows are the same in blocks. Windows are short meanwhile."""
+def _why_different(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str | None:
+    """Why log-probabilities of a few random rows differ in blocks, if they do; with `dtype`, in mixed precision.
+
+    Windows are short meanwhile.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(1000, model.config.vocab_size), (4, 13), generator=generator)
     ids[1, :6] = ids[0, :6]
@@ -362,22 +380,19 @@ def _computes_the_same(model: torch.nn.Module) -> bool:
     try:
         for one in windows:
             one.sliding_window = SHORT_WINDOW
-        expected = _call_with_positions(model, **inputs, fused_lm_head=True).log_probs[:, -7:]
-        in_blocks = partial(_call_in_blocks, model, base, 7, 1)
-        found = _call_with_positions(in_blocks, **inputs, fused_lm_head=True).log_probs
+        with torch.autocast(weight.device.type, dtype, enabled=dtype is not None):
+            in_blocks = partial(_call_in_blocks, model, base, 7, 1)
+            found = _call_with_positions(in_blocks, **inputs, fused_lm_head=True).log_probs
+            expected = _call_with_positions(model, **inputs, fused_lm_head=True).log_probs[:, -7:]
         difference = float((found - expected).abs().max())
     except Exception as error:  # a model may refuse a packed row in any way
-        logger.info(f"{type(model).__name__} does not take rows in blocks: {error!r}")
-        return False
+        return repr(error)
     finally:
         model.train(was_training)
         for one, length in zip(windows, lengths, strict=True):
             one.sliding_window = length
     # Under autocast and TF32, too, products are rounded to 8 or 10 bits.
-    rounds = weight.dtype.itemsize < 4 or "_original_forward" in vars(model)
+    rounds = dtype is not None or weight.dtype.itemsize < 4 or "_original_forward" in vars(model)
     rounds |= getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
     bound = LARGEST_DIFFERENCE_IN_16_BITS if rounds else LARGEST_DIFFERENCE
-    logger.info(
-        f"{type(model).__name__} with rows in blocks: log-probabilities differ by up to {difference:.2g} nats."
-    )
-    return difference <= bound
+    return None if difference <= bound else f"its log-probabilities in blocks differ by {difference:.2g} nats"
