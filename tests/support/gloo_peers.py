@@ -282,7 +282,7 @@ def whole_state(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def scale(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith(BUFFER):
+            if name.replace("_orig_mod.", "").endswith(BUFFER):
                 buffer.mul_(SCALE)
         for param in model.parameters():
             getattr(param, "ds_tensor", param).mul_(SCALE)  # DeepSpeed's shard, if there is one
@@ -297,13 +297,21 @@ def expected_state(kind: str, *, tie: bool, steps: int) -> dict[str, Any]:
     return {name: param.detach().numpy() for name, param in whole_state(model)}
 
 
+def compiled(model: torch.nn.Module, kind: str) -> torch.nn.Module:
+    if "blocks" in kind:
+        layers = next(one.layers for one in model.modules() if type(one).__name__ == "Qwen3Model")
+        for number, layer in enumerate(layers):
+            layers[number] = torch.compile(layer, backend="eager")
+    return torch.compile(model, backend="eager") if "compiled" in kind else model
+
+
 def shard(model: torch.nn.Module, kind: str) -> torch.nn.Module:
     if "fsdp2" in kind:
         mesh = dist.init_device_mesh("cpu", (2,))
         for layer in model.modules():
             if type(layer).__name__ == "Qwen3DecoderLayer":
                 fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return compiled(fully_shard(model, mesh=mesh), kind)
     if "zero3" in kind:
         import deepspeed.ops
 

@@ -137,6 +137,9 @@ def run(context) -> Iterator[Run]:
         ("fsdp2", 2, {}, 2**30),
         ("zero3", 2, {}, 40_000),
         ("fsdp2-lora", 2, {}, 40_000),
+        ("fsdp2 compiled", 2, {}, 2**30),
+        ("fsdp2 blocks", 2, {"device": "cpu"}, 2**30),
+        ("fsdp2-lora compiled", 2, {}, 2**30),
     ],
 )
 def test_the_server_gets_the_weights(run, kind, processes, of_server, chunk_bytes):

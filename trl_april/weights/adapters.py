@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, extract_model_from_parallel, is_pe
 from ..errors import WeightSyncError
 from ..server.check import ServerInfo
 from .files import save_tensors, sees_files, weight_folder
-from .names import Parameters
+from .names import COMPILED, Parameters
 from .synced_server import FRESH, Each, Load, SyncedServer
 
 
@@ -133,7 +133,8 @@ def write_adapter(model: torch.nn.Module, folder: Path) -> None:
 
     peft_model: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     name = peft_model.active_adapters[0]
-    state = {key: param for key, param in peft_model.named_parameters() if peft_model.prefix in key}
+    named = ((key.replace(COMPILED, ""), param) for key, param in peft_model.named_parameters())
+    state = {key: param for key, param in named if peft_model.prefix in key}
     tensors = get_peft_model_state_dict(peft_model, state_dict=state, adapter_name=name, save_embedding_layers=False)
     copies = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
     save_tensors(copies, folder / "adapter_model.safetensors")

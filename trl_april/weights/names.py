@@ -22,8 +22,9 @@ from ..errors import WeightSyncError
 _REVERTIBLE = ("MergeModulelist", "Concatenate")
 # Models without an output layer in vLLM, which uses the embedding and would reject the layer's name.
 _WITHOUT_OUTPUT_LAYER = ("gemma2", "gemma3n", "gemma3n_text")
-# Modules around others, of PEFT, FSDP and checkpointed activations, which names in checkpoints leave out.
-_WRAPPERS = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Modules around others, which names in checkpoints leave out: of PEFT, FSDP, checkpointed activations, torch.compile.
+_WRAPPERS = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+COMPILED = "_orig_mod."  # anywhere in a name: torch.compile may wrap the model, or each of its blocks
 
 
 Parameters = Iterator[tuple[str, torch.Tensor]]
@@ -128,7 +129,7 @@ def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
     if getattr(getattr(base, "config", None), "model_type", None) in _WITHOUT_OUTPUT_LAYER:
         return others
     for name, param in base.named_parameters(remove_duplicate=False):
-        name = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
+        name = name.replace(".base_layer", "").replace("modules_to_save.default.", "").replace(COMPILED, "")
         if id(param) in first:
             others.setdefault(first[id(param)], []).append(name)
         else:
@@ -145,7 +146,7 @@ def base_model(model: torch.nn.Module) -> torch.nn.Module:
 def with_native_adapters(params: Parameters, model: torch.nn.Module) -> Parameters:
     """Merge adapters that are layers of the model itself (transformers' `add_adapter`) while `params` are read.
 
-    Their own parameters are left out. Those of a `PeftModel` are merged by TRL.
+    Their own parameters are left out. Those of a `PeftModel` are merged by TRL. Names are without torch.compile's.
     """
     is_native = not is_peft_model(extract_model_from_parallel(model, keep_torch_compile=False))
     layers = [layer for layer in model.modules() if is_native and hasattr(layer, "adapter_layer_names")]
@@ -154,6 +155,7 @@ def with_native_adapters(params: Parameters, model: torch.nn.Module) -> Paramete
         layer.merge()
     try:
         for name, param in params:
+            name = name.replace(COMPILED, "")
             if not any(part in name for part in own):
                 yield name.replace(".base_layer.", ".") if layers else name, param
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 
 import requests
 import torch
-from accelerate.utils import DistributedType, extract_model_from_parallel, is_peft_model
+from accelerate.utils import DistributedType, extract_model_from_parallel, is_compiled_module, is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import __version__ as transformers_version
 from trl.generation.vllm_generation import VLLMGeneration
@@ -268,6 +268,8 @@ class ServerGeneration(VLLMGeneration):
         self.servers.meet(self._addresses, self._new_server, lambda: self.servers.each(self._reattach))
         # Work that needs no server runs before the servers are paused. Reading sharded weights takes all processes.
         self.model = self._trained_model()
+        if is_compiled_module(self.model):  # as under FSDP
+            self.model = self.model._orig_mod
         # Evaluation may change the model's data type. FSDP computes in its own.
         mixes = self.accelerator.distributed_type == DistributedType.FSDP or needs_autocast(self.model)
         as_weights = self.accelerator.mixed_precision in (None, "no") or not mixes
