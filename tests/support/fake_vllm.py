@@ -149,6 +149,7 @@ class FakeVLLM:
     script: Callable[[Stream], Awaitable[None]] | None = None  # answers streamed completions instead
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)  # (status, text) instead, by path
     prompt_logprobs: Callable[[list[int]], list[float]] = lambda token_ids: [-1.0] * (len(token_ids) - 1)
+    decoded_differ_by: float = 0.0  # from the log-probabilities of a prompt, in nats
     weight_version: str = "default"
     keeps_requests: bool = False  # as with our middleware, which reports the progress of paused requests
     waiting: int = 0  # preempted requests
@@ -359,6 +360,10 @@ class FakeVLLM:
         if body.get("prompt_logprobs") is not None:
             logprobs = zip(prompt[1:], self.prompt_logprobs(prompt), strict=True)
             choice["prompt_logprobs"] = [None, *({str(token_id): {"logprob": value}} for token_id, value in logprobs)]
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [1] * body["max_tokens"]
+            decoded = self.prompt_logprobs(prompt + choice["token_ids"])[-body["max_tokens"] :]
+            choice["logprobs"] = {"token_logprobs": [value + self.decoded_differ_by for value in decoded]}
         return web.json_response({"id": "cmpl-check", "model": self.model, "choices": [choice]})
 
     async def _render(self, request: web.Request) -> web.Response:

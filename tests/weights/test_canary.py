@@ -17,10 +17,12 @@ from tests.support.fake_vllm import FakeVLLM
 from trl_april.engine.sampling import sampling_options
 from trl_april.errors import WeightSyncError
 from trl_april.weights.canary import (
+    DECODED,
     NUM_TOKENS,
     VISIBLE_FLOAT32,
     VISIBLE_OTHER,
     Canary,
+    decoded_logprobs,
     distance,
     needs_autocast,
     next_logprobs,
@@ -132,6 +134,19 @@ def test_a_difference_before_the_first_sync_is_known(caplog, known):
         canary.compare(shifted(4.0), canary._last[1], 2)
 
 
+@pytest.mark.parametrize(("exact", "limit"), [(True, 5e-3), (False, 0.5)])
+def test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(caplog, exact, limit):
+    """Old weights in graphs for decoding show nowhere else. A quantized server may decode in another way."""
+    prompt = [-1.0] * 8
+    Canary(10).compare_decoded([-1.0 - 0.9 * limit] * 8, prompt, 7, exact=exact)
+    assert not caplog.text
+    decoded = [-1.0 - 1.1 * limit] * 8
+    with pytest.raises(WeightSyncError, match="policy version 7, tokens that the server decodes .* --enforce-eager"):
+        Canary(10).compare_decoded(decoded, prompt, 7, exact=exact)
+    Canary(10, comparable=False).compare_decoded(decoded, prompt, 7, exact=exact)
+    assert "graphs for decoding" in caplog.text and "quantized" in caplog.text
+
+
 # Log-probabilities of both sides
 
 
@@ -216,6 +231,17 @@ def test_the_servers_values_are_prompt_logprobs_at_temperature_1():
         server.answers["/v1/completions"] = (500, "EngineCore died")
         with pytest.raises(WeightSyncError, match="answered 500 .* EngineCore died"):
             server_logprobs(control, "tiny", [5, 6, 7])
+
+
+def test_tokens_are_decoded_as_in_rollouts_and_from_an_empty_cache():
+    """Any of the vocabulary: with greedy decoding, processed log-probabilities would not be those of a prompt."""
+    with FakeVLLM(decoded_differ_by=-0.25) as server:
+        control = ServerControl(server.base_url, 10.0, {})
+        token_ids, values = decoded_logprobs(control, "tiny", [5, 6, 7])
+        assert len(token_ids) == DECODED and values == [-1.25] * DECODED
+        sent = server.received[0].body
+        expected = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "ignore_eos": True, "max_tokens": DECODED}
+        assert expected.items() <= sent.items() and sent["cache_salt"] and not sent.get("stop_token_ids")
 
 
 def test_defaults_of_the_server_do_not_truncate_the_values_of_an_adapter():

@@ -16,7 +16,7 @@ from tests.support.tiny import build_tokenizer
 from trl_april import LocalServer
 from trl_april.errors import WeightSyncError
 from trl_april.server import check as server_check
-from trl_april.weights.canary import distance, trainer_logprobs
+from trl_april.weights.canary import DECODED, decoded_logprobs, distance, server_logprobs, trainer_logprobs
 
 
 pytestmark = pytest.mark.server
@@ -80,6 +80,18 @@ def test_the_check_looks_at_weights_and_not_at_the_trainers_precision(server, tr
     trainer.change(1e-4)
     with pytest.raises(WeightSyncError, match="has kept its old weights"):
         generation.sync_weights()
+
+
+def test_the_server_decodes_with_the_weights_that_it_has_for_prompts(server, trainer):
+    """To the rounding of float32, whatever tokens it samples."""
+    generation = trainer.connect(server)
+    for _ in range(3):
+        trainer.change(0.3)
+        generation.sync_weights()
+        prompt = generation.servers.first.canary.token_ids[:DECODED]
+        token_ids, decoded = decoded_logprobs(generation.server, generation.server_info.model, prompt)
+        prefilled = server_logprobs(generation.server, generation.server_info.model, prompt + token_ids)
+        assert decoded == pytest.approx(prefilled[-DECODED:], abs=2e-5)
 
 
 class NoTransport:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,7 @@ from tests.support.synced_trainer import SyncedTrainer
 from tests.support.tiny import build_model
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.weights import sync as weight_sync
-from trl_april.weights.canary import Canary, trainer_logprobs
+from trl_april.weights.canary import NUM_TOKENS, Canary, trainer_logprobs
 from trl_april.weights.sync import ServerGeneration
 from trl_april.weights.synced_server import INCOMPLETE
 
@@ -40,7 +41,7 @@ class MortalVLLM(FakeVLLM):
         self.loses: str | None = None
         self.stalls: str | None = None
         self._logprobs: list[float] | None = None
-        self.prompt_logprobs = lambda ids: self._logprobs or [-1.0] * (len(ids) - 1)
+        self.prompt_logprobs = lambda ids: (len(ids) >= NUM_TOKENS and self._logprobs) or [-1.0] * (len(ids) - 1)
 
     def restart(self) -> None:
         self.alive, self.dies_at = True, None
@@ -192,6 +193,21 @@ def test_another_client_that_syncs_too_is_an_error(fake, generation):
     fake.weight_version = "12"
     with pytest.raises(WeightSyncError, match="weight version '12' after the sync of 2.*a separate server"):
         generation.sync_weights()
+
+
+@pytest.mark.parametrize("failing", [1, 4])
+def test_a_server_that_decodes_with_old_weights_is_an_error(trainer, fake, monkeypatch, failing):
+    """As if its graphs for decoding held them. It is asked in the first sync and now and then."""
+    monkeypatch.setattr("trl_april.weights.synced_server.DECODES_EVERY", 3)
+    generation, decoding = connect(trainer, fake), []
+    for number in range(1, failing + 1):
+        fake.decoded_differ_by = 0.3 * (number in (2, 3, failing))
+        fake.received.clear()
+        with pytest.raises(WeightSyncError, match="graphs for decoding") if number == failing else nullcontext():
+            generation.sync_weights()
+        decoding.append(sum("ignore_eos" in (request.body or {}) for request in fake.received))
+        trainer.change(0.1)
+    assert decoding == [1, 0, 0, 1][:failing]
 
 
 # Outages

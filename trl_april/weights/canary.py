@@ -3,7 +3,7 @@
 With old weights on the server, every recorded log-probability would be wrong. Two checks find them: both sides agree
 as closely as their data types allow, and the server's values move when the trainer's do. Around the first sync, longer
 sequences are compared too, and values before the sync tell a server that computes otherwise from one with other
-weights.
+weights. All of these are values of prompts; now and then, tokens that the server decodes are compared with them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .names import base_model
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 33
+DECODED = 8  # tokens
 # Tolerated mean absolute difference, in nats, and as a share of the values, since rounding grows with the logits. In
 # float32, both sides agree to 1e-6 on a CPU, and GPUs may use TF32, with 11 bits. bfloat16, with 8 bits, changed the
 # values of small models with weights of any size by up to 1.2 %. Other weights differ by far more.
@@ -121,6 +122,26 @@ class Canary:
         for values, difference, length in list(zip(trainer, differences, lengths, strict=True))[1:]:
             self._warn_if_apart(values, difference, length)
         return found
+
+    def compare_decoded(
+        self, decoded: Sequence[float], prefilled: Sequence[float], version: int, *, exact: bool
+    ) -> None:
+        """Compare log-probabilities of tokens as a server decoded them, and as it computes them in a prompt.
+
+        `exact` says whether it computes in float32. It is an error if its two ways have different weights.
+        """
+        difference, limit = distance(decoded, prefilled), tolerance(prefilled, exact=exact)
+        if difference <= limit:
+            return
+        message = (
+            f"After the sync of policy version {version}, tokens that the server decodes have log-probabilities that "
+            f"differ by {difference:.3g} nats on average, more than {limit:.3g}, from those of the same tokens in a "
+            "prompt. Its graphs for decoding may hold older weights: try --enforce-eager, and on AMD "
+            "VLLM_ROCM_USE_AITER_FP8BMM=0 in the server's environment."
+        )
+        if self._comparable:
+            raise WeightSyncError(message)
+        logger.warning("%s Or it decodes quantized weights in another way.", message)
 
     def _rounding(self, values: Sequence[float]) -> float:
         return tolerance(values, exact=self.exact, on_cpu=self._on_cpu)
@@ -260,6 +281,21 @@ def next_logprobs(
     answer = server.request("POST", "v1/completions", body, headers=headers)
     (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
     return [found[f"token_id:{token_id}"] for token_id in wanted]
+
+
+def decoded_logprobs(
+    server: ServerControl, model: str, token_ids: list[int], headers: dict[str, str] | None = None
+) -> tuple[list[int], list[float]]:
+    """Tokens that the server samples after `token_ids`, and their log-probabilities, at temperature 1.
+
+    Shapes `(DECODED,)`. Without truncation, raw and processed log-probabilities are the same, unlike those of greedy
+    sampling, and as comparable with those of a prompt.
+    """
+    body = {"model": model, "prompt": token_ids, "max_tokens": DECODED, "logprobs": 0, "return_token_ids": True}
+    body |= sampling_options({"ignore_eos": True}).body
+    body |= {"cache_salt": secrets.token_hex(6)}
+    (choice,) = server.request("POST", "v1/completions", body, headers=headers)["choices"]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
 def distance(left: Sequence[float], right: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
 from ..server.lease import ServerLease
 from ..server.traffic import ServerPause, server_load
-from .canary import NUM_TOKENS, Canary, distance, next_logprobs, server_logprobs
+from .canary import DECODED, NUM_TOKENS, Canary, decoded_logprobs, distance, next_logprobs, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 
 
@@ -28,6 +28,7 @@ Load = Callable[[Sequence["SyncedServer"], Each], None]  # loads weights into se
 
 FRESH = "default"  # vLLM's weight version of the weights that a server was started with
 INCOMPLETE = "incomplete"  # ours, while weights are loaded
+DECODES_EVERY = 50  # syncs, and at the first one, decoded tokens are compared
 WATCH_SECONDS = 1.0  # between two health checks of a lost server
 
 
@@ -50,6 +51,7 @@ class SyncedServer:
         self.synced_version: str | None = None  # of the last complete sync
         self.announced_version: str | None = None  # last one sent to the server, even if its answer was lost
         self.is_incomplete = False  # whether an earlier sync, of any run, left the weights incomplete
+        self._syncs = 0
         self.outage: Exception | None = None  # error of the present sync that showed that the server is down
         self.is_lost = False  # while others continue
         self._answers = threading.Event()  # set when a lost server answers
@@ -192,6 +194,16 @@ class SyncedServer:
         lengths = [len(one) for one in sequences]
         self.mismatch = self.canary.compare_around(lengths, expected, self.values_before, after, version)
         self.values_before = None
+        if adapter is None and (not self.synced_version or self._syncs % DECODES_EVERY == 0):  # the base never changes
+            for headers in ranks:
+                self._verify_decoding(version, sequences[0][:DECODED], headers)
+        self._syncs += 1
+
+    def _verify_decoding(self, version: int, prompt: list[int], headers: dict[str, str] | None) -> None:
+        """Compare tokens that the server decodes with the same ones in a prompt. Rollouts are decoded."""
+        token_ids, decoded = decoded_logprobs(self.control, self.info.model, prompt, headers)
+        prefilled = server_logprobs(self.control, self.info.model, prompt + token_ids, headers)[-DECODED:]
+        self.canary.compare_decoded(decoded, prefilled, version, exact=self.info.dtype == "float32")
 
 
 def _watch(problem: Callable[[], str | None], answers: threading.Event, given_up: threading.Event) -> None:
