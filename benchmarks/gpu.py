@@ -45,6 +45,7 @@ from trl_april.server.process import ServerProcess, describe_exit, root_error
 
 
 PART_SECONDS = 180.0  # the most that a part may take
+SAMPLE_SECONDS = 0.1  # between two readings of memory
 
 
 # A part, in its process
@@ -77,15 +78,19 @@ class PeakMemory:
     def __init__(self) -> None:
         self._peaks = {"trainer GB": 0.0, "server GB": 0.0}
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _sample(self) -> None:
-        while not self._ended.wait(0.1):
-            used, own = memory_in_use()
-            for name, number in (("trainer GB", own), ("server GB", used - own)):
-                self._peaks[name] = max(self._peaks[name], number / 1e9)
+        used, own = memory_in_use()
+        for name, number in (("trainer GB", own), ("server GB", used - own)):
+            self._peaks[name] = max(self._peaks[name], number / 1e9)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            self._sample()
 
     def __enter__(self) -> dict[str, float]:
+        self._sample()  # imports torch, which two threads must not do at once
         self._thread.start()
         return self._peaks
 

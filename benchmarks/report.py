@@ -63,7 +63,7 @@ def earlier_results(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]
     earlier, results = read_json(path)
     if earlier != settings:
         raise SystemExit(
-            f"{path} was measured with {earlier}, not with {settings}. Move it away, or choose another --output-dir."
+            f"{path} was measured with {earlier}, not with {settings}. Move it away, or choose another place."
         )
     print(f"{path} holds {len(results)} runs already.")
     return results

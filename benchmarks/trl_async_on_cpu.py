@@ -30,10 +30,9 @@ from transformers import PreTrainedTokenizerFast
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
-from trl_april.weights.files import shared_memory
-
 
 LOAD_SECONDS = 300.0
+ROOM = 4e9  # bytes of shared memory for a model; containers often have 64 MB
 
 
 class Attention:
@@ -130,7 +129,8 @@ class WeightFiles:
 
     def init_weight_transfer(self) -> None:
         self._client.wait_for_server_ready()
-        self._folder = Path(tempfile.mkdtemp(prefix="trl_async_weights_", dir=shared_memory()))
+        shared = "/dev/shm" if shutil.disk_usage("/dev/shm").free > ROOM else None
+        self._folder = Path(tempfile.mkdtemp(prefix="trl_async_weights_", dir=shared))
 
     def pause(self) -> None:
         self._post("pause", params={"mode": "keep", "clear_cache": "false"})
