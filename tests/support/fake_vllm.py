@@ -347,7 +347,7 @@ class FakeVLLM:
         if "logprob_token_ids" in body:  # the canary of an adapter, or a long one
             values = zip(prompt[1:], self.prompt_logprobs(prompt), strict=False)
             top = {f"token_id:{token_id}": value for token_id, value in values}
-            return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
+            return self._finite({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
         # vLLM accepts the id that equals the size of the vocabulary.
         if any(not 0 <= token_id <= self.vocab_size for token_id in prompt):
             message = f"Token id {max(prompt)} is out of vocabulary"
@@ -364,7 +364,16 @@ class FakeVLLM:
             choice["token_ids"] = [1] * body["max_tokens"]
             decoded = self.prompt_logprobs(prompt + choice["token_ids"])[-body["max_tokens"] :]
             choice["logprobs"] = {"token_logprobs": [value + self.decoded_differ_by for value in decoded]}
-        return web.json_response({"id": "cmpl-check", "model": self.model, "choices": [choice]})
+        return self._finite({"id": "cmpl-check", "model": self.model, "choices": [choice]})
+
+    @staticmethod
+    def _finite(answer: dict[str, Any]) -> web.Response:
+        """JSON has no NaN."""
+        try:
+            return web.Response(text=json.dumps(answer, allow_nan=False), content_type="application/json")
+        except ValueError:
+            message = "Out of range float values are not JSON compliant"
+            return web.json_response({"error": {"message": message}}, status=400)
 
     async def _render(self, request: web.Request) -> web.Response:
         """Features whose hashes are those of the pixels."""

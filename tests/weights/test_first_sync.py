@@ -5,6 +5,7 @@ The server's model is loaded from the files that are sent. Before the sync, it h
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,16 +130,28 @@ def test_a_server_with_another_window_is_told_once_with_cause_and_versions(train
     assert "vLLM 0.31.0" in message and "transformers 5" in message and f"within {WINDOW} tokens" in message
 
 
-def test_a_server_whose_values_of_longer_sequences_are_not_numbers_is_told(trainer, fake, caplog, monkeypatch):
-    """Such as vLLM 0.31's with dynamic RoPE beyond the original positions. JSON has no NaN, so it answers 400."""
-
-    def answer(server: Any, model: str, token_ids: list[int], headers: Any = None) -> list[float]:
-        raise WeightSyncError("The vLLM server answered 400: Out of range float values are not JSON compliant")
-
-    monkeypatch.setattr("trl_april.weights.synced_server.next_logprobs", answer)
+@pytest.mark.parametrize("longest", [NUM_TOKENS, NUM_TOKENS - 1])
+def test_a_server_that_computes_nan_is_told(trainer, fake, caplog, longest):
+    """Such as vLLM 0.31 with dynamic RoPE beyond the original positions. The canary itself has to be finite."""
+    finite = fake.prompt_logprobs
+    fake.prompt_logprobs = lambda ids: finite(ids) if len(ids) <= longest else [math.nan] * (len(ids) - 1)
+    generation = trainer.connect(fake)
+    if longest < NUM_TOKENS:
+        with pytest.raises(WeightSyncError, match="not finite.*diverged"):
+            generation.sync_weights()
+        return
     with caplog.at_level(logging.WARNING, "trl_april"):
-        trainer.connect(fake).sync_weights()
-    assert f"After {WINDOW + NUM_TOKENS} tokens" in caplog.text and f"within {WINDOW} tokens" in caplog.text
+        generation.sync_weights()
+    assert f"After {WINDOW + NUM_TOKENS} tokens" in caplog.text and "are NaN on one side" in caplog.text
+
+
+def test_merged_weights_on_a_server_that_takes_adapters(trainer, windowed_dir):
+    """vLLM's adapters on a CPU crash on prompt log-probabilities beside other requests, so none are asked for."""
+    with ServedVLLM(copy.deepcopy(trainer.model), windowed_dir, max_loras=1) as fake:
+        fake.prompt_logprobs = lambda ids: trainer_logprobs(fake.served, ids, torch.device("cpu"), as_next=True)
+        trainer.connect(fake, weight_sync="filesystem").sync_weights()
+        asked_for = [request.body for request in fake.received_at("/v1/completions")]
+    assert asked_for and not any("prompt_logprobs" in body for body in asked_for if len(body["prompt"]) > 1)
 
 
 def test_a_server_that_computes_otherwise_from_the_first_token_is_told_from_other_weights(trainer, fake, caplog):

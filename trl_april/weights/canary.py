@@ -15,6 +15,7 @@ import random
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -131,7 +132,7 @@ class Canary:
         `exact` says whether it computes in float32. It is an error if its two ways have different weights.
         """
         difference, limit = distance(decoded, prefilled), tolerance(prefilled, exact=exact)
-        if difference <= limit:
+        if not difference > limit:  # NaN is reported where it concerns rollouts
             return
         message = (
             f"After the sync of policy version {version}, tokens that the server decodes have log-probabilities that "
@@ -151,15 +152,12 @@ class Canary:
         limit = self._rounding(trainer)
         if not difference <= limit and not self._has_warned:  # it may be NaN
             self._has_warned = True
+            apart = f"differ by {difference:.3g} nats on average, more than {limit:.3g}"
             logger.warning(
-                "After %d tokens, the log-probabilities of server and trainer differ by %.3g nats on average, more "
-                "than %.3g: they compute otherwise. %s The importance-sampling correction covers the difference, but "
-                "training may be noisier. The metric april/sync_mismatch follows it for %d tokens.",
-                length,
-                difference,
-                limit,
-                self._explain(length),
-                NUM_TOKENS,
+                f"After {length} tokens, the log-probabilities of server and trainer "
+                f"{'are NaN on one side' if math.isnan(difference) else apart}: they compute otherwise. "
+                f"{self._explain(length)} The importance-sampling correction covers the difference, but training may "
+                f"be noisier. The metric april/sync_mismatch follows it for {NUM_TOKENS} tokens."
             )
 
     def _check_moved(self, trainer: Sequence[float], server: Sequence[float], version: int) -> None:
@@ -259,9 +257,11 @@ def server_logprobs(
     Requested as prompt log-probabilities, which vLLM never takes from its prefix cache.
     """
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    answer = server.request("POST", "v1/completions", body, headers=headers)
-    positions = answer["choices"][0]["prompt_logprobs"]
-    return [entry[str(token_id)]["logprob"] for token_id, entry in zip(token_ids[1:], positions[1:], strict=True)]
+    choice = _choice(server, body, headers)
+    if choice is None:
+        return [math.nan] * (len(token_ids) - 1)
+    of_tokens = zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
+    return [entry[str(token_id)]["logprob"] for token_id, entry in of_tokens]
 
 
 def next_logprobs(
@@ -269,18 +269,31 @@ def next_logprobs(
 ) -> list[float]:
     """Log-probabilities of the first `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
 
-    Shape `(min(n, NUM_TOKENS) - 1,)`. For an adapter: vLLM applies it to prompt log-probabilities as if no other
-    request ran, and on a CPU it crashes if one does. And for long sequences, of which vLLM would hold the logits of
-    thousands of positions beside a full KV cache.
+    Shape `(min(n, NUM_TOKENS) - 1,)`. For servers that take adapters: vLLM applies one to prompt log-probabilities as
+    if no other request ran, and on a CPU it crashes if one does, even without an adapter. And for long sequences, of
+    which vLLM would hold the logits of thousands of positions beside a full KV cache.
     """
     wanted = token_ids[1:NUM_TOKENS]
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "logprobs": 0}
     body |= sampling_options().body  # a server's own defaults could truncate
     body |= {"logprob_token_ids": sorted(set(wanted)), "return_tokens_as_token_ids": True}
     body |= {"cache_salt": secrets.token_hex(6)}  # its cache may hold blocks of older weights
-    answer = server.request("POST", "v1/completions", body, headers=headers)
-    (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+    choice = _choice(server, body, headers)
+    if choice is None:
+        return [math.nan] * len(wanted)
+    (found,) = choice["logprobs"]["top_logprobs"]
     return [found[f"token_id:{token_id}"] for token_id in wanted]
+
+
+def _choice(server: ServerControl, body: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any] | None:
+    """What the server answers to a request for a completion; `None` if it computes NaN, which JSON does not have."""
+    try:
+        (choice,) = server.request("POST", "v1/completions", body, headers=headers)["choices"]
+    except WeightSyncError as error:
+        if "Out of range float" not in str(error):
+            raise
+        return None
+    return dict(choice)
 
 
 def decoded_logprobs(
@@ -294,7 +307,9 @@ def decoded_logprobs(
     body = {"model": model, "prompt": token_ids, "max_tokens": DECODED, "logprobs": 0, "return_token_ids": True}
     body |= sampling_options({"ignore_eos": True}).body
     body |= {"cache_salt": secrets.token_hex(6)}
-    (choice,) = server.request("POST", "v1/completions", body, headers=headers)["choices"]
+    choice = _choice(server, body, headers)
+    if choice is None:
+        return [0] * DECODED, [math.nan] * DECODED
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
@@ -364,7 +379,7 @@ def why_otherwise(config: PreTrainedConfig, context: int, tokens: int) -> str:
             )
     if getattr(config.get_text_config(), "hidden_act", None) == "xielu":
         return "vLLM keeps the parameters of the activation xIELU in bfloat16, whatever the --dtype."
-    attention = config._attn_implementation
+    attention = str(config._attn_implementation).removeprefix("april_blocks_")
     return (
         f"One of them may be quantized, or leave out a part of {config.model_type!r} that the trainer's "
         f"attn_implementation={attention!r} has or has not, such as a cap of attention logits: try "

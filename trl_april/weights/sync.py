@@ -277,7 +277,8 @@ class ServerGeneration(VLLMGeneration):
         trainer_is_float32 = dtypes == {torch.float32} and as_weights
         for server in self.servers.taking_part():
             server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
-        as_next = isinstance(self._transport, AdapterTransport)
+        adapts = isinstance(self._transport, AdapterTransport)
+        as_next = adapts or any(server.info.max_loras for server in self.servers if server.is_connected)
         if version == 0 and self._is_first:  # with other weights, a server could not be told from a different one
             own = self.model.config._name_or_path
             self.servers.each(lambda server: server.look_before(own, self._sequences, as_next=as_next))
@@ -292,10 +293,11 @@ class ServerGeneration(VLLMGeneration):
         with self._transport.stage(self._parameters, sends=sends, dtypes=dtypes) as load:
             if self.before_sync is not None:
                 self.before_sync()
-            self.servers.settle_outages(None if as_next else SyncedServer.begin_load)
+            self.servers.settle_outages(None if adapts else SyncedServer.begin_load)
             load(list(self.servers), self.servers.each)
             adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
             options: dict[str, Any] = {
+                "as_next": as_next,
                 "keeps_cache": self._keeps_cache or adapter is not None,
                 "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
                 "adapter": adapter,

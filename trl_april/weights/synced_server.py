@@ -5,7 +5,6 @@ Invariant: a server that was lost takes no part in syncs until its watch has see
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
 from ..server.lease import ServerLease
 from ..server.traffic import ServerPause, server_load
-from .canary import DECODED, NUM_TOKENS, Canary, decoded_logprobs, distance, next_logprobs, server_logprobs
+from .canary import DECODED, Canary, decoded_logprobs, distance, next_logprobs, server_logprobs
 from .client import ANSWER_SECONDS, ServerClient, ServerControl
 
 
@@ -134,16 +133,8 @@ class SyncedServer:
             self.values_before = [first, *self._longer(self.info.model, sequences)]
 
     def _longer(self, model: str, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Values after sequences that are longer than the canary; NaN where the server computes that."""
-        found = []
-        for one in sequences[1:]:
-            try:
-                found.append(next_logprobs(self.control, model, one))
-            except WeightSyncError as error:
-                if "Out of range float" not in str(error):  # vLLM's answer for NaN, which JSON has not
-                    raise
-                found.append([math.nan] * (NUM_TOKENS - 1))
-        return found
+        """Values after sequences that are longer than the canary."""
+        return [next_logprobs(self.control, model, one) for one in sequences[1:]]
 
     def begin_load(self) -> None:
         """Pause the server, and mark its weights as incomplete until they have their version."""
@@ -170,22 +161,23 @@ class SyncedServer:
         expected: Sequence[Sequence[float]],
         sequences: Sequence[list[int]],
         *,
+        as_next: bool,
         keeps_cache: bool,
         sees_images: bool = False,
         adapter: str | None = None,
     ) -> None:
         """Give the loaded weights their version, resume the server, and compare it with the trainer.
 
-        `expected` are the trainer's values of `sequences`: the canary, and around the first sync longer ones. The
-        version is the name of the `adapter` where only that was loaded. A model that `sees_images` has embeddings of
-        them in a cache of its own, by the hash of the image alone.
+        `expected` are the trainer's values of `sequences`: the canary (`as_next` as in [`next_logprobs`]), and around
+        the first sync longer ones. The version is the name of the `adapter` where only that was loaded. A model that
+        `sees_images` has embeddings of them in a cache of its own, by the hash of the image alone.
         """
         if sees_images:
             self.control.request("POST", "reset_encoder_cache")
         if not keeps_cache:
             self.control.request("POST", "reset_prefix_cache")  # for other clients: our requests have salts
         self.end_load(adapter or str(version))
-        ask, model = (server_logprobs, self.info.model) if adapter is None else (next_logprobs, adapter)
+        ask, model = next_logprobs if as_next else server_logprobs, adapter or self.info.model
         several = self.info.engines > 1
         ranks = [{"X-data-parallel-rank": str(rank)} if several else None for rank in range(self.info.engines)]
         found = [ask(self.control, model, sequences[0], headers) for headers in ranks]
@@ -194,7 +186,7 @@ class SyncedServer:
         lengths = [len(one) for one in sequences]
         self.mismatch = self.canary.compare_around(lengths, expected, self.values_before, after, version)
         self.values_before = None
-        if adapter is None and (not self.synced_version or self._syncs % DECODES_EVERY == 0):  # the base never changes
+        if not as_next and (not self.synced_version or self._syncs % DECODES_EVERY == 0):
             for headers in ranks:
                 self._verify_decoding(version, sequences[0][:DECODED], headers)
         self._syncs += 1
