@@ -134,10 +134,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
             self._processes = processes_of(args.distributed_state)
+            parts = model, processing_class, peft_config, self._processes
             with self._processes.watched():
-                self._server = construction.start_server(
-                    self, args, model, processing_class, peft_config, self._processes
-                )
+                self._server = construction.start_server(self, args, *parts)
             self._user_code = UserCode(lambda: use_device(args.device))
             environment_factory = self._user_code.factories(environment_factory)
         else:
@@ -161,8 +160,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.add_callback(StockNotice(stock_because))
         else:
             self._stop = StopRequest(self._processes.check)
+            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
             if self._options.scores_groups:
-                sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
                 check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
