@@ -1,25 +1,29 @@
-"""The speed of the benchmarked server, as the simulator needs it.
+"""The speed of a server, as the simulator needs it.
 
-A shared machine's speed drifts by tens of percent within minutes. So it is measured in small pieces between the blocks
-of the benchmark, each equally often, and averaged.
+A shared machine changes its speed by tens of percent within minutes. So it is measured in small pieces, each equally
+often, and averaged: between the blocks of benchmarks/rollout.py, or alone, of a server that nobody else uses:
+    python benchmarks/calibration.py http://127.0.0.1:8000 --json speed.json
+    trl-april simulate --speed speed.json
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import random
 import statistics
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import requests
 
-from trl_april.commands.doctor_speed import Completion, complete, seconds_per_step
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.engine.sampling import sampling_options
 from trl_april.engine.vllm import VLLMEngine
@@ -29,12 +33,20 @@ from trl_april.server.traffic import ServerPause
 from trl_april.tuning.step_time import StepTime
 
 
-SILENCE = 60.0
+SECONDS = 600.0  # of a piece at most
 REPEATS = 3
 SHORT, LONG = 128, 2048  # tokens of two prompts
 MANY = 64  # requests at once
 IN_CONTEXT = 16  # sequences whose steps are also measured after long prompts
 STEPS = 128  # measured
+
+
+@dataclass
+class Completion:
+    """Tokens received for one request, and when there were how many."""
+
+    received: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +93,19 @@ class Calibrator:
         self._pause = pause_of(base_url)
         self._prompt_tokens = prompt_tokens
         self._sequences = list(sequences)
-        self._pieces: dict[str, list[float]] = {name: [] for name in self._all()}
+        self.pieces: dict[str, list[float]] = {name: [] for name in self._all()}
 
     async def next(self) -> None:
         """Measure the least often measured piece, in about a second."""
-        name = min(self._pieces, key=lambda name: len(self._pieces[name]))
-        self._pieces[name].append(await self._all()[name]())
+        name = min(self.pieces, key=lambda name: len(self.pieces[name]))
+        self.pieces[name].append(await self._all()[name]())
 
     async def finish(self) -> Calibration:
         """The means, with each piece measured at least once."""
-        while not all(self._pieces.values()):
+        while not all(self.pieces.values()):
             await self.next()
         await self._engine.close()
-        mean = {name: statistics.fmean(values) for name, values in self._pieces.items()}
+        mean = {name: statistics.fmean(values) for name, values in self.pieces.items()}
         prefill = max(0.0, (mean["long prompt"] - mean["short prompt"]) / (LONG - SHORT))
         request = (mean["many requests"] - mean["one request"]) / (MANY - 1) - prefill * self._prompt_tokens
         context = (mean["in context"] - mean[str(IN_CONTEXT)]) / (IN_CONTEXT * (LONG - self._prompt_tokens))
@@ -122,9 +134,16 @@ class Calibrator:
 
     async def _run(self, requests: list[GenerationRequest]) -> list[Completion]:
         completions = [Completion() for _ in requests]
-        await asyncio.gather(
-            *(complete(self._engine, r, c, SILENCE) for r, c in zip(requests, completions, strict=True))
-        )
+
+        async def read(request: GenerationRequest, completion: Completion) -> None:
+            async with aclosing(self._engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if chunk.token_ids:
+                        completion.received += len(chunk.token_ids)
+                        completion.arrivals.append((time.perf_counter(), completion.received))
+
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(*map(read, requests, completions))
         return completions
 
     async def _step(self, number: int, prompt_tokens: int) -> float:
@@ -186,3 +205,42 @@ def pause_of(base_url: str) -> ServerPause:
         return dict(response.json())
 
     return ServerPause(answer, base_url)
+
+
+def seconds_per_step(completions: list[Completion]) -> float:
+    """Seconds per decode step while all of these completions ran: after all prefills, and before the first end."""
+    started = max(completion.arrivals[0][0] for completion in completions)
+    ended = min(completion.arrivals[-1][0] for completion in completions)
+    shared = [[one for one in completion.arrivals if started <= one[0] <= ended] for completion in completions]
+    measured = [arrivals for arrivals in shared if len(arrivals) >= 2]
+    if not measured:  # they hardly overlapped
+        measured = [completion.arrivals for completion in completions]
+    seconds = sum(arrivals[-1][0] - arrivals[0][0] for arrivals in measured)
+    return seconds / sum(arrivals[-1][1] - arrivals[0][1] for arrivals in measured)
+
+
+async def calibrate(base_url: str, turns: int = 3, prompt_tokens: int = 32) -> Calibration:
+    """Measure an idle server, each piece `turns` times."""
+    with requests.Session() as session:
+        highest = max_sequences(server_info(session, base_url)) or MANY
+        model = session.get(f"{base_url}/v1/models", timeout=60).json()["data"][0]["id"]
+    numbers = [number for number in sorted({1, 4, IN_CONTEXT, MANY, highest}) if number <= highest]
+    calibrator = Calibrator(base_url, model, prompt_tokens=prompt_tokens, sequences=numbers)
+    for _ in range(turns * len(calibrator.pieces)):
+        await calibrator.next()
+    return await calibrator.finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base_url", help="address of an idle server")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where to write its speed")
+    options = parser.parse_args()
+    found = asyncio.run(calibrate(options.base_url))
+    options.json.write_text(json.dumps(found.described(), indent=2) + "\n")
+    for number, seconds in found.steps:
+        print(f"{number:>5} sequences: {1000 * seconds:.2f} ms per step, {number / seconds:,.0f} tokens per second")
+
+
+if __name__ == "__main__":
+    main()

@@ -107,9 +107,13 @@ def training_dataset(size: int, seed: int) -> Dataset:
     return Dataset.from_dict({"prompt": [prompt(number) for number in numbers], "number": numbers})
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character."""
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *"0123456789 "])}
+def build_tokenizer(size: int = 0) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, those of the task and others up to a size."""
+    tokens = [PAD, EOS, UNKNOWN, *"0123456789 "]
+    tokens += [chr(code) for code in range(0x100, 0x30000) if not 0xD800 <= code < 0xE000][
+        : max(0, size - len(tokens))
+    ]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # without it, decoding puts a space between two tokens

@@ -1,151 +1,235 @@
-"""Server and trainer beside each other on one GPU: throughput of the schedules, and seconds of a weight sync.
+"""What this package does on one GPU, in eight minutes: training, weight syncs, rollouts, and TRL's async trainer.
 
-    python benchmarks/gpu.py                        # some ten minutes on one GPU with 40 GB, into gpu.json
-    python benchmarks/gpu.py --rehearse             # the same on a CPU, with a tiny model
+    python benchmarks/gpu.py                            # on a GPU with 80 GB, into gpu.json
+    python benchmarks/gpu.py --only sync rollout        # some of the parts
+    python benchmarks/gpu.py --rehearse                 # all parts on a CPU, with a tiny model
 
-The model is a Qwen3 of 1.4 billion parameters with random weights in bfloat16 and a small vocabulary. Completion
-lengths are forced: lognormal with a median of 150 tokens. After each round the trainer computes the gradients of
-`--passes` forward and backward passes, while requests run if the schedule overlaps. Contestants alternate block by
-block, as in `rollout.py`. Weight syncs are measured apart, through files, and each ends with the canary. A part that
-is in the JSON file is not measured again.
+The model has the shape of Qwen3-0.6B and random weights. It ends a completion with the same probability at each token,
+so lengths are geometric, with a mean of 150 tokens, whoever trains it. Nothing is downloaded. The parts, in order:
+
+- `full`, `full-flash`, `lora`, `lora-flash`: ten steps of training with the server that the trainer starts, with all
+  weights or LoRA, by sdpa or FlashAttention.
+- `sync`: seconds of a weight sync by each transport. NCCL needs a second GPU, which nothing else uses.
+- `rollout`: synchronous rollouts, the default schedule, and requests that nothing interrupts. Lengths are forced,
+  lognormal with sigma 1, and nothing is trained.
+- `default`, `trl-async`: trained tokens per second with our defaults, and with TRL's AsyncGRPOTrainer at its own.
+- `kv`: the default and the synchronous schedule on a server whose KV cache holds few of the requests.
+
+Each part runs in a process of its own and has a time limit. A failure is recorded, and the next part runs. So are the
+peaks of the trainer's memory and of all else on the device: the server's, and CUDA contexts. The file is written after
+each measurement, and logs stay beside it. Parts for which too little of `--minutes` is left are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import statistics
+import importlib.util
+import os
+import re
+import subprocess
+import sys
 import tempfile
-from dataclasses import asdict
-from functools import partial
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
-import torch
-import weight_sync
-from countdown import build_model, build_tokenizer, save
-from report import read_json, write_json
-from rollout import CONTEXT, Contestant, measure
-from rollout_report import Measurement, rows, table
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+import psutil
+from gpu_parts import MODEL, PARTS, Found, Part, Work, gpu_variables
+from report import earlier_results, read_json, write_json
 
 from trl_april.server.local import LocalServer
+from trl_april.server.process import ServerProcess, describe_exit, root_error
 
 
-SCHEDULES = {
-    "synchronous": ("abort", 1.0),
-    "the paper's": ("abort", 2.0),  # over_provisioning=2.0, overlap_generation=False
-    "overlap": ("overlap", 2.0),
-    "default": ("keep", 2.0),  # on a server of `trl-april serve`
-}
-COLUMNS = ["sigma", "mode", "factor", "trained tok/s", "ratio (range)", "in flight", "carried", "age mean", "oldest"]
-ROWS, LENGTH = 8, 512  # of a forward and backward pass
+PART_SECONDS = 180.0  # the most that a part may take
 
 
-class TrainingContestant(Contestant):
-    """A contestant whose trainer computes on the server's GPU."""
-
-    def __init__(self, model: PreTrainedModel, passes: int, *args: Any) -> None:
-        super().__init__(*args)
-        self._model, self._passes = model, passes
-
-    async def _train(self) -> None:
-        await asyncio.to_thread(train, self._model, self._passes)
+# A part, in its process
 
 
-def train(model: PreTrainedModel, passes: int) -> None:
-    """Compute gradients, and wait for them."""
-    for _ in range(passes):
-        ids = torch.randint(3, 13, (ROWS, LENGTH), device=model.device)
-        model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad()
-    if model.device.type != "cpu":
-        torch.accelerator.synchronize()
+def measure(part: Part, work: Work, note: Callable[[str, Found], None]) -> None:
+    """Run the measurements of a part, and note each."""
+    for name, run in part.measurements.items():
+        began = time.perf_counter()
+        with PeakMemory() as memory:
+            try:
+                found = run(work)
+            except Exception as error:
+                traceback.print_exc()
+                found = {"error": cause_of(error)}
+        note(name, found if "left out" in found else {**found, **memory, "wall s": time.perf_counter() - began})
 
 
-def build(rehearse: bool) -> tuple[PreTrainedModel, Any]:
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    if rehearse:
-        model: PreTrainedModel = build_model(tokenizer)
-        model.config.max_position_embeddings = CONTEXT
-        return model, tokenizer
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=CONTEXT,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    with torch.device("cuda"):  # ROCm's name, too
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.gradient_checkpointing_enable()
-    return model, tokenizer
+def cause_of(error: BaseException) -> str:
+    """The error behind an error, in a line; that of a server's log, if there is one."""
+    while error.__cause__ is not None and "Root cause: " not in str(error):
+        error = error.__cause__
+    found = re.search("Root cause: (.*)", str(error))
+    return found[1] if found else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
-def run(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """Measure the parts that are not in the results, and write the file after each."""
-    parts = [part for part in ("sync", *options.sigma) if part not in [result["part"] for result in results]]
-    if not parts:
-        return
-    model, tokenizer = build(options.rehearse)
-    vllm_args = ["--max-model-len", str(CONTEXT)]
-    vllm_args += ["--dtype", "float32", "--enforce-eager"] if options.rehearse else ["--dtype", "bfloat16"]
-    if not options.rehearse:
-        vllm_args += ["--gpu-memory-utilization", "0.4"]
-    with tempfile.TemporaryDirectory(prefix="trl_april_bench_") as folder:
-        save(model, tokenizer, Path(folder))
-        with LocalServer(folder, vllm_args=vllm_args) as server:
-            name = requests.get(f"{server.base_url}/v1/models", timeout=30).json()["data"][0]["id"]
-            make = partial(TrainingContestant, model, options.passes)
-            for part in parts:
-                if part == "sync":
-                    # A factor that bfloat16 can tell from 1.
-                    found: Any = weight_sync.measure(
-                        model, server.base_url, options.syncs, cpu=options.rehearse, scale=1.02
-                    )
+class PeakMemory:
+    """Peaks in GB over a `with` block: of this process's memory, and of all else on the devices."""
+
+    def __init__(self) -> None:
+        self._peaks = {"trainer GB": 0.0, "server GB": 0.0}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.1):
+            used, own = memory_in_use()
+            for name, number in (("trainer GB", own), ("server GB", used - own)):
+                self._peaks[name] = max(self._peaks[name], number / 1e9)
+
+    def __enter__(self) -> dict[str, float]:
+        self._thread.start()
+        return self._peaks
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def memory_in_use() -> tuple[int, int]:
+    """Bytes in use on all GPUs, and those of them that this process has; without a GPU, of the machine's memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        memory = psutil.virtual_memory()
+        return memory.total - memory.available, psutil.Process().memory_info().rss
+    devices = range(torch.cuda.device_count())
+    free = [torch.cuda.mem_get_info(device) for device in devices]
+    return sum(total - left for left, total in free), sum(map(torch.cuda.memory_reserved, devices))
+
+
+# All parts
+
+
+class Benchmark:
+    """Runs parts one after the other until the time is over, beside at most one server."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self._settings = {"rehearse": options.rehearse}
+        self._results = earlier_results(options.results, self._settings)
+        self._log = options.results.with_suffix(".log")
+        self._deadline = time.monotonic() + 60 * options.minutes
+        self._server: LocalServer | None = None
+        self._has_room: bool | None = None
+
+    def run(self, names: Sequence[str]) -> None:
+        """Build the model, and run the parts."""
+        try:
+            for name, part in {"model": MODEL, **{name: PARTS[name] for name in names}}.items():
+                self._results = [one for one in self._results if one["part"] != name]
+                why = self._why_not(part)
+                if why is None:
+                    self._try(name, part)
                 else:
-                    model.train()
-                    measured = measure(
-                        options, server.base_url, name, part, [*SCHEDULES.values()], 0, make=make
-                    )  # fmt: skip
-                    found = [asdict(one) for one in asyncio.run(measured)]
-                results.append({"part": part, "found": found})
-                write_json(options.json, settings_of(options), results)
-                print(f"{part}: measured", flush=True)
+                    self._note(name, {"left out": why})
+        finally:
+            self._serve(None, 0.0)
+
+    def _why_not(self, part: Part) -> str | None:
+        if part.module is not None and importlib.util.find_spec(part.module) is None:
+            return f"{part.module} is not installed"
+        if (left := self._deadline - time.monotonic()) < part.least:
+            return f"of {self._options.minutes:g} minutes {max(0, left):.0f} s are left, and it needs {part.least:g} s"
+        return None
+
+    def _try(self, name: str, part: Part) -> None:
+        """Run a part in its process, and note why it failed, if it did."""
+        write_json(self._options.results, self._settings, self._results)
+        ends = min(self._deadline, time.monotonic() + PART_SECONDS)
+        try:
+            self._serve(part.has_room, ends - time.monotonic())
+            problem = self._run(name, ends - time.monotonic())
+        except Exception as error:
+            problem = cause_of(error)
+        self._results = read_json(self._options.results)[1]
+        for one in self._results:
+            if one["part"] == name:
+                print(line_of(one), flush=True)
+        if problem is not None:
+            self._note(name, {"error": problem})
+
+    def _note(self, name: str, found: Found) -> None:
+        self._results.append({"part": name, "item": "", "found": found})
+        write_json(self._options.results, self._settings, self._results)
+        print(line_of(self._results[-1]), flush=True)
+
+    def _serve(self, has_room: bool | None, seconds: float) -> None:
+        """Have such a server, or none, in so many seconds."""
+        if self._server is not None and (has_room != self._has_room or not self._server.is_healthy()):
+            self._server.stop()
+            self._server = None
+        if self._server is None and has_room is not None:
+            work = Work(self._folder, "", self._options.rehearse)
+            server = LocalServer(
+                work.model, vllm_args=work.server_flags(has_room=has_room), startup_timeout=seconds, quiet=True,
+                log_file=self._options.results.with_suffix(".server.log"), env=gpu_variables()[0],
+            )  # fmt: skip
+            self._server, self._has_room = server.start(), has_room
+
+    def _run(self, name: str, seconds: float) -> str | None:
+        """Run a part with all that it starts; returns why it did not end well, if so."""
+        # Trainers would use all GPUs.
+        variables = {} if name == "sync" else gpu_variables()[0]
+        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ, **variables}
+        command = command_of(self._options, name, self._folder, "" if self._server is None else self._server.base_url)
+        with self._log.open("ab") as log:
+            began = log.tell()
+            child = ServerProcess(command, environment, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                code = child.process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return f"not finished after {seconds:.0f} s"
+            finally:
+                child.end()
+        text = self._log.read_bytes()[began:].decode(errors="replace")
+        return f"{describe_exit(code)}: {root_error(text) or text[-500:]}" if code else None
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    device = "cpu" if options.rehearse else torch.cuda.get_device_name()
-    return {**{name: value for name, value in vars(options).items() if name != "json"}, "device": device}
+def command_of(options: argparse.Namespace, name: str, folder: Path, base_url: str) -> list[str]:
+    """The command line of a part in its process."""
+    flags = ["--results", str(options.results), *(["--rehearse"] if options.rehearse else [])]
+    return [sys.executable, __file__, *flags, "--part", name, str(folder), base_url]
 
 
-def main() -> None:
+def line_of(result: dict[str, Any]) -> str:
+    """A measurement in a line."""
+    values = [
+        f"{name} {f'{value:,.0f}' if value >= 100 else f'{value:.3g}'}" if isinstance(value, float) else
+        f"{name} {value}" for name, value in result["found"].items()
+    ]  # fmt: skip
+    return f"{result['part']} {result['item']}".rstrip() + f": {', '.join(values)}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="parts: see above")
+    parser.add_argument("--minutes", type=float, help="for everything (default: 8, or 9.5 with --rehearse)")
+    parser.add_argument("--results", type=Path, default=Path("gpu.json"), help="file for all measurements")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with a tiny model")
-    parser.add_argument("--sigma", type=float, nargs="+", default=[0.5, 1.0], help="spread of log lengths")
-    parser.add_argument("--rounds", type=int, default=4, help="measured rounds of each schedule")
-    parser.add_argument("--passes", type=int, default=8, help="forward and backward passes after each round")
-    parser.add_argument("--syncs", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for all measurements")
-    options = parser.parse_args()
-    if not options.rehearse and not torch.cuda.is_available():
-        parser.error("No GPU is visible. --rehearse runs on a CPU.")
-    # What contestants need beside.
-    options.quota, options.group_size, options.median, options.block, options.warmup = 8, 8, 150, 2, 3
-    options.max_staleness, options.useless, options.stream_interval, options.seed = 5, 0.0, 64, 0
-    options.train_seconds = 0.0
-    settings, results = read_json(options.json) if options.json.exists() else (settings_of(options), [])
-    if settings != settings_of(options):
-        raise SystemExit(f"{options.json} was measured with other options or on another device. Choose another file.")
-    run(options, results)
-    found = {result["part"]: result["found"] for result in results}
-    measurements = [Measurement(**one) for part in options.sigma for one in found[part]]
-    print(f"\n{table(rows(measurements), COLUMNS)}\n")
-    before, after = (statistics.median(one[when] for one in found["sync"]) for when in ("before", "after"))
-    print(
-        f"Weight sync through files, medians of {len(found['sync'])}: {before:.2f} s while the server generates, then "
-        f"{after:.2f} s while it is paused. The canary passed after each."
-    )
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # in its process: name, folder, address
+    options = parser.parse_args(argv)
+    if options.part is not None:
+        name, folder, base_url = options.part
+
+        def note(item: str, found: Found) -> None:
+            settings, results = read_json(options.results)
+            write_json(options.results, settings, [*results, {"part": name, "item": item, "found": found}])
+
+        measure(MODEL if name == "model" else PARTS[name], Work(Path(folder), base_url, options.rehearse), note)
+        return
+    options.minutes = options.minutes or (9.5 if options.rehearse else 8.0)
+    with tempfile.TemporaryDirectory(prefix="trl_april_gpu_", ignore_cleanup_errors=True) as folder:
+        Benchmark(options, Path(folder)).run([name for name in PARTS if name in options.only])
+    print(f"\nAll measurements are in {options.results}.")
 
 
 if __name__ == "__main__":

@@ -204,14 +204,13 @@ class RecordingTrainer(APRILGRPOTrainer):
 
     def _run_round(self) -> Round:
         done = super()._run_round()
-        session = self._session
-        assert session is not None
+        correction = self._session.correction
 
         def recorded(batch: dict[str, Any], done: Round) -> dict[str, float]:
             self._recorder.add_batch(batch, done.groups, self.state.global_step)
-            return type(session).correction(session, batch, done)
+            return type(correction).metrics(correction, batch, done)
 
-        session.correction = recorded  # called when the batch has the log-probabilities of the trained policy
+        correction.metrics = recorded  # called when the batch has the log-probabilities of the trained policy
         return done
 
 

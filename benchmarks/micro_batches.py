@@ -33,12 +33,12 @@ from datasets import Dataset
 from report import markdown, write_json
 
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer
+from trl_april.bridge.training_pass import rows_in_blocks
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
-from trl_april.session_parts import rows_in_blocks
-from trl_april.training.correction import DriftWatch
+from trl_april.training.correction import BatchCorrection
 from trl_april.training.run_log import RunLog
 
 
@@ -50,8 +50,8 @@ class Session(RolloutSession):
     """A session without rollouts."""
 
     def __init__(self, sampling_mode: str) -> None:
-        self.scorer, self.run_log, self._correction, self._drift = None, RunLog(), None, DriftWatch()
-        self._processes, self._sampling_mode = OneProcess(), sampling_mode
+        self.scorer, self.run_log, self._sampling_mode = None, RunLog(), sampling_mode
+        self.correction = BatchCorrection(OneProcess(), self.run_log.note)
 
 
 class Trainer(APRILGRPOTrainer):
@@ -102,7 +102,7 @@ def of_equal_size(count: int) -> AbstractContextManager[Any]:
 
 def side_by_side(count: int) -> AbstractContextManager[Any]:
     """Compute the rows of a micro-batch beside each other."""
-    return mock.patch("trl_april.session_parts.attention_in_blocks", lambda *_: nullcontext())
+    return mock.patch("trl_april.bridge.training_pass.attention_in_blocks", lambda *_: nullcontext())
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def trl_order(count: int) -> Iterator[None]:
     """Keep the order of TRL's shuffling, too."""
     with (
         side_by_side(count),
-        mock.patch("trl_april.training.compatibility.can_be_regrouped", lambda *args, **kwargs: False),
+        mock.patch("trl_april.bridge.compatibility.can_be_regrouped", lambda *args, **kwargs: False),
     ):
         yield
 

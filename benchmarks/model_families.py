@@ -71,7 +71,7 @@ FAMILIES: dict[str, Family] = {  # class, options of its configuration, options 
         },
     ),
     "Gemma 4": ("Gemma4ForCausalLM", {**ALTERNATING, **PER_LAYER, "per_layer_config": {"1": {"head_dim": 64}}}),
-    "Phi": ("PhiForCausalLM", {}),
+    "Phi": ("PhiForCausalLM", {"intermediate_size": 512, "num_key_value_heads": 4}),  # all that vLLM has
     "Phi-3": ("Phi3ForCausalLM", {"sliding_window": None}),
     "Phi-3, LongRoPE": (
         "Phi3ForCausalLM",

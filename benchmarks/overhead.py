@@ -29,6 +29,7 @@ from pathlib import Path
 
 from report import markdown, new_figure, read_json, require_matplotlib, write_json
 
+from trl_april.bridge.hand_over import rollout_output
 from trl_april.engine.event_stream import EventStream
 from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.pool.pool import Pool
@@ -36,7 +37,7 @@ from trl_april.pool.samples import FinishReason
 from trl_april.pool.state import state_dict
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.round import Round
-from trl_april.training.batch import batch_rows, rollout_output, round_metrics
+from trl_april.training.batch import batch_rows, loss_mask, round_metrics
 
 
 GROUP_SIZE = 4
@@ -287,9 +288,9 @@ def measure_batch(samples: int, tokens: Tokens) -> list[Measurement]:
     with watch.time("rollout_output", total):
         output = rollout_output(groups)
     del output
-    with watch.time("rollout_output with mask", total):
-        output = rollout_output(groups, mask_below=1)
-    del output
+    with watch.time("loss_mask", total):
+        mask = loss_mask(groups, mask_below=1)
+    del mask
     done = Round(1, groups=groups, seconds=1.0, requests=samples)
     with watch.time("round_metrics"):
         round_metrics(done, pool, sync_seconds=0.0, max_staleness=5)

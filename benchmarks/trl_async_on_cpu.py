@@ -1,7 +1,8 @@
-"""What TRL's AsyncGRPOTrainer needs on a machine without CUDA. None of it changes what is scheduled when.
+"""What TRL's AsyncGRPOTrainer needs on a machine without CUDA or a hub. None of it changes what is scheduled when.
 
 - The device's peak FLOPS, which it reads from torch.cuda for a metric: unknown.
-- FlashAttention 3, its only attention: the same function by torch's scaled dot product attention, segment by segment.
+- FlashAttention 3 of the hub, its only attention: another kernel, or the same function by torch's scaled dot product
+  attention, segment by segment.
 - Its weight transfer by NCCL: files in shared memory, through its own `weight_transfer` argument. The server is paused
   and resumed by TRL's client, with `clear_cache=false`: without it vLLM preempts all running requests at each sync.
 - A conversation for each prompt, which it insists on, with a template that adds nothing to the text.
@@ -10,10 +11,12 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerFast
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+from trl_april.weights.files import shared_memory
 
 
 LOAD_SECONDS = 300.0
@@ -54,17 +59,45 @@ class Attention:
         for one_q, one_k, one_v in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
             rows, columns = len(one_q), len(one_k)
             # FlashAttention aligns a causal mask to the lower right.
-            mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+            mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
             heads = (one.transpose(0, 1)[None] for one in (one_q, one_k, one_v))
             out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
             found.append(out[0].transpose(0, 1))
         return torch.cat(found)
 
 
-def supply() -> None:
-    """Put the FLOPS and the attention into TRL's modules."""
-    async_grpo_trainer.get_peak_flops_per_device = lambda *args: None
+class VarlenAttention:
+    """The same by torch's own kernel, for CUDA."""
+
+    @staticmethod
+    def flash_attn_varlen_func(*tensors_and_lengths: Any, softmax_scale: float, **options: Any) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        options = {"window_size": (-1, 0), "enable_gqa": True}  # causal, aligned to the lower right
+        return varlen_attn(*tensors_and_lengths, scale=softmax_scale, **options)
+
+
+def supply() -> str:
+    """Put into TRL's modules what they lack here. Returns the name of the attention: the first one that works."""
+    if not torch.cuda.is_available():
+        async_grpo_trainer.get_peak_flops_per_device = lambda *args: None
+    kernels: dict[str, Callable[[], Any]] = {
+        "FlashAttention 3": packing._flash_attn,
+        "flash_attn": lambda: importlib.import_module("flash_attn"),
+        "varlen_attn": lambda: VarlenAttention,
+    }
+    for name, kernel in kernels.items() if torch.cuda.is_available() else ():
+        with suppress(Exception):  # not installed, no hub, not for this GPU
+            q = torch.randn(3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            starts = torch.tensor([0, 3], device="cuda", dtype=torch.int32)
+            found = kernel().flash_attn_varlen_func(
+                q, q[:, :2], q[:, :2], starts, starts, 3, 3, softmax_scale=0.1, causal=True, window_size=(-1, -1)
+            )
+            (found[0] if isinstance(found, tuple) else found).sum().backward()
+            packing._flash_attn = kernel
+            return name
     packing._flash_attn = lambda: Attention
+    return "sdpa by segments"
 
 
 def converses(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -97,7 +130,7 @@ class WeightFiles:
 
     def init_weight_transfer(self) -> None:
         self._client.wait_for_server_ready()
-        self._folder = Path(tempfile.mkdtemp(prefix="trl_async_weights_", dir="/dev/shm"))
+        self._folder = Path(tempfile.mkdtemp(prefix="trl_async_weights_", dir=shared_memory()))
 
     def pause(self) -> None:
         self._post("pause", params={"mode": "keep", "clear_cache": "false"})

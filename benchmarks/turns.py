@@ -37,6 +37,7 @@ import requests
 from calibration import pause_of
 from rollout import CONTEXT, PROMPT_LENGTH, server
 
+from trl_april.agents.tools import ToolCalls
 from trl_april.config import AprilOptions
 from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.engine.sampling import sampling_options
@@ -46,7 +47,6 @@ from trl_april.pool.samples import Group, Sample
 from trl_april.rollout.acting import TurnResult
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.user_code import UserCode
-from trl_april.training.tools import ToolCalls
 
 
 DEFAULTS = AprilOptions()

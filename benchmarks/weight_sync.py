@@ -40,24 +40,28 @@ def build(layers: int) -> PreTrainedModel:
 
 
 def measure(
-    model: PreTrainedModel, base_url: str, syncs: int, *, cpu: bool = True, scale: float = 1.001
-) -> list[dict[str, float]]:
+    model: PreTrainedModel, base_url: str, syncs: int, *, cpu: bool = True, scale: float = 1.001,
+    weight_sync: str = "filesystem",
+) -> list[dict[str, float]]:  # fmt: skip
     """Seconds of each sync before and after requests stop. The weights are scaled before each."""
     quiesced: list[float] = []
     generation = ServerGeneration(
-        model=model, accelerator=Accelerator(cpu=cpu), processing_class=None, processes=OneProcess(),
-        trained_model=lambda: model, policy_version=lambda: len(quiesced), weight_sync="filesystem",
+        model=model, accelerator=Accelerator(cpu=cpu), processing_class=build_tokenizer(), processes=OneProcess(),
+        trained_model=lambda: model, policy_version=lambda: len(quiesced), weight_sync=weight_sync,
         weight_sync_dir=None, needs_logprobs=False, api_key=None, server_base_url=base_url, max_completion_length=1,
     )  # fmt: skip
     generation.before_sync = lambda: quiesced.append(time.perf_counter())
     found = []
-    for _ in range(syncs + 1):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter *= scale
-        began = time.perf_counter()
-        generation.sync_weights()
-        found.append({"before": quiesced[-1] - began, "after": time.perf_counter() - quiesced[-1]})
+    try:
+        for _ in range(syncs + 1):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter *= scale
+            began = time.perf_counter()
+            generation.sync_weights()
+            found.append({"before": quiesced[-1] - began, "after": time.perf_counter() - quiesced[-1]})
+    finally:
+        generation.servers.give_up()
     return found[1:]  # the first sync warms up
 
 

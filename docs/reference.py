@@ -55,7 +55,7 @@ INTERNALS = {"Rollouts": ["pool.pool.Pool", "pool.samples.Group", "pool.samples.
 CHAPTERS = {
     "Training": [
         *("config.APRILGRPOConfig", "trainer.APRILGRPOTrainer", "server.local.LocalServer"),
-        *("training.rollout_function.TurnEngine", "training.rollout_function.Turn"),
+        *("agents.rollout_function.TurnEngine", "agents.rollout_function.Turn"),
     ],
     "Errors": [
         *("errors.AprilError", "errors.ConfigError", "errors.PoolError", "errors.EngineError", "errors.ServerError"),
@@ -66,7 +66,6 @@ CHAPTERS = {
         *("tuning.simulation.Mode", "tuning.simulation.run", "tuning.simulation.Result"),
         *("tuning.grid.simulate_grid", "tuning.grid.Grid", "tuning.grid.recommend", "tuning.grid.Recommendation"),
     ],
-    "Doctor": ["commands.doctor.DoctorOptions", "commands.doctor.run"],
 }
 TITLES = {
     DocstringSectionKind.parameters: "Parameters",

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .agents.rollout_function import Turn, TurnEngine
     from .config import APRILGRPOConfig
     from .errors import AprilError, CheckpointError, ConfigError, EngineError, PoolError, ServerError, WeightSyncError
     from .pool.pool import Pool
     from .pool.samples import Group, Sample, Segment
     from .server.local import LocalServer
     from .trainer import APRILGRPOTrainer
-    from .training.rollout_function import Turn, TurnEngine
 
 __version__ = "0.1.0"
 
@@ -32,8 +32,8 @@ _MODULE_OF = {
     "Sample": "pool.samples",
     "Segment": "pool.samples",
     "ServerError": "errors",
-    "Turn": "training.rollout_function",
-    "TurnEngine": "training.rollout_function",
+    "Turn": "agents.rollout_function",
+    "TurnEngine": "agents.rollout_function",
     "WeightSyncError": "errors",
 }
 

@@ -13,7 +13,7 @@ from .errors import AprilError
 COMMANDS = {
     "grpo": "train a model, with the arguments of TRL's own `trl grpo`",
     "serve": "run a vLLM server that APRILGRPOTrainer can train with",
-    "doctor": "check this environment and a vLLM server, and measure the server",
+    "doctor": "check this environment and a vLLM server",
     "simulate": "simulate rollouts, to learn whether APRIL pays for your lengths and with which settings",
     "report": "write a page about a training run, or two runs side by side, and what to change",
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 
 import torch
 from transformers.trainer_utils import SaveStrategy
@@ -12,13 +14,13 @@ from trl import GRPOConfig
 from .distributed.processes import get_logger
 from .errors import ConfigError
 from .pool.staleness import AUTO, check_bound, factor_of
-from .server.addresses import server_addresses
+from .server.host import server_addresses
 from .tuning.factor_chooser import START
 
 
 logger = get_logger(__name__)
 
-WEIGHT_SYNCS = ("auto", "adapter", "nccl", "filesystem")
+WEIGHT_SYNCS = ("auto", "adapter", "nccl", "ipc", "filesystem")
 RESUME_KV = ("auto", "recompute", "reuse", "keep")
 # While a sample's tools run, it has no request on the server: more groups are needed for as many requests.
 DEFAULT_FACTOR, DEFAULT_FACTOR_WITH_TOOLS = START, 6.0
@@ -37,112 +39,27 @@ def correction_mode(args: GRPOConfig) -> str:
 
 @dataclass
 class AprilOptions:
-    """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them."""
+    """APRIL's own options, checked; also for a stock [`~trl.GRPOConfig`], which has none of them.
 
-    over_provisioning: float | str | None = field(
-        default=None,
-        metadata={
-            "help": "Prompt groups in flight as a factor of those that a batch needs, at least 1.0. 1.0 is "
-            "synchronous GRPO through the same code. `'auto'` chooses it during training. Defaults to 3.0, or 6.0 "
-            "with tools or environments, and to no more than `max_staleness` allows."
-        },
-    )
-    max_staleness: int | None = field(
-        default=8,
-        metadata={
-            "help": "Bound on the age of a trained token, in policy versions (version at training minus version at "
-            "sampling). `None` lifts it."
-        },
-    )
-    staleness_policy: str = field(
-        default="wait",
-        metadata={
-            "help": "What happens at `max_staleness`. `'wait'`: the round stays open for groups that are due. "
-            "`'mask'`: older tokens are removed from the loss. `'ignore'`: older tokens are trained and counted."
-        },
-    )
-    resume_kv: str = field(
-        default="auto",
-        metadata={
-            "help": "The KV cache that a resumed sample continues on: `'recompute'`, recomputed with the current "
-            "weights; `'reuse'`, the blocks of its earlier segments in the server's prefix cache; `'keep'`, with "
-            "`overlap_generation`, requests continue through a weight sync and need not be resumed; `'auto'`, "
-            "`'keep'` with overlap and `'reuse'` without."
-        },
-    )
+    [`APRILGRPOConfig`] describes them.
+    """
+
+    over_provisioning: float | str | None = None
+    max_staleness: int | None = 8
+    staleness_policy: str = "wait"
+    resume_kv: str = "auto"
     # True, False or "auto". With `bool` in the type HfArgumentParser accepts no text.
-    overlap_generation: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "Whether requests continue while the trainer scores and optimises. `'auto'`: unless "
-            "`over_provisioning` is 1.0 or `max_staleness` is 0, which ask for synchronous training."
-        },
-    )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata={"help": "Whether groups with equal rewards are rejected and replaced while the round runs (DAPO)."},
-    )
-    score_during_generation: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether each group is scored as soon as it is finished, in a thread, while others are generated. "
-            "Always so with `dynamic_sampling`."
-        },
-    )
-    max_rejected_groups_per_round: int | None = field(
-        default=None,
-        metadata={
-            "help": "Rejected groups at which a round stops replacing them and is filled with them. At least the "
-            "groups of a batch; by default ten times as many."
-        },
-    )
-    weight_sync: str = field(
-        default="auto",
-        metadata={
-            "help": "How weights travel to the server: `'adapter'` (only a LoRA adapter, which needs no pause), "
-            "`'nccl'`, `'filesystem'`, or `'auto'`: the adapter alone where the server can serve it, else NCCL where "
-            "trainer and server both have a GPU and the server was started for it."
-        },
-    )
-    weight_sync_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Existing folder for the file-system sync, visible to the server under the same path. "
-            "Defaults to shared memory of this host."
-        },
-    )
-    stream_interval: int = field(
-        default=64,
-        metadata={"help": "Tokens per streamed chunk: the most that a crash of the server can cost per sample."},
-    )
-    save_on_signal: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether Ctrl-C and SIGTERM write a checkpoint before training stops, partial samples included. A "
-            "second signal stops at once. By default they do, unless `save_strategy` is `'no'`."
-        },
-    )
-    max_parked_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Bound on the completion tokens that each process keeps between rounds. At the bound, groups that "
-            "the batch does not need wait; nothing is dropped."
-        },
-    )
-    tool_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds after which a call of a tool becomes an error result and counts as a failure. By default "
-            "a call may take any time."
-        },
-    )
-    replay_environments: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether an environment that a checkpoint could not save is reset and its recorded calls are made "
-            "again when training resumes. By default its sample starts again."
-        },
-    )
+    overlap_generation: int | str | None = "auto"
+    dynamic_sampling: bool = False
+    score_during_generation: bool = False
+    max_rejected_groups_per_round: int | None = None
+    weight_sync: str = "auto"
+    weight_sync_dir: str | None = None
+    stream_interval: int = 64
+    save_on_signal: bool | None = None
+    max_parked_tokens: int | None = None
+    tool_timeout: float | None = None
+    replay_environments: bool = False
 
     @classmethod
     def of(cls, args: GRPOConfig) -> AprilOptions:
@@ -315,9 +232,10 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             least the groups of a batch; by default ten times as many.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to the server: `"adapter"` (only the LoRA adapter, in files, to a server started with
-            `--enable-lora`; running requests stay on theirs), `"nccl"` (TRL's own; RCCL on AMD), `"filesystem"` (any
-            device; also trainer and server on one GPU), or `"auto"`, which sends only the adapter where that is
-            possible, and otherwise uses NCCL where each has a GPU of its own and the server was started for it.
+            `--enable-lora`; running requests stay on theirs), `"nccl"` (TRL's own; RCCL on AMD), `"ipc"` (memory
+            that trainer and server share on one GPU, or on the CPUs of one host), `"filesystem"` (any device), or
+            `"auto"`, which sends only the adapter where that is possible, and otherwise uses NCCL where each has a GPU
+            of its own and the server was started for it, IPC on one GPU, and files elsewhere or where these fail.
         weight_sync_dir (`str`, *optional*):
             Existing folder for the file-system sync, visible to the server under the same path. Defaults to shared
             memory of this host.
@@ -389,3 +307,14 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         self.vllm_importance_sampling_mode = correction_mode(self)  # TRL checks the bounds that it needs
         GRPOConfig.__post_init__(self)
         self.vllm_importance_sampling_mode = mode
+
+
+def _describe(options: type[AprilOptions]) -> None:
+    """Give the fields the help that HfArgumentParser shows, from the docstring, which alone describes them."""
+    parameters = (options.__doc__ or "").partition("Parameters:")[2].partition("Raises:")[0]
+    names_and_texts = re.split(r"\n {8}(\w+) \(.*\):\n", parameters)[1:]
+    for name, text in zip(names_and_texts[::2], names_and_texts[1::2], strict=True):
+        options.__dataclass_fields__[name].metadata = MappingProxyType({"help": " ".join(text.split())})
+
+
+_describe(APRILGRPOConfig)

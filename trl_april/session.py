@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
+from .agents.rollout_function import RolloutTurns
+from .agents.tools import ToolTurns
+from .bridge.construction import rollout_engine
 from .checkpoint.resume import RunCheckpoints, account_of
 from .checkpoint.rollouts import FOLDER, SavedRollouts, save_rollouts
 from .config import AprilOptions
@@ -26,6 +28,7 @@ from .data.order import TrainingRows, make_source, resumed_source
 from .data.plan import TrainingPlan
 from .data.source import Row, RowSource
 from .distributed.processes import Processes, get_logger
+from .distributed.quota import SharedQuota
 from .distributed.signals import StopRequest
 from .engine.protocol import ImagesOf
 from .engine.sampling import SAMPLING, SamplingOptions
@@ -42,12 +45,9 @@ from .rollout.rounds import Rounds
 from .rollout.user_code import UserCode
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
-from .training.construction import rollout_engine
-from .training.correction import DriftWatch, TrainingPassCorrection, correction_metrics, sampling_metrics
+from .training.correction import BatchCorrection
 from .training.rewards import RewardScorer
-from .training.rollout_function import RolloutTurns
 from .training.run_log import RunLog, run_options
-from .training.tools import ToolTurns
 from .tuning.factor_chooser import FactorChooser
 from .weights.recovery import Recovery
 from .weights.sync import ServerGeneration
@@ -96,33 +96,17 @@ class RolloutSession:
         self.scorer, self._act, self._user_code = scorer, act, user_code
         # What a checkpoint does not hold, or not whole, and must be brought back.
         self._restorable = act.environments if isinstance(act, ToolTurns) else act
-        self._silent, self._drift = args.disable_tqdm or processes.rank > 0, DriftWatch()
+        self._silent = args.disable_tqdm or processes.rank > 0
         self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
-        self._correction: tuple[TrainingPassCorrection, Round] | None = None  # of the batch in training
-        self.pool = Pool(
-            plan.groups_per_round,
-            over_provisioning=options.bounded_factor(plan.versions_per_round),
-            max_staleness=options.max_staleness,
-            staleness_policy=options.staleness_policy,
-            versions_per_round=plan.versions_per_round,
-            dynamic_sampling=options.scores_groups,
-            has_tools=act is not None,
-            has_environments=self._restorable is not None,
-            max_parked_tokens=options.max_parked_tokens,
-            budget=budget,
-        )
+        self.pool = self._new_pool()
         self._settings = {
             **run_options(args, options, self.pool),
             **{name: getattr(args, name) for name in SAMPLING},  # which a resume compares
             "dataset_rows": None if rows.is_stream else len(rows.dataset),
         }
         saved = checkpoints.take_rollouts()
-        elsewhere: list[Group] = []  # in the pools of other processes
         try:
-            if saved is None:
-                self._source = make_source(rows, plan, state.global_step)
-            else:
-                self._source, elsewhere = self._restore(saved, rows, num_reward_funcs)
+            self._source, elsewhere = self._restore(saved, rows, num_reward_funcs)
         except PoolError as error:
             raise CheckpointError(
                 f"The partial samples in {checkpoints.resumed_from} cannot be resumed. {error} Resume from another "
@@ -137,70 +121,15 @@ class RolloutSession:
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
         self._engine = rollout_engine(options, sampling, server, plan.vocab_size, processes.rank)
-        self._dynamic = None
-        if scorer is not None:
-            self._dynamic = DynamicSampling(
-                scorer.score,
-                scorer.has_signal if options.dynamic_sampling else None,
-                admission.replacements,
-                max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
-                # Beside training, a reward model would need memory that training uses.
-                between_rounds=not options.dynamic_sampling and not scorer.has_models,
-                executor=user_code.threads("rewards", limit=1),
-            )
+        self._dynamic = None if scorer is None else self._new_dynamic_sampling(scorer, admission)
         quota = processes.quota(self.pool.schedule, self._dynamic.max_rejected if self._dynamic else None)
         self._recovery = Recovery(server, processes, stop)
-        self.driver = RolloutDriver(
-            self.pool,
-            self._engine,
-            run_id=self._draw_id(),
-            seed=sampling.seed,
-            idle_timeout=args.vllm_server_timeout,
-            dynamic_sampling=self._dynamic,
-            quota=quota,
-            overlap=options.overlap_generation,
-            resume_kv=options.resume_kv,
-            server_of=self._engine.server_of,
-            images_of=images_of,
-            act=act,
-            threads=None if act is None else act.threads,
-        )
         self._loop = BackgroundLoop("trl-april-rollouts")
-        self._rounds = Rounds(
-            self.pool,
-            self.driver,
-            self._source,
-            admission,
-            num_generations=plan.num_generations,
-            loop=self._loop,
-            processes=processes,
-            quota=quota,
-            dynamic=self._dynamic,
-            recovery=self._recovery,
-            stop=stop,
-            keeps_requests=options.resume_kv == "keep",
-            overlap=options.overlap_generation,
-            calls=user_code.calls,
-        )
-        self._chooser = None
-        if options.over_provisioning == "auto":
-            self._chooser = FactorChooser(
-                self.pool,
-                overlaps=options.overlap_generation,
-                keeps=options.resume_kv == "keep",
-                max_sequences=server.server_info.max_sequences,
-                max_groups=-processes.reduce_max([-(connections // plan.num_generations) * processes.count])[0],
-                reduce_sum=processes.reduce_sum,
-                processes=processes.count,
-                is_first=processes.rank == 0,
-            )
+        self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
+        self._rounds = self._new_rounds(admission, quota, stop)
+        self._chooser = self._new_chooser(connections) if options.over_provisioning == "auto" else None
         if isinstance(act, ToolTurns) and act.environments is not None:
-            schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
-            groups = max(schedule.target, math.ceil(highest * schedule.quota), len(schedule))
-            logger.warning(
-                f"Environments: up to {groups * plan.num_generations} instances in all processes together, for "
-                f"{groups} groups of {plan.num_generations} samples in flight."
-            )
+            self._say_instances()
         self.run_log = RunLog(
             Path(args.output_dir) if processes.rank == 0 else None,
             {
@@ -212,7 +141,99 @@ class RolloutSession:
             reduce_sum=processes.reduce_sum,
             processes=processes.count,
         )
+        self.correction = BatchCorrection(processes, self.run_log.note)
         server.before_sync, server.servers.on_holding = self._quiesce, self._route
+
+    def _new_pool(self) -> Pool:
+        plan, options = self._plan, self._options
+        return Pool(
+            plan.groups_per_round,
+            over_provisioning=options.bounded_factor(plan.versions_per_round),
+            max_staleness=options.max_staleness,
+            staleness_policy=options.staleness_policy,
+            versions_per_round=plan.versions_per_round,
+            dynamic_sampling=options.scores_groups,
+            has_tools=self._act is not None,
+            has_environments=self._restorable is not None,
+            max_parked_tokens=options.max_parked_tokens,
+            budget=plan.budget,
+        )
+
+    def _new_driver(
+        self, sampling: SamplingOptions, images_of: ImagesOf, quota: SharedQuota | None, *, idle_timeout: float
+    ) -> RolloutDriver:
+        options, act = self._options, self._act
+        return RolloutDriver(
+            self.pool,
+            self._engine,
+            run_id=self._draw_id(),
+            seed=sampling.seed,
+            idle_timeout=idle_timeout,
+            dynamic_sampling=self._dynamic,
+            quota=quota,
+            overlap=options.overlap_generation,
+            resume_kv=options.resume_kv,
+            server_of=self._engine.server_of,
+            images_of=images_of,
+            act=act,
+            threads=None if act is None else act.threads,
+        )
+
+    def _new_rounds(self, admission: Admission, quota: SharedQuota | None, stop: StopRequest) -> Rounds:
+        return Rounds(
+            self.pool,
+            self.driver,
+            self._source,
+            admission,
+            num_generations=self._plan.num_generations,
+            loop=self._loop,
+            processes=self._processes,
+            quota=quota,
+            dynamic=self._dynamic,
+            recovery=self._recovery,
+            stop=stop,
+            keeps_requests=self._options.resume_kv == "keep",
+            overlap=self._options.overlap_generation,
+            calls=self._user_code.calls,
+        )
+
+    def _new_dynamic_sampling(self, scorer: RewardScorer, admission: Admission) -> DynamicSampling:
+        options = self._options
+        return DynamicSampling(
+            scorer.score,
+            scorer.has_signal if options.dynamic_sampling else None,
+            admission.replacements,
+            max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
+            # Beside training, a reward model would need memory that training uses.
+            between_rounds=not options.dynamic_sampling and not scorer.has_models,
+            executor=self._user_code.threads("rewards", limit=1),
+        )
+
+    def _new_chooser(self, connections: int) -> FactorChooser:
+        """The choice of `over_provisioning="auto"`, within the connections that each process may open."""
+        options, processes = self._options, self._processes
+        groups = connections // self._plan.num_generations * processes.count
+        return FactorChooser(
+            self.pool,
+            overlaps=options.overlap_generation,
+            keeps=options.resume_kv == "keep",
+            max_sequences=self._server.server_info.max_sequences,
+            max_groups=-processes.reduce_max([-groups])[0],
+            reduce_sum=processes.reduce_sum,
+            processes=processes.count,
+            is_first=processes.rank == 0,
+        )
+
+    def _say_instances(self) -> None:
+        schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
+        groups, size = (
+            max(schedule.target, math.ceil(highest * schedule.quota), len(schedule)),
+            self._plan.num_generations,
+        )
+        logger.warning(
+            f"Environments: up to {groups * size} instances in all processes together, for {groups} groups of {size} "
+            "samples in flight."
+        )
 
     def run_round(
         self,
@@ -274,36 +295,6 @@ class RolloutSession:
         self.run_log.note(metrics)
         return done, metrics
 
-    def correction(self, batch: dict[str, Any], done: Round) -> dict[str, float]:
-        """The `april/correction/` metrics of a batch that TRL has scored. A collective call."""
-        if "importance_sampling_ratio" not in batch:
-            return {}
-        metrics = correction_metrics(batch, done.groups, done.version, processes=self._processes)
-        self.run_log.note(metrics)
-        if text := self._drift.warning(metrics):
-            logger.warning(f"Step {done.version}: {text}")
-        return metrics
-
-    def correct_in_training(self, args: GRPOConfig, batch: dict[str, Any], done: Round) -> None:
-        """Let [`RolloutSession.correct`] correct a batch that TRL has scored without correction."""
-        self._correction = TrainingPassCorrection(args, batch), done
-
-    def correct(self, micro_batch: dict[str, Any], logps: torch.Tensor) -> dict[str, float]:
-        """Correct a micro-batch of such a batch by the log-probabilities of its training forward pass.
-
-        Returns the metrics of the correction, by their full names, with the last micro-batch; then it is a collective
-        call.
-        """
-        if self._correction is None:
-            return {}
-        correction, done = self._correction
-        batch = correction.correct(micro_batch, logps)
-        if batch is None:
-            return {}
-        self._correction = None
-        ours = {f"april/{name}": value for name, value in self.correction(batch, done).items()}
-        return {**sampling_metrics(batch, self._processes), **ours}
-
     def release_trained(self, micro_steps: int) -> None:
         """Release the batches whose last use is in the weights, after so many calls of `training_step`."""
         while self._in_training and self._in_training[0][0] + self._plan.micro_steps_per_round <= micro_steps:
@@ -359,10 +350,13 @@ class RolloutSession:
         )
 
     def _restore(
-        self, saved: SavedRollouts, rows: TrainingRows, num_reward_funcs: int
+        self, saved: SavedRollouts | None, rows: TrainingRows, num_reward_funcs: int
     ) -> tuple[RowSource, list[Group]]:
-        """Restore the pool from a checkpoint; returns the row source, and the groups of other processes."""
-        step, pools = self._state.global_step, saved.pools
+        """Restore the pool from a checkpoint, if any; returns the row source, and the groups of other processes."""
+        step = self._state.global_step
+        if saved is None:
+            return make_source(rows, self._plan, step), []
+        pools = saved.pools
         held = sum(len(state["groups"]) for state in pools)
         source, surplus = resumed_source(
             rows,

@@ -22,7 +22,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 
-from . import session_parts
+from .agents.rollout_function import Rollout
+from .bridge import compatibility, construction, rows, training_pass
+from .bridge.evaluation import evaluation
+from .bridge.hand_over import handed_over
+from .bridge.rewards import reward_scorer
+from .bridge.tool_loop import tool_turns
 from .checkpoint.resume import RunCheckpoints
 from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
@@ -34,15 +39,12 @@ from .pool.pool import Pool
 from .rollout.round import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
-from .training import compatibility, construction
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import weight_of_loss
-from .training.rewards import check_scoring, checked, extra_columns, trained_rewards, use_device
-from .training.rollout_function import Rollout, check_rollout
+from .training.rewards import checked, extra_columns, trained_rewards, use_device
 from .training.run_log import outline
-from .training.tools import handed_over
 from .weights.recovery import Recovery
 
 
@@ -120,7 +122,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     ) -> None:
         model, args = construction.model_and_arguments(model, args)
         stock_because = compatibility.why_stock(args, rollout_func, compatibility.ignored_overrides(type(self)))
-        check_rollout(rollout, stock_because, tools or environment_factory)
+        compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
@@ -131,11 +133,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._options = AprilOptions.of(args).with_schedule(keeps=not has_images, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
-            self._processes = processes_of(args.distributed_state)
-            with self._processes.watched():
-                self._server = construction.start_server(
-                    self, args, model, processing_class, peft_config, self._processes
-                )
+            processes = self._processes = processes_of(args.distributed_state)
+            with processes.watched():
+                self._server = construction.start_server(self, args, model, processing_class, peft_config, processes)
             self._user_code = UserCode(lambda: use_device(args.device))
             environment_factory = self._user_code.factories(environment_factory)
         else:
@@ -161,7 +161,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._stop = StopRequest(self._processes.check)
             if self._options.scores_groups:
                 sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-                check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
+                compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
             add_round_lines(self.callback_handler.callbacks, given=callbacks or ())
@@ -203,7 +203,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
         if not self.april_enabled:
             return super().evaluation_loop(*args, **kwargs)
-        with self._processes.watched(), session_parts.evaluation(self):
+        with self._processes.watched(), evaluation(self):
             return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -243,16 +243,16 @@ class APRILGRPOTrainer(GRPOTrainer):
         with construction.replaced(self, **changes), self._session.run_log.timing("scoring"):
             batch = super()._generate_and_score_completions(inputs)
         if in_training:
-            self._session.correct_in_training(self.args, batch, done)
+            self._session.correction.defer(self.args, batch, done)
         else:
-            self._log_metrics(self._session.correction(batch, done))
+            self._log_metrics(self._session.correction.metrics(batch, done))
         rewards = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("reward")}
         self._session.run_log.add_round(done, rewards)
         return batch
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
-        return session_parts.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
+        return rows.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
@@ -267,7 +267,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
         self._requested.warn_if_unanswered()
-        self._buffered_inputs = session_parts.micro_batches(self, APRILGRPOTrainer)
+        self._buffered_inputs = training_pass.micro_batches(self, APRILGRPOTrainer)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
@@ -281,12 +281,12 @@ class APRILGRPOTrainer(GRPOTrainer):
         # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding.
         # Overridden, too, to correct a micro-batch by its training pass, the only one for which TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
-        score = session_parts.forward_pass(self, score, kwargs)
+        score = training_pass.forward_pass(self, score, kwargs)
         if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
         found = score(*args, **kwargs)
         if micro_batch is not None:
-            self._log_metrics(self._session.correct(micro_batch, found[0]), prefix="")
+            self._log_metrics(self._session.correction.correct(micro_batch, found[0]), prefix="")
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -310,7 +310,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.args.output_dir, self._get_output_dir, self._processes, resume_from_checkpoint
         )
         try:
-            with session_parts.rows_in_blocks(self), session_parts.read_once(self):
+            with training_pass.rows_in_blocks(self), rows.read_once(self):
                 return super().train(self._checkpoints.resumed_from, *args, **kwargs)
         except NothingToTrain:
             logger.warning(f"{self._checkpoints.resumed_from} is the end of its training: nothing is left to train.")
@@ -337,21 +337,21 @@ class APRILGRPOTrainer(GRPOTrainer):
         self._fixed = compatibility.fixed_options(self)
 
     def _open_session(self) -> RolloutSession:
-        sampling, turns = session_parts.sampling(self), session_parts.tool_turns(self, self._options, self._rollout)
-        budget = session_parts.budget_of(self, sampling)
-        session_parts.check_evaluation_rows(self, turns, budget)
+        sampling, turns = rows.sampling(self), tool_turns(self, self._options, self._rollout)
+        budget = rows.budget_of(self, sampling)
+        rows.check_evaluation_rows(self, turns, budget)
         return RolloutSession(
             self.args,
             self._options,
-            rows=session_parts.training_rows(self),
-            tokenize=session_parts.tokenize_prompts(self, turns),
-            images_of=session_parts.sample_images(self, self._options),
+            rows=rows.training_rows(self),
+            tokenize=rows.tokenize_prompts(self, turns),
+            images_of=rows.sample_images(self, self._options),
             vocab_size=self.model.config.get_text_config().vocab_size,
             budget=budget,
             sampling=sampling,
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
-            scorer=session_parts.reward_scorer(self, turns) if self._options.scores_groups else None,
+            scorer=reward_scorer(self, turns) if self._options.scores_groups else None,
             act=turns,
             user_code=self._user_code,
             state=self.state,

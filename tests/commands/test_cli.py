@@ -9,7 +9,7 @@ import pytest
 
 import trl_april
 from trl_april import cli
-from trl_april.commands.doctor import check_file
+from trl_april.commands import check_file
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.fake_vllm import FakeVLLM, Stream, TakenClaim
 from trl_april import cli
-from trl_april.commands import doctor, doctor_server, doctor_speed
-from trl_april.commands.doctor import DoctorOptions, Examination, Finding, Mark
+from trl_april.commands import doctor, doctor_server
+from trl_april.commands.doctor import Examination, Finding, Mark, build_parser
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.server import host
 from trl_april.server.command_line import GENERATED_TOKENS_PATH
@@ -126,7 +126,6 @@ def test_devices_and_the_build_of_vllm(devices, build, system, mark, words, monk
     finding = doctor.check_devices()
     assert finding.mark is mark
     assert all(word in finding.line("devices") for word in words)
-    assert finding.data == {"devices": devices, "cores": 3}
 
 
 TORCH_WITHOUT_A_GPU = """
@@ -151,7 +150,7 @@ def test_what_torch_says_about_the_driver(tmp_path, monkeypatch):
         "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
     )
     finding = doctor.check_devices()
-    assert finding.mark is WARN and finding.data["driver"] == "535.104.05"
+    assert finding.mark is WARN
     for words in ("GPU driver 535.104.05. torch 2.13.0+cu130 says: The NVIDIA driver", "too old", "needs 580"):
         assert words in finding.line("devices")
 
@@ -173,7 +172,7 @@ def test_without_a_server_only_the_environment_is_checked(capsys, tmp_path):
     assert lines[-1].startswith("skip  server") and "--base-url" in lines[-1]
     found = json.loads(report.read_text())
     assert [line[6:].split("  ")[0] for line in lines] == [finding["name"] for finding in found["findings"]]
-    assert found["base_url"] is None and found["cores"] >= 1 and "trl" in found["versions"]
+    assert found["base_url"] is None
 
 
 def test_exit_code_is_1_after_a_failure(monkeypatch, capsys):
@@ -215,7 +214,7 @@ def script(*events: Any) -> Callable[[Stream], Awaitable[None]]:
 @pytest.fixture
 def fake(tiny_model_dir, monkeypatch) -> Iterator[FakeVLLM]:
     """A sound server, with the vocabulary of the tiny model."""
-    monkeypatch.setattr(doctor_speed, "SECONDS_BEFORE_ABORT", 0.05)
+    monkeypatch.setattr(doctor_server, "SECONDS_BEFORE_ABORT", 0.05)
     endless = {"length": 10**6, "prompt_length": 0, "pace": 0.0002}
     to_abort = script((1, None), "stall", (5, "abort"))  # vLLM sends the first token at once
     with FakeVLLM(model_path=tiny_model_dir, vocab_size=81, **endless) as server:
@@ -224,20 +223,25 @@ def fake(tiny_model_dir, monkeypatch) -> Iterator[FakeVLLM]:
         yield server
 
 
-def examine(address: str, **options: Any) -> dict[str, Finding]:
+def options(**changed: Any) -> Any:
+    return SimpleNamespace(
+        **{**vars(build_parser().parse_args([])), "timeout": 5.0, "max_completion_length": 64, **changed}
+    )
+
+
+def examine(address: str, **changed: Any) -> dict[str, Finding]:
     examination = Examination()
-    options = {"timeout": 5.0, "max_sequences": 2, "max_completion_length": 64, **options}
 
     async def cell() -> None:  # a notebook has a running loop
-        doctor_server.examine_server(examination, DoctorOptions(address, **options), address)
+        doctor_server.examine_server(examination, options(**changed), address)
 
     asyncio.run(cell())
     return examination.findings
 
 
-def server_of(fake: FakeVLLM) -> doctor_server.Server:
+def server_of(fake: FakeVLLM, **changed: Any) -> doctor_server.Server:
     """The server after the first checks."""
-    server = doctor_server.Server(fake.base_url, TimedRequests(5.0))
+    server = doctor_server.Server(fake.base_url, TimedRequests(5.0), options(**changed))
     doctor_server.check_health(server)
     doctor_server.check_configuration(server)
     return server
@@ -248,23 +252,16 @@ def tiny_logprobs(folder: str) -> Any:
     return lambda token_ids: canary.trainer_logprobs(model, token_ids, torch.device("cpu"))
 
 
-def test_sound_server_passes_and_is_measured(fake, tiny_model_dir, tmp_path, one_thread):
+def test_sound_server_passes(fake, tiny_model_dir, tmp_path, one_thread):
     fake.prompt_logprobs = tiny_logprobs(tiny_model_dir)
     findings = examine(fake.base_url, weight_sync_dir=str(tmp_path))
-    assert {name for name, finding in findings.items() if finding.mark is not OK} <= {"decode speed"}  # busy machine
+    assert {finding.mark for finding in findings.values()} == {OK}
+    assert "model runner V2" in findings["configuration"].found
     assert "processed_logprobs: right for training at any temperature, but top_p" in findings["model"].found
     # The weights went through the folder once, and nothing of them is left.
     (loaded,) = [request for request in fake.received_at("/collective_rpc") if request.body]
     assert loaded.body["kwargs"]["weights_path"].startswith(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [] and fake.weight_version == "default"
-    data = {key: value for finding in findings.values() for key, value in finding.data.items()}
-    assert [point["sequences"] for point in data["decode"]] == [1, 2]
-    assert all(point["seconds_per_step"] > 0 for point in data["decode"])
-    (in_context,) = data["decode_in_context"]
-    longer = doctor_speed.IN_CONTEXT_TOKENS - doctor_speed.PROMPT_TOKENS
-    assert (in_context["sequences"], in_context["context"]) == (2, data["decode"][1]["context"] + longer)
-    assert [point["tokens"] for point in data["prefill"] if point["seconds"] > 0] == [128, 512, 2048]
-    assert data["weight_sync_seconds"] > 0 and data["server"]["model"] == tiny_model_dir
+    assert list(tmp_path.iterdir()) == [] and fake.weight_version == "default" and not fake.is_paused
     bodies = [request.body for request in fake.received_at("/v1/completions")]
     salts = [body["cache_salt"] for body in bodies if body and "cache_salt" in body]
     assert len(set(salts)) == len(salts)  # no prompt is in the cache of another
@@ -297,7 +294,7 @@ def test_missing_or_silent_server_is_one_sentence(listens, words):
         ("/v1/models", (200, "<html>nginx</html>"), "server", "--base-url"),
         ("/server_info", (404, "Not Found"), "configuration", "VLLM_SERVER_DEV_MODE=1"),
         ("/server_info", (200, '{"vllm_config": {"model_config": {}}}'), "configuration", "as a vLLM server does"),
-        ("/abort_requests", (500, "engine dead"), "abort", "engine dead"),
+        ("/abort_requests", (500, "engine dead"), "requests", "engine dead"),
     ],
 )
 def test_wrong_answer_is_found_by_its_check(fake, path, answer, name, words):
@@ -313,20 +310,20 @@ def test_api_key_is_taken_from_the_environment(fake, monkeypatch):
     found = examine(fake.base_url)["server"]
     assert found.mark is FAIL and "VLLM_API_KEY" in found.found
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert examine(fake.base_url)["streaming"].mark is OK
+    assert examine(fake.base_url)["requests"].mark is OK
 
 
-def test_unsuitable_flags_are_warnings(fake):
+def test_unsuitable_flags_are_warnings(fake, monkeypatch):
     server = server_of(fake)
-    assert doctor_server.check_flags(server).mark is OK
-    assert "model runner V2" in doctor_server.check_configuration(server).found
-    server.info = {
-        "model_config": {"generation_config": "auto", "quantization": "fp8"},
+    info = {
+        "model_config": {**server.info["model_config"], "generation_config": "auto", "quantization": "fp8"},
         "cache_config": {"enable_prefix_caching": False},
         "weight_transfer_config": None,
+        "device_config": {"device": "cuda"},
     }
-    server.device, server.keeps_requests = "cuda", False
-    finding = doctor_server.check_flags(server)
+    monkeypatch.setattr(doctor_server, "server_info", lambda *_: info)
+    fake.answers[GENERATED_TOKENS_PATH] = (404, "")
+    finding = doctor_server.check_configuration(server)
     assert finding.mark is WARN
     words = ["--generation-config auto", "fp8", "--enable-prefix-caching", "--weight-transfer-config", "'keep'"]
     assert all(word in finding.found for word in words)
@@ -338,7 +335,6 @@ def test_model_is_checked_as_at_the_start_of_training(fake):
     findings = examine(fake.base_url, max_completion_length=64)
     assert findings["model"].mark is FAIL and "--max-model-len" in findings["model"].found
     assert findings["weight sync"].mark is SKIP
-    assert [point["tokens"] for point in findings["prefill speed"].data["prefill"]] == [63]
 
 
 def test_model_that_is_not_here_is_a_warning_unless_it_was_named(fake):
@@ -346,9 +342,7 @@ def test_model_that_is_not_here_is_a_warning_unless_it_was_named(fake):
     findings = examine(fake.base_url)
     assert findings["model"].mark is findings["weight sync"].mark is WARN
     assert "--model DIR" in findings["model"].remedy and "--model DIR" in findings["weight sync"].remedy
-    server = server_of(fake)
-    server.model = "/nowhere"
-    assert doctor_server.check_model(server, 64).mark is FAIL
+    assert doctor_server.check_model(server_of(fake, model="/nowhere")).mark is FAIL
 
 
 @pytest.mark.parametrize(
@@ -363,9 +357,9 @@ def test_model_that_is_not_here_is_a_warning_unless_it_was_named(fake):
 def test_unusable_stream_fails(fake, events, words):
     fake.script = script(*events)
     findings = examine(fake.base_url, timeout=1.0 if "stall" in events else 5.0)
-    assert findings["streaming"].mark is FAIL
-    assert words in findings["streaming"].found
-    assert findings["abort"].mark is findings["decode speed"].mark is findings["weight sync"].mark is SKIP
+    assert findings["requests"].mark is FAIL
+    assert words in findings["requests"].found
+    assert findings["weight sync"].mark is SKIP
 
 
 def test_missing_log_probabilities_fail(fake):
@@ -374,7 +368,7 @@ def test_missing_log_probabilities_fail(fake):
         await stream.tokens([7] * 31, [-9999.0] * 31, "length")
 
     fake.script = without
-    assert "-9999.0" in examine(fake.base_url)["streaming"].found
+    assert "-9999.0" in examine(fake.base_url)["requests"].found
 
 
 @pytest.mark.parametrize(
@@ -383,14 +377,13 @@ def test_missing_log_probabilities_fail(fake):
         ([(1, None), "hang"], FAIL, "an aborted request continued for 1 s"),
         ([(1, None), "stall", (0, "abort")], FAIL, "ended with 1 tokens"),
         ([(1, None), "stall", (4087, "length")], FAIL, "finish reason 'length'"),
-        ([(4088, "length")], WARN, "ended before it could be aborted"),
+        ([(4088, "length")], WARN, "ended before it"),
     ],
 )
 def test_abort_that_does_not_work_is_found(fake, events, mark, words):
-    fake.script = script(*events)
-    server = server_of(fake)
-    server.session.seconds = 1.0 if "hang" in events else 5.0
-    finding = asyncio.run(doctor_speed.check_abort(server))
+    aborted = script(*events)
+    fake.script = lambda stream: (aborted if stream.body["stream_interval"] > 100 else fake.generate)(stream)
+    finding = examine(fake.base_url, timeout=1.0 if "hang" in events else 5.0)["requests"]
     assert finding.mark is mark
     assert words in finding.found
 
@@ -402,15 +395,14 @@ IN_USE = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{e
     ("answer", "mark", "words"),
     [((200, IN_USE), SKIP, "others have 4 requests"), ((404, "Not Found"), WARN, "does not report")],
 )
-def test_server_in_use_is_neither_measured_nor_given_weights(fake, answer, mark, words, monkeypatch):
+def test_server_in_use_is_given_no_weights(fake, answer, mark, words, monkeypatch):
     monkeypatch.setattr(doctor_server, "SETTLING_SECONDS", 0.1)
     fake.answers["/metrics"] = answer
     findings = examine(fake.base_url)
     assert findings["other requests"].mark is mark
     assert words in findings["other requests"].found
-    assert findings["abort"].mark is OK
-    for name in ("decode speed", "prefill speed", "weight sync"):
-        assert (findings[name].mark is SKIP) == (mark is SKIP)
+    assert findings["requests"].mark is OK
+    assert (findings["weight sync"].mark is SKIP) == (mark is SKIP)
 
 
 def test_request_that_just_ended_does_not_count_as_use(fake, monkeypatch):
@@ -420,45 +412,8 @@ def test_request_that_just_ended_does_not_count_as_use(fake, monkeypatch):
     assert doctor_server.check_idle(server_of(fake)).mark is OK
 
 
-def test_step_is_timed_while_all_sequences_run():
-    def step(*completions: list[tuple[float, int]]) -> float:
-        return doctor_speed.seconds_per_step([doctor_speed.Completion(arrivals=list(one)) for one in completions])
-
-    assert step([(0.0, 1), (1.0, 11)]) == pytest.approx(0.1)
-    # The first one waits for the prefill of the second, and runs alone after its end.
-    first = [(0.0, 1), (5.0, 2), (6.0, 12), (7.0, 22), (7.1, 32)]
-    assert step(first, [(5.0, 1), (6.0, 11), (7.0, 21)]) == pytest.approx(0.1)
-    # Without any overlap, the pace of each counts.
-    assert step([(0.0, 1), (1.0, 11)], [(2.0, 1), (3.0, 11)]) == pytest.approx(0.1)
-
-
-def test_server_that_gains_nothing_by_more_sequences_is_a_warning():
-    def judge(*seconds: float) -> Finding:
-        points = [
-            {"sequences": 2**power, "seconds_per_step": step, "tokens_per_second": 2**power / step}
-            for power, step in enumerate(seconds)
-        ]
-        return doctor_speed.judge_curve(points)
-
-    assert judge(1, 1, 1, 2).mark is judge(1, 2).mark is OK  # two points are too few
-    steep = judge(1, 2, 4, 8)
-    assert steep.mark is WARN and "over-provisioning" in steep.found
-
-
-def test_curve_ends_at_the_servers_sequences_or_after_its_limit(fake, monkeypatch):
-    server = server_of(fake)
-    server.info["scheduler_config"] = {"max_num_seqs": 3}
-
-    def measured() -> list[int]:
-        return [point["sequences"] for point in asyncio.run(doctor_speed.check_decode(server, 64)).data["decode"]]
-
-    assert measured() == [1, 2, 3]
-    monkeypatch.setattr(doctor_speed, "CURVE_SECONDS", 0.0)
-    assert measured() == [1]
-
-
 def sync(fake: FakeVLLM, folder: Any) -> Finding:
-    return doctor_server.check_weight_sync(server_of(fake), str(folder))
+    return doctor_server.check_weight_sync(server_of(fake, weight_sync_dir=str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -497,6 +452,8 @@ def test_weights_that_do_not_arrive_are_found(fake, tiny_model_dir, tmp_path, on
     with pytest.raises(WeightSyncError, match="no such file"):
         sync(fake, tmp_path)
     assert list(tmp_path.iterdir()) == []
+    finding = examine(fake.base_url)["server"]
+    assert finding.mark is FAIL and "is paused, as in a weight sync or after one that failed" in finding.found
 
 
 @pytest.mark.server
@@ -508,13 +465,11 @@ def test_real_server_passes_and_is_unchanged(server, tiny_model_dir, capsys, one
         return version, canary.server_logprobs(control, tiny_model_dir, list(range(4, 40)))
 
     version, logprobs = state()
-    findings = examine(server.base_url, timeout=30.0, max_sequences=4)
+    findings = examine(server.base_url, timeout=30.0)
     marks = {name: finding.mark for name, finding in findings.items()}
-    # Other tests may have trained with this server. Speeds are those of a busy machine, on which a completion may end
-    # before its abort.
+    # Other tests may have trained with this server. On a busy machine, a completion may end before its abort.
     assert "model runner V1" in findings["configuration"].found  # the only one on a CPU
     assert marks.pop("weight sync") == (OK if version == "default" else SKIP)
-    assert {marks.pop("decode speed"), marks.pop("abort")} <= {OK, WARN}
+    assert marks.pop("requests") in (OK, WARN)
     assert set(marks.values()) == {OK}, capsys.readouterr().out
-    assert [point["sequences"] for point in findings["decode speed"].data["decode"]] == [1, 2, 4]
     assert state() == (version, pytest.approx(logprobs, abs=1e-5))

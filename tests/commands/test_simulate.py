@@ -69,8 +69,9 @@ def test_lengths_and_step_times_from_files(tmp_path, capsys, arguments, waves):
     """32 samples of 100 tokens at a time, on the server's 8 places, or on 16."""
     lengths, server, report = (tmp_path / name for name in ("lengths.csv", "server.json", "grid.json"))
     lengths.write_text("100,1\n")
-    server.write_text('{"server": {"max_num_seqs": 8}, "decode": [{"sequences": 1, "seconds_per_step": 0.01}]}')
-    files = ["--histogram", str(lengths), "--doctor", str(server), "--request-seconds", "0", "--json", str(report)]
+    speed = {"steps": [[1, 0.01]], "context": 0, "prefill_seconds": 0, "context_seconds": 0, "max_sequences": 8}
+    server.write_text(json.dumps(speed))
+    files = ["--histogram", str(lengths), "--speed", str(server), "--request-seconds", "0", "--json", str(report)]
     assert cli.main(["simulate", *SMALL, *files, *arguments]) == 0
     first = json.loads(report.read_text())["results"][0]
     assert first["seconds"] == pytest.approx(3 * waves * 100 * 0.01, rel=0.01)

@@ -21,6 +21,7 @@ from trl.trainer.utils import RepeatSampler
 
 from tests.support.pools import complete
 from tests.support.tiny import build_model, build_tokenizer
+from trl_april.bridge.rows import read_once, training_rows
 from trl_april.config import APRILGRPOConfig
 from trl_april.data.order import TrainingRows, make_source, resumed_source
 from trl_april.data.plan import TrainingPlan
@@ -28,7 +29,6 @@ from trl_april.data.source import RowSource
 from trl_april.data.stream import SharedStream
 from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool.pool import Pool
-from trl_april.session_parts import read_once, training_rows
 from trl_april.trainer import APRILGRPOTrainer
 
 
@@ -202,6 +202,9 @@ def test_source_hands_out_exactly_the_rows_of_stock(
 @given(at=st.integers(1, 20), changed=st.integers(1, 40), handed_out=st.integers(0, 60), **SIZES)
 @example(
     quota=2, micro=3, accumulation=1, rounds_per_epoch=9, max_steps=4, has_length=False, at=4, changed=7, handed_out=9
+)
+@example(  # the steps of an epoch end it before its rows do, inside of a round
+    quota=1, micro=3, accumulation=2, rounds_per_epoch=1, max_steps=1, has_length=False, at=1, changed=4, handed_out=0
 )
 def test_rows_follow_a_callback_that_changes_the_number_of_steps(
     quota, micro, accumulation, rounds_per_epoch, max_steps, has_length, at, changed, handed_out

@@ -13,16 +13,16 @@ from tests.support.peers import Peer, Peers
 from tests.support.synced_trainer import SyncedTrainer
 from tests.support.tiny import build_model
 from tests.training.test_forward_pass import build
+from trl_april.bridge.tool_loop import groups_finish_beside_evaluations
 from trl_april.checkpoint import resume
 from trl_april.checkpoint.resume import RunCheckpoints
 from trl_april.distributed.signals import StopRequest
 from trl_april.engine.protocol import ServerLost
 from trl_april.errors import CheckpointError, ConfigError, PoolError, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.session_parts import groups_finish_beside_evaluations
 from trl_april.training import forward_pass
 from trl_april.training.forward_pass import attention_in_blocks, base_attention
-from trl_april.weights import adapters, canary, transport
+from trl_april.weights import canary, files, transport
 from trl_april.weights.recovery import Recovery
 from trl_april.weights.sync import ServerGeneration
 
@@ -113,7 +113,7 @@ def known(generation: ServerGeneration) -> tuple[Any, ...]:
 
 def test_an_adapter_travels_alone_where_the_first_process_says_so(peers, connect, monkeypatch, tiny_model_dir):
     """The server is on its host, and not on that of the other."""
-    monkeypatch.setattr(adapters, "is_of_this_host", lambda host: peers.rank == 0)
+    monkeypatch.setattr(files, "is_of_this_host", lambda host: peers.rank == 0)
     vocabulary = build_model().config.vocab_size
     with FakeVLLM(vocab_size=vocabulary, model_path=tiny_model_dir, max_loras=2) as fake:
 

@@ -16,6 +16,7 @@ import kills
 import learning
 import peers
 import pytest
+import rollout
 import stress
 import tail
 import torch
@@ -31,6 +32,8 @@ from trl_async_on_cpu import Attention
 
 from tests.project.test_docs import GivenCompletions
 from trl_april import APRILGRPOConfig
+from trl_april.config import AprilOptions
+from trl_april.errors import ServerError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Group, Sample, Segment
 
@@ -226,31 +229,47 @@ class TestMicroBatches:
 
 
 class TestGpu:
-    def test_it_continues_from_its_file(self, tmp_path, monkeypatch, capsys):
+    def test_failed_parts_and_parts_without_time_are_recorded(self, tmp_path, monkeypatch, capsys):
         gpu, path = importlib.import_module("gpu"), tmp_path / "gpu.json"
-        rounds = [
-            gpu.Measurement(1.0, *schedule, 0, seconds, 4, 1000, 1000, 100, 0, 8, 0, 1, 500, 40.0, 4.0, 2.0)
-            for schedule, seconds in zip(gpu.SCHEDULES.values(), (4.0, 2.0, 2.0, 1.0), strict=True)
-        ]
-        found = {"sync": [{"before": 2.0, "after": 1.0}], 1.0: [asdict(one) for one in rounds]}
-        began = []
+        parts = {name: gpu.Part({}, 0) for name in ("crashes", "hangs")}
+        parts |= {"lacks": gpu.Part({}, 0, module="no_such_module"), "late": gpu.Part({}, 1e6)}
+        programs = {"model": "", "crashes": "raise ValueError('no weights')", "hangs": "import time; time.sleep(60)"}
+        monkeypatch.setattr(gpu, "PARTS", parts)
+        monkeypatch.setattr(gpu, "PART_SECONDS", 1.0)
+        monkeypatch.setattr(gpu, "command_of", lambda options, name, *rest: [sys.executable, "-c", programs[name]])
+        earlier = [{"part": name, "item": "", "found": {}} for name in ("hangs", "sync")]
+        write_json(path, {"rehearse": True}, earlier)
+        gpu.main(["--rehearse", "--results", str(path)])
+        settings, results = read_json(path)
+        found = {one["part"]: next(iter(one["found"].items()), None) for one in results}
+        assert settings == {"rehearse": True} and len(results) == len(found)
+        assert found.pop("late")[1].endswith("s are left, and it needs 1e+06 s")
+        assert found == {
+            "sync": None,  # it was not run again
+            "crashes": ("error", "ended with exit code 1: ValueError: no weights"),
+            "hangs": ("error", "not finished after 1 s"),
+            "lacks": ("left out", "no_such_module is not installed"),
+        }
+        assert "hangs: error not finished after 1 s" in capsys.readouterr().out
+        with pytest.raises(SystemExit, match="was measured with"):
+            gpu.main(["--results", str(path)])
 
-        def run(options, results):
-            began.append(len(results))
-            results += [{"part": part, "found": found[part]} for part in ("sync", *options.sigma)][len(results) :]
-            write_json(options.json, gpu.settings_of(options), results)
+    def test_measurement_that_fails_does_not_end_its_part(self, tmp_path):
+        gpu = importlib.import_module("gpu")
 
-        monkeypatch.setattr(gpu, "run", run)
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--sigma", "1.0", "--json", str(path)])
-        gpu.main()
-        gpu.main()
-        assert began == [0, 2]
-        printed = capsys.readouterr().out
-        assert "| 1 | overlap and keep | 2 | 1,000 | 4.00 (4.00 to 4.00) |" in printed
-        assert "2.00 s while the server generates, then 1.00 s" in printed
-        monkeypatch.setattr(sys, "argv", [*sys.argv, "--rounds", "9"])
-        with pytest.raises(SystemExit, match="other options"):
-            gpu.main()
+        def fails(work):
+            raise ServerError("The server exited.\nRoot cause: OutOfMemoryError: CUDA\nIts log") from ValueError("1")
+
+        noted = {}
+        part = gpu.Part({"fails": fails, "works": lambda work: {"s": 1.0}, "two": lambda work: {"left out": "one"}}, 0)
+        gpu.measure(part, gpu.Work(tmp_path, "", rehearse=True), noted.__setitem__)
+        assert noted["fails"]["error"] == "OutOfMemoryError: CUDA" and noted["works"]["s"] == 1.0
+        assert noted["two"] == {"left out": "one"}
+
+    def test_default_schedule_is_that_of_the_config(self):
+        schedule = AprilOptions().with_schedule()
+        mode = importlib.import_module("gpu_parts").DEFAULT_MODE
+        assert schedule.overlap_generation and schedule.resume_kv == rollout.RESUME_KV[mode] == "keep"
 
 
 class TestModels:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from calibration import Calibration
+from calibration import Calibration, Completion, seconds_per_step
 from rollout_report import Measurement, Report, auto_by_best, draw, rows, table
 from simulator import compare, described, simulated
 
@@ -123,3 +123,15 @@ def test_stopped_benchmark_resumes(tmp_path):
         Report.of(OPTIONS, path)
     draw(turns(2), tmp_path / "rollout.png")
     assert (tmp_path / "rollout.png").stat().st_size > 10_000
+
+
+def test_step_is_timed_while_all_sequences_run():
+    def step(*completions: list[tuple[float, int]]) -> float:
+        return seconds_per_step([Completion(arrivals=list(one)) for one in completions])
+
+    assert step([(0.0, 1), (1.0, 11)]) == pytest.approx(0.1)
+    # The first one waits for the prefill of the second, and runs alone after its end.
+    first = [(0.0, 1), (5.0, 2), (6.0, 12), (7.0, 22), (7.1, 32)]
+    assert step(first, [(5.0, 1), (6.0, 11), (7.0, 21)]) == pytest.approx(0.1)
+    # Without any overlap, the pace of each counts.
+    assert step([(0.0, 1), (1.0, 11)], [(2.0, 1), (3.0, 11)]) == pytest.approx(0.1)

@@ -6,7 +6,7 @@ from trl import TrlParser
 
 from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError
-from trl_april.server.addresses import server_addresses
+from trl_april.server.host import server_addresses
 
 
 A, B = "http://127.0.0.1:8000", "https://gpu-2:8001/served"

@@ -17,7 +17,7 @@ from trl_april.server.command_line import (
 )
 from trl_april.server.local import LocalServer
 from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, TokenIdsOnly
-from trl_april.server.worker import QuietReload
+from trl_april.server.worker import WeightLoader
 
 
 def middleware_of(command: list[str]) -> list[str]:
@@ -46,7 +46,7 @@ def test_command_on_a_cpu():
     assert "--weight-transfer-config" not in command  # no NCCL on a CPU
     always = [path_of(GeneratedTokens), path_of(TokenIdsOnly), path_of(Lease)]
     assert middleware_of(command) == [*always, path_of(BrowserGuard)]
-    assert flag_value(command, "--worker-extension-cls") == path_of(QuietReload)
+    assert flag_value(command, "--worker-extension-cls") == path_of(WeightLoader)
     open_to_all = server_command("m", "127.0.0.1", 1, ["--allowed-origins", '["*"]'], platform="cpu")
     assert middleware_of(open_to_all) == always
 

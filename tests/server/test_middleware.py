@@ -12,7 +12,7 @@ import requests
 
 from trl_april.server.command_line import GENERATED_TOKENS_PATH, LEASE_PATH, TOKEN_IDS_ONLY
 from trl_april.server.middleware import BrowserGuard, GeneratedTokens, Lease, TokenIdsOnly
-from trl_april.server.worker import RELOAD_LOGGER, QuietReload
+from trl_april.server.worker import RELOAD_LOGGER, WeightLoader
 
 
 def answer_of(middleware: Callable[[Any], Any], scope: dict[str, Any], body: bytes = b"") -> Coroutine[Any, Any, Any]:
@@ -205,7 +205,7 @@ def test_only_the_warning_of_computed_tables_is_left_out(caplog):
     class Worker:
         pass
 
-    class ExtendedWorker(Worker, QuietReload):
+    class ExtendedWorker(Worker, WeightLoader):
         def __init__(self, rank: int) -> None:
             self.rank = rank
 

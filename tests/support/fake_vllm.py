@@ -2,6 +2,8 @@
 
 Token `position` of a completion is `100 + position`, with log-probability `-1 / (position + 1)`. Positions continue
 across a resumed prompt, whose first `prompt_length` tokens are the prompt proper. The form is that of vLLM 0.31.
+
+A load of merged weights is refused unless the server is paused. A paused server generates nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 from aiohttp import web
 from PIL import Image
 
-from trl_april.server.command_line import LEASE_PATH
+from trl_april.server.command_line import GENERATED_TOKENS_PATH, LEASE_PATH
 from trl_april.server.lease import Claim
 
 
@@ -55,6 +57,7 @@ class Stream:
     response: web.StreamResponse
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     events: int = 0  # written so far
+    generated: int = 0  # tokens in them
 
     async def raw(self, data: bytes) -> None:
         """Send bytes unchanged, in a write of their own."""
@@ -85,6 +88,7 @@ class Stream:
             **other,
         }
         self.events += 1
+        self.generated += len(token_ids)
         answer = {"id": self.request_id, "object": "text_completion", "created": 1, "model": self.body["model"]}
         return b"data: " + json.dumps({**answer, "choices": [choice]}).encode() + b"\n\n"
 
@@ -146,12 +150,15 @@ class FakeVLLM:
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)  # (status, text) instead, by path
     prompt_logprobs: Callable[[list[int]], list[float]] = lambda token_ids: [-1.0] * (len(token_ids) - 1)
     weight_version: str = "default"
+    keeps_requests: bool = False  # as with our middleware, which reports the progress of paused requests
+    waiting: int = 0  # preempted requests
     max_loras: int = 0  # as with `--enable-lora --max-loras N`, and loading while the server runs
     adapters: dict[str, str] = field(default_factory=dict)  # loaded ones: name, path
     holds_new_weights: bool = True  # whether `/update_weight_version` has an effect
     # Observations.
     received: list[Received] = field(default_factory=list)
     base_url: str = ""
+    refused: list[str] = field(default_factory=list)  # paths of loads while the server was not paused
     _streams: dict[str, Stream] = field(default_factory=dict)
 
     def received_at(self, path: str) -> list[Received]:
@@ -170,6 +177,8 @@ class FakeVLLM:
 
     def __enter__(self) -> FakeVLLM:
         self._loop = asyncio.new_event_loop()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fake-vllm", daemon=True)
         self._thread.start()
         self._in_loop(self._start())
@@ -196,11 +205,16 @@ class FakeVLLM:
             app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         if self.claim is not None:
             app.router.add_post(LEASE_PATH, self._lease)
+        if self.keeps_requests:
+            app.router.add_get(GENERATED_TOKENS_PATH, self._health)
+            app.router.add_post(GENERATED_TOKENS_PATH, self._generated_tokens)
         if self.dev_endpoints:
-            for path in ("server_info", "weight_info"):
+            for path in ("server_info", "weight_info", "is_paused"):
                 app.router.add_get(f"/{path}", getattr(self, f"_{path}"))
             app.router.add_post("/reset_encoder_cache", self._reset_encoder_cache)
             for path in ("abort_requests", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
+                app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
+            for path in ("pause", "resume"):
                 app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
         # As in vLLM, a client that leaves ends its requests.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -236,7 +250,7 @@ class FakeVLLM:
         return web.Response(
             text="# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
             f"vllm:num_requests_running{labels} {float(len(self._streams))}\n"
-            f"vllm:num_requests_waiting{labels} 0.0\n"
+            f"vllm:num_requests_waiting{labels} {float(self.waiting)}\n"
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -267,8 +281,32 @@ class FakeVLLM:
             self.weight_version = version
         return web.json_response({"success": True, "new_version": version})
 
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert (request.query["mode"], request.query["clear_cache"]) == ("keep", "false")
+        self._resumed.clear()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._resumed.set()
+        return web.json_response({"status": "resumed"})
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.is_paused})
+
+    def refuse_unless_paused(self, path: str) -> web.Response | None:
+        if self.is_paused:
+            return None
+        self.refused.append(path)
+        return web.Response(status=500, text="weights are loaded while the server is not paused")
+
     async def _collective_rpc(self, request: web.Request) -> web.Response:
-        return await self._load(request)
+        if (await request.json() or {}).get("method") == "update_config":
+            return web.json_response({"results": [None]})
+        return self.refuse_unless_paused(request.path) or await self._load(request)
 
     async def _load(self, request: web.Request) -> web.Response:
         return web.json_response({"results": [None]})
@@ -300,6 +338,8 @@ class FakeVLLM:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if not body.get("stream"):
+            await self._resumed.wait()
         prompt = body["prompt"]
         if body["model"].startswith("trl-april-") and body["model"] not in self.adapters:
             return web.json_response({"error": {"message": f"{body['model']} does not exist"}}, status=404)
@@ -345,12 +385,25 @@ class FakeVLLM:
         stream = Stream(name, body, request, response)
         self._streams[stream.request_id] = stream
         try:
+            await self.unless_paused(stream)
             await (self.script or self.generate)(stream)
         except ConnectionResetError:
             pass  # the client, or the script, broke the connection
         finally:
             del self._streams[stream.request_id]
         return response
+
+    async def unless_paused(self, stream: Stream) -> None:
+        """Wait until the server runs or aborts the request."""
+        while self.is_paused and not stream.aborted.is_set():
+            await asyncio.sleep(0.001)
+
+    async def _generated_tokens(self, request: web.Request) -> web.Response:
+        if not self.is_paused:
+            return web.json_response({"error": "not paused"}, status=409)
+        wanted = (await request.json())["request_ids"]
+        known = {name: self._streams[name].generated for name in wanted if name in self._streams}
+        return web.json_response({"generated": known})
 
     async def generate(self, stream: Stream) -> None:
         """Answer as a healthy server; scripts may use it for some of the requests."""
@@ -364,6 +417,7 @@ class FakeVLLM:
                     await stream.aborted.wait()
             except TimeoutError:
                 pass
+            await self.unless_paused(stream)
             cut = stream.aborted.is_set()
             if cut:
                 count = min(1, count - 1)  # generated but not yet streamed; sent with the abort

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,18 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from aiohttp import web
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from trl.generation import vllm_client
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.weight_transfer import packed_tensor
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.support.fake_vllm import FakeVLLM
@@ -32,6 +38,7 @@ from tests.support.tiny import build_model, build_tokenizer
 from trl_april.distributed.processes import processes_of
 from trl_april.weights import nccl, sync
 from trl_april.weights.canary import trainer_logprobs
+from trl_april.weights.files import FileTransport
 from trl_april.weights.nccl import NcclTransport
 
 
@@ -116,6 +123,22 @@ def obey(pipe: Any, commands: dict[str, Any]) -> None:
 # The server
 
 
+class Fused(torch.nn.Module):
+    """A layer with the weights of several parameters, as in vLLM's models."""
+
+    PARTS = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        parts = [model.get_parameter(name).detach() for name in self.PARTS]
+        self.starts = dict(zip(self.PARTS, (0, len(parts[0]), len(parts[0]) + len(parts[1])), strict=True))
+        self.weight = torch.nn.Parameter(torch.cat(parts), requires_grad=False)
+        self.weight.weight_loader = self.load
+
+    def load(self, param: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+        param.data[self.starts[part] :][: len(loaded)].copy_(loaded)
+
+
 class Received(torch.nn.Module):
     """The served model: parameters by name, which vLLM's layerwise reload knows how to replace."""
 
@@ -124,9 +147,11 @@ class Received(torch.nn.Module):
     def __init__(self, *, tie: bool) -> None:
         super().__init__()
         self.inner = with_buffer(build_model(tie_word_embeddings=tie, seed=1))
+        self.fused = Fused(self.inner)
         record_metadata_for_reloading(self)
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        fused = self.fused.weight
         for name, weight in weights:
             if name == self.fails_at:
                 raise RuntimeError("out of memory")
@@ -134,6 +159,8 @@ class Received(torch.nn.Module):
             weight = weight.reshape(()) if name == BUFFER else weight
             param = self.inner.get_buffer(name) if name == BUFFER else self.inner.get_parameter(name)
             param.weight_loader(param, weight)
+            if name in Fused.PARTS:
+                fused.weight_loader(fused, weight, name)
 
 
 class GlooVLLM(FakeVLLM):
@@ -155,6 +182,21 @@ class GlooVLLM(FakeVLLM):
             None, worker.vllm_config, torch.device("cpu"), self.served
         )
 
+    async def _load(self, request: web.Request) -> web.Response:
+        folder = Path((await request.json())["kwargs"]["weights_path"])
+        weights = [item for file in sorted(folder.iterdir()) for item in load_file(file).items()]
+        try:
+            await self._loop.run_in_executor(self._thread_of_worker, self._reload, weights)
+        except RuntimeError as error:
+            return web.Response(status=500, text=str(error))
+        return web.json_response({"results": [None]})
+
+    def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """As `reload_weights` of vLLM's model runner."""
+        initialize_layerwise_reload(self.served)
+        self.served.load_weights(weights)
+        finalize_layerwise_reload(self.served, self.worker.vllm_config.model_config)
+
     async def _start(self) -> None:
         self._more_routes = {
             "init_weight_transfer_engine": lambda body: self._initialize(body["init_info"]),
@@ -171,6 +213,8 @@ class GlooVLLM(FakeVLLM):
             return web.json_response({"world_size": 1})
         if name not in self._more_routes or request.path in self.answers:
             return await super()._gate(request, handler)
+        if "update" in name and (refusal := self.refuse_unless_paused(request.path)):
+            return refusal
         body = await request.json()
         try:
             await self._loop.run_in_executor(self._thread_of_worker, self._more_routes[name], body)
@@ -183,6 +227,8 @@ class GlooVLLM(FakeVLLM):
         self.worker.weight_transfer_engine.packed_buffer_size_bytes = nccl.CHUNK_BYTES
 
     def state(self) -> dict[str, Any]:
+        parts = torch.cat([self.served.inner.get_parameter(name) for name in Fused.PARTS])
+        assert torch.equal(self.served.fused.weight, parts), "a part of a fused layer was lost"
         return {name: param.detach().float().numpy() for name, param in whole_state(self.served.inner)}
 
 
@@ -275,7 +321,7 @@ def train(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "LOCAL_WORLD_SIZE": str(world)}
     replace_cuda(chunk_bytes)
     # Files would be chosen on a CPU.
-    sync.connected_transport = lambda *_, servers, **__: connected(servers, rank)
+    sync.connected_transport = lambda *_, servers, **__: connected(servers, rank, kind)
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == world
     model = shard(build(kind, tie=tie), kind)
@@ -319,8 +365,8 @@ def train(
     )
 
 
-def connected(servers: list[Any], rank: int) -> NcclTransport:
-    transport = NcclTransport(torch.device("cpu"))
+def connected(servers: list[Any], rank: int, kind: str) -> NcclTransport | FileTransport:
+    transport = FileTransport(None) if "files" in kind else NcclTransport(torch.device("cpu"))
     for server in servers if rank == 0 else ():
         transport.connect(server)
     return transport

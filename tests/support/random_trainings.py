@@ -39,7 +39,8 @@ class Answers:
 
     def __init__(self, fake: FakeVLLM) -> None:
         self.fake, self.rng, self.faults = fake, random.Random(0), 0.0
-        fake.prompt_logprobs = lambda ids: trainer_logprobs(MODEL, ids, torch.device("cpu"))
+        model = build_model()  # the same weights, in another thread than the trainer
+        fake.prompt_logprobs = lambda ids: trainer_logprobs(model, ids, torch.device("cpu"))
 
     async def stream(self, stream: Stream) -> None:
         ids, index = stream.body["prompt"], int(stream.request.headers["X-Request-Id"].split("-")[-2])
@@ -55,6 +56,7 @@ class Answers:
                 if self.rng.random() < 0.1:
                     self.fake.weight_version = "default"  # as if restarted
                 return stream.drop()
+            await self.fake.unless_paused(stream)
             end = min(position + stream.body.get("stream_interval", 1), stop)
             cut = stream.aborted.is_set()
             tokens = [END if n == length - 1 else LETTERS[n % 26] for n in range(position, position if cut else end)]
@@ -142,8 +144,8 @@ class StockRows(GRPOTrainer):
 
 def differences(case: dict[str, Any], trained: Counter[int], left: int, wanted: Counter[int]) -> str:
     """What is wrong with the samples of each row that were trained, and with the groups left; empty if nothing is."""
-    # Shortened or stopped, training ends too early for some of the rows in flight. Prolonged, it opens its stream anew:
-    # the batch that the data loader read ahead is lost, in stock too, and which one that is depends on who read first.
+    # Shortened or stopped, training ends too early for some of the rows in flight. Prolonged, it opens its stream
+    # anew: the batch that the data loader read ahead is lost, in stock too, and which one that is depends on timing.
     if case["happens"] in ("shortened", "stopped") or (case["kind"], case["happens"]) == ("once", "prolonged"):
         once = case["kind"] != "once" or set(trained.values()) <= {case["options"]["num_generations"]}
         is_as_many = trained.total() == wanted.total() and once

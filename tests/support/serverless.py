@@ -9,7 +9,7 @@ from trl_april.pool.samples import Group
 from trl_april.rollout.round import Round
 from trl_april.session import RolloutSession
 from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training.correction import DriftWatch
+from trl_april.training.correction import BatchCorrection
 from trl_april.training.run_log import RunLog
 
 
@@ -18,7 +18,7 @@ class GivenBatches(RolloutSession):
 
     def __init__(self) -> None:
         self.scorer, self.run_log, self._processes = None, RunLog(), OneProcess()
-        self._correction, self._drift = None, DriftWatch()
+        self.correction = BatchCorrection(self._processes, self.run_log.note)
 
     def save(self, checkpoint: Path) -> None: ...
 

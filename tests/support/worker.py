@@ -37,9 +37,9 @@ from tests.support.proxy import Proxy
 from tests.trainer import test_trainer
 from tests.trainer.test_trainer import distinct_characters, rows_of
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
+from trl_april.bridge import construction
+from trl_april.bridge.hand_over import rollout_output
 from trl_april.engine.vllm import VLLMEngine
-from trl_april.training import construction
-from trl_april.training.batch import rollout_output
 
 
 RANK, NUM_PROCESSES = 0, 1  # `main` sets them: what is imported may be forked afterwards
@@ -375,7 +375,7 @@ def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
         time.sleep(pause())
         return distinct_characters(completions)
 
-    with patch("trl_april.training.construction.VLLMEngine", SlowEngine):
+    with patch("trl_april.bridge.construction.VLLMEngine", SlowEngine):
         trainer = make_trainer(spec, run, reward=slow_reward, trainer_class=SlowTrainer)
         trainer.train()
     return outcome(trainer)

@@ -1,6 +1,7 @@
 """LoRA training whose adapter travels alone, on real servers."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import requests
@@ -8,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from tests.support.effort import until_shown
 from tests.support.preloaded import launch_preloaded
 from tests.support.tiny import build_model
 from tests.trainer.test_overlap import counter
@@ -42,25 +44,30 @@ def lora_server(tiny_model_dir):
 @pytest.mark.parametrize("resume_kv", ["recompute", "keep"])
 def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir, tmp_path, resume_kv):
     """To 1e-4 in float32, also of requests that live through weight syncs, for which nothing is paused."""
-    trainer = make_trainer(
-        lora_server, tiny_model_dir, tmp_path, peft_config=adapter(init_lora_weights=False), resume_kv=resume_kv,
-        overlap_generation=resume_kv == "keep", over_provisioning=3.0, max_completion_length=600, max_staleness=3,
-        max_steps=8, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=16, eval_dataset=rows_of(4),
-    )  # fmt: skip
-    servers = trainer.vllm_generation.servers
-    assert trainer.vllm_generation.weight_sync == "adapter"
-    servers.pause = lambda: pytest.fail("The server was paused.")
-    lived = []  # requests on earlier adapters after a sync
 
-    def note():
-        version = trainer.state.global_step
-        lived.append([r.version for r in trainer._session.driver._flight.running.values() if r.version < version])
+    def trained() -> Any:
+        trainer = make_trainer(
+            lora_server, tiny_model_dir, tmp_path, peft_config=adapter(init_lora_weights=False), resume_kv=resume_kv,
+            overlap_generation=resume_kv == "keep", over_provisioning=3.0, max_completion_length=600, max_staleness=3,
+            max_steps=8, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=16, eval_dataset=rows_of(4),
+        )  # fmt: skip
+        servers = trainer.vllm_generation.servers
+        assert trainer.vllm_generation.weight_sync == "adapter"
+        servers.pause = lambda: pytest.fail("The server was paused.")
+        trainer.lived = []  # requests on earlier adapters after a sync
 
-    announce = servers.announce
-    servers.announce = lambda holding: (announce(holding), trainer._session and note())
-    trainer.train()
+        def note():
+            running, version = trainer._session.driver._flight.running, trainer.state.global_step
+            trainer.lived.append([request.version for request in running.values() if request.version < version])
+
+        announce = servers.announce
+        servers.announce = lambda holding: (announce(holding), trainer._session and note())
+        trainer.train()
+        return trainer
+
+    trainer = until_shown(trained, lambda trainer: any(trainer.lived) or resume_kv != "keep")
+    assert any(trainer.lived) is (resume_kv == "keep")
     assert check_logprobs(trainer) > 5000
-    assert any(lived) is (resume_kv == "keep")
     ages = [done.version - v for done in trainer.rounds for g in done.groups for s in g.samples for v in s.versions]
     assert 1 <= max(ages) <= 3 and len(trainer.pool) == 0
     assert any("eval_reward" in entry for entry in trainer.state.log_history)

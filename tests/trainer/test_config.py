@@ -9,9 +9,9 @@ import torch
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
+from trl_april.bridge.construction import trl_options
 from trl_april.config import APRILGRPOConfig, AprilOptions
 from trl_april.errors import AprilError, ConfigError
-from trl_april.training.construction import trl_options
 
 
 CPU = {"use_cpu": True, "bf16": False}
@@ -183,7 +183,7 @@ def test_a_saved_config_makes_the_same_config_again():
         ({"over_provisioning": True}, ["over_provisioning is True", "a number"]),
         ({"max_staleness": -1}, ["max_staleness is -1", "cannot be negative", "None"]),
         ({"staleness_policy": "drop"}, ["staleness_policy is 'drop'", "wait, mask, ignore"]),
-        ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, adapter, nccl, filesystem"]),
+        ({"weight_sync": "ftp"}, ["weight_sync is 'ftp'", "auto, adapter, nccl, ipc, filesystem"]),
         ({"resume_kv": "kept"}, ["resume_kv is 'kept'", "auto, recompute, reuse, keep"]),
         ({"resume_kv": "keep", "overlap_generation": False}, ["Set overlap_generation=True"]),
         ({"overlap_generation": "maybe"}, ["overlap_generation is 'maybe'", "True, False or 'auto'"]),

@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 from tests.support.serverless import ServerlessTrainer
 from tests.support.tiny import build_model, build_tokenizer
-from trl_april import session_parts
+from trl_april.bridge import training_pass
 from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError
 from trl_april.trainer import APRILGRPOTrainer
@@ -189,7 +189,7 @@ def test_a_width_dependent_model_keeps_its_padding(tmp_path, monkeypatch):
         return found[0] * mask[:, prompt:]
 
     assert torch.equal(scored(APRILGRPOTrainer), scored(GRPOTrainer))
-    monkeypatch.setattr(session_parts, "depends_on_width", lambda config: False)
+    monkeypatch.setattr(training_pass, "depends_on_width", lambda config: False)
     assert not torch.allclose(scored(APRILGRPOTrainer)[0], scored(GRPOTrainer)[0], atol=1e-4), "it would matter"
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 
+from tests.support.effort import until_shown
 from tests.support.preloaded import launch_preloaded
 from tests.support.tiny import build_tokenizer
 from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
@@ -163,18 +164,24 @@ def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path, kv
     processor = build_processor()
     processor.tokenizer = calling_tokenizer(build_processor().tokenizer.backend_tokenizer)
     processor.chat_template = WITH_CALLS
-    trainer = train(
-        server, vision_model_dir, tmp_path, resume_kv=kv, learning_rate=rate, max_tool_calling_iterations=3,
-        over_provisioning=3.0,  # more would be finished in the first round, and not be cut
-        arguments={"processing_class": processor, "tools": [count]},
-        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
-    )  # fmt: skip
+
+    def trained() -> RecordingTrainer:
+        return train(
+            server, vision_model_dir, tmp_path, resume_kv=kv, learning_rate=rate, max_tool_calling_iterations=3,
+            over_provisioning=3.0,  # more would be finished in the first round, and not be cut
+            arguments={"processing_class": processor, "tools": [count]},
+            eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
+        )  # fmt: skip
+
+    def cut_after_an_image(trainer: RecordingTrainer) -> bool:
+        samples = [sample for group in trainer.trained_groups for sample in group.samples]
+        after = [s for s in samples if images_in(s.conversation.messages) and s.segments[-1].version is not None]
+        is_cut = any(len(sample.segments) > 2 * sample.conversation.iterations + 1 for sample in after)
+        return is_cut and any(sample.conversation.iterations > 1 for sample in after)
+
+    trainer = until_shown(trained, cut_after_an_image)
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
     assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
-    after = [one for one in samples if images_in(one.conversation.messages) and one.segments[-1].version is not None]
-    assert any(one.conversation.iterations > 1 for one in after)
-    # Cut and resumed after an image.
-    assert any(len(one.segments) > 2 * one.conversation.iterations + 1 for one in after)
     if not rate:
         check_training_pass(trainer)
     # In an evaluation, too.

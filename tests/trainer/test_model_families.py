@@ -7,8 +7,8 @@ from datasets import Dataset
 from model_families import FAMILIES, ORIGINAL, build, make_row
 
 from tests.support.serverless import ServerlessTrainer
+from trl_april.bridge.training_pass import rows_in_blocks
 from trl_april.config import APRILGRPOConfig
-from trl_april.session_parts import rows_in_blocks
 from trl_april.training.forward_pass import base_attention
 
 

@@ -14,9 +14,9 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.tool_calling import DATASET, END, TOKENIZER, ToolScript, encode
 from tests.trainer.test_tools import april
-from trl_april import session_parts
+from trl_april.bridge import rows
+from trl_april.bridge.compatibility import FIXED, OF_TRANSFORMERS
 from trl_april.errors import ConfigError
-from trl_april.training.compatibility import FIXED, OF_TRANSFORMERS
 
 
 # Fields of GRPOConfig that decide what is generated, and the test that they do.
@@ -169,10 +169,10 @@ def test_end_tokens_are_those_of_the_start_of_training(fake, tmp_path, change):
         fake, tmp_path, chat_template_kwargs={"enable_thinking": False}, generation_kwargs={"stop": STOP}
     )
     change(trainer)
-    sampling = session_parts.sampling(trainer)
+    sampling = rows.sampling(trainer)
     assert 9 in trainer.eos_token_ids and sampling.body["stop_token_ids"].count(9) == 1
     assert sampling.stop.strings == [STOP]
-    (prompt,) = session_parts.tokenize_prompts(trainer, None)([DATASET[0]])
+    (prompt,) = rows.tokenize_prompts(trainer, None)([DATASET[0]])
     assert TOKENIZER.decode(prompt).endswith("<think>\n\n</think>\n\n")
 
 

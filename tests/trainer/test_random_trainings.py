@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -14,6 +17,7 @@ from tests.support.effort import cases
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.preloaded import launch_preloaded
 from trl_april.errors import ConfigError
+from trl_april.server.command_line import GENERATED_TOKENS_PATH
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +55,7 @@ def check(case, trained, left, processes, folder):
 
 
 def test_rows_are_those_of_stock(answers, tmp_path):
-    for seed in seeds(cases(4, 90)):
+    for seed in seeds(cases(4, 40)):
         case = random_trainings.draw(seed, 1)
         answers.faults, answers.rng = case["faults"], random.Random(seed)
         try:
@@ -90,6 +94,42 @@ def test_callbacks_streams_and_formats(answers, tmp_path, changes):
         case, tmp_path / "april", random_trainings.april(answers.fake.base_url)
     )
     check(case, trained, left, 1, tmp_path / "stock")
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("schedule", ["synchronous", "recompute", "reuse", "keep", "keep, preempted"])
+def test_weights_are_loaded_into_paused_servers_only(tmp_path, schedule, servers):
+    """FakeVLLM refuses them otherwise. Before the first sync nothing runs; before others, requests are cut or kept."""
+    kv, _, preempted = schedule.partition(", ")
+    with ExitStack() as opened:
+        fakes = [
+            opened.enter_context(FakeVLLM(vocab_size=len(random_trainings.TOKENIZER), keeps_requests=True))
+            for _ in range(servers)
+        ]
+
+        async def surplus_runs(stream, fake, answers):
+            """Two groups finish after each sync, and the others do not until the next one."""
+            group = int(stream.request.headers["X-Request-Id"].split("-")[-3])
+            while group >= 2 * len(fake.received_at("/resume")) and not stream.aborted.is_set():
+                await asyncio.sleep(0.001)
+            await answers.stream(stream)
+
+        for fake in fakes:
+            answers = random_trainings.Answers(fake)
+            fake.script, fake.waiting = partial(surplus_runs, fake=fake, answers=answers), 99 if preempted else 0
+            fake.more_config = {"scheduler_config": {"max_num_seqs": 99}}
+        april = {"overlap_generation": False} if kv == "synchronous" else {"resume_kv": kv}
+        options = {"num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 5, "max_completion_length": 12}
+        case = {"options": options, "april": {**april, "over_provisioning": 3.0}, "kind": "map", "rows": 30}
+        case |= {"format": None, "happens": None, "at": 0, "by": 0}
+        make = random_trainings.april(",".join(fake.base_url for fake in fakes))
+        random_trainings.trained_rows(case, tmp_path, make)
+        for fake in fakes:
+            paths = [request.path for request in fake.received]
+            assert paths.count("/pause") == paths.count("/collective_rpc") == 5
+            assert not fake.refused and not fake.is_paused
+        kept = [request for fake in fakes for request in fake.received_at(GENERATED_TOKENS_PATH) if request.body]
+        assert bool(kept) is (schedule == "keep")
 
 
 def test_a_stream_with_fewer_micro_batches_than_an_optimizer_step_is_an_error(answers, tmp_path):

@@ -10,8 +10,8 @@ import requests
 from tests.checkpoint.test_resume import assert_continued, saved_groups
 from tests.support.proxy import Proxy
 from tests.trainer.test_trainer import DATASET, make_trainer, wait_for_tokens, wait_until_idle
+from trl_april.bridge.evaluation import Evaluation
 from trl_april.errors import ServerError
-from trl_april.training.evaluation import Evaluation
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(400)]

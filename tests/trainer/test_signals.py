@@ -77,15 +77,7 @@ def test_a_second_signal_stops_at_once(forker, server, tiny_model_dir, tmp_path,
     assert not list(tmp_path.glob("told-out/checkpoint-*"))
 
 
-@pytest.mark.parametrize(
-    "saves",
-    [
-        {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True},
-        {"save_strategy": "best"},
-    ],
-    ids=["steps", "best"],
-)
-def test_a_signal_during_a_step_writes_a_checkpoint_that_stays(server, tiny_model_dir, tmp_path, saves):
+def test_a_signal_during_a_step_writes_a_checkpoint_that_stays(server, tiny_model_dir, tmp_path):
     """An interrupted training is not complete: its checkpoint is not removed in favour of a better one."""
 
     class Told(TrainerCallback):
@@ -96,7 +88,8 @@ def test_a_signal_during_a_step_writes_a_checkpoint_that_stays(server, tiny_mode
     trainer = make_trainer(
         server, tiny_model_dir, tmp_path, reward=falling, callbacks=[Told()], eval_dataset=rows_of(4),
         save_on_signal=True, eval_strategy="steps", eval_steps=1, over_provisioning=4.0, overlap_generation=True,
-        metric_for_best_model="reward", greater_is_better=True, **saves,
+        metric_for_best_model="reward", greater_is_better=True,
+        save_strategy="steps", save_steps=1, save_total_limit=1, load_best_model_at_end=True,
     )  # fmt: skip
     with pytest.raises(SystemExit) as ended:
         trainer.train()

@@ -16,8 +16,8 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 
+from trl_april.bridge.compatibility import LOSS_TYPES
 from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training.compatibility import LOSS_TYPES
 from trl_april.training.micro_batches import BY_TOKENS
 from trl_april.weights.sync import ServerGeneration
 
@@ -295,7 +295,7 @@ def test_images_of_prompts():
 
 
 def test_images_of_tools():
-    """`training.tools` collects them as TRL's loop does, which processes them only if the trainer has tools."""
+    """`bridge.hand_over` collects them as TRL's loop does, which processes them only if the trainer has tools."""
     loop = inspect.getsource(GRPOTrainer._tool_call_loop)
     assert loop.count('tool_images[idx_with_tool].append(part["image"])') == 1
     assert loop.count("if self._is_vlm and self.tools and any(imgs for imgs in tool_images):") == 1

@@ -11,9 +11,9 @@ from trl import GRPOConfig
 from tests.support.fake_vllm import FakeVLLM, TakenClaim
 from tests.support.tool_calling import TOKENIZER, ToolScript
 from tests.trainer.test_tools import april
+from trl_april.bridge import construction
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.embedded import EmbeddedServer
-from trl_april.training import construction
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

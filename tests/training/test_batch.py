@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from trl_april.bridge.hand_over import rollout_output
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
 from trl_april.rollout.round import Round
@@ -12,7 +13,6 @@ from trl_april.training.batch import (
     length_bins,
     length_quantile,
     masking_stale,
-    rollout_output,
     round_metrics,
 )
 

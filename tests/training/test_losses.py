@@ -19,13 +19,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from tests.support.serverless import ServerlessTrainer
+from trl_april.bridge.compatibility import can_be_regrouped
+from trl_april.bridge.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH
+from trl_april.bridge.training_pass import rows_in_blocks
 from trl_april.config import APRILGRPOConfig
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
-from trl_april.session_parts import rows_in_blocks
 from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training.compatibility import can_be_regrouped
-from trl_april.training.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH
 from trl_april.training.correction import METHODS, can_correct_in_training
 from trl_april.training.forward_pass import base_attention
 
@@ -376,9 +376,9 @@ class TestMicroBatches:
     def steps(self, trainer, policies, groups, monkeypatch):
         """An optimiser step with our micro-batches and forward passes, and with TRL's."""
         trainer.groups = groups
-        monkeypatch.setattr("trl_april.training.forward_pass.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
+        monkeypatch.setattr("trl_april.training.blocks.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
         ours = optimisation_step(trainer, policies)
-        monkeypatch.setattr("trl_april.training.compatibility.can_be_regrouped", lambda *args, **kwargs: False)
+        monkeypatch.setattr("trl_april.bridge.compatibility.can_be_regrouped", lambda *args, **kwargs: False)
         return ours, optimisation_step(trainer, policies, in_blocks=False)
 
     @pytest.mark.parametrize("loss_type", ["sapo", "luspo", "vespo", *(loss for loss in LOSSES if loss != "bnpo")])

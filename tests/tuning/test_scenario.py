@@ -19,7 +19,7 @@ from trl_april.tuning.scenario import (
     read_histogram,
     read_log,
 )
-from trl_april.tuning.step_time import StepTime, parse_step_time, read_doctor
+from trl_april.tuning.step_time import StepTime, parse_step_time, read_speed
 
 
 NORMAL = statistics.NormalDist()
@@ -66,45 +66,22 @@ def test_bad_step_times_are_refused(text, words):
         parse_step_time("1:0.1", -1)
 
 
-DECODE = [
-    {"sequences": 1, "seconds_per_step": 0.002, "context": 100, "tokens_per_second": 500.0},
-    {"sequences": 16, "seconds_per_step": 0.004, "context": 100},
-]
+SPEED = {
+    "steps": [[1, 0.002], [16, 0.004]], "context": 100, "prefill_seconds": 2e-5, "context_seconds": 1e-7,
+    "max_sequences": 8,
+}  # fmt: skip
 
 
-def report(tmp_path, **content):
-    path = tmp_path / "server.json"
-    path.write_text(json.dumps({"decode": DECODE, **content}))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("prefill", "seconds"),
-    [
-        pytest.param([{"tokens": 128, "seconds": 0.01}, {"tokens": 1128, "seconds": 0.03}], 2e-5, id="slope"),
-        pytest.param([{"tokens": 100, "seconds": 0.01}], 1e-4, id="one point"),
-        pytest.param([], 0.0, id="not measured"),
-    ],
-)
-def test_prefill_of_a_doctor_report_is_what_a_further_token_adds(tmp_path, prefill, seconds):
-    path = report(tmp_path, prefill=prefill)
-    step_time, _ = read_doctor(path)
-    assert step_time.points == ((1, 0.002), (16, 0.004))
-    assert step_time.prefill_seconds == pytest.approx(seconds)
-    assert read_doctor(path, 0.5)[0].prefill_seconds == 0.5
-
-
-def test_context_of_a_doctor_report_is_subtracted_from_its_steps(tmp_path):
-    """16 sequences: 2000 tokens of context more take 3.2 ms more, which is 1e-7 s for each of 32,000."""
-    long = {"sequences": 16, "seconds_per_step": 0.0072, "context": 2100}
-    found, _ = read_doctor(report(tmp_path, decode_in_context=[long]))
-    assert found.context_seconds == pytest.approx(1e-7)
+def test_speed_of_a_server_from_its_file(tmp_path):
+    path = tmp_path / "speed.json"
+    path.write_text(json.dumps(SPEED))
+    found, places = read_speed(path)
+    assert (places, found.prefill_seconds, found.context_seconds) == (8, 2e-5, 1e-7)
+    # The context is subtracted, but leaves time for a step.
     assert found.decode(1) == pytest.approx(0.002 - 1e-7 * 100)
     assert found.decode(16) == pytest.approx(0.004 - 1e-7 * 1600)
-    # Noise that makes long contexts faster, or leaves no time for a step, is not believed.
-    path = report(tmp_path, decode_in_context=[{**long, "seconds_per_step": 1e-3}])
-    assert read_doctor(path)[0].context_seconds == 0.0
-    assert read_doctor(path, context_seconds=1.0)[0].decode(16) == 0.002
+    assert read_speed(path, 0.5)[0].prefill_seconds == 0.5
+    assert read_speed(path, context_seconds=1.0)[0].decode(16) == 0.002
 
 
 # Lengths
@@ -191,9 +168,8 @@ def test_log_has_the_quantiles_that_the_trainer_logs():
 @pytest.mark.parametrize(
     ("read", "content", "words"),
     [
-        *((read_doctor, content, "a file with a decode curve") for content in (None, "", "[]", "{}")),
-        *((read_doctor, content, "decode curve") for content in ('{"decode": [{"sequences": 1}]}', '{"decode": 3}')),
-        (read_doctor, '{"decode": []}', r"are \(\)"),
+        *((read_speed, content, "calibration.py URL") for content in (None, "", "[]", "{}", '{"steps": 3}')),
+        (read_speed, json.dumps({**SPEED, "steps": []}), r"are \(\)"),
         *((read_histogram, content, "counts of at least 0, and one above 0") for content in ("", "{}", "10,0")),
         (read_histogram, "length,count\n10,2", "without a header"),
         *((read_histogram, content, "a histogram") for content in (None, "10", '{"10": "many"}', '{"10": [1]}')),

@@ -67,6 +67,31 @@ def test_large_matrices_are_written_as_the_server_holds_them(tmp_path, shape, ow
     assert torch.equal(load_file(file)["p"], param.to(expected)) and load_file(file)["p"].dtype == expected
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU, as what is computed from it, until it is copied into another one."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_gpu_copies_into_pinned_memory_of_a_fixed_size(tmp_path, monkeypatch, stored):
+    """In the data type that is written, and in parts."""
+    pinned, empty = [], torch.empty
+
+    def new(size, *, pin_memory=False, **options):
+        pinned.extend([(size, options["dtype"])] * pin_memory)
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", new)
+    monkeypatch.setattr(files, "STAGED", 100_000)
+    large, small = torch.randn(600, 520), torch.randn(7)
+    write_weights(iter([("p", large.as_subclass(OnGpu)), ("q", small.as_subclass(OnGpu))]), tmp_path, stored)
+    (file,) = tmp_path.iterdir()
+    found = load_file(file)
+    assert torch.equal(found["p"], large.to(stored)) and torch.equal(found["q"], small)
+    assert pinned == [(100_000, stored), (7, torch.float32)]
+
+
 def test_a_data_type_that_no_file_holds_is_named(tmp_path):
     with pytest.raises(WeightSyncError, match="parameter 'p' is of torch.complex64.*Use another"):
         write_weights(iter([("p", torch.zeros(2, dtype=torch.complex64))]), tmp_path)

@@ -257,6 +257,26 @@ def test_a_server_that_fails_between_two_chunks(synced):
     retry(synced)
 
 
+@pytest.mark.parametrize("kind", ["whole", "files"])
+@pytest.mark.parametrize("by", ["the same trainer", "another trainer"])
+def test_a_load_that_failed_in_the_middle_of_a_layer_is_begun_anew(run, kind, by):
+    """Query, key and value are one layer of vLLM's, of which it would keep the parts that it had."""
+    run.serve()
+    run.train(kind)
+    run.scale()
+    run.server.do("fail at", gloo_peers.Fused.PARTS[-1])
+    run.trainers[0].begin("sync")
+    name, message = run.error()
+    assert name == "WeightSyncError" and "out of memory" in message
+    run.server.do("fail at", None)
+    if by == "another trainer":
+        run.trainers[0].kill()
+        run.train(kind)
+        run.scale()
+    run.scale()
+    retry(run)
+
+
 def test_a_failure_reaches_all_trainers(run):
     run.serve()
     run.train("fsdp2", 2)

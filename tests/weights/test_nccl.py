@@ -18,7 +18,7 @@ from tests.support.launch import free_port
 from tests.support.tiny import build_model
 from trl_april.errors import WeightSyncError
 from trl_april.weights import nccl
-from trl_april.weights.nccl import NcclTransport
+from trl_april.weights.nccl import NcclTransport, packed
 from trl_april.weights.synced_server import for_each
 
 
@@ -65,7 +65,7 @@ class Worker:
     def __init__(self) -> None:
         self.base_url = "http://there"
         self.control, self.client = self, SimpleNamespace(communicator=Link(), close_communicator=self.disconnect)
-        self.is_updating = False
+        self.is_updating = self.is_incomplete = False
         self.received: dict[str, torch.Tensor] = {}
 
     def disconnect(self) -> None:
@@ -138,6 +138,13 @@ def test_gathered_parameters_arrive_although_their_memory_is_freed(transport, wo
 
     send(transport, worker, parameters)
     assert [worker.received[f"p{number}"].unique().item() for number in range(20)] == list(range(20))
+
+
+def test_parameters_of_a_model_on_several_devices_share_a_chunk():
+    meta = torch.device("meta")  # instead of a second GPU: neither can be joined with tensors of another device
+    params = [("a", torch.ones(3)), ("b", torch.ones(2, 2, device=meta)), ("c", torch.ones(5).to(torch.bfloat16))]
+    (chunk,) = packed(params, 1000, meta)
+    assert chunk.device == meta and chunk.numel() == 4 * 3 + 4 * 4 + 2 * 5
 
 
 def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, worker):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import requests
@@ -18,6 +19,7 @@ from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.weights import sync as weight_sync
 from trl_april.weights.canary import Canary, trainer_logprobs
 from trl_april.weights.sync import ServerGeneration
+from trl_april.weights.synced_server import INCOMPLETE
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,6 +44,7 @@ class MortalVLLM(FakeVLLM):
 
     def restart(self) -> None:
         self.alive, self.dies_at = True, None
+        self._loop.call_soon_threadsafe(self._resumed.set)
         self.weight_version, self._logprobs = "default", None
         self.adapters.clear()
 
@@ -53,6 +56,7 @@ class MortalVLLM(FakeVLLM):
             if self.back_at_once:
                 self.restart()
                 request.transport.abort()
+                return web.Response()
         if not self.alive:
             request.transport.abort()
             return web.Response()
@@ -115,8 +119,8 @@ def test_a_sync_to_a_running_server_does_not_repeat_the_checks(fake, generation)
     generation.sync_weights()
     assert generation.vllm_client._salt != salt, "evaluation must not find cached blocks of other weights"
     assert paths(fake) == [
-        "weight_info", "collective_rpc", "reset_prefix_cache", "update_weight_version", "weight_info",
-        "v1/completions",
+        "weight_info", "pause", "weight_info", "update_weight_version", "collective_rpc", "reset_prefix_cache",
+        "update_weight_version", "weight_info", "resume", "v1/completions",
     ]  # fmt: skip
     assert fake.weight_version == "2"
 
@@ -207,7 +211,7 @@ def test_a_server_that_is_down_before_the_sync_gets_nothing(fake, generation):
     assert generation.servers.holds_weights()
 
 
-WHERE = ["weight_info", "collective_rpc", "reset_prefix_cache", "update_weight_version", "v1/completions"]
+WHERE = ["weight_info", "pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "v1/completions"]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +251,8 @@ def test_a_restarted_server_is_checked_and_connected_to_again(trainer, fake, gen
     generation._transport.connect = lambda server: connected.append(True)
     generation.sync_weights()
     assert "was restarted" in caplog.text and connected == [True]
-    assert paths(fake)[:5] == ["weight_info", "health", "weight_info", "server_info", "v1/models"]
+    asked = [path for path in paths(fake) if path != "resume"]  # it may still be paused
+    assert asked[:5] == ["weight_info", "health", "weight_info", "server_info", "v1/models"]
     assert (generation.server_info.max_model_len, generation.server_info.model) == (1234, "renamed")
     assert fake.received_at("/v1/completions")[-1].body["model"] == "renamed"
     assert generation.servers.holds_weights()
@@ -331,6 +336,31 @@ def test_an_nccl_request_is_sent_once_and_has_a_time_limit(trainer, fake, status
     with pytest.raises(error, match=f"{status} to /update_weights .*busy" if status else "did not answer"):
         generation.vllm_client._post(f"{fake.base_url}/update_weights", json={"update_info": 1})
     assert len(fake.received_at("/update_weights")) == (1 if status else 0)  # a stalled request is not recorded
+
+
+# Weights that are incomplete
+
+
+def test_a_server_with_incomplete_weights_stays_paused_until_a_training_completes_them(trainer, fake, generation):
+    """Also of another process. vLLM crashes at a request for weights that it has not allocated."""
+    fake.answers = {"/collective_rpc": (500, "out of memory")}
+    with pytest.raises(WeightSyncError, match="out of memory"):
+        generation.sync_weights()
+    generation.servers.give_up()
+    assert fake.is_paused and fake.weight_version == INCOMPLETE
+    fake.answers = {}
+    generation = trainer.connect(fake, server_timeout=10.0)
+    assert fake.is_paused
+    fake.canary_ids = generation.servers.first.canary.token_ids
+    generation.sync_weights()
+    assert not fake.is_paused and fake.weight_version == "2"
+
+
+def test_a_server_with_other_weights_is_resumed(fake, generation, monkeypatch):
+    monkeypatch.setattr(Canary, "compare_around", Mock(side_effect=WeightSyncError("does not hold")))
+    with pytest.raises(WeightSyncError, match="does not hold"):
+        generation.sync_weights()
+    assert not fake.is_paused
 
 
 # Which errors are outages

@@ -16,6 +16,7 @@ from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
 from trl_april.weights import files, transport
 from trl_april.weights.files import FileTransport
+from trl_april.weights.ipc import SharedMemoryTransport
 from trl_april.weights.nccl import NcclTransport
 from trl_april.weights.synced_server import for_each
 from trl_april.weights.transport import choose_transport, connected_transport
@@ -50,6 +51,7 @@ def choose(
         ("auto", "cuda", "cpu", True, "filesystem"),
         ("filesystem", "cuda", "cuda", True, "filesystem"),
         ("nccl", "cuda", "cuda", True, "nccl"),
+        ("ipc", "cuda", "cuda", True, "ipc"),
     ],
 )
 def test_nccl_needs_a_gpu_on_both_sides(monkeypatch, asked, trainer_device, server_device, has_transfer, chosen):
@@ -61,20 +63,18 @@ def test_nccl_needs_a_gpu_on_both_sides(monkeypatch, asked, trainer_device, serv
 @pytest.mark.parametrize(
     ("gpus", "base_url", "chosen"),
     [
-        (1, "http://127.0.0.1:8000", "filesystem"),
+        (1, "http://127.0.0.1:8000", "ipc"),
         (1, "http://192.0.2.1:8000", "nccl"),  # on another host
         (2, "http://127.0.0.1:8000", "nccl"),
         (None, "http://127.0.0.1:8000", "nccl"),
     ],
 )
-def test_trainer_and_server_on_one_gpu_use_files(monkeypatch, gpus, base_url, chosen):
+def test_trainer_and_server_on_one_gpu_share_its_memory(monkeypatch, gpus, base_url, chosen):
     monkeypatch.setattr(transport, "gpus_of_host", lambda: gpus)
     assert choose(base_url=base_url) == chosen
 
 
-@pytest.mark.parametrize(
-    ("visible", "ours", "chosen"), [(1, True, "filesystem"), (2, True, "nccl"), (1, False, "nccl")]
-)
+@pytest.mark.parametrize(("visible", "ours", "chosen"), [(1, True, "ipc"), (2, True, "nccl"), (1, False, "nccl")])
 def test_a_server_started_by_a_process_that_sees_one_gpu_shares_it(monkeypatch, visible, ours, chosen):
     monkeypatch.setattr(transport, "gpus_of_host", lambda: 8)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
@@ -92,6 +92,35 @@ def test_files_are_used_where_a_connection_by_nccl_fails(monkeypatch, caplog):
     assert "Duplicate GPU. So files are used" in caplog.text
     with pytest.raises(WeightSyncError, match="Duplicate GPU"):
         connected_transport("nccl", None, **common)
+
+
+@pytest.mark.parametrize("asked", ["auto", "auto by NCCL", "filesystem"])
+def test_files_that_the_server_cannot_see_are_not_written(monkeypatch, tmp_path, asked):
+    """Its reload would fail when its parameters are gone."""
+    remote = [SimpleNamespace(base_url="http://192.0.2.1:8000", info=info())]
+    device = torch.device("cuda" if "NCCL" in asked else "cpu")
+    common = {"device": device, "servers": remote, "processes": OneProcess()}
+    monkeypatch.setattr(NcclTransport, "connect", Mock(side_effect=WeightSyncError("no open port.")))
+    says = "192.0.2.1:8000 is on another host.*weight_sync_dir.*same path.*'nccl'"
+    with pytest.raises(ConfigError, match=f"no open port. For files: .*{says}" if "NCCL" in asked else says):
+        connected_transport(asked.split()[0], None, **common)
+    assert connected_transport(asked.split()[0], str(tmp_path), **common).name == "filesystem"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_files_are_used_where_an_embedded_server_cannot_share_memory(monkeypatch, caplog, device):
+    """Unless it was asked for. On a CPU, files are used from the start."""
+    monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
+    monkeypatch.setattr(SharedMemoryTransport, "connect", Mock(side_effect=ConfigError("It is on the device 2.")))
+    servers = [SimpleNamespace(base_url="http://127.0.0.1:8000", info=info(device=device))]
+    common = {"device": torch.device(device), "servers": servers, "processes": OneProcess(), "shares_device": True}
+    monkeypatch.setattr(FileTransport, "connect", Mock())
+    assert connected_transport("auto", None, **common).name == "filesystem"
+    assert ("on the device 2. So files are used" in caplog.text) == (device == "cuda")
+    with pytest.raises(ConfigError, match="on the device 2"):
+        connected_transport("ipc", None, **common)
+    monkeypatch.setattr(SharedMemoryTransport, "connect", Mock())
+    assert connected_transport("auto", None, **common).name == ("ipc" if device == "cuda" else "filesystem")
 
 
 def test_an_impossible_choice_is_refused(tmp_path):
@@ -123,7 +152,7 @@ class Parameters:
 class Loads:
     """A server that loads files, or fails."""
 
-    takes_part = True
+    takes_part, is_incomplete = True, False
 
     @property
     def control(self):
@@ -170,7 +199,10 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
     assert len(server.sizes) == (0 if fails_at == "write" else 6)
 
 
-@pytest.mark.parametrize(("made", "iterations"), [(FileTransport(None), 1), (NcclTransport(None), 2)])
+@pytest.mark.parametrize(
+    ("made", "iterations"),
+    [(FileTransport(None), 1), (SharedMemoryTransport(None), 1), (NcclTransport(None), 2)],
+)
 def test_other_processes_read_the_same_parameters_and_send_none(parameters, everything, made, iterations):
     """Gathering takes all processes. With a server of `None`, sending would fail."""
     with made.stage(parameters, sends=False, dtypes=DTYPES) as load:

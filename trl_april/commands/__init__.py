@@ -1,1 +1,33 @@
-"""The commands of `trl-april`, one module each, beside which stand the parts of the larger ones."""
+"""Commands of `trl-april`, one module each, and what they check about their arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from ..errors import ConfigError
+
+
+def check_plots(user: str) -> None:
+    """Raise [`ConfigError`], which names the `user`, unless jinja2 and matplotlib are installed."""
+    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{user} needs {' and '.join(missing)}, which is not installed. Install it with "
+            "`pip install 'trl-april[plots]'`."
+        )
+
+
+def check_file(option: str, path: str | Path) -> None:
+    """Raise [`ConfigError`], which names `option`, unless the file can be written. It is left unchanged."""
+    existed = os.path.exists(path)
+    try:
+        open(path, "ab").close()  # permissions do not tell about a read-only file system, nor anything to root
+        if not existed:
+            os.unlink(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} is {str(path)!r}, which cannot be written: {error.strerror}. Give a file in a folder that "
+            "exists and is writable."
+        ) from error

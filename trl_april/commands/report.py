@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from .doctor import check_file, check_plots
+from . import check_file, check_plots
 from .report_run import PHASES, Run, RunRound, Step, read_run
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
-from ..training.run_log import AGES, BINS_PER_DOUBLING
+from ..training.run_log import BINS_PER_DOUBLING
 from .report_run import PHASES, Run, RunRound
 
 
@@ -18,12 +18,24 @@ AGE_NAMES = ("age_0", "age_1", "age_2", "age_3+")  # as in trl_april.training.co
 # more for changes with a price.
 FEW_ROUNDS = 4  # the first rounds fill the pool, the last one empties it
 HALF_EMPTY = 0.20  # of the wall-clock; a synchronous round of even lengths has almost none
-AT_BOUND = 0.25  # of the trained tokens; a few belong to the longest completions
 IDLE = 0.30  # of the wall-clock; overlap costs some staleness, so it must be worth it
-EVEN = 1.5  # 99th percentile of the lengths over their median
 SAMPLE_SIZE, SHARE = 0.6, 0.05  # of tokens of one age, as in trl_april.training.correction
-SYNC, SCORING, ABORT, DUE = 0.10, 0.15, 0.05, 0.10  # of the wall-clock
-REJECTED = 0.5  # of the generated tokens; DAPO's own runs reach it
+DUE = 0.10  # of the wall-clock
+# Shares of the wall-clock from which a phase is named, and what makes it shorter.
+PHASE_ADVICE = {
+    "sync": (0.10, "Weight syncs", "a larger generation batch (steps_per_generation) needs fewer of them"),
+    "rewards": (
+        0.15,
+        "Reward functions",
+        "set score_during_generation=True if none needs the whole batch, or make the slowest one faster "
+        "(profiling/Time taken in the trackers names it)",
+    ),
+    "log-probabilities": (
+        0.15,
+        "The forward passes before the loss",
+        "raise per_device_train_batch_size if memory allows; beta=0.0 needs no reference model",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +55,11 @@ class Summary:
     carried: float | None = None  # part of the trained tokens from an earlier round
     staleness_mean: float | None = None  # in policy versions
     staleness_max: float | None = None
-    at_bound: float | None = None  # part of the trained tokens as old as `max_staleness` allows
     lengths: dict[float, float] = field(default_factory=dict)  # quantiles 0.5, 0.9 and 0.99, in tokens
     sample_sizes: dict[str, float] = field(default_factory=dict)  # second lowest effective sample size by age, 0 to 1
     reward_first: float | None = None  # mean of the first fifth of the rounds
     reward_last: float | None = None
     sync_seconds: float | None = None  # mean per round
-    abort_seconds: float | None = None
     due_seconds: float | None = None
     over_provisioning: float | None = None  # of the last round
     withheld: float = 0.0  # mean number of groups
@@ -67,7 +77,7 @@ def summarize(run: Run) -> Summary:
     trained = _sum(rounds, "trained_tokens") if run.has_log else None
     rewards = [one.reward for one in rounds if one.reward is not None]
     fifth = max(1, len(rewards) // 5)
-    ages, bound = sum_counts(one.ages for one in rounds), run.options.get("max_staleness") or 0
+    ages = sum_counts(one.ages for one in rounds)
     tokens = sum(ages.values())
     oldest = [one.metrics["staleness_max"] for one in rounds if "staleness_max" in one.metrics]
     rejected = _sum(rounds, "rejected_tokens")
@@ -87,14 +97,11 @@ def summarize(run: Run) -> Summary:
         staleness_mean=sum(age * n for age, n in ages.items()) / tokens if ages else _mean(rounds, "staleness_mean"),
         # The trainer's log has means over several steps.
         staleness_max=max(oldest, default=None) if run.has_log else None,
-        # The last bin holds all older tokens.
-        at_bound=sum(n for age, n in ages.items() if age >= bound) / tokens if ages and 0 < bound < AGES else None,
         lengths=_lengths(rounds, run.options.get("max_completion_length")),
         sample_sizes={name: size for name, size in sizes.items() if size is not None},
         reward_first=sum(rewards[:fifth]) / fifth if rewards else None,
         reward_last=sum(rewards[-fifth:]) / fifth if rewards else None,
         sync_seconds=_mean([one for one in rounds if one.metrics.get("sync_seconds")], "sync_seconds"),
-        abort_seconds=_mean(rounds, "abort_seconds"),
         due_seconds=_mean(rounds, "due_seconds"),
         over_provisioning=rounds[-1].metrics.get("over_provisioning"),
         withheld=_mean(rounds, "withheld_groups") or 0.0,
@@ -205,19 +212,16 @@ def advice(summary: Summary) -> list[str]:
 def _sentences(s: Summary) -> Iterator[str]:
     factor, bound, shares = s.over_provisioning or 1.0, s.options.get("max_staleness"), s.shares
     waits_for_due = shares.get("due groups", 0.0) >= DUE and s.due_seconds is not None  # more groups would not help
-    if s.withheld >= 1:
+    is_behind = s.withheld >= 1 or ((s.engine_idle or 0.0) >= IDLE and s.options.get("overlap_generation"))
+    if is_behind:
         yield (
-            f"{s.withheld:.3g} groups were withheld on average, since batches were finished before the trainer asked "
-            "for them: give the trainer more of the devices."
+            f"The engine was idle for {s.engine_idle or 0.0:.0%} of the time, and {s.withheld:.3g} groups were "
+            "withheld on average: the trainer is the bottleneck. Give it more of the devices."
         )
-    elif (s.half_empty or 0.0) >= HALF_EMPTY and not waits_for_due and s.options.get("over_provisioning") != "auto":
-        waits = f"For {s.half_empty:.0%} of the time, rounds ran with less than half of their requests in flight"
-        yield from _long_tail(s, factor, bound, waits)
-    if (s.at_bound or 0.0) >= AT_BOUND and factor > 1:
+    elif (s.engine_idle or 0.0) >= IDLE:
         yield (
-            f"{s.at_bound:.0%} of the trained tokens are {_versions(bound)} old, the limit of max_staleness={bound}: "
-            f"lower over_provisioning (now {factor:g}), or raise the bound if rewards and effective sample size "
-            "tolerate it."
+            f"The engine was idle for {s.engine_idle:.0%} of the time while the trainer worked: set "
+            "overlap_generation=True, so that requests run meanwhile."
         )
     if waits_for_due:
         yield (
@@ -225,22 +229,9 @@ def _sentences(s: Summary) -> Iterator[str]:
             f"others were finished ({shares['due groups']:.0%} of the time): raise max_staleness if rewards and "
             "effective sample size tolerate it, or lower over_provisioning."
         )
-    if (s.engine_idle or 0.0) >= IDLE and s.withheld < 1:
-        idle = f"The engine was idle for {s.engine_idle:.0%} of the time"
-        if s.options.get("overlap_generation"):
-            yield (
-                f"{idle} although overlap_generation is on: the trainer is the bottleneck. Give it more of the "
-                "devices."
-            )
-        else:
-            yield f"{idle} while the trainer worked: set overlap_generation=True, so that requests run meanwhile."
-    median, p99 = s.lengths.get(0.5), s.lengths.get(0.99)
-    if median and p99 is not None and p99 / median < EVEN:
-        on_policy = " over_provisioning=1.0 keeps all tokens on-policy." if factor > 1 else ""
-        yield (
-            f"Lengths are even (99th percentile {p99:,.0f} tokens, median {median:,.0f}): without a long tail, APRIL "
-            f"gains little.{on_policy}"
-        )
+    elif (s.half_empty or 0.0) >= HALF_EMPTY and s.withheld < 1 and s.options.get("over_provisioning") != "auto":
+        waits = f"For {s.half_empty:.0%} of the time, rounds ran with less than half of their requests in flight"
+        yield from _long_tail(s, factor, bound, waits)
     for age, name in enumerate(("age_1", "age_2", "age_3+"), 1):
         size = s.sample_sizes.get(name, 1.0)
         if size < SAMPLE_SIZE:
@@ -252,38 +243,15 @@ def _sentences(s: Summary) -> Iterator[str]:
                 f"{f'max_staleness to {age - 1}' if can_be_bound else 'over_provisioning'}."
             )
             break
-    if shares.get("sync", 0.0) >= SYNC and s.sync_seconds is not None:
-        faster = 'use a weight_sync_dir in shared memory, or weight_sync="nccl" if trainer and server have own GPUs; '
+    longest = max(PHASE_ADVICE, key=lambda phase: shares.get(phase, 0.0) - PHASE_ADVICE[phase][0])
+    least, what, remedy = PHASE_ADVICE[longest]
+    if shares.get(longest, 0.0) >= least:
+        yield f"{what} took {shares[longest]:.0%} of the time: {remedy}."
+    if s.outage_seconds or s.broken_streams:
         yield (
-            f"Weight syncs took {shares['sync']:.0%} of the time ({s.sync_seconds:.3g} s each): "
-            f"{'' if s.options.get('weight_sync') == 'nccl' else faster}a larger generation batch "
-            "(steps_per_generation) needs fewer of them."
+            f"The server was unavailable for {s.outage_seconds:.3g} s in total, and {s.broken_streams:.0f} streams "
+            "broke: check its log."
         )
-    if shares.get("rewards", 0.0) >= SCORING:
-        yield (
-            f"Reward functions took {shares['rewards']:.0%} of the time: set score_during_generation=True if none "
-            "needs the whole batch, or make the slowest one faster (profiling/Time taken in the trackers names it)."
-        )
-    if shares.get("log-probabilities", 0.0) >= SCORING:
-        yield (
-            "The forward passes before the loss, for the log-probabilities of the present and the reference policy, "
-            f"took {shares['log-probabilities']:.0%} of the time: raise per_device_train_batch_size if memory allows, "
-            "and beta=0.0 needs no reference."
-        )
-    if shares.get("abort", 0.0) >= ABORT and s.abort_seconds is not None:
-        yield (
-            f"Rounds took {s.abort_seconds:.3g} s to end after their quota was met ({shares['abort']:.0%} of the time)"
-            ": check the server's abort time with `trl-april doctor --base-url URL`."
-        )
-    if s.rejected >= REJECTED:
-        yield (
-            f"Dynamic sampling rejected {s.rejected:.0%} of the generated tokens, because all rewards of a group were "
-            "equal: remove prompts that are always or never solved, or raise num_generations."
-        )
-    if s.outage_seconds:
-        yield f"The server was unavailable for {s.outage_seconds:.3g} s in total: check its log."
-    elif s.broken_streams:
-        yield f"{s.broken_streams:.0f} streams broke and were requested again: check the server's log."
 
 
 def _long_tail(s: Summary, factor: float, bound: int | None, waits: str) -> Iterator[str]:

@@ -15,8 +15,8 @@ from ..pool.staleness import AUTO
 from ..tuning.grid import Grid, Recommendation, recommend, simulate_grid
 from ..tuning.scenario import Lengths, Lognormal, Scenario, read_histogram, read_log
 from ..tuning.simulation import Mode, Result
-from ..tuning.step_time import EXAMPLE, parse_step_time, read_doctor
-from .doctor import check_file, check_plots
+from ..tuning.step_time import EXAMPLE, parse_step_time, read_speed
+from . import check_file, check_plots
 
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ Simulate rollouts before spending GPU hours on them: does over-provisioning pay 
 The pool and the round driver are those of training; only the servers and the clock are simulated. Prints throughput,
 bubble, staleness and carried share for a grid of modes and factors, and recommends settings.
     trl-april simulate --median 2000 --sigma 1.0 --max-length 16384
-    trl-april doctor --base-url http://127.0.0.1:8000 --json server.json
-    trl-april simulate --doctor server.json --log out/checkpoint-20/trainer_state.json --quota 64 --group-size 8
+    python benchmarks/calibration.py http://127.0.0.1:8000 --json speed.json
+    trl-april simulate --speed speed.json --log out/checkpoint-20/trainer_state.json --quota 64 --group-size 8
     trl-april simulate --histogram lengths.json --train-seconds 30 --factors 1.5 2 3 4 auto --modes both keep
 
 {inspect.cleandoc(Mode.__doc__ or "")}
@@ -104,14 +104,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--histogram", type=Path, metavar="FILE", help='JSON {"length": count} or lines length,count')
     add("--log", type=Path, metavar="FILE", help="trainer_state.json of a training run with APRIL")
 
-    servers = parser.add_argument_group("speed (step times of a small model on two CPU cores, --doctor or --steps)")
+    servers = parser.add_argument_group("speed (step times of a small model on two CPU cores, --speed or --steps)")
     add = servers.add_mutually_exclusive_group().add_argument
-    add("--doctor", type=Path, metavar="FILE", help="step times that `trl-april doctor` measured")
+    add("--speed", type=Path, metavar="FILE", help="what benchmarks/calibration.py measured of a server")
     add("--steps", metavar="N:SECONDS,...", help=f"step times by sequences at once (default: {EXAMPLE})")
     add = servers.add_argument
-    add("--prefill-seconds", type=float, metavar="S", help="seconds per prefilled token (default: doctor's, or 2e-5)")
-    add("--context-seconds", type=float, metavar="S", help="seconds per token of context (default: doctor's, or 0)")
-    add("--max-sequences", type=int, metavar="N", help="sequences at once per server (default: doctor's, or 256)")
+    add(
+        "--prefill-seconds", type=float, metavar="S", help="seconds per prefilled token (default: the file's, or 2e-5)"
+    )
+    add("--context-seconds", type=float, metavar="S", help="seconds per token of context (default: the file's, or 0)")
+    add("--max-sequences", type=int, metavar="N", help="sequences at once per server (default: the file's, or 256)")
     others = parser.add_argument_group("workload, servers and trainer")
     for setting in SETTINGS:
         option, metavar = f"--{setting.name.replace('_', '-')}", "N" if isinstance(setting.default, int) else "X"
@@ -134,8 +136,8 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
     elif options.log is not None:
         lengths = read_log(options.log)
     prefill_seconds, max_sequences = options.prefill_seconds, options.max_sequences
-    if options.doctor is not None:
-        step_time, places = read_doctor(options.doctor, prefill_seconds, options.context_seconds)
+    if options.speed is not None:
+        step_time, places = read_speed(options.speed, prefill_seconds, options.context_seconds)
         max_sequences = places if max_sequences is None else max_sequences
     else:
         prefill_seconds = 2e-5 if prefill_seconds is None else prefill_seconds

@@ -159,14 +159,15 @@ class RowSource:
             if steps >= self._max_steps and not self.offset or self._has_length and self._epoch >= self._epochs:
                 return
             is_left = position >= self._epoch_micro_steps  # with an offset: unless its rows have ended before
+            is_used_up = self._chunk * self._round >= self._epoch_micro_steps
             # With an offset, the round after the last one of an epoch starts in the next epoch, where steps count
             # anew. Only its rows tell whether this epoch has another round.
-            rows = self._read_chunk() if self.offset or not is_left else []
+            rows = [] if is_used_up else self._read_chunk()
             is_whole = len(rows) == self._groups_per_round
             if is_whole and steps >= self._max_steps:
                 self._rows = chain(rows, self._rows)  # they may replace rejected groups
                 return
-            if is_left and (is_whole or not self.offset):
+            if is_used_up or is_left and is_whole:
                 self.offset = position - self._epoch_micro_steps
                 self._steps_before_epoch += self._epoch_micro_steps // self._accumulation
                 self._chunk = 0

@@ -35,7 +35,7 @@ GENERATED_TOKENS = "trl_april.server.middleware.GeneratedTokens"
 TOKEN_IDS_ONLY = "trl_april.token_ids_only"  # among `vllm_xargs`
 WITHOUT_TEXT = "trl_april.server.middleware.TokenIdsOnly"
 BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
-WORKER_EXTENSION = "trl_april.server.worker.QuietReload"
+WORKER_EXTENSION = "trl_april.server.worker.WeightLoader"
 RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 
 # Flags that are arguments of their own, and flags that make training impossible.

@@ -74,16 +74,16 @@ def server_load(session: requests.Session, base_url: str, **options: Any) -> Ser
 
 
 class ServerPause:
-    """Pauses a vLLM server for a weight sync, so that its requests continue with the new weights.
+    """Pauses a vLLM server for a weight sync: no step meets half of the weights, and requests continue with all.
 
     A server that was paused is always resumed, even if the answer to the pause was lost. `answer` sends a request,
     given method and path, and returns the answer; its errors are [`AprilError`].
     """
 
-    def __init__(self, answer: Callable[[str, str], dict[str, Any]], base_url: str) -> None:
+    def __init__(self, answer: Callable[..., dict[str, Any]], base_url: str) -> None:
         self._answer = answer
         self._base_url = base_url
-        self._may_be_paused = False
+        self._is_paused = self._may_be_paused = False
 
     def is_possible(self) -> bool:
         """Whether the server reports the progress of paused requests. If not, they have to be aborted."""
@@ -111,21 +111,18 @@ class ServerPause:
         except (AprilError, AttributeError, ValueError):
             pass  # check_server reports what is wrong with the server
 
-    def begin(self) -> bool:
-        """Pause the server. Returns whether it confirmed the pause."""
-        self._may_be_paused = True  # even if its answer is lost
-        try:
-            self._answer("POST", "pause?mode=keep&clear_cache=false")
-        except AprilError as error:
-            logger.warning("%s Running requests are aborted instead.", str(error))  # its traceback holds the trainer
-            return False
-        return True
+    def begin(self) -> None:
+        """Pause the server, unless it is paused already. Raises [`AprilError`] if it does not confirm the pause."""
+        if not self._is_paused:
+            self._may_be_paused = True  # even if its answer is lost
+            self._answer("POST", "pause?mode=keep&clear_cache=false", seconds=None)  # after the steps that are running
+            self._is_paused = True
 
     def end(self) -> None:
         """Resume the server if it may be paused. Raises [`AprilError`] if it refuses."""
         if self._may_be_paused:
             self._answer("POST", "resume")
-            self._may_be_paused = False
+            self._is_paused = self._may_be_paused = False
 
     def give_up(self) -> None:
         """Resume the server after an error that must not be hidden: a failure here is only logged."""
@@ -133,4 +130,4 @@ class ServerPause:
             self.end()
         except AprilError as error:
             logger.warning("The vLLM server at %s could not be resumed. %s", self._base_url, str(error))
-            self._may_be_paused = False
+            self._is_paused = self._may_be_paused = False

@@ -46,23 +46,6 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
-    """The batch in the form of TRL's `rollout_func`: a list per key, with one entry per sample, group-major.
-
-    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens of
-    tools. It is there only if tools may be called.
-    """
-    samples = [(group, sample) for group in groups for sample in group.samples]
-    output = {
-        "prompt_ids": [list(group.prompt_ids_of(sample)) for group, sample in samples],
-        "completion_ids": [sample.token_ids.tolist() for _, sample in samples],
-        "logprobs": [sample.logprobs.tolist() for _, sample in samples],
-    }
-    if any(sample.conversation is not None for _, sample in samples):
-        output["env_mask"] = loss_mask(groups)
-    return output
-
-
 def loss_mask(groups: Sequence[Group], mask_below: float = -math.inf) -> list[list[int]]:
     """For each token, 0 if it is outside of the loss: of tools, or of a version before `mask_below`."""
     samples = [sample for group in groups for sample in group.samples]
@@ -171,15 +154,20 @@ def round_metrics(
     added = reduce_sum([*(float(value) for value in sums.values()), *bins])
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, reduce_max([float(value) for value in maxima.values()]), strict=True))
-    tokens, seconds = sums["trained_tokens"], maxima["round_seconds"]
-    # By the wall clock: a round that overlap nearly filled takes milliseconds, in which few of its tokens arrived.
-    period = maxima.pop("period_seconds")
-    per_second = 1 / period if period else 0.0
+    ratios = _ratios(sums, bins, seconds=maxima["round_seconds"], period=maxima.pop("period_seconds"))
+    counts = {name: sums[name] for name in counted}
+    own = {"over_provisioning": done.over_provisioning, "withheld_groups": float(done.withheld_groups)}
+    return {**own, **maxima, **counts, **ratios}
+
+
+def _ratios(sums: dict[str, float], bins: Sequence[float], *, seconds: float, period: float) -> dict[str, float]:
+    """What follows from the sums over all processes, for a round of so many seconds.
+
+    Rates are by the wall clock, the `period` since the round before: a round that overlap nearly filled takes
+    milliseconds, in which few of its tokens arrived.
+    """
+    tokens, per_second = sums["trained_tokens"], 1 / period if period else 0.0
     return {
-        "over_provisioning": done.over_provisioning,
-        "withheld_groups": float(done.withheld_groups),
-        **maxima,
-        **{name: sums[name] for name in counted},
         "generated_tokens_per_second": (sums["generated_tokens"] + sums["overlap_tokens"]) * per_second,
         "trained_tokens_per_second": tokens * per_second,
         "in_flight_mean": sums["in_flight_seconds"] / seconds if seconds else 0.0,

@@ -10,16 +10,19 @@ Tokens outside of the loss are not counted in the metrics.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from ..config import correction_mode
-from ..distributed.processes import OneProcess, Processes
+from ..distributed.processes import OneProcess, Processes, get_logger
 from ..pool.samples import Group
+from ..rollout.round import Round
 
+
+logger = get_logger(__name__)
 
 AGES = ("age_0", "age_1", "age_2", "age_3+")
 # In benchmarks/stress.py, two of ten batches were below it in most trainings with learning rates that cost reward, and
@@ -94,6 +97,44 @@ class TrainingPassCorrection:
         if self._highest is not None:
             outside |= ratio > self._highest
         return ratio.masked_fill(outside, 0.0)
+
+
+class BatchCorrection:
+    """The correction of the batches of a training run, with its metrics, which `note` also takes for the log."""
+
+    def __init__(self, processes: Processes, note: Callable[[dict[str, float]], None]) -> None:
+        self._processes, self._note, self._drift = processes, note, DriftWatch()
+        self._pending: tuple[TrainingPassCorrection, Round] | None = None
+
+    def metrics(self, batch: dict[str, Any], done: Round) -> dict[str, float]:
+        """The `april/correction/` metrics of a batch that TRL has scored. A collective call."""
+        if "importance_sampling_ratio" not in batch:
+            return {}
+        metrics = correction_metrics(batch, done.groups, done.version, processes=self._processes)
+        self._note(metrics)
+        if text := self._drift.warning(metrics):
+            logger.warning(f"Step {done.version}: {text}")
+        return metrics
+
+    def defer(self, args: GRPOConfig, batch: dict[str, Any], done: Round) -> None:
+        """Leave the correction of a batch that TRL has scored without it to [`BatchCorrection.correct`]."""
+        self._pending = TrainingPassCorrection(args, batch), done
+
+    def correct(self, micro_batch: dict[str, Any], logps: torch.Tensor) -> dict[str, float]:
+        """Correct a micro-batch of a deferred batch by the log-probabilities of its training forward pass.
+
+        Returns the metrics of the correction, by their full names, with the last micro-batch; then it is a collective
+        call.
+        """
+        if self._pending is None:
+            return {}
+        correction, done = self._pending
+        batch = correction.correct(micro_batch, logps)
+        if batch is None:
+            return {}
+        self._pending = None
+        ours = {f"april/{name}": value for name, value in self.metrics(batch, done).items()}
+        return {**sampling_metrics(batch, self._processes), **ours}
 
 
 def sampling_metrics(batch: dict[str, Any], processes: Processes) -> dict[str, float]:

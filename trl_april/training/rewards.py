@@ -24,29 +24,19 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.trainer.utils import is_async_callable, nanstd
 
+from ..agents.environments import Environments
+from ..agents.tools import messages_of
 from ..distributed.processes import get_logger
 from ..engine.images import prompt_of
 from ..errors import ConfigError
 from ..pool.samples import Group, Score
 from ..rollout.user_code import UserCode, carried, result_of
 from .batch import batch_rows
-from .environments import Environments
-from .tools import messages_of
 
 
 logger = get_logger(__name__)
 
 NOT_PASSED_ON = ("prompt", "completion", "completion_ids")  # columns of a row
-
-
-def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool) -> None:
-    """Raise [`ConfigError`] if a process cannot score its groups alone, as scoring during generation requires."""
-    if processes > 1 and sharded and any(isinstance(function, torch.nn.Module) for function in reward_funcs):
-        raise ConfigError(
-            "Groups are scored during generation (dynamic_sampling, score_during_generation or an environment), and "
-            f"a reward function is a model that FSDP or DeepSpeed shards over {processes} processes, which would have "
-            "to score together. Serve the reward model and call it from a function, or set both options to False."
-        )
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +36,7 @@ class StepTime:
         if not is_ascending or not all(0 < seconds < math.inf for _, seconds in self.points):
             raise ConfigError(
                 f"The step times (sequences, seconds) are {self.points}; sequences must ascend from 1 or more, and "
-                "seconds be positive. Measure them with `trl-april doctor --base-url URL --json FILE`."
+                "seconds be positive. Measure them with `python benchmarks/calibration.py URL --json FILE`."
             )
         for name in ("prefill_seconds", "context_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -84,22 +82,20 @@ def parse_step_time(text: str, prefill_seconds: float = 0.0, context_seconds: fl
     return StepTime(tuple(points), prefill_seconds, context_seconds)
 
 
-def read_doctor(
+def read_speed(
     path: Path, prefill_seconds: float | None = None, context_seconds: float | None = None
-) -> tuple[StepTime, int | None]:
-    """Read the step times that `trl-april doctor --json` measured, and how many sequences run at once, if known.
+) -> tuple[StepTime, int]:
+    """Read what `benchmarks/calibration.py` measured, and how many sequences run at once.
 
     Arguments override values of the file.
     """
-    with reading(path, "a file with a decode curve, as `trl-april doctor --base-url URL --json FILE` writes") as text:
-        report = json.loads(text)
-        steps = [_step(point) for point in report["decode"]]
-        max_sequences = report.get("server", {}).get("max_num_seqs")
-        if prefill_seconds is None:
-            prefill_seconds = _prefill_slope(report.get("prefill", []))
-        if context_seconds is None:
-            context_seconds = _context_slope(steps, report.get("decode_in_context", []))
-    return StepTime.measured(steps, prefill_seconds, context_seconds), max_sequences
+    with reading(path, "a file that `python benchmarks/calibration.py URL --json FILE` wrote") as text:
+        found = json.loads(text)
+        steps = [(int(number), float(seconds), float(found["context"])) for number, seconds in found["steps"]]
+        prefill = float(found["prefill_seconds"]) if prefill_seconds is None else prefill_seconds
+        in_context = float(found["context_seconds"]) if context_seconds is None else context_seconds
+        max_sequences = int(found["max_sequences"])
+    return StepTime.measured(steps, prefill, in_context), max_sequences
 
 
 @contextmanager
@@ -109,28 +105,3 @@ def reading(path: Path, expected: str) -> Iterator[str]:
         yield path.read_text()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error}). Give {expected}.") from error
-
-
-def _step(point: dict[str, Any]) -> tuple[int, float, float]:
-    return int(point["sequences"]), float(point["seconds_per_step"]), float(point.get("context", 0.0))
-
-
-def _context_slope(short: list[tuple[int, float, float]], long: list[dict[str, Any]]) -> float:
-    """Seconds per step and token of context: the mean over the numbers of sequences that were measured twice."""
-    found = [
-        (seconds - less) / (sequences * (context - before))
-        for sequences, seconds, context in map(_step, long)
-        for other, less, before in short
-        if other == sequences and context > before
-    ]
-    return max(0.0, fmean(found)) if found else 0.0
-
-
-def _prefill_slope(points: list[dict[str, Any]]) -> float:
-    """Seconds per prefilled token, from the shortest prompt measured to the longest."""
-    measured = sorted((int(point["tokens"]), float(point["seconds"])) for point in points)
-    if not measured:
-        return 0.0
-    # Of a single point, all time is attributed to its tokens.
-    (few, before), (many, after) = measured[0] if len(measured) > 1 else (0, 0.0), measured[-1]
-    return max(0.0, (after - before) / (many - few))

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
@@ -19,8 +18,7 @@ from accelerate.utils import DistributedType, extract_model_from_parallel, is_pe
 
 from ..errors import WeightSyncError
 from ..server.check import ServerInfo
-from ..server.host import is_of_this_host
-from .files import save_tensors, weight_folder
+from .files import save_tensors, sees_files, weight_folder
 from .names import Parameters
 from .synced_server import FRESH, Each, Load, SyncedServer
 
@@ -189,7 +187,7 @@ def why_merged(
                 f"the vLLM server at {server.base_url} was started without --enable-lora, or without "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (`trl-april serve MODEL --enable-lora` sets it)"
             )
-        if folder is None and not is_of_this_host(urlsplit(server.base_url).hostname or ""):
+        if not sees_files(server.base_url, folder):
             return f"the vLLM server at {server.base_url} is on another host, and weight_sync_dir is not set"
     return None
 

@@ -18,12 +18,14 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..errors import WeightSyncError
+from ..errors import ConfigError, WeightSyncError
+from ..server.host import is_of_this_host
 from .names import Parameters, read_to_end
 from .synced_server import Each, Load, SyncedServer
 
@@ -31,6 +33,7 @@ from .synced_server import Each, Load, SyncedServer
 HEADER_BYTES = 2**20  # of each file, for some 5,000 parameters
 # Matrices that servers may keep in float32, such as routers, are small or have a side of this length at most.
 NARROW_SIDE = 512
+STAGED = 2**26  # elements that are copied from a GPU and then written
 BUFFERED = 2**18  # elements that are converted and then written
 PIECE = 2**15  # of these at once: few enough for torch to use one thread, since several wait for each other
 DTYPES = {
@@ -52,8 +55,13 @@ class FileTransport:
         self._dtypes: dict[str, torch.dtype | None] = {}  # that servers convert weights to, by address
 
     def connect(self, server: SyncedServer) -> None:
-        dtype = getattr(torch, server.info.dtype, None)
-        self._dtypes[server.base_url] = None if server.info.quantized else dtype
+        if not sees_files(server.base_url, self._parent):
+            raise ConfigError(
+                f"The vLLM server at {server.base_url} is on another host, which does not see weight files of this "
+                "one. Set weight_sync_dir to a folder that both see under the same path, or use weight_sync='nccl' "
+                "with different GPUs on both sides."
+            )
+        self._dtypes[server.base_url] = dtype_of(server)
         if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
             overrides = {"load_config": {"load_format": "auto"}}
             body = {"method": "update_config", "kwargs": {"overrides": overrides}}
@@ -66,16 +74,25 @@ class FileTransport:
         with weight_folder(self._parent) if sends else nullcontext() as folder:
             with read_to_end(parameters()) as params:
                 if folder is not None:
-                    dtypes = {*self._dtypes.values()}
-                    write_weights(params, folder, dtypes.pop() if len(dtypes) == 1 else None)
+                    write_weights(params, folder, common_dtype(self._dtypes))
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+
+            def reload(server: SyncedServer) -> None:
+                # The first one after one that failed only ends it: vLLM keeps what it had of a layer.
+                for _ in range(2 if server.is_incomplete else 1):
+                    server.control.load("collective_rpc", body)
 
             def load(servers: Sequence[SyncedServer], each: Each) -> None:
                 if sends:
-                    each(lambda server: server.control.load("collective_rpc", body), servers)
+                    each(reload, servers)
 
             # The files stay until all servers have answered, since they may still read them.
             yield load
+
+
+def sees_files(base_url: str, folder: str | None) -> bool:
+    """Whether a server may see the files: it is on this host, or the user chose a folder for it."""
+    return folder is not None or is_of_this_host(urlsplit(base_url).hostname or "")
 
 
 @contextmanager
@@ -116,8 +133,6 @@ def write_weights(params: Parameters, folder: Path, dtype: torch.dtype | None = 
         file = None
         for name, param in params:
             tensor, stored = param.detach(), stored_dtype(param, dtype)
-            if tensor.device.type != "cpu":
-                tensor = tensor.to(stored).to("cpu")
             if file is None or not file.has_room_for(name, tensor, stored):
                 opened.close()
                 number = 0 if file is None else file.number + 1
@@ -146,6 +161,17 @@ def naming_space(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def dtype_of(server: SyncedServer) -> torch.dtype | None:
+    """What a server converts weights to; `None` if it quantizes them."""
+    return None if server.info.quantized else getattr(torch, server.info.dtype, None)
+
+
+def common_dtype(of_servers: dict[str, torch.dtype | None]) -> torch.dtype | None:
+    """The data type of all servers, given that of each; `None` if they have several."""
+    found = {*of_servers.values()}
+    return found.pop() if len(found) == 1 else None
+
+
 def stored_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """What a parameter is written as: the data type of the server, for large matrices, if that is smaller."""
     if dtype is None or not param.is_floating_point() or param.itemsize <= dtype.itemsize:
@@ -154,7 +180,19 @@ def stored_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def converted(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The elements of a tensor in another data type, in parts that stay in a core's cache until they are written."""
+    """The elements of a tensor in a data type and in memory of the host, in parts that are written one by one.
+
+    A GPU copies several times as fast into pinned memory, which torch keeps for the next tensor. Parts on a CPU stay
+    in a core's cache.
+    """
+    if tensor.device.type != "cpu":
+        buffer = torch.empty(min(STAGED, len(tensor)), dtype=dtype, pin_memory=True)
+        for part in tensor.split(STAGED):
+            yield buffer[: len(part)].copy_(part.to(dtype))
+        return
+    if tensor.dtype == dtype:
+        yield tensor
+        return
     buffer = torch.empty(BUFFERED, dtype=dtype)
     for part in tensor.split(BUFFERED):
         for piece, place in zip(part.split(PIECE), buffer.split(PIECE), strict=False):
@@ -190,7 +228,7 @@ class WeightFile:
         self._entries |= entry
         self._header_left -= len(json.dumps(entry))  # its braces are two characters, a comma and a space
         flat = tensor.contiguous().reshape(-1)
-        for part in [flat] if dtype == tensor.dtype else converted(flat, dtype):
+        for part in converted(flat, dtype):
             self._file.write(part.view(torch.uint8).numpy())
         self._size += tensor.numel() * dtype.itemsize
 

@@ -128,12 +128,7 @@ class NcclTransport:
         if server.client.communicator is None:  # after a failure
             self.connect(server)
         control = server.control
-        try:
-            control.load("start_weight_update", {})
-        except WeightSyncError:  # it may have been left in the middle of an update
-            with suppress(WeightSyncError):
-                control.load("finish_weight_update", {})
-            control.load("start_weight_update", {})
+        _start_update(server)
         info: dict[str, Any] = {
             "names": [name for name, _, _ in self._metadata],
             "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in self._metadata],
@@ -164,7 +159,7 @@ class NcclTransport:
                     stream.synchronize()
 
         sent: Future[None] | None = None
-        for chunk in packed(params, CHUNK_BYTES):
+        for chunk in packed(params, CHUNK_BYTES, self._device):
             if stream is not None:
                 torch.accelerator.current_stream(stream.device).synchronize()
             _wait_for(sent, received)
@@ -193,6 +188,18 @@ class NcclTransport:
                 f"The parameter {missing[0]} was announced to the server and is no longer one of the model. The model "
                 "must not change its parameters during training; weight_sync='filesystem' allows it."
             )
+
+
+def _start_update(server: SyncedServer) -> None:
+    """Let a server expect weights. An update that broke off is finished first: vLLM keeps what it had of a layer."""
+    load = server.control.load
+    with suppress(WeightSyncError):  # refused in the middle of an update
+        load("start_weight_update", {})
+        if not server.is_incomplete:
+            return
+    with suppress(WeightSyncError):
+        load("finish_weight_update", {})
+    load("start_weight_update", {})
 
 
 def address_seen_by(base_url: str) -> str:
@@ -228,15 +235,18 @@ def disconnect(client: VLLMClient) -> None:
         client.close_communicator()
 
 
-def packed(params: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Iterator[torch.Tensor]:
-    """Concatenate the bytes of parameters, up to and including the one that exceeds `chunk_bytes`.
+def packed(
+    params: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Concatenate the bytes of parameters on a device, up to and including the one that exceeds `chunk_bytes`.
 
-    Each is copied when it is yielded: merged or gathered values change when the iteration continues.
+    Each is copied when it is yielded: merged or gathered values change when the iteration continues. A model may be
+    divided among several devices.
     """
     parts: list[torch.Tensor] = []
     size = 0
     for _, param in params:
-        parts.append(param.detach().reshape(-1).clone().view(torch.uint8))
+        parts.append(param.detach().to(device, copy=True).reshape(-1).view(torch.uint8))
         size += parts[-1].numel()
         if size > chunk_bytes:
             yield torch.cat(parts)

@@ -117,13 +117,15 @@ class SyncedServers:
 
         for_each(attempt, [server for server in self.taking_part() if servers is None or server in servers])
 
-    def settle_outages(self) -> None:
-        """Leave out servers with an outage, or raise the same error in all processes if none is left.
+    def settle_outages(self, step: Callable[[SyncedServer], object] | None = None) -> None:
+        """Run a last step, if any, and leave out servers with an outage.
 
-        A collective call.
+        If none is left, all processes raise the same error. A collective call.
         """
 
         def settle() -> None:
+            if step is not None:
+                self.each(step)
             if not self.taking_part():
                 outage = next((server.outage for server in self if server.outage is not None), None)
                 raise ServerError(
@@ -205,17 +207,18 @@ class SyncedServers:
         """
 
         def pause() -> bool:
-            refused: list[SyncedServer] = []
-            if self.keeps_requests:
-                self.each(lambda server: server.pause.begin() or refused.append(server))
-            for server in refused:
-                if len(self) > 1 and (problem := server.control.problem()):
-                    server.outage = ServerError(problem)
-            return self.keeps_requests and not any(server.takes_part for server in refused)
+            if not self.keeps_requests:
+                return False
+            try:
+                self.each(lambda server: server.pause.begin())
+            except AprilError as error:  # as text, since its traceback holds the trainer
+                logger.warning("%s Running requests are aborted instead.", str(error))
+                return False
+            return bool(self.taking_part())
 
         return self._processes.decide(pause)
 
     def give_up(self) -> None:
-        """Resume servers that were paused for a sync that will not be repeated."""
+        """Resume servers that were paused for a sync that will not be repeated, unless weights are missing."""
         for server in self:
             server.give_up()

@@ -24,8 +24,8 @@ from ..distributed.processes import Processes
 from ..engine.logprobs import check_logprobs
 from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
-from ..server.addresses import server_addresses
 from ..server.check import ServerInfo, check_server
+from ..server.host import server_addresses
 from ..server.local import LocalServer
 from .adapters import AdapterTransport, is_quantized, why_merged
 from .canary import (
@@ -41,7 +41,7 @@ from .canary import (
 from .client import ServerClient, ServerControl
 from .names import check_complete, in_checkpoint_format, names_in_checkpoint, tied_names, with_native_adapters
 from .servers import SyncedServers
-from .synced_server import SyncedServer
+from .synced_server import INCOMPLETE, SyncedServer
 from .transport import connected_transport
 
 
@@ -194,8 +194,10 @@ class ServerGeneration(VLLMGeneration):
         config = self.model.config
         if self.local_server is None:
             server.reserve()
-        server.pause.end_foreign()  # a paused server would not answer the check
-        self._examine(server)
+        is_complete = server.control.weight_version() != INCOMPLETE
+        if is_complete:
+            server.pause.end_foreign()  # a paused server would not answer the check
+        self._examine(server, generates=is_complete)
         if self.local_server is None:
             own, served = config._name_or_path, server.info.path
             gets = f" and gets the weights of {own}" if own and not server.info.has_name(own) else ""
@@ -215,8 +217,8 @@ class ServerGeneration(VLLMGeneration):
         cause = why_otherwise(self.model.config, server.info.max_model_len, tokens)
         return f"{cause} (transformers {transformers_version}, vLLM {vllm}.)"
 
-    def _examine(self, server: SyncedServer) -> None:
-        """Check a server against the trainer's model, and whether it can keep requests."""
+    def _examine(self, server: SyncedServer, *, generates: bool = True) -> None:
+        """Check a server, which `generates` or waits for weights, against the trainer's model."""
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         try:
             server.info = check_server(
@@ -226,6 +228,7 @@ class ServerGeneration(VLLMGeneration):
                 max_completion_length=self.max_completion_length,
                 num_tokens=1 + max(tokenizer.get_vocab().values()),
                 larger_context=self.larger_context,
+                generates=generates,
             )
         except requests.RequestException as error:
             raise ServerError(
@@ -253,8 +256,8 @@ class ServerGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """Send the trainer's weights, stamp them with the policy version, and verify them. A collective call.
 
-        After a failure, a paused server stays paused until the next sync or [`SyncedServers.give_up`], because
-        its requests must continue with the new weights.
+        Merged weights are loaded into paused servers only. After a failure, these stay paused until the next sync, or
+        [`SyncedServers.give_up`] if their weights are complete: requests must continue with the new weights.
         A server that is down is left out. If all are, all processes raise [`ServerError`], and the sync can be
         repeated when one is back. It raises [`WeightSyncError`] if a server refuses the weights, or samples from other
         weights afterwards.
@@ -287,7 +290,7 @@ class ServerGeneration(VLLMGeneration):
         with self._transport.stage(self._parameters, sends=sends, dtypes=dtypes) as load:
             if self.before_sync is not None:
                 self.before_sync()
-            self.servers.settle_outages()
+            self.servers.settle_outages(None if as_next else SyncedServer.begin_load)
             load(list(self.servers), self.servers.each)
             adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
             options: dict[str, Any] = {
@@ -340,7 +343,7 @@ class ServerGeneration(VLLMGeneration):
         if server.synced_version is None:
             server.synced_version = server.announced_version = ""  # if the first sync fails, the next one checks
             return
-        if server.control.weight_version() in (server.synced_version, server.announced_version):
+        if server.control.weight_version() in (server.synced_version, server.announced_version, INCOMPLETE):
             return
         if server.base_url in self.servers.holding or len(self.servers) == 1:
             logger.warning(
@@ -350,6 +353,7 @@ class ServerGeneration(VLLMGeneration):
             )
         # No server reports it, so a failed sync is checked again.
         server.synced_version = server.announced_version = ""
+        server.pause.end()  # a paused server would not answer the check
         self._examine(server)
         if self._keeps_cache:
             # It may hold blocks of other weights under the salt of this version.

@@ -27,6 +27,7 @@ Each = Callable[[Step, Sequence["SyncedServer"]], None]  # as [`for_each`]
 Load = Callable[[Sequence["SyncedServer"], Each], None]  # loads weights into servers
 
 FRESH = "default"  # vLLM's weight version of the weights that a server was started with
+INCOMPLETE = "incomplete"  # ours, while weights are loaded
 WATCH_SECONDS = 1.0  # between two health checks of a lost server
 
 
@@ -48,6 +49,7 @@ class SyncedServer:
         self.values_before: list[list[float]] | None = None  # of the canary, before the first sync
         self.synced_version: str | None = None  # of the last complete sync
         self.announced_version: str | None = None  # last one sent to the server, even if its answer was lost
+        self.is_incomplete = False  # whether an earlier sync, of any run, left the weights incomplete
         self.outage: Exception | None = None  # error of the present sync that showed that the server is down
         self.is_lost = False  # while others continue
         self._answers = threading.Event()  # set when a lost server answers
@@ -95,11 +97,14 @@ class SyncedServer:
         ).start()
 
     def give_up(self) -> None:
-        """End the watch and the lease, and resume a server that was paused for a sync that will not be repeated."""
+        """End the watch and the lease, and resume a server that was paused for a sync that will not be repeated.
+
+        With incomplete weights, it stays paused: vLLM has not allocated all of them, and crashes at the first request.
+        """
         self._given_up.set()
         if self.is_lost:
             self._answers.set()  # the next sync asks it
-        else:
+        elif self.announced_version != INCOMPLETE:
             self.pause.give_up()
         self.lease.give_back()
 
@@ -138,6 +143,25 @@ class SyncedServer:
                 found.append([math.nan] * (NUM_TOKENS - 1))
         return found
 
+    def begin_load(self) -> None:
+        """Pause the server, and mark its weights as incomplete until they have their version."""
+        self.pause.begin()
+        self.is_incomplete = self.control.weight_version() == INCOMPLETE
+        self.announced_version = INCOMPLETE
+        self.control.request("POST", "update_weight_version", {"new_version": INCOMPLETE})
+
+    def end_load(self, version: str) -> None:
+        """Give the loaded weights their version, and resume the server."""
+        self.announced_version = version
+        self.control.request("POST", "update_weight_version", {"new_version": version})
+        reported = self.control.weight_version()
+        if reported != version:
+            raise WeightSyncError(
+                f"The server at {self.base_url} reports weight version {reported!r} after the sync of {version}, so "
+                "another client may be sending it weights. Use a separate server for every training run."
+            )
+        self.pause.end()
+
     def stamp_and_verify(
         self,
         version: int,
@@ -158,15 +182,7 @@ class SyncedServer:
             self.control.request("POST", "reset_encoder_cache")
         if not keeps_cache:
             self.control.request("POST", "reset_prefix_cache")  # for other clients: our requests have salts
-        self.announced_version = adapter or str(version)
-        self.control.request("POST", "update_weight_version", {"new_version": self.announced_version})
-        reported = self.control.weight_version()
-        if reported != self.announced_version:
-            raise WeightSyncError(
-                f"The server at {self.base_url} reports weight version {reported!r} after the sync of {version}, so "
-                "another client may be sending it weights. Use a separate server for every training run."
-            )
-        self.pause.end()
+        self.end_load(adapter or str(version))
         ask, model = (server_logprobs, self.info.model) if adapter is None else (next_logprobs, adapter)
         several = self.info.engines > 1
         ranks = [{"X-data-parallel-rank": str(rank)} if several else None for rank in range(self.info.engines)]

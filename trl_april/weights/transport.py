@@ -20,6 +20,7 @@ from ..server.host import gpus_of_host, is_of_this_host
 from ..server.local import sees_our_devices
 from .adapters import AdapterTransport
 from .files import FileTransport
+from .ipc import SharedMemoryTransport
 from .names import Parameters
 from .nccl import NcclTransport
 from .synced_server import Load, SyncedServer
@@ -63,12 +64,14 @@ def connected_transport(
     """The transport for the options `weight_sync` and `weight_sync_dir`, connected to all servers in the main process.
 
     With `"auto"`, only the adapter is sent where that is possible: `adapters` sends it, and `why_merged` returns the
-    reason against it. With `must_adapt`, other weights cannot be sent. Otherwise files are used where
-    NCCL is not possible, or its connection fails, and where an embedded server `shares_device` with the trainer. A
-    collective call. Raises [`ConfigError`] if the folder does not exist or something was asked for that is not
-    possible, and [`WeightSyncError`] if a connection by NCCL was asked for and fails.
+    reason against it. With `must_adapt`, other weights cannot be sent. Otherwise files are used where neither NCCL
+    nor memory of one GPU is possible, or the connection fails. An embedded server may share the trainer's device
+    (`shares_device`). A collective call. Raises [`ConfigError`] if the folder does not exist, a server would not see
+    the files, or something impossible was asked for, and [`WeightSyncError`] if a connection was asked for and fails.
     """
-    transports: dict[str, WeightTransport] = {"nccl": NcclTransport(device), "filesystem": FileTransport(folder)}
+    transports: dict[str, WeightTransport] = {
+        "nccl": NcclTransport(device), "ipc": SharedMemoryTransport(device), "filesystem": FileTransport(folder),
+    }  # fmt: skip
     if adapters is not None:
         transports["adapter"] = adapters
 
@@ -101,21 +104,26 @@ def connected_transport(
                     "weight_sync='auto', which sends merged weights then."
                 )
             logger.warning("Merged weights are sent instead of the adapter: %s.", reason.rstrip("."))
-        if asked == "auto" and shares_device:
-            return connect("filesystem")  # NCCL cannot connect a GPU to itself
+        name = choose_transport(asked, device=device, servers=servers, shares_device=shares_device)
         try:
-            return connect(choose_transport(asked, device=device, servers=servers))
-        except WeightSyncError as error:
-            if asked != "auto":
+            return connect(name)
+        except (ConfigError, WeightSyncError) as error:
+            if asked != "auto" or name == "filesystem":
                 raise
+            try:
+                connect("filesystem")
+            except ConfigError as no_files:
+                raise ConfigError(f"{error} For files: {no_files}") from error
             logger.warning("%s So files are used instead.", error)
-            return connect("filesystem")
+            return "filesystem"
 
     return transports[processes.decide(choose)]
 
 
-def choose_transport(asked: str, *, device: torch.device, servers: Sequence[SyncedServer]) -> str:
-    """Choose NCCL or files. Raises [`ConfigError`] if NCCL was asked for and is not possible."""
+def choose_transport(
+    asked: str, *, device: torch.device, servers: Sequence[SyncedServer], shares_device: bool = False
+) -> str:
+    """Choose NCCL, memory of one GPU, or files. Raises [`ConfigError`] if NCCL was asked for and is not possible."""
     infos = [server.info for server in servers]
     both_on_gpus = device.type == "cuda" and {info.device for info in infos} == {"cuda"}  # ROCm's name, too
     nccl_is_possible = both_on_gpus and all(info.has_weight_transfer for info in infos)
@@ -127,8 +135,9 @@ def choose_transport(asked: str, *, device: torch.device, servers: Sequence[Sync
             "Use weight_sync='filesystem' instead."
         )
     if asked == "auto":
-        shares_gpu = both_on_gpus and any(_shares_gpu(server.base_url) for server in servers)
-        asked = "nccl" if nccl_is_possible and not shares_gpu else "filesystem"
+        if both_on_gpus and (shares_device or any(_shares_gpu(server.base_url) for server in servers)):
+            return "ipc"  # NCCL cannot connect a GPU to itself
+        return "nccl" if nccl_is_possible else "filesystem"
     return asked
 
 

@@ -14,14 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.support.tiny import build_model, build_tokenizer
-from trl_april.config import APRILGRPOConfig, AprilOptions
-from trl_april.distributed.processes import OneProcess
-from trl_april.errors import ConfigError
-from trl_april.server.command_line import flag_value
-from trl_april.server.embedded import Devices, EmbeddedServer
-from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training import construction
-from trl_april.training.construction import (
+from trl_april.bridge import construction
+from trl_april.bridge.construction import (
     attention_of,
     connect_server,
     embedded_server,
@@ -29,6 +23,12 @@ from trl_april.training.construction import (
     needs_server,
     precision,
 )
+from trl_april.config import APRILGRPOConfig, AprilOptions
+from trl_april.distributed.processes import OneProcess
+from trl_april.errors import ConfigError
+from trl_april.server.command_line import flag_value
+from trl_april.server.embedded import Devices, EmbeddedServer
+from trl_april.trainer import APRILGRPOTrainer
 
 
 OFF = {"vllm_importance_sampling_correction": False}

@@ -10,11 +10,11 @@ from accelerate import PartialState
 from PIL import Image
 
 from tests.support.tool_calling import END, HEADER, ToolScript, encode
+from trl_april.agents.rollout_function import RolloutTurns
 from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
 from trl_april.rollout.user_code import UserCode
-from trl_april.training.rollout_function import RolloutTurns
 
 
 PROMPT = encode("<|im_start|>user\nq<|im_end|>\n") + HEADER

@@ -12,7 +12,11 @@ from trl import GRPOConfig
 
 from tests.support.environments import GAME, LOG, Counting, Numbered, Saved, Silent, Speaking
 from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, multiply, trainer_arguments
-from trl_april import session_parts
+from trl_april.bridge import tool_loop
+from trl_april.bridge.construction import replaced
+from trl_april.bridge.hand_over import handed_over, loop_results, rollout_output
+from trl_april.bridge.rewards import reward_scorer
+from trl_april.bridge.tool_loop import tool_turns
 from trl_april.config import AprilOptions
 from trl_april.errors import ConfigError, PoolError
 from trl_april.pool.budget import Budget
@@ -20,10 +24,7 @@ from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.acting import ResetResult
-from trl_april.session_parts import reward_scorer, tool_turns
-from trl_april.training.batch import batch_rows, rollout_output
-from trl_april.training.construction import replaced
-from trl_april.training.tools import handed_over, loop_results
+from trl_april.training.batch import batch_rows
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -261,8 +262,8 @@ def test_the_model_is_not_told_of_the_state_methods(tmp_path):
 
 def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_batch(tmp_path, monkeypatch):
     stock = make_stock(tmp_path, BY_NAME, [{"environment": name} for name in BY_NAME])
-    turns, parse, seen = make_turns(stock), session_parts.parse_response, []
-    monkeypatch.setattr(session_parts, "parse_response", lambda *a, tools, **k: seen.append(tools) or parse(*a, **k))
+    turns, parse, seen = make_turns(stock), tool_loop.parse_response, []
+    monkeypatch.setattr(tool_loop, "parse_response", lambda *a, tools, **k: seen.append(tools) or parse(*a, **k))
     with replaced(stock, **handed_over([], has_tools=True)):
         one_sample(turns, call("echo", text="hey"), environment="speak")
     assert [tool.__name__ for tool in seen[0]] == ["multiply", "echo"]

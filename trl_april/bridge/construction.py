@@ -27,7 +27,6 @@ from ..engine.servers import ServersEngine
 from ..engine.vllm import VLLMEngine
 from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
-from ..server.addresses import server_addresses
 from ..server.command_line import PROCESSED_LOGPROBS
 from ..server.embedded import (
     EmbeddedServer,
@@ -39,6 +38,7 @@ from ..server.embedded import (
     server_flags,
     visible_gpus,
 )
+from ..server.host import server_addresses
 from ..server.local import DEFAULT_HOST
 from ..server.model_size import left_of_gpu, training_memory
 from ..weights.adapters import AdapterTransport, is_quantized, why_not_served

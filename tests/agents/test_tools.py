@@ -26,14 +26,14 @@ from tests.support.tool_calling import (
     multiply,
     trainer_arguments,
 )
+from trl_april.bridge.hand_over import first_turns, loop_results, rollout_output
+from trl_april.bridge.tool_loop import tool_turns
 from trl_april.config import AprilOptions
 from trl_april.data.row_json import decode_messages
 from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
-from trl_april.session_parts import tool_turns
-from trl_april.training.batch import completion_columns, loss_mask, rollout_output
-from trl_april.training.tools import first_turns, loop_results
+from trl_april.training.batch import completion_columns, loss_mask
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,53 @@
+"""Rewards outside of TRL's scoring of a batch: of single groups, and in the threads of environments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from inspect import iscoroutinefunction, isfunction
+from typing import Any
+
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
+
+from ..agents.rollout_function import RolloutTurns
+from ..agents.tools import ToolTurns
+from ..training.rewards import RewardScorer, checked, decode_completions
+
+
+def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None = None) -> RewardScorer:
+    """Scores groups as the trainer would, in a thread; a reward model may share the trainer's tokenizer."""
+    processing_class, of_rewards = copy.deepcopy((trainer.processing_class, trainer.reward_processing_classes))
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    return RewardScorer(
+        functions=checked(trainer.reward_funcs, trainer.reward_func_names, whole_batch=False),
+        processing_classes=of_rewards,
+        names=trainer.reward_func_names,
+        weights=trainer.reward_weights,
+        normalize_first=trainer.multi_objective_aggregation == "normalize_then_sum",
+        decode=partial(decode_completions, tokenizer, processing_class),
+        state=lambda: trainer.state,
+        timed=lambda name: profiling_context(trainer, name),
+        async_loop=trainer.async_loop if trainer._has_async_funcs else None,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        device=trainer.accelerator.device,
+        user_code=trainer._user_code,
+        environments=turns.environments if isinstance(turns, ToolTurns) else None,
+    )
+
+
+def use_threads_of_environments(trainer: GRPOTrainer) -> None:
+    """Let the rewards that environments own be computed in the threads of their instances."""
+
+    def in_threads(kind: type) -> Callable[..., list[Any]]:
+        call = partial(trainer._user_code.wrapped, name=f"get_reward of {kind.__name__}")
+        # As TRL's function, whose default is the class.
+        return lambda environments, **kwargs: [
+            call(one.get_reward, of=one)() if type(one) is kind else None for one in environments
+        ]
+
+    for place, function in enumerate(trainer.reward_funcs):
+        is_trls = getattr(function, "__module__", None) == GRPOTrainer.__module__ and isfunction(function)
+        if is_trls and not iscoroutinefunction(function):
+            trainer.reward_funcs[place] = in_threads(*function.__defaults__)
