@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 
-from .agents.rollout_function import Rollout, check_rollout
+from .agents.rollout_function import Rollout
 from .bridge import compatibility, construction, rows, training_pass
 from .bridge.evaluation import evaluation
 from .bridge.hand_over import handed_over
@@ -43,7 +43,7 @@ from .training.batch import batch_rows, completion_columns, evaluation_columns, 
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.correction import can_correct_in_training
 from .training.micro_batches import weight_of_loss
-from .training.rewards import check_scoring, checked, extra_columns, trained_rewards, use_device
+from .training.rewards import checked, extra_columns, trained_rewards, use_device
 from .training.run_log import outline
 from .weights.recovery import Recovery
 
@@ -122,7 +122,7 @@ class APRILGRPOTrainer(GRPOTrainer):
     ) -> None:
         model, args = construction.model_and_arguments(model, args)
         stock_because = compatibility.why_stock(args, rollout_func, compatibility.ignored_overrides(type(self)))
-        check_rollout(rollout, stock_because, tools or environment_factory)
+        compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
         self.april_enabled, self._rollout = stock_because is None, rollout
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
@@ -133,10 +133,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._options = AprilOptions.of(args).with_schedule(keeps=not has_images, acts=acts)
             self._options.score_during_generation |= environment_factory is not None  # by the process that has them
             compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
-            self._processes = processes_of(args.distributed_state)
-            parts = model, processing_class, peft_config, self._processes
-            with self._processes.watched():
-                self._server = construction.start_server(self, args, *parts)
+            processes = self._processes = processes_of(args.distributed_state)
+            with processes.watched():
+                self._server = construction.start_server(self, args, model, processing_class, peft_config, processes)
             self._user_code = UserCode(lambda: use_device(args.device))
             environment_factory = self._user_code.factories(environment_factory)
         else:
@@ -160,9 +159,9 @@ class APRILGRPOTrainer(GRPOTrainer):
             self.add_callback(StockNotice(stock_because))
         else:
             self._stop = StopRequest(self._processes.check)
-            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
             if self._options.scores_groups:
-                check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
+                sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+                compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
             with self._processes.watched():
                 self._attach_server()
             add_round_lines(self.callback_handler.callbacks, given=callbacks or ())

@@ -17,6 +17,7 @@ from trl_april.bridge.compatibility import (
     check_model,
     check_processes,
     check_row,
+    check_scoring,
     compare_with_server,
     has_images,
     ignored_overrides,
@@ -285,6 +286,15 @@ def test_an_attention_that_leaves_an_option_out_is_named(caplog):
     compare_with_server(model, disable_dropout=True)
     compare_with_server(build("qwen3"), disable_dropout=True)
     assert not caplog.records
+
+
+def test_a_sharded_reward_model_is_refused_under_dynamic_sampling():
+    funcs = [torch.nn.Linear(1, 1)]
+    check_scoring(funcs, 1, sharded=True)
+    check_scoring(funcs, 2, sharded=False)
+    check_scoring([print], 2, sharded=True)
+    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*both options to False"):
+        check_scoring(funcs, 2, sharded=True)
 
 
 # The generation batch that TRL asks for

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2VLConfig, Qwen2V
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_april.training import forward_pass
+from trl_april.training import blocks, forward_pass
+from trl_april.training.blocks import Blocks
 from trl_april.training.forward_pass import (
-    Blocks,
     attention_in_blocks,
     base_attention,
     takes_positions,
@@ -241,7 +241,7 @@ class TestBlocks:
     )  # fmt: skip
     @pytest.mark.parametrize("checkpoints", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
     def test_values_and_gradients_are_those_with_padding(self, model_type, options, checkpoints, groups, monkeypatch):
-        monkeypatch.setattr(forward_pass, "POSITIONS_PER_BLOCK", {"cpu": 2})
+        monkeypatch.setattr(blocks, "POSITIONS_PER_BLOCK", {"cpu": 2})
         model = build(model_type, **options)
         before = model.config._attn_implementation
         expected = values_and_gradients(model, *groups)
@@ -267,7 +267,7 @@ class TestBlocks:
     ):
         """With the values and gradients of masks, and of no token that is padding."""
         monkeypatch.setattr(forward_pass, "FLASH_DTYPES", (torch.float32, torch.bfloat16))
-        monkeypatch.setattr(forward_pass, "POSITIONS_PER_BLOCK", {"cpu": 2})
+        monkeypatch.setattr(blocks, "POSITIONS_PER_BLOCK", {"cpu": 2})
         model = build(model_type, **options)
         with monkeypatch.context() as without:
             without.setattr(varlen, "varlen_attn", None)
@@ -314,7 +314,7 @@ class TestBlocks:
                 assert (one - other).norm() <= 0.05 * other.norm()
 
     def test_each_prompt_is_computed_once_and_padding_hardly(self, groups, monkeypatch):
-        monkeypatch.setattr(forward_pass, "POSITIONS_PER_BLOCK", {"cpu": 0})
+        monkeypatch.setattr(blocks, "POSITIONS_PER_BLOCK", {"cpu": 0})
         model, shapes = build("qwen3"), []
         model.register_forward_pre_hook(
             lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True

@@ -376,7 +376,7 @@ class TestMicroBatches:
     def steps(self, trainer, policies, groups, monkeypatch):
         """An optimiser step with our micro-batches and forward passes, and with TRL's."""
         trainer.groups = groups
-        monkeypatch.setattr("trl_april.training.forward_pass.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
+        monkeypatch.setattr("trl_april.training.blocks.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
         ours = optimisation_step(trainer, policies)
         monkeypatch.setattr("trl_april.bridge.compatibility.can_be_regrouped", lambda *args, **kwargs: False)
         return ours, optimisation_step(trainer, policies, in_blocks=False)

@@ -14,7 +14,7 @@ from trl_april.bridge.rewards import reward_scorer
 from trl_april.errors import ConfigError
 from trl_april.pool.samples import Score
 from trl_april.rollout.user_code import UserCode
-from trl_april.training.rewards import RewardScorer, check_scoring, checked, use_device
+from trl_april.training.rewards import RewardScorer, checked, use_device
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -107,12 +107,3 @@ def test_a_reward_model_pads_no_tokenizer_of_another_thread():
     scorer.timed = nullcontext
     assert scorer._call(arguments) == [[0.0], [0.0]]
     assert padded == [((2, 5), None)]
-
-
-def test_a_sharded_reward_model_is_refused_under_dynamic_sampling():
-    funcs = [torch.nn.Linear(1, 1)]
-    check_scoring(funcs, 1, sharded=True)
-    check_scoring(funcs, 2, sharded=False)
-    check_scoring([print], 2, sharded=True)
-    with pytest.raises(ConfigError, match="shards over 2 processes.*Serve the reward model.*both options to False"):
-        check_scoring(funcs, 2, sharded=True)

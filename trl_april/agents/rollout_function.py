@@ -10,7 +10,6 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from inspect import iscoroutinefunction
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,20 +25,6 @@ from .tools import is_json
 
 
 CANCEL_SECONDS = 1.0  # for coroutines to end
-
-
-def check_rollout(rollout: Any, stock_because: str | None, tools: Any) -> None:
-    """Raise [`ConfigError`] if a rollout function cannot be used."""
-    if rollout is None:
-        return
-    if not iscoroutinefunction(rollout):
-        raise ConfigError(f"rollout is {rollout!r:.200}; it must be a function that is defined with `async def`.")
-    if stock_because:
-        raise ConfigError(f"rollout is given, but APRIL is off: {stock_because}. Leave one of them out.")
-    if tools:
-        raise ConfigError(
-            "rollout is given beside tools or environment_factory. Call tools in the rollout, or leave one out."
-        )
 
 
 @dataclass(frozen=True, slots=True)

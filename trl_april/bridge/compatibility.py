@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import Any
 
 import torch
@@ -44,10 +44,6 @@ FIXED = (
 # Options of models that an attention leaves out in silence, and a server applies. Others (sinks, ALiBi, chunks) are in
 # masks and scales, or transformers refuses the attention.
 LEFT_OUT = {"sdpa": ("attn_logit_softcapping",)}
-ATTENTIONS_IN_BLOCKS = ("sdpa", "eager")  # that were tested
-# Numbers by which a model is random in training, and families that read theirs from the configuration in each pass.
-RANDOM = re.compile("drop|^(input_)?jitter_noise$")
-RANDOM_BY_CONFIG = ("falcon", "gpt_neo", "gptj", "persimmon")
 # TRL's methods that decide what is generated for which rows. APRIL does both itself.
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
@@ -169,36 +165,10 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
-def why_side_by_side(config: PreTrainedConfig) -> str | None:
-    """Why a model with this configuration cannot have its rows in blocks, as half a sentence."""
-    attention, kinds = getattr(config, "_attn_implementation", None), set(getattr(config, "layer_types", None) or [])
-    if config.get_text_config() is not config:
-        return "it takes more than text"
-    if other := kinds - {"full_attention", "sliding_attention"}:
-        return f"it has layers of the type {', '.join(sorted(other))}"
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return "its attention is in chunks"
-    if attention not in ATTENTIONS_IN_BLOCKS:
-        return f"its attention is {attention!r}. With 'sdpa', it does not, and torch's own FlashAttention is used"
-    return None
-
-
 def option_left_out(config: PreTrainedConfig, attention: str) -> str | None:
     """The option of a model that an attention leaves out, if any."""
     names = LEFT_OUT.get(attention, ())
     return next((name for name in names if getattr(config.get_text_config(), name, None) is not None), None)
-
-
-def random_numbers(model: torch.nn.Module) -> Iterator[tuple[object, str, float]]:
-    """Numbers above 0 by which the forward pass of a model is random in training: owner, name and value."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        reads_config = getattr(config, "model_type", None) in RANDOM_BY_CONFIG
-        for owner in (module, config) if reads_config else (module,):
-            for name, value in vars(owner).items():
-                is_random = RANDOM.search(name) or (name == "p" and isinstance(owner, torch.nn.Dropout))
-                if is_random and isinstance(value, float) and value > 0:
-                    yield owner, name, value
 
 
 def compare_with_server(model: torch.nn.Module, *, disable_dropout: bool) -> None:
@@ -342,6 +312,30 @@ def can_be_regrouped(
         and not has_entropy_bonus
         and not has_aux_loss
     )
+
+
+def check_rollout(rollout: Any, stock_because: str | None, tools: Any) -> None:
+    """Raise [`ConfigError`] if a rollout function cannot be used."""
+    if rollout is None:
+        return
+    if not iscoroutinefunction(rollout):
+        raise ConfigError(f"rollout is {rollout!r:.200}; it must be a function that is defined with `async def`.")
+    if stock_because:
+        raise ConfigError(f"rollout is given, but APRIL is off: {stock_because}. Leave one of them out.")
+    if tools:
+        raise ConfigError(
+            "rollout is given beside tools or environment_factory. Call tools in the rollout, or leave one out."
+        )
+
+
+def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool) -> None:
+    """Raise [`ConfigError`] if a process cannot score its groups alone, as scoring during generation requires."""
+    if processes > 1 and sharded and any(isinstance(function, torch.nn.Module) for function in reward_funcs):
+        raise ConfigError(
+            "Groups are scored during generation (dynamic_sampling, score_during_generation or an environment), and "
+            f"a reward function is a model that FSDP or DeepSpeed shards over {processes} processes, which would have "
+            "to score together. Serve the reward model and call it from a function, or set both options to False."
+        )
 
 
 @dataclass

@@ -39,16 +39,6 @@ logger = get_logger(__name__)
 NOT_PASSED_ON = ("prompt", "completion", "completion_ids")  # columns of a row
 
 
-def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool) -> None:
-    """Raise [`ConfigError`] if a process cannot score its groups alone, as scoring during generation requires."""
-    if processes > 1 and sharded and any(isinstance(function, torch.nn.Module) for function in reward_funcs):
-        raise ConfigError(
-            "Groups are scored during generation (dynamic_sampling, score_during_generation or an environment), and "
-            f"a reward function is a model that FSDP or DeepSpeed shards over {processes} processes, which would have "
-            "to score together. Serve the reward model and call it from a function, or set both options to False."
-        )
-
-
 @dataclass(kw_only=True)
 class RewardScorer:
     """Scores groups for dynamic sampling, and keeps what reward functions log until their groups are trained.
