@@ -65,7 +65,7 @@ class Worker:
     def __init__(self) -> None:
         self.base_url = "http://there"
         self.control, self.client = self, SimpleNamespace(communicator=Link(), close_communicator=self.disconnect)
-        self.is_updating = False
+        self.is_updating = self.is_incomplete = False
         self.received: dict[str, torch.Tensor] = {}
 
     def disconnect(self) -> None:

@@ -136,7 +136,7 @@ class Parameters:
 class Loads:
     """A server that loads files, or fails."""
 
-    takes_part = True
+    takes_part, is_incomplete = True, False
 
     @property
     def control(self):
