@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from stat import S_IMODE
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_april.errors import WeightSyncError
+from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.weights import files
 from trl_april.weights.files import weight_folder, write_weights
 
@@ -110,7 +111,7 @@ def test_the_data_type_is_the_one_of_all_servers(tmp_path, servers, itemsize):
     transport, sizes = files.FileTransport(str(tmp_path)), []
     for number, (dtype, quantized) in enumerate(servers):
         info = SimpleNamespace(dtype=dtype, quantized=quantized, has_weights=True)
-        transport.connect(SimpleNamespace(base_url=str(number), info=info))
+        transport.connect(SimpleNamespace(base_url=f"http://127.0.0.1:{number}", info=info))
     with transport.stage(lambda: iter([("p", torch.randn(600, 600))]), sends=True, dtypes=frozenset()):
         sizes += [file.stat().st_size for file in tmp_path.glob("*/*")]
     assert sizes == [files.HEADER_BYTES + 600 * 600 * itemsize]
@@ -135,6 +136,51 @@ def test_a_hanging_thread_leaves_no_folder_when_its_process_ends(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert str(tmp_path) in done.stdout and list(tmp_path.iterdir()) == []
+
+
+class TestPlace:
+    """Docker's shared memory has 64 MB unless it is told otherwise."""
+
+    @pytest.fixture
+    def free(self, tmp_path, monkeypatch) -> dict[str, int]:
+        """Free bytes of shared memory and of the folder for temporary files."""
+        places = {name: tmp_path / name for name in ("shm", "tmp")}
+        for place in places.values():
+            place.mkdir()
+        free = {"shm": 64 * 2**20, "tmp": 2**30}
+        monkeypatch.setattr(files, "shared_memory", lambda: str(places["shm"]))
+        monkeypatch.setattr(files.tempfile, "gettempdir", lambda: str(places["tmp"]))
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[Path(path).name]))
+        return free
+
+    @staticmethod
+    def place_of(dtype: str, parent: str | None = None) -> str:
+        """Where the weights of a model with 30 million parameters in float32 travel, and where they go at last."""
+        transport = files.FileTransport(parent, Counter({torch.float32: 30 * 10**6}))
+        info = SimpleNamespace(dtype=dtype, quantized=False, has_weights=True)
+        for _ in range(2):
+            transport.connect(SimpleNamespace(base_url="http://127.0.0.1:1", info=info))
+        with transport.stage(lambda: iter([("p", torch.zeros(2))]), sends=True, dtypes=frozenset()):
+            (folder,) = Path(parent or ".").rglob(f"{files.PREFIX}*")
+            return folder.parent.name
+
+    def test_temporary_files_are_used_where_shared_memory_is_too_small(self, free, tmp_path, monkeypatch, caplog):
+        monkeypatch.chdir(tmp_path)
+        assert self.place_of("bfloat16") == "shm" and caplog.text == ""  # 57 MiB
+        assert self.place_of("float32") == "tmp"
+        (warning,) = caplog.messages
+        assert "take 0.1 GiB as files" in warning and "--shm-size" in warning and "weight_sync_dir" in warning
+
+    def test_too_little_room_is_an_error_before_the_first_sync(self, free, tmp_path):
+        free["tmp"] = 0
+        with pytest.raises(ConfigError, match="take 0.1 GiB .*shm has 0.1 .*tmp has 0.0 GiB.*--shm-size.*_sync_dir"):
+            self.place_of("float32")
+        (tmp_path / "own").mkdir()
+        assert self.place_of("float32", str(tmp_path / "own")) == "own"
+
+    def test_elements_are_those_of_the_whole_model(self):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False).to(torch.bfloat16))
+        assert files.elements_of(model) == {torch.float32: 16, torch.bfloat16: 8}
 
 
 class TestAbandonedFolders:
@@ -177,5 +223,5 @@ class TestAbandonedFolders:
         for path in (elsewhere, *memory.iterdir()):
             self.age(path)
         before = {*memory.iterdir()}
-        files.remove_abandoned()
+        files.remove_abandoned(str(memory))
         assert {*memory.iterdir()} == before and elsewhere.is_dir()

@@ -25,6 +25,7 @@ from ..distributed.processes import get_logger
 from ..engine.images import images_in
 from ..engine.sampling import SAMPLING, sampling_of
 from ..errors import ConfigError
+from ..training.forward_pass import random_numbers
 from ..weights.adapters import is_quantized
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -44,14 +46,17 @@ DTYPES = {
 PREFIX = "trl_april_weights_"
 UNLOCKED_SECONDS = 60.0  # a new folder may not be locked yet
 
+logger = logging.getLogger(__name__)
+
 
 class FileTransport:
     """Safetensors files that all servers read: for any device, and for trainer and server on one GPU."""
 
     name = "filesystem"
 
-    def __init__(self, parent: str | None) -> None:
-        self._parent = parent
+    def __init__(self, parent: str | None, elements: Mapping[torch.dtype, int] | None = None) -> None:
+        self._parent, self._elements = parent, elements or {}  # of the model, by data type
+        self._place: str | None = None  # where the folders are made without `parent`
         self._dtypes: dict[str, torch.dtype | None] = {}  # that servers convert weights to, by address
 
     def connect(self, server: SyncedServer) -> None:
@@ -62,6 +67,11 @@ class FileTransport:
                 "with different GPUs on both sides."
             )
         self._dtypes[server.base_url] = dtype_of(server)
+        if self._parent is None:
+            common = common_dtype(self._dtypes)
+            smaller = common.itemsize if common else 8
+            size = sum(number * min(own.itemsize, smaller) for own, number in self._elements.items())
+            self._place = place_for(size, self._place)
         if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
             overrides = {"load_config": {"load_format": "auto"}}
             body = {"method": "update_config", "kwargs": {"overrides": overrides}}
@@ -71,7 +81,7 @@ class FileTransport:
     def stage(
         self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
     ) -> Iterator[Load]:
-        with weight_folder(self._parent) if sends else nullcontext() as folder:
+        with weight_folder(self._parent, self._place) if sends else nullcontext() as folder:
             with read_to_end(parameters()) as params:
                 if folder is not None:
                     write_weights(params, folder, common_dtype(self._dtypes))
@@ -95,13 +105,43 @@ def sees_files(base_url: str, folder: str | None) -> bool:
     return folder is not None or is_of_this_host(urlsplit(base_url).hostname or "")
 
 
+def elements_of(model: torch.nn.Module) -> Counter[torch.dtype]:
+    """The number of elements of each data type in the parameters of a model that FSDP has not sharded yet."""
+    found: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        found[param.dtype] += getattr(param, "ds_numel", param.numel())  # DeepSpeed's shards are flat
+    return found
+
+
+def place_for(size: int, before: str | None = None) -> str:
+    """A place on this host for weight files of `size` bytes. Raises [`ConfigError`] if there is none.
+
+    A place other than shared memory is named in a warning, unless it was taken `before`.
+    """
+    found = f"The model's weights take {size / 2**30:.1f} GiB as files"
+    remedy = (
+        "Enlarge shared memory (docker run --shm-size; in Kubernetes, a volume in memory at /dev/shm), or set "
+        "weight_sync_dir to a larger folder that the server sees under the same path."
+    )
+    for place in (memory := shared_memory(), tempfile.gettempdir()):
+        remove_abandoned(place)
+        free = shutil.disk_usage(place).free
+        if free >= size:
+            if place not in (memory, before):
+                logger.warning("%s. They travel through %s, which may be slower. %s", found, place, remedy)
+            return place
+        found += f", {place} has {free / 2**30:.1f} GiB free"
+    raise ConfigError(f"{found}. {remedy}")
+
+
 @contextmanager
-def weight_folder(parent: str | None) -> Iterator[Path]:
-    """A temporary folder in `parent`, or in shared memory of this host."""
+def weight_folder(parent: str | None, place: str | None = None) -> Iterator[Path]:
+    """A temporary folder in `parent`, or in a `place` on this host, by default shared memory."""
+    own = place or shared_memory()
     if parent is None:
-        remove_abandoned()
+        remove_abandoned(own)
     # An absolute path, since the server's working directory may differ.
-    place = os.path.abspath(parent or shared_memory())
+    place = os.path.abspath(parent or own)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
         lock = os.open(name, os.O_RDONLY)
         try:
@@ -114,9 +154,9 @@ def weight_folder(parent: str | None) -> Iterator[Path]:
             os.close(lock)
 
 
-def remove_abandoned() -> None:
-    """Remove the folders of killed processes from shared memory. The lock of a process ends with it."""
-    for folder in Path(shared_memory()).glob(f"{PREFIX}*"):
+def remove_abandoned(place: str) -> None:
+    """Remove the folders of killed processes from a place on this host. The lock of a process ends with it."""
+    for folder in Path(place).glob(f"{PREFIX}*"):
         with suppress(OSError):  # in use, removed meanwhile, or owned by another user
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

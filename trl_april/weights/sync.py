@@ -39,6 +39,7 @@ from .canary import (
     why_otherwise,
 )
 from .client import ServerClient, ServerControl
+from .files import elements_of
 from .names import check_complete, in_checkpoint_format, names_in_checkpoint, tied_names, with_native_adapters
 from .servers import SyncedServers
 from .synced_server import INCOMPLETE, SyncedServer
@@ -124,6 +125,7 @@ class ServerGeneration(VLLMGeneration):
             why_merged=lambda: self._why_merged(list(self.servers)),
             must_adapt=is_quantized(self.model),
             shares_device=self._shares_device,
+            elements=elements_of(self.model),
         )
         self.weight_sync = self._transport.name
         lengths = lengths_to_compare(self.model.config, self.server_info.max_model_len)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -60,18 +60,22 @@ def connected_transport(
     why_merged: Callable[[], str | None] = lambda: None,
     must_adapt: bool = False,
     shares_device: bool = False,
+    elements: Mapping[torch.dtype, int] | None = None,
 ) -> WeightTransport:
     """The transport for the options `weight_sync` and `weight_sync_dir`, connected to all servers in the main process.
 
     With `"auto"`, only the adapter is sent where that is possible: `adapters` sends it, and `why_merged` returns the
     reason against it. With `must_adapt`, other weights cannot be sent. Otherwise files are used where neither NCCL
     nor memory of one GPU is possible, or the connection fails. An embedded server may share the trainer's device
-    (`shares_device`). A collective call. Raises [`ConfigError`] if the folder does not exist, a server would not see
-    the files, or something impossible was asked for, and [`WeightSyncError`] if a connection was asked for and fails.
+    (`shares_device`). The model has so many `elements` of each data type, for which files need room. A collective
+    call. Raises [`ConfigError`] if the folder does not exist, a server would not see the files, or something
+    impossible was asked for, and [`WeightSyncError`] if a connection was asked for and fails.
     """
     transports: dict[str, WeightTransport] = {
-        "nccl": NcclTransport(device), "ipc": SharedMemoryTransport(device), "filesystem": FileTransport(folder),
-    }  # fmt: skip
+        "nccl": NcclTransport(device),
+        "ipc": SharedMemoryTransport(device),
+        "filesystem": FileTransport(folder, elements),
+    }
     if adapters is not None:
         transports["adapter"] = adapters
 
