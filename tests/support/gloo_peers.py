@@ -224,7 +224,6 @@ class GlooVLLM(FakeVLLM):
 
     def _initialize(self, info: dict[str, Any]) -> None:
         self.worker.init_weight_transfer_engine(info)
-        self.worker.weight_transfer_engine.packed_buffer_size_bytes = nccl.CHUNK_BYTES
 
     def state(self) -> dict[str, Any]:
         parts = torch.cat([self.served.inner.get_parameter(name) for name in Fused.PARTS])

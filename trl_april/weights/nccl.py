@@ -32,7 +32,7 @@ from .synced_server import Each, Load, SyncedServer
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1024**3  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES, which its workers expect
+CHUNK_BYTES = 2**28  # a worker holds two beside its share of the memory
 JOIN_SECONDS = 60  # for the workers of a running server to join a group
 DEFAULT_PORTS = range(GRPOConfig.vllm_group_port, GRPOConfig.vllm_group_port + 100)  # the next ones: of more servers
 
@@ -68,6 +68,7 @@ class NcclTransport:
         client, port = server.client, server.client.group_port
         wait([self._joining[port]] if port in self._joining else [])  # after a refusal, it holds the port for a while
         info: dict[str, Any] = {"rank_offset": 1, "world_size": client.get_world_size() + 1, "packed": True}
+        info |= {"packed_buffer_size_bytes": CHUNK_BYTES, "packed_num_buffers": 2}
         listener = listen(address_seen_by(client.base_url), port)
         info["master_address"], info["master_port"] = listener.getsockname()[:2]
         # The workers wait for this process while they handle the request.
