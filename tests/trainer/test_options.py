@@ -21,7 +21,7 @@ from trl_april.errors import ConfigError
 
 # Fields of GRPOConfig that decide what is generated, and the test that they do.
 CONFIG, ROWS = "engine/test_sampling.py::test_options_of_the_config_arrive", "data/test_source.py"
-SERVER = "training/test_construction.py"
+SERVER = "bridge/test_construction.py"
 HONORED = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), CONFIG),
     "generation_kwargs": "engine/test_sampling.py::test_generation_kwargs_override_and_are_not_changed",
@@ -36,8 +36,8 @@ HONORED = {
     "chat_template_kwargs": "trainer/test_options.py::test_end_tokens_are_those_of_the_start_of_training",
     "max_tool_calling_iterations": "trainer/test_tools.py::test_batches_rewards_and_metrics_equal_stock",
     "num_generations_eval": "trainer/test_evaluation.py::test_metrics_equal_stock_with_tools",
-    "use_vllm": "training/test_compatibility.py::test_reasons_for_stock",
-    "vllm_mode": "training/test_compatibility.py::test_april_applies_and_leaves_odd_datasets_to_trl",
+    "use_vllm": "bridge/test_compatibility.py::test_reasons_for_stock",
+    "vllm_mode": "bridge/test_compatibility.py::test_april_applies_and_leaves_odd_datasets_to_trl",
     **dict.fromkeys(
         ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
         f"{SERVER}::test_server_is_needed_where_none_is_given",

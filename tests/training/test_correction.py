@@ -12,8 +12,7 @@ from accelerate import PartialState
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Segment
-from trl_april.session import RolloutSession
-from trl_april.training.correction import DriftWatch, correction_metrics
+from trl_april.training.correction import BatchCorrection, DriftWatch, correction_metrics
 
 
 def sample(index: int, *segments: tuple[int, int]) -> Sample:
@@ -104,12 +103,11 @@ def test_only_small_sample_sizes_of_ten_batches_count_together(between, warns):
 
 def test_a_training_is_warned_once(caplog):
     PartialState()  # the logger asks it for the rank
-    run_log = SimpleNamespace(note=lambda metrics: None)
-    session = SimpleNamespace(_processes=OneProcess(), _drift=DriftWatch(), run_log=run_log)
+    correction = BatchCorrection(OneProcess(), note=lambda metrics: None)
     for version, ratios in enumerate([[1.0, 1.0, 1.0], [9.0, 0.1, 1.0], [9.0, 0.1, 1.0], [9.0, 0.1, 1.0]], 1):
         done = SimpleNamespace(groups=[group(sample(0, (version - 1, 2), (version, 1)))], version=version)
         with caplog.at_level(logging.WARNING):
-            RolloutSession.correction(session, batch([ratios]), done)
+            correction.metrics(batch([ratios]), done)
     (said,) = caplog.messages
     assert "Step 3: Tokens of age 1 have an effective sample size of 0.51" in said
 
