@@ -188,7 +188,7 @@ def test_processes_agree_on_what_finished_beside_training():
     closes = [Attempt([Until(lambda: done.is_set()), Tokens(2, 0.0), End()])]
     done = threading.Event()
     script = {(group, sample): closes for group in (2, 4) for sample in (0, 1)}
-    script |= {(group, sample): RUNS_ON for group in (3, 5) for sample in (0, 1)}
+    script |= {(group, sample): RUNS_ON for group in (3, 5, 6, 7, 8, 9) for sample in (0, 1)}
 
     def train(rank: int) -> list[list[int]]:
         with Run(script, quota=2, factor=3.0, processes=ProcessesInThreads(rank, shared), overlap=True) as run:
