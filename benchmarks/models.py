@@ -133,7 +133,9 @@ difference is above {exact:g} nats; otherwise the largest one is given.
 
 - **CPU server**: whether vLLM's build for CPUs serves it. Many others need a GPU, where they were not tried.
 - **row alone**: recorded log-probabilities against transformers' own, with eager attention and without padding.
-  Requests are cut and resumed in one training, and kept through weight syncs in the other.
+  Requests are cut and resumed in one training, and kept through weight syncs in the other. Of MiniCPM 3, a kept
+  request has no counterpart to compare with: vLLM caches its keys and values, and transformers the latents, which
+  the new weights project anew. Cut and resumed, it is exact.
 - **training pass**: against those that the loss is computed from, in blocks and side by side.
 - **blocks**: whether a training pass computes each prompt once.
 - **LoRA**: both differences, with the weights merged for the server or with adapters alone.

@@ -192,6 +192,12 @@ def test_model_and_scheduler_share_a_process_on_few_cores(monkeypatch, platform,
     assert (env.get("VLLM_ENABLE_V1_MULTIPROCESSING"), env.get("OMP_NUM_THREADS")) == expected
 
 
+def test_latent_attention_keeps_no_old_weights():
+    """vLLM 0.31 gives these paths new tensors at each reload, beside graphs that captured the old ones."""
+    env = server_environment({"VLLM_ROCM_USE_AITER_FP4BMM": "1"}, platform="gpu")
+    assert (env["VLLM_ROCM_USE_AITER_FP8BMM"], env["VLLM_ROCM_USE_AITER_FP4BMM"]) == ("0", "1")
+
+
 NVIDIA, AMD = ["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
 
 

@@ -195,6 +195,10 @@ def server_environment(
     folder = merged.get("VLLM_RPC_BASE_PATH") or os.path.abspath(merged.get("TMPDIR") or tempfile.gettempdir())
     if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:
         merged["VLLM_RPC_BASE_PATH"] = next(one for one in ("/tmp", "/dev/shm", folder) if os.access(one, os.W_OK))
+    # With AITER on AMD, these paths for latent attention get new tensors from each reload, and the graphs for decoding
+    # keep the old ones. Without AITER they are not taken.
+    for path in ("FP8BMM", "FP4BMM"):
+        merged.setdefault(f"VLLM_ROCM_USE_AITER_{path}", "0")
     if (platform or vllm_platform()) != "cpu":
         return merged
     if not MEMORY_FLAGS & {flag_name(argument) for argument in vllm_args}:
