@@ -142,9 +142,19 @@ def test_gathered_parameters_arrive_although_their_memory_is_freed(transport, wo
 
 def test_parameters_of_a_model_on_several_devices_share_a_chunk():
     meta = torch.device("meta")  # instead of a second GPU: neither can be joined with tensors of another device
-    params = [("a", torch.ones(3)), ("b", torch.ones(2, 2, device=meta)), ("c", torch.ones(5).to(torch.bfloat16))]
-    (chunk,) = packed(params, 1000, meta)
+    params = [torch.ones(3), torch.ones(2, 2, device=meta), torch.ones(5).to(torch.bfloat16)]
+    (chunk,) = packed([(param, param.dtype) for param in params], 1000, meta)
     assert chunk.device == meta and chunk.numel() == 4 * 3 + 4 * 4 + 2 * 5
+
+
+def test_large_matrices_travel_in_the_servers_data_type(transport, worker):
+    """Unless the next tensor would not be aligned: vLLM reads them in place."""
+    shapes = {"large": (600, 601), "odd": (601, 603), "narrow": (600, 8), "last": (520, 520)}
+    parameters = {name: torch.randn(shape) for name, shape in shapes.items()}
+    transport._of_servers[worker.base_url] = torch.bfloat16
+    send(transport, worker, lambda: iter(parameters.items()))
+    dtypes = {name: torch.bfloat16 if name in ("large", "last") else torch.float32 for name in shapes}
+    assert all(torch.equal(worker.received[name], one.to(dtypes[name])) for name, one in parameters.items())
 
 
 def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, worker):
@@ -190,7 +200,9 @@ def connect(server: socket.socket, group_port: int, heard: list) -> None:
 
     client = SimpleNamespace(base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}", communicator=None)
     client.group_port, client.get_world_size = group_port, lambda: 1
-    NcclTransport(torch.device("cuda")).connect(SimpleNamespace(client=client, control=SimpleNamespace(load=load)))
+    info = SimpleNamespace(quantized=False, dtype="float32")
+    server = SimpleNamespace(client=client, control=SimpleNamespace(load=load), base_url=client.base_url, info=info)
+    NcclTransport(torch.device("cuda")).connect(server)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from ..errors import ServerError, WeightSyncError
 from .client import ANSWER_SECONDS
+from .files import common_dtype, dtype_of, stored_dtype
 from .names import Parameters, read_to_end
 from .synced_server import Each, Load, SyncedServer
 
@@ -33,8 +34,11 @@ from .synced_server import Each, Load, SyncedServer
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**28  # a worker holds two beside its share of the memory
+ALIGNED = 4  # elements of 16 bits, which are as many bytes as the widest element has
 JOIN_SECONDS = 60  # for the workers of a running server to join a group
 DEFAULT_PORTS = range(GRPOConfig.vllm_group_port, GRPOConfig.vllm_group_port + 100)  # the next ones: of more servers
+
+Converted = Iterable[tuple[torch.Tensor, torch.dtype]]  # parameters, and the data types to send them in
 
 
 class NcclTransport:
@@ -45,7 +49,8 @@ class NcclTransport:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._metadata: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._dtypes: frozenset[torch.dtype] | None = None  # of the model when the metadata was read
+        self._dtypes: tuple[Any, ...] | None = None  # of model and servers when the metadata was read
+        self._of_servers: dict[str, torch.dtype | None] = {}  # what servers convert weights to, by address
         self._joining: dict[int, Future[Any]] = {}  # groups that are being formed, by port
 
     def connect(self, server: SyncedServer) -> None:
@@ -62,6 +67,7 @@ class NcclTransport:
                 f"open ports between them; vllm_group_port={client.group_port} must be free on the trainer's host and "
                 "VLLM_HOST_IP, if it is set, an address of that host. weight_sync='filesystem' needs neither."
             ) from error
+        self._of_servers[server.base_url] = dtype_of(server)
 
     def _join(self, server: SyncedServer) -> Any:
         """Form a group with the server's workers. TRL's own method sees a refusal only after 300 seconds."""
@@ -108,8 +114,9 @@ class NcclTransport:
         self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
     ) -> Iterator[Load]:
         # The server is told of all tensors before the first one is sent. Evaluation may change their data types.
-        if self._dtypes != dtypes:
-            self._metadata, self._dtypes = [(name, param.dtype, param.shape) for name, param in parameters()], dtypes
+        if self._dtypes != (found := (dtypes, common_dtype(self._of_servers))):
+            self._metadata = [(name, self._sent_dtype(param), param.shape) for name, param in parameters()]
+            self._dtypes = found
 
         def load(servers: Sequence[SyncedServer], each: Each) -> None:
             with ExitStack() as rest:  # all servers' turns, even if one fails
@@ -117,6 +124,11 @@ class NcclTransport:
                     rest.callback(self._take_turn, server, parameters, each, sends=sends)
 
         yield load
+
+    def _sent_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """Large matrices travel in the servers' data type. vLLM reads tensors in place, so all have to be aligned."""
+        is_aligned = param.numel() % ALIGNED == 0
+        return stored_dtype(param, common_dtype(self._of_servers)) if is_aligned else param.dtype
 
     def _take_turn(
         self, server: SyncedServer, parameters: Callable[[], Parameters], each: Each, *, sends: bool
@@ -146,7 +158,7 @@ class NcclTransport:
             raise
         control.load("finish_weight_update", {})
 
-    def _broadcast(self, group: Any, params: Parameters, received: Future[Any]) -> None:
+    def _broadcast(self, group: Any, params: Converted, received: Future[Any]) -> None:
         """Broadcast chunk by chunk: while one is on its way, the next one is packed. Raises the error of `received`.
 
         All packing runs on the current stream, on which parameters are gathered, merged and unmerged.
@@ -172,18 +184,18 @@ class NcclTransport:
         """Stream of the broadcasts; `None` without a GPU, as in tests."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # ROCm's name, too
 
-    def _as_announced(self, params: Parameters) -> Parameters:
+    def _as_announced(self, params: Parameters) -> Converted:
         """Check that parameters are those that were announced: the workers would wait for ever, or read garbage."""
         expected = iter(self._metadata)
         for name, param in params:
-            announced = next(expected, None)
-            if announced != (name, param.dtype, param.shape):
+            announced, dtype = next(expected, None), self._sent_dtype(param)
+            if announced != (name, dtype, param.shape):
                 raise WeightSyncError(
                     f"The parameter {name} ({param.dtype}, {tuple(param.shape)}) was announced to the server as "
                     f"{announced}. The model must not change its parameters during training; "
                     "weight_sync='filesystem' allows it."
                 )
-            yield name, param
+            yield param, dtype
         if (missing := next(expected, None)) is not None:
             raise WeightSyncError(
                 f"The parameter {missing[0]} was announced to the server and is no longer one of the model. The model "
@@ -236,9 +248,7 @@ def disconnect(client: VLLMClient) -> None:
         client.close_communicator()
 
 
-def packed(
-    params: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int, device: torch.device
-) -> Iterator[torch.Tensor]:
+def packed(params: Converted, chunk_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
     """Concatenate the bytes of parameters on a device, up to and including the one that exceeds `chunk_bytes`.
 
     Each is copied when it is yielded: merged or gathered values change when the iteration continues. A model may be
@@ -246,8 +256,8 @@ def packed(
     """
     parts: list[torch.Tensor] = []
     size = 0
-    for _, param in params:
-        parts.append(param.detach().to(device, copy=True).reshape(-1).view(torch.uint8))
+    for param, dtype in params:
+        parts.append(param.detach().to(device, dtype, copy=True).reshape(-1).view(torch.uint8))
         size += parts[-1].numel()
         if size > chunk_bytes:
             yield torch.cat(parts)
