@@ -84,14 +84,19 @@ class Calibrator:
             Tokens of the benchmark's prompts.
         sequences (`Sequence[int]`):
             Numbers of sequences whose steps are measured, including 16.
+        context (`int`, *optional*):
+            Tokens that fit into the server's context, if they are fewer than 4096.
     """
 
-    def __init__(self, base_url: str, model: str, *, prompt_tokens: int, sequences: Sequence[int]) -> None:
+    def __init__(
+        self, base_url: str, model: str, *, prompt_tokens: int, sequences: Sequence[int], context: int = 2 * LONG
+    ) -> None:
         sampling = sampling_options(generation_kwargs={"ignore_eos": True})
         self._base_url = base_url
         self._engine = VLLMEngine(base_url, model, sampling, stream_interval=16)
         self._pause = pause_of(base_url)
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens, self._long = prompt_tokens, min(LONG, context - STEPS)
+        self._longest = min(2000, context - prompt_tokens)  # completion
         self._sequences = list(sequences)
         self.pieces: dict[str, list[float]] = {name: [] for name in self._all()}
 
@@ -106,9 +111,9 @@ class Calibrator:
             await self.next()
         await self._engine.close()
         mean = {name: statistics.fmean(values) for name, values in self.pieces.items()}
-        prefill = max(0.0, (mean["long prompt"] - mean["short prompt"]) / (LONG - SHORT))
+        prefill = max(0.0, (mean["long prompt"] - mean["short prompt"]) / (self._long - SHORT))
         request = (mean["many requests"] - mean["one request"]) / (MANY - 1) - prefill * self._prompt_tokens
-        context = (mean["in context"] - mean[str(IN_CONTEXT)]) / (IN_CONTEXT * (LONG - self._prompt_tokens))
+        context = (mean["in context"] - mean[str(IN_CONTEXT)]) / (IN_CONTEXT * (self._long - self._prompt_tokens))
         return Calibration(
             [(number, mean[str(number)]) for number in self._sequences], prefill, max(0.0, request),
             mean["abort"], mean["pause"], max(0.0, context), self._prompt_tokens + STEPS / 2,
@@ -118,9 +123,9 @@ class Calibrator:
     def _all(self) -> dict[str, Callable[[], Awaitable[float]]]:
         return {
             **{str(number): partial(self._step, number, self._prompt_tokens) for number in self._sequences},
-            "in context": partial(self._step, IN_CONTEXT, LONG),
+            "in context": partial(self._step, IN_CONTEXT, self._long),
             "short prompt": partial(self._prompts, 1, SHORT),
-            "long prompt": partial(self._prompts, 1, LONG),
+            "long prompt": partial(self._prompts, 1, self._long),
             "one request": partial(self._prompts, 1, self._prompt_tokens),
             "many requests": partial(self._prompts, MANY, self._prompt_tokens),
             "abort": partial(self._interrupt, self._sequences[-1], pauses=False),
@@ -162,7 +167,7 @@ class Calibrator:
 
     async def _interrupt(self, number: int, *, pauses: bool) -> float:
         """Seconds of an abort, or of a pause, with this many requests."""
-        requests = [self._new(self._prompt_tokens, 2000) for _ in range(number)]
+        requests = [self._new(self._prompt_tokens, self._longest) for _ in range(number)]
         waiting, all_run = {request.request_id for request in requests}, asyncio.Event()
 
         async def read(request: GenerationRequest) -> None:
@@ -198,8 +203,8 @@ def max_sequences_of(base_url: str) -> int:
 def pause_of(base_url: str) -> ServerPause:
     """The pause of a server outside of training."""
 
-    def answer(method: str, path: str) -> dict[str, Any]:
-        response = requests.request(method, f"{base_url}/{path}", timeout=60)
+    def answer(method: str, path: str, *, seconds: float | None = None) -> dict[str, Any]:
+        response = requests.request(method, f"{base_url}/{path}", timeout=seconds or 60)
         if not response.ok:
             raise ServerError(f"{response.status_code} to /{path}: {response.text[:200]}")
         return dict(response.json())
@@ -220,12 +225,14 @@ def seconds_per_step(completions: list[Completion]) -> float:
 
 
 async def calibrate(base_url: str, turns: int = 3, prompt_tokens: int = 32) -> Calibration:
-    """Measure an idle server, each piece `turns` times."""
+    """Measure an idle server, each piece `turns` times. Its context has at least 512 tokens."""
     with requests.Session() as session:
-        highest = max_sequences(server_info(session, base_url)) or MANY
+        info = server_info(session, base_url)
+        context = int(info["model_config"]["max_model_len"])
+        highest = max_sequences(info) or MANY
         model = session.get(f"{base_url}/v1/models", timeout=60).json()["data"][0]["id"]
     numbers = [number for number in sorted({1, 4, IN_CONTEXT, MANY, highest}) if number <= highest]
-    calibrator = Calibrator(base_url, model, prompt_tokens=prompt_tokens, sequences=numbers)
+    calibrator = Calibrator(base_url, model, prompt_tokens=prompt_tokens, sequences=numbers, context=context)
     for _ in range(turns * len(calibrator.pieces)):
         await calibrator.next()
     return await calibrator.finish()

@@ -317,9 +317,18 @@ class TestServers:
         assert "is paused. It is resumed." in caplog.text
         assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}
 
-    def test_a_failed_sync_leaves_no_server_paused(self, server, keeping):
+    def test_a_failed_load_leaves_the_server_paused_until_a_training_completes_it(self, server, keeping):
+        """A request would meet half of the weights, and crash vLLM."""
+
+        def state() -> tuple[bool, str]:
+            paths = ("is_paused", "weight_info")
+            answers = [requests.get(f"{server.base_url}/{path}", timeout=10).json() for path in paths]
+            return answers[0]["is_paused"], answers[1]["weight_version"]
+
         fail_once_while_paused(keeping.vllm_generation, server, ValueError("that cannot be loaded"))
         with pytest.raises(ValueError, match="that cannot be loaded"):
             keeping.train()
-        assert requests.get(f"{server.base_url}/is_paused", timeout=10).json() == {"is_paused": False}
+        assert state() == (True, "incomplete")
+        keeping.train()
+        assert state()[0] is False
         assert wait_until_idle(server) == 0
