@@ -40,7 +40,7 @@ def measure(name: str, path: Path) -> None:
             str(path.parent / "trainer"), vllm_mode="colocate", num_generations=4, per_device_train_batch_size=8,
             max_steps=STEPS, max_completion_length=max(LENGTHS), generation_kwargs={"ignore_eos": True},
             learning_rate=1e-2, disable_dropout=True, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
-            disable_tqdm=True, seed=3, **{**schedule, **options},
+            disable_tqdm=True, seed=3, vllm_server_timeout=60, **{**schedule, **options},
         )  # fmt: skip
         with noted_warnings() as warnings:
             try:
