@@ -214,7 +214,7 @@ def test_two_processes_on_two_servers_of_which_one_dies(pair, forker, tiny_model
     def is_busy() -> bool:
         try:
             return int(version_of(mortal)) >= 2 and gauge(mortal, "num_requests_running") >= 4
-        except requests.RequestException:  # the server does not answer in time
+        except (ValueError, requests.RequestException):  # weights are being loaded, or it does not answer in time
             return False
 
     def kill() -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations import flash_attention
@@ -215,7 +216,9 @@ def test_autocast_stays_where_the_attention_needs_it(model: Qwen3ForCausalLM, li
     assert not needs_autocast(model)
     flash = copy.deepcopy(model)
     flash.config._attn_implementation = "like_flash"
+    AcceleratorState._reset_state()  # of other tests
     Accelerator(mixed_precision="bf16", cpu=True).prepare_model(flash)
+    AcceleratorState._reset_state()
     found = trainer_logprobs(flash, ids, device)
     assert like_flash_attention == [torch.bfloat16] and needs_autocast(flash)
     assert 0 < distance(found, expected) < 0.1
