@@ -78,7 +78,7 @@ def test_requests_are_divided_and_versions_exact_on_both(pair, tiny_model_dir, t
     trainer.train()
     check_rows(trainer)
     counts = [sum(logged(trainer, f"server/{number}/requests")) for number in (0, 1)]
-    assert min(counts) > 0.4 * sum(counts) > 50, "the faster server gets more"
+    assert min(counts) > 0.3 * sum(counts) > 30, "the faster server gets more"
     tokens = [sum(logged(trainer, f"server/{number}/tokens")) for number in (0, 1)]
     assert sum(tokens) == trainer.pool.counters.tokens_generated
     assert max(logged(trainer, "server/1/running_mean")) > 0  # a round may be filled by surplus alone

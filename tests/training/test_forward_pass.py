@@ -44,6 +44,12 @@ score = with_positions(trl_score)
 # Rows side by side
 
 
+@pytest.fixture(autouse=True)
+def no_warning_was_given():
+    """By another test."""
+    type(forward_pass.logger).warning_once.cache_clear()
+
+
 class Model(torch.nn.Module):
     """A causal model that records the `widths` of its inputs."""
 
