@@ -102,7 +102,7 @@ class Work:
 
 
 def gpu_variables() -> list[dict[str, str]]:
-    """Environment variables that select the first and the second GPU; empty where there are not two."""
+    """Environment variables that select the first and the second GPU; empty if there are fewer."""
     try:
         return gpu_shares(2, None)
     except ConfigError:
@@ -271,7 +271,7 @@ def sync(work: Work, transport: str) -> Found:
         return {"left out": f"this version has no weight_sync={transport!r}"}
     second = gpu_variables()[1]
     if transport == "nccl" and not second:
-        return {"left out": "there are not two GPUs"}
+        return {"left out": "needs a second GPU"}
     # In float32, as trainers load it.
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32).to(work.device)
     server: Any = nullcontext(work)

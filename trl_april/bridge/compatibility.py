@@ -45,8 +45,8 @@ FIXED = (
 # Options of models that an attention leaves out in silence, and a server applies. Others (sinks, ALiBi, chunks) are in
 # masks and scales, or transformers refuses the attention.
 LEFT_OUT = {"sdpa": ("attn_logit_softcapping",)}
-# TRL's methods that decide what is generated for which rows. APRIL does both itself.
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
+# TRL's methods that decide what is generated for which rows. APRIL does both itself.
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
 
 
