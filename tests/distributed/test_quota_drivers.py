@@ -133,9 +133,9 @@ class Run:
     def agree(self) -> None:
         """Agree on rejected and finished groups, as `Rounds._agree` does."""
         for quota in self.quotas:
-            quota.tell_rest()
+            quota.publish_rejected()
         for quota in self.quotas:
-            quota.learn_rest()
+            quota.refresh()
         self.learn()
         self.quotas[0].end_round()
         assert self.store.num_keys() == 0
@@ -467,15 +467,15 @@ class FilteredRun(Run):
 
     def agree(self) -> None:
         for quota in self.quotas:
-            quota.tell_rest()
+            quota.publish_rejected()
         replaced = max(dynamic.replaced for dynamic in self.dynamics)
         for rank, (pool, dynamic, quota) in enumerate(zip(self.pools, self.dynamics, self.quotas, strict=True)):
-            quota.learn_rest()
+            quota.refresh()
             while (missing := min(replaced - dynamic.replaced, dynamic.missing(pool))) > 0:
                 dynamic.replaced += missing
                 for group in self.rows(rank, missing):
                     group.admit_to(pool)
-                quota.learn_rest()
+                quota.refresh()
         super().agree()
         assert len({tuple(sorted(pool.schedule.rejected)) for pool in self.pools}) == 1
 

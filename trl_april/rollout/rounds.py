@@ -169,16 +169,16 @@ class Rounds:
         if self.quota is None:
             return
         if self.dynamic is not None:
-            self.quota.tell_rest()
+            self.quota.publish_rejected()
             self.processes.barrier()
-            self.quota.learn_rest()
+            self.quota.refresh()
             # Some processes may have admitted replacements, and rejected them, that others have not heard of.
             replaced = int(self.processes.reduce_max([self.dynamic.replaced])[0])
             while (missing := min(replaced - self.dynamic.replaced, self.dynamic.missing(self.pool))) > 0:
                 self.dynamic.replaced += missing
                 for group in self.admission.replacements(missing):
                     group.admit_to(self.pool)
-                self.quota.learn_rest()
+                self.quota.refresh()
         self.processes.agree(self.pool)
         if self.processes.rank == 0:
             self.quota.end_round()  # no process reads it any more
