@@ -123,7 +123,7 @@ class RolloutSession:
         self._engine = rollout_engine(options, sampling, server, plan.vocab_size, processes.rank)
         self._dynamic = None if scorer is None else self._new_dynamic_sampling(scorer, admission)
         quota = processes.quota(self.pool.schedule, self._dynamic.max_rejected if self._dynamic else None)
-        self._recovery = Recovery(server, processes, stop)
+        self.recovery = Recovery(server, processes, stop, sync=self._sync_weights, route=self._route)
         self._loop = BackgroundLoop("trl-april-rollouts")
         self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
         self._rounds = self._new_rounds(admission, quota, stop)
@@ -142,7 +142,6 @@ class RolloutSession:
             processes=processes.count,
         )
         self.correction = BatchCorrection(processes, self.run_log.note)
-        server.before_sync, server.servers.on_holding = self._quiesce, self._route
 
     def _new_pool(self) -> Pool:
         plan, options = self._plan, self._options
@@ -190,7 +189,7 @@ class RolloutSession:
             processes=self._processes,
             quota=quota,
             dynamic=self._dynamic,
-            recovery=self._recovery,
+            recovery=self.recovery,
             stop=stop,
             keeps_requests=self._options.resume_kv == "keep",
             overlap=self._options.overlap_generation,
@@ -257,8 +256,8 @@ class RolloutSession:
             self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:
-                self._recovery.sync_weights()
-            sync_seconds = self._server.sync_seconds if not is_synced or self._recovery.restore_weights() else 0.0
+                self.recovery.sync_weights()
+            sync_seconds = self._server.sync_seconds if not is_synced or self.recovery.restore_weights() else 0.0
         if self._chooser is not None:
             with self._loop.paused():
                 change = self._chooser.choose()
@@ -332,9 +331,16 @@ class RolloutSession:
             for part in filter(None, (self._dynamic, self._act)):
                 rest.callback(part.close)
             self._user_code.cancel()
-            self._server.before_sync = self._server.servers.on_holding = None
             self._server.servers.give_up()
             self._loop.run(self.driver.close())
+
+    def _sync_weights(self) -> None:
+        """Sync the weights once. A collective call."""
+        with self._server.sync() as sync:
+            self._quiesce()
+            sync.load()
+            sync.verify()
+        self._route()
 
     def _quiesce(self) -> None:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
