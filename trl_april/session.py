@@ -40,8 +40,9 @@ from .pool.state import restore, state_dict
 from .rollout.driver import RolloutDriver
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.event_loop import BackgroundLoop
-from .rollout.round import Round
-from .rollout.rounds import Rounds
+from .rollout.loop import RoundLoop, run_blocking
+from .rollout.record import Round
+from .rollout.training_steps import TrainingSteps
 from .rollout.user_code import UserCode
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
@@ -126,7 +127,32 @@ class RolloutSession:
         self._recovery = Recovery(server, processes, stop)
         self._loop = BackgroundLoop("trl-april-rollouts")
         self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
-        self._rounds = self._new_rounds(admission, quota, stop)
+        self._micro_step = 0  # at which the present batch is trained first
+        self._steps = TrainingSteps(
+            self.driver,
+            self._source,
+            admission,
+            plan.num_generations,
+            loop=self._loop,
+            processes=processes,
+            quota=quota,
+            recovery=self._recovery,
+            servers=server.servers,
+            stop=stop,
+            calls=user_code.calls,
+            on_begin=self._begin,
+            on_taken=self._taken,
+            silent=self._silent,
+        )
+        self._rounds = RoundLoop(
+            self.pool,
+            self.driver,
+            self._steps,
+            quota=quota,
+            dynamic=self._dynamic,
+            overlap=options.overlap_generation,
+            keeps=options.resume_kv == "keep",
+        )
         self._chooser = self._new_chooser(connections) if options.over_provisioning == "auto" else None
         if isinstance(act, ToolTurns) and act.environments is not None:
             self._say_instances()
@@ -179,24 +205,6 @@ class RolloutSession:
             threads=None if act is None else act.threads,
         )
 
-    def _new_rounds(self, admission: Admission, quota: SharedQuota | None, stop: StopRequest) -> Rounds:
-        return Rounds(
-            self.pool,
-            self.driver,
-            self._source,
-            admission,
-            num_generations=self._plan.num_generations,
-            loop=self._loop,
-            processes=self._processes,
-            quota=quota,
-            dynamic=self._dynamic,
-            recovery=self._recovery,
-            stop=stop,
-            keeps_requests=self._options.resume_kv == "keep",
-            overlap=self._options.overlap_generation,
-            calls=self._user_code.calls,
-        )
-
     def _new_dynamic_sampling(self, scorer: RewardScorer, admission: Admission) -> DynamicSampling:
         options = self._options
         return DynamicSampling(
@@ -242,39 +250,23 @@ class RolloutSession:
         is_synced: bool,
         profiled: Callable[[str], AbstractContextManager[Any]],
     ) -> tuple[Round, dict[str, float]]:
-        """Sync the weights, fill the pool, and run until the quota is met; see [`Rounds.run`].
+        """Sync the weights, fill the pool, and run until the quota is met; see [`RoundLoop.run`].
 
         Returns the round, with the groups that this process trains first at `micro_step`, and its `april/` metrics.
         Weights that are synced are sent again if the server has lost them. `profiled` is TRL's profiling context.
 
         Raises:
-            ServerError, Stopped, WeightSyncError: As [`Recovery.sync_weights`] and [`Rounds.run`], in all processes.
+            ServerError, Stopped, WeightSyncError: In all processes.
         """
         self.run_log.round_began()
         self._plan = self._plan.until(self._state.max_steps, self._state.global_step)
-        with self._loop.paused():
-            self._source.follow(self._plan.max_steps)
-            self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:
                 self._recovery.sync_weights()
             sync_seconds = self._server.sync_seconds if not is_synced or self._recovery.restore_weights() else 0.0
-        if self._chooser is not None:
-            with self._loop.paused():
-                change = self._chooser.choose()
-            if change is not None:
-                logger.info(str(change))
-
-        def on_taken(done: Round) -> None:
-            self._in_training.append((micro_step, done.groups))
-            for group in done.groups:
-                for one in (group, *group.samples):
-                    one.images.clear()  # in the form of the engine they are large, and rows and messages have them
-            if self._chooser is not None:
-                self._chooser.observe(done)
-
+        self._micro_step = micro_step
         with profiled("vLLM.generate"):
-            done = self._rounds.run(self._state.global_step, silent=self._silent, on_taken=on_taken)
+            done = run_blocking(self._rounds.run(self._state.global_step))
         metrics = round_metrics(
             done,
             self.pool,
@@ -302,7 +294,7 @@ class RolloutSession:
 
     def cut(self) -> None:
         """Abort the requests beside training, in all processes. A collective call."""
-        self._rounds.cut()
+        run_blocking(self._rounds.cut())
 
     def save(self, checkpoint: Path) -> None:
         """Write the rollouts into a checkpoint: the pool, and the batches that are not fully trained.
@@ -328,7 +320,7 @@ class RolloutSession:
         with ExitStack() as rest:  # also if the first call is interrupted
             rest.callback(self._loop.close)
             rest.callback(lambda: self._loop.run(self._engine.close()))
-            rest.callback(self._rounds.close)
+            rest.callback(self._steps.close)
             for part in filter(None, (self._dynamic, self._act)):
                 rest.callback(part.close)
             self._user_code.cancel()
@@ -336,11 +328,27 @@ class RolloutSession:
             self._server.servers.give_up()
             self._loop.run(self.driver.close())
 
+    def _begin(self) -> None:
+        """Apply the options of the round, before it begins."""
+        self._source.follow(self._plan.max_steps)
+        self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
+        if self._chooser is not None and (change := self._chooser.choose()) is not None:
+            logger.info(str(change))
+
+    def _taken(self, done: Round) -> None:
+        """Keep the batch for checkpoints until it is trained."""
+        self._in_training.append((self._micro_step, done.groups))
+        for group in done.groups:
+            for holder in (group, *group.samples):
+                holder.images.clear()  # in the form of the engine they are large, and rows and messages have them
+        if self._chooser is not None:
+            self._chooser.observe(done)
+
     def _quiesce(self) -> None:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
         if self._chooser is not None:
             self._chooser.quiesced()
-        self._rounds.quiesce(self._state.global_step, self._server.servers, self._server.oldest_kept)
+        run_blocking(self._rounds.quiesce(self._state.global_step, self._server.oldest_kept))
 
     def _route(self) -> None:
         """Send requests to the servers that hold the weights."""

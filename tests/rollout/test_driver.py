@@ -35,7 +35,7 @@ from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.round import Round, drain_grace
+from trl_april.rollout.record import Round, drain_grace
 
 
 BROKEN = Break(ServerError("The connection broke."))

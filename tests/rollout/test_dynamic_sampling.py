@@ -14,7 +14,7 @@ from tests.support.scripted_engine import Attempt, Break, Tokens, natural, simul
 from trl_april.errors import PoolError, ServerError
 from trl_april.pool.samples import Score
 from trl_april.rollout.dynamic_sampling import DynamicSampling
-from trl_april.rollout.round import drain_grace
+from trl_april.rollout.record import drain_grace
 
 
 def useless(*groups: int):

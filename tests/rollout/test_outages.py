@@ -36,7 +36,7 @@ from tests.support.scripted_engine import (
 )
 from trl_april.errors import RoundSuspended, ServerError
 from trl_april.pool.samples import Score
-from trl_april.rollout.round import drain_grace
+from trl_april.rollout.record import drain_grace
 
 
 BROKE = ServerError("The connection broke.")

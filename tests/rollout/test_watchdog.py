@@ -8,7 +8,7 @@ from tests.rollout.arena import admit, assert_at_rest, assert_tokens, make_drive
 from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, key_of, natural, simulate
 from trl_april.errors import EngineError, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.rollout.running_request import ABORT_SECONDS
 
 
