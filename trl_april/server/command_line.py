@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import ConfigError
-from .host import NVIDIA_GPUS, gpus_of_host, is_loopback, usable_cores
+from .host import gpus_of_host, is_loopback, usable_cores
 
 
 # Set by torchrun and `accelerate launch` for their workers. vLLM's engine would take itself for one of them: with
@@ -51,7 +50,7 @@ REFUSED_FLAGS = {
     "--ssl-keyfile": "the trainer and the health check speak plain HTTP; leave it out, and put a proxy in front of "
     "the server if it must be reached from outside",
     "--api-server-count": "vLLM's module ignores it, and an abort would reach only one API server; start several "
-    "servers instead (`LocalServer(..., count=N)`), and give all addresses",
+    "servers instead, and give all addresses",
     "--headless": "a headless server has no HTTP endpoints, and the trainer needs them; leave it out",
     "--tokens-only": "it removes the endpoints by which the trainer generates and aborts; leave it out",
     "--skip-tokenizer-init": "/v1/completions, by which the trainer generates, needs the tokenizer; leave it out",
@@ -213,28 +212,3 @@ def server_environment(
         # anything else runs: a step of 2 ms took 100.
         merged.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
     return merged
-
-
-def gpu_shares(
-    count: int, env: Mapping[str, str] | None, vllm_args: Sequence[str] = (), *, platform: str | None = None
-) -> list[dict[str, str]]:
-    """What to add to `env` for each of `count` servers, so that each has the next GPUs for itself.
-
-    Nothing for a single server or without GPUs. Raises [`ConfigError`] if there are too few.
-    """
-    found = None if count == 1 or (platform or vllm_platform()) != "gpu" else gpus_of_host()
-    if not found:
-        return [{} for _ in range(count)]
-    flags = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
-    each = math.prod(int(flag_value(vllm_args, flag) or 1) for flag in flags)
-    names = ["CUDA_VISIBLE_DEVICES"] if NVIDIA_GPUS.is_dir() else ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
-    environment = {**os.environ, **(env or {})}
-    listed = next((environment[name] for name in names if environment.get(name)), None)
-    gpus = [str(number) for number in range(found)] if listed is None else listed.split(",")
-    if count * each > len(gpus):
-        raise ConfigError(
-            f"count is {count} and each server takes {each} GPUs, but there are {len(gpus)}. Lower count or "
-            f"--tensor-parallel-size, or make more GPUs visible ({names[0]})."
-        )
-    shares = [",".join(gpus[each * number : each * (number + 1)]) for number in range(count)]
-    return [dict.fromkeys(names, share) for share in shares]

@@ -95,7 +95,6 @@ class ServerGeneration(VLLMGeneration):
         self.local_server = local_server
         self._keeps_cache = resume_kv != "recompute"
         self.servers = SyncedServers(processes, keeps_requests=resume_kv == "keep")
-        self._group_ports = 0  # given to servers so far
         self._is_first = True  # until a sync is complete
         super().__init__(mode="server", **kwargs)
 
@@ -119,6 +118,7 @@ class ServerGeneration(VLLMGeneration):
             self.weight_sync,
             self._weight_sync_dir,
             device=self.accelerator.device,
+            group_port=self.group_port,
             servers=list(self.servers),
             processes=self._processes,
             adapters=self._adapters(),
@@ -187,12 +187,11 @@ class ServerGeneration(VLLMGeneration):
 
     def _new_server(self, base_url: str) -> SyncedServer:
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
-        self._group_ports += 1
-        return SyncedServer(base_url, self.server_timeout, headers, self.group_port + self._group_ports - 1)
+        return SyncedServer(base_url, self.server_timeout, headers)
 
     def _connect(self, server: SyncedServer, *, patience: float) -> None:
         """Wait until a server is ready, and check it, in the main process."""
-        server.client = ServerClient(server.control, group_port=server.group_port, connection_timeout=patience)
+        server.client = ServerClient(server.control, connection_timeout=patience)
         config = self.model.config
         if self.local_server is None:
             server.reserve()
@@ -296,7 +295,7 @@ class ServerGeneration(VLLMGeneration):
             if self.before_sync is not None:
                 self.before_sync()
             self.servers.settle_outages(None if adapts else SyncedServer.begin_load)
-            load(list(self.servers), self.servers.each)
+            load(self.servers.taking_part(), self.servers.each)
             adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
             options: dict[str, Any] = {
                 "as_next": as_next,

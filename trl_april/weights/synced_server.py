@@ -38,9 +38,8 @@ class SyncedServer:
     info: ServerInfo
     canary: Canary
 
-    def __init__(self, base_url: str, seconds: float, headers: Mapping[str, str], group_port: int = 0) -> None:
+    def __init__(self, base_url: str, seconds: float, headers: Mapping[str, str]) -> None:
         self.base_url = base_url
-        self.group_port = group_port  # where its NCCL group meets
         self.control = ServerControl(base_url, seconds, headers)
         answer = partial(self.control.request, seconds=ANSWER_SECONDS)
         self.pause, self.lease = ServerPause(answer, base_url), ServerLease(answer, base_url)
