@@ -206,8 +206,6 @@ class Contestant(RoundSteps):
 
     async def _run_round(self) -> Round:
         """Run a training step as the server sees it: sync, round, and a pause for the training."""
-        if self._chooser is not None:
-            self._chooser.quiesced()
         if not self._uninterrupted:
             await self.loop.sync(self._version)
         version = self._version
@@ -221,7 +219,11 @@ class Contestant(RoundSteps):
 
     # Steps of the loop. The weights are not sent: that takes the same time in all modes.
 
-    async def pause(self, *, runs_on: bool) -> bool:
+    def quiesce_began(self) -> None:
+        if self._chooser is not None:
+            self._chooser.quiesced()
+
+    async def pause(self, *, keeps_weights: bool) -> bool:
         if not self.driver.in_flight:
             return False
         await self.driver.stop_asking()
@@ -229,7 +231,7 @@ class Contestant(RoundSteps):
         self._is_paused = True
         return True
 
-    async def load(self, version: int) -> None:
+    async def load(self) -> None:
         if self._is_paused:
             self._is_paused = False
             await asyncio.to_thread(self._pause.end)

@@ -220,15 +220,6 @@ def test_retries_without_progress_are_bounded(retries: int, step, message: str):
     assert_at_rest(pool, engine)
 
 
-def test_retries_with_progress_are_not_bounded():
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0)
-    engine = ScriptedEngine({(0, 0): [*[Attempt([Tokens(1), BROKEN])] * 9, natural(10)]})
-    done = run(pool, engine, retries=1)
-    assert done.groups[0].num_tokens == 10
-    assert [request.generated for request in engine.requests] == list(range(10))
-
-
 def test_pause_before_a_retry_ends_with_the_round():
     pool = make_pool(1)
     admit(pool, 0, 1)

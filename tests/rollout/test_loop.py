@@ -8,7 +8,7 @@ import pytest
 
 from tests.rollout.arena import USEFUL, USELESS, aborted
 from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, Until, key_of, natural
-from tests.support.training_runs import ProcessesInThreads, Shared, TrainingRun, synced_servers
+from tests.support.training_runs import ProcessesInThreads, Server, Shared, TrainingRun
 from trl_april.pool.samples import Score
 from trl_april.rollout.loop import run_blocking
 
@@ -80,12 +80,13 @@ def test_requests_on_adapters_beyond_the_staleness_bound_are_cut(policy: str):
     script = {(group, sample): RUNS_ON for group in (1, 4) for sample in (0, 1)}
     options = {"over_provisioning": 3.0, "max_staleness": 1, "staleness_policy": policy}
     with new_run(script, overlap=True, keeps=True, **options) as run:
-        run.steps.servers = synced_servers({"a": 99})
+        run.steps.server = Server({"a": 99})
+        run.steps.server.oldest_kept = 0
         for version, cut in enumerate([set(), {1}]):
             run.round(version)
             running = 2 + 2 * version
             run.until(lambda running=running: run.driver.in_flight == running and not run.driver.without_tokens)
-            run_blocking(run.rounds.quiesce(version + 1, 0))
+            run_blocking(run.rounds.sync(version + 1))
             assert aborted(run.engine) == cut
         assert {group for group, _ in map(key_of, run.engine.live)} == {4}
 
@@ -100,9 +101,10 @@ def test_only_full_servers_free_a_slot_for_the_canary(places: dict[str, int], wa
     script = {(group, sample): RUNS_ON for group in (1, 2) for sample in (0, 1)}
     options = {"over_provisioning": 3.0, "steps": 3, "servers": lambda group: "ab"[group % 2]}
     with new_run(script, overlap=True, keeps=True, **options) as run:
-        run.steps.servers = synced_servers(places, waiting)
+        run.steps.server = Server(places, waiting)
+        run.steps.server.oldest_kept = 0
         run.round()
         run.until(lambda: run.driver.in_flight == 4 and not run.driver.without_tokens)
-        run_blocking(run.rounds.quiesce(1, 0))
+        run_blocking(run.rounds.sync(1))
         assert len(run.engine.live) == 4 - cut
         assert cut == 4 or aborted(run.engine) <= {1}

@@ -99,13 +99,14 @@ class ProcessesInThreads(ManyProcesses):
 
 
 class Steps(TrainingSteps):
-    """The steps of training, with calls of `before_generate` and `after_generate`, and recovery at once.
+    """The steps of training, with hooks for tests, and recovery at once.
 
     `errors` are those that the rounds recovered from.
     """
 
     before_generate: Callable[[], None] = staticmethod(lambda: None)
     after_generate: Callable[[], None] = staticmethod(lambda: None)
+    before_begin: Callable[[], None] = staticmethod(lambda: None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,9 +119,37 @@ class Steps(TrainingSteps):
         finally:
             self.after_generate()
 
+    async def route(self, version: int) -> None:
+        """There is one engine."""
+
+    def begin(self, version: int) -> None:
+        super().begin(version)
+        self.before_begin()
+
+    def taken(self, done: Round) -> None:
+        super().taken(done)
+        self.after_taken(done)
+
     async def recover(self, error: Any, record: Round) -> None:
         self.errors.append(error)
         assert len(self.errors) < 1000, "the round never closes"
+
+
+class Server:
+    """Servers that keep requests through a sync, by the requests that each decodes at once. No weights are sent."""
+
+    oldest_kept: int | None = None
+
+    def __init__(self, places: dict[str, int] | None = None, waiting: int = 0) -> None:
+        places = places or {}
+        queues = [(float(waiting), float(number)) for number in places.values()]
+        self.servers = SimpleNamespace(
+            addresses=list(places), queues=lambda: queues, pause=lambda: pytest.fail("paused")
+        )
+
+    @contextmanager
+    def sync(self) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(load=lambda: None, verify=lambda: None)
 
 
 class TrainingRun:
@@ -166,10 +195,11 @@ class TrainingRun:
         )  # fmt: skip
         self.batches: list[list[int]] = []  # groups of each round that this process trains
         self.steps = Steps(
-            self.driver, self.source, admission, samples, loop=self.loop, processes=processes, quota=self.quota,
-            recovery=SimpleNamespace(progress_was_made=lambda: None), servers=None, stop=SimpleNamespace(signal=0),
-            calls=SimpleQueue(), on_begin=lambda: None, on_taken=self.taken,
+            self.driver, None, Server(), self.source, admission, plan, loop=self.loop, processes=processes,
+            quota=self.quota, recovery=SimpleNamespace(progress_was_made=lambda: None),
+            stop=SimpleNamespace(signal=0), calls=SimpleQueue(),
         )  # fmt: skip
+        self.steps.after_taken = self.taken
         self.rounds = RoundLoop(
             self.pool, self.driver, self.steps, quota=self.quota, dynamic=self.dynamic, overlap=overlap, keeps=keeps
         )
@@ -237,9 +267,3 @@ def in_processes(
     if raises and errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
     return results
-
-
-def synced_servers(places: dict[str, int], waiting: int = 0) -> Any:
-    """Servers that keep requests through a sync, by the requests that each decodes at once."""
-    queues = [(float(waiting), float(number)) for number in places.values()]
-    return SimpleNamespace(addresses=list(places), queues=lambda: queues, pause=lambda: pytest.fail("paused"))

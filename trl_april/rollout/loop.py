@@ -56,15 +56,30 @@ class RoundSteps(Protocol):
 
     # Sync
 
-    async def pause(self, *, runs_on: bool) -> bool:
-        """Stop sending requests, and pause the servers unless the present ones run on during the sync.
+    oldest_kept: int | None = None  # oldest policy version whose weights the servers keep, so that nothing is paused
+
+    def prepared(self) -> AbstractContextManager[object]:
+        """Do the work of a weight sync that needs no paused server, and release its resources at the end."""
+        return nullcontext()
+
+    def quiesce_began(self) -> None:
+        """Note that requests stop for a weight sync."""
+
+    async def pause(self, *, keeps_weights: bool) -> bool:
+        """Stop sending requests, and pause the servers unless they keep the weights of running requests.
 
         Returns whether requests can be held; if not, they are cut.
         """
         return False
 
-    async def load(self, version: int) -> None:
-        """Load and verify the weights of a policy version, resume the servers, and route requests to them."""
+    async def load(self) -> None:
+        """Load the weights into the servers."""
+
+    async def verify(self) -> None:
+        """Verify the weights, and resume the servers."""
+
+    async def route(self, version: int) -> None:
+        """Send requests to the servers that hold the weights of the policy version."""
 
     # Begin, agree, admit
 
@@ -134,21 +149,24 @@ class RoundLoop:
         self._quota, self._dynamic, self._overlap, self._keeps = quota, dynamic, overlap, keeps
 
     async def sync(self, version: int) -> None:
-        """Stop or hold the requests between two rounds, and let the servers have the weights of `version`."""
-        await self.quiesce(version)
-        await self.steps.load(version)
+        """Sync the weights of a policy version between two rounds. A collective call, as are its steps."""
+        with self.steps.prepared():
+            await self.quiesce(version)
+            await self.steps.load()
+            await self.steps.verify()
+        await self.steps.route(version)
 
-    async def quiesce(self, version: int, oldest: int | None = None) -> None:
+    async def quiesce(self, version: int) -> None:
         """Stop the requests between two rounds, or hold them on paused servers, so that the weights can change.
 
-        Held requests continue with the weights of `version` when their server resumes. Where the servers keep the
-        weights from the version `oldest` on, nothing is paused, and requests of these stay on theirs. A collective
-        call.
+        Held requests continue with the weights of `version` when their server resumes. Where the servers keep earlier
+        weights, nothing is paused, and requests stay on theirs.
         """
-        bound = self.pool.schedule.max_staleness
+        self.steps.quiesce_began()
+        oldest, bound = self.steps.oldest_kept, self.pool.schedule.max_staleness
         if oldest is not None and bound is not None:
             oldest = max(oldest, version - bound)  # further tokens of older weights would be beyond the bound
-        if self._keeps and await self.steps.pause(runs_on=oldest is not None):
+        if self._keeps and await self.steps.pause(keeps_weights=oldest is not None):
             await self.steps.run(self.driver.hold(version, oldest))
             await self.steps.highest(0)  # no process loads weights before all have held their requests
         else:

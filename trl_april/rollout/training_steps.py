@@ -6,22 +6,25 @@ Invariant: the training thread touches the pool only while the event loop is pau
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..data.admission import Admission, NewGroup
+from ..data.plan import TrainingPlan
 from ..data.source import RowSource
-from ..distributed.processes import Processes
+from ..distributed.processes import Processes, get_logger
 from ..distributed.quota import SharedQuota
 from ..distributed.signals import StopRequest
+from ..engine.servers import ServersEngine
 from ..errors import RoundSuspended, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import Group
 from ..weights.recovery import Recovery
-from ..weights.servers import SyncedServers
+from ..weights.sync import ServerGeneration, WeightSync
 from .driver import RolloutDriver
 from .event_loop import BackgroundLoop
 from .loop import RoundSteps
@@ -29,7 +32,22 @@ from .progress import RoundProgress, notebook_bar
 from .record import Round
 
 
+logger = get_logger(__name__)
+
 T = TypeVar("T")
+
+
+class Chooser(Protocol):
+    """Chooses the over-provisioning factor of the next round by the rounds so far."""
+
+    def quiesced(self) -> None:
+        """Note that requests stop for a weight sync."""
+
+    def choose(self) -> object | None:
+        """Choose the factor of the round that begins; returns the change, if any, to be logged."""
+
+    def observe(self, done: Round) -> None:
+        """Learn from a round. A collective call."""
 
 
 @dataclass(eq=False)
@@ -37,24 +55,29 @@ class TrainingSteps(RoundSteps):
     """The steps of one training run in one of its processes."""
 
     driver: RolloutDriver
+    engine: ServersEngine
+    server: ServerGeneration
     source: RowSource
     admission: Admission
-    num_generations: int
+    plan: TrainingPlan
     loop: BackgroundLoop
     processes: Processes
     quota: SharedQuota | None
     recovery: Recovery
-    servers: SyncedServers
     stop: StopRequest
     calls: SimpleQueue[Callable[[], Any] | None]  # of user code, which wait for this thread
-    on_begin: Callable[[], None]
-    on_taken: Callable[[Round], None]
+    chooser: Chooser | None = None
     silent: bool = True  # without a progress bar
+    step: int = 0  # optimizer steps of the run so far
+    micro_step: int = 0  # at which the next batch is trained first
+    # Batches of this process that are not fully trained, by first micro-step.
+    in_training: deque[tuple[int, list[Group]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.is_main = self.processes.rank == 0
         self._tokens_at_outage = 0
         self._notebook: Any = notebook_bar()
+        self._sync: WeightSync  # in progress
 
     def paused(self) -> AbstractContextManager[None]:
         return self.loop.paused()
@@ -62,11 +85,37 @@ class TrainingSteps(RoundSteps):
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run(work, poll=self.processes.check)
 
-    async def pause(self, *, runs_on: bool) -> bool:
-        return self._has_room() and (runs_on or self.servers.pause())
+    @property
+    def oldest_kept(self) -> int | None:  # type: ignore[override]
+        return self.server.oldest_kept
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        with self.server.sync() as self._sync:
+            yield
+
+    def quiesce_began(self) -> None:
+        if self.chooser is not None:
+            self.chooser.quiesced()
+
+    async def pause(self, *, keeps_weights: bool) -> bool:
+        return self._has_room() and (keeps_weights or self.server.servers.pause())
+
+    async def load(self) -> None:
+        self._sync.load()
+
+    async def verify(self) -> None:
+        self._sync.verify()
+
+    async def route(self, version: int) -> None:
+        servers = self.server.servers
+        self.loop.run(self.engine.route_to(servers.addresses, servers.holding, version, servers.causes))
 
     def begin(self, version: int) -> None:
-        self.on_begin()
+        self.source.follow(self.plan.max_steps)
+        self.driver.pool.schedule.surplus_share = self.plan.surplus_share(self.step)
+        if self.chooser is not None and (change := self.chooser.choose()) is not None:
+            logger.info(str(change))
 
     async def agree(self, pool: Pool) -> None:
         self.processes.agree(pool)
@@ -110,10 +159,15 @@ class TrainingSteps(RoundSteps):
 
     def taken(self, done: Round) -> None:
         self.recovery.progress_was_made()
-        self.on_taken(done)
+        self.in_training.append((self.micro_step, done.groups))
+        for group in done.groups:
+            for holder in (group, *group.samples):
+                holder.images.clear()  # in the form of the engine they are large, and rows and messages have them
+        if self.chooser is not None:
+            self.chooser.observe(done)
 
     async def scatter(self, groups: list[Group], batch: Sequence[int]) -> list[Group]:
-        return self.processes.scatter(groups, batch, self.admission.row_of, self.num_generations)
+        return self.processes.scatter(groups, batch, self.admission.row_of, self.plan.num_generations)
 
     def forget(self, group_ids: Collection[int]) -> None:
         self.admission.forget(group_ids)
@@ -123,6 +177,11 @@ class TrainingSteps(RoundSteps):
             self.source.replace(count)
             return 0
         return self.source.take_back(-count)
+
+    def release_trained(self, micro_steps: int) -> None:
+        """Release the batches whose last use is in the weights, after so many calls of `training_step`."""
+        while self.in_training and self.in_training[0][0] + self.plan.micro_steps_per_round <= micro_steps:
+            self.in_training.popleft()
 
     def close(self) -> None:
         """Remove the progress bar."""
@@ -134,10 +193,10 @@ class TrainingSteps(RoundSteps):
 
         On a full server the canary would wait in the queue for as long as completions take, so a slot is freed first.
         """
-        addresses = self.servers.addresses
+        servers, addresses = self.server.servers, self.server.servers.addresses
         counts = self.loop.run(self.driver.stop_asking(addresses))
         without_tokens, *running = self.processes.reduce_sum(counts)
-        queues = self.servers.queues() if any(running) else []
+        queues = servers.queues() if any(running) else []
         if sum(waiting for waiting, _ in queues) > without_tokens:
             return False  # preempted requests have tokens, and come first whatever is cut
         of_each = zip(addresses, running, queues, strict=False)

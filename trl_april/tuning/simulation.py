@@ -197,21 +197,25 @@ class _Simulation(RoundSteps):
                 self._start_over()
             await self._loop.run(version)
             await asyncio.sleep(scenario.train_seconds)
-            if self._chooser is not None:
-                self._chooser.quiesced()
             version += scenario.updates_per_batch
             await self._loop.sync(version)
         self._stop_measuring()
 
     # Steps of the loop
 
-    async def pause(self, *, runs_on: bool) -> bool:
+    def quiesce_began(self) -> None:
+        if self._chooser is not None:
+            self._chooser.quiesced()
+
+    async def pause(self, *, keeps_weights: bool) -> bool:
         await self._driver.stop_asking()
         await self.engine.pause()
         return True
 
-    async def load(self, version: int) -> None:
+    async def load(self) -> None:
         await asyncio.sleep(self.scenario.sync_seconds)
+
+    async def verify(self) -> None:
         if self.mode is Mode.KEEP:
             self.engine.resume()
 

@@ -23,15 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class SyncedServers:
-    """One or several servers that get the same weights. Some may be lost while the others continue.
-
-    `on_holding` is called in all processes when it is known which servers hold the weights.
-    """
+    """One or several servers that get the same weights. Some may be lost while the others continue."""
 
     def __init__(self, processes: Processes, *, keeps_requests: bool) -> None:
         self.holding: set[str] = set()  # addresses of servers with the weights of the last sync
         self.causes: dict[str, str] = {}  # why others left, by address
-        self.on_holding: Callable[[], None] | None = None
         self._all: list[SyncedServer] = []
         self._processes = processes
         self._is_main = processes.rank == 0
@@ -84,6 +80,7 @@ class SyncedServers:
 
         def accounts() -> dict[str, dict[str, Any] | None]:
             follow(addresses())
+            self.causes.clear()
             for server in self:
                 server.begin_sync()
             connect()
@@ -143,9 +140,6 @@ class SyncedServers:
         found = set(self._processes.decide(holding))
         if found:
             self.holding = found
-            if self.on_holding is not None:
-                self.on_holding()
-            self.causes.clear()
         return bool(found)
 
     # Between syncs

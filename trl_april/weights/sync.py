@@ -1,6 +1,6 @@
 """Sync of the trainer's weights to the servers.
 
-Invariant: after `sync_weights` returns, every server in `holding` samples from the weights of the policy version that
+Invariant: after a sync, every server in `holding` samples from the weights of the policy version that
 it reports. If no server is left, all processes raise the same error.
 """
 
@@ -11,6 +11,9 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import requests
@@ -42,19 +45,26 @@ from .client import ServerClient, ServerControl
 from .files import elements_of
 from .names import check_complete, in_checkpoint_format, names_in_checkpoint, tied_names, with_native_adapters
 from .servers import SyncedServers
-from .synced_server import INCOMPLETE, SyncedServer
+from .synced_server import INCOMPLETE, Load, SyncedServer
 from .transport import connected_transport
 
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class WeightSync:
+    """The last steps of a sync, in this order. Collective calls."""
+
+    load: Callable[[], None]  # pause the servers, unless adapters are sent, and load the weights
+    verify: Callable[[], None]  # give the weights their version, resume the servers, and compare them with the trainer
+
+
 class ServerGeneration(VLLMGeneration):
     """TRL's server-mode generation with a choice of weight transport, a version stamp and a canary.
 
     TRL iterates over the parameters (FSDP, DeepSpeed, PEFT merging) and generates for evaluation. `trained_model`
-    returns the model that is trained, which some kinds of sharding replace. `before_sync` is called in all processes
-    just before the weights change, to abort requests or pause the servers. `local_server` is the server if this
+    returns the model that is trained, which some kinds of sharding replace. `local_server` is the server if this
     process owns it. `larger_context` says how users get a longer context.
 
     Of several servers, some may be lost while the sync continues with the others. `addresses` is called in the main
@@ -78,7 +88,6 @@ class ServerGeneration(VLLMGeneration):
         larger_context: str = LARGER_CONTEXT,
         **kwargs: Any,
     ) -> None:
-        self.before_sync: Callable[[], None] | None = None
         self._addresses = addresses
         self.larger_context = larger_context
         self.weight_sync = weight_sync
@@ -255,64 +264,89 @@ class ServerGeneration(VLLMGeneration):
     # The sync
 
     def sync_weights(self) -> None:
-        """Send the trainer's weights, stamp them with the policy version, and verify them. A collective call.
+        """Sync the weights where no requests run. A collective call, as all steps of [`ServerGeneration.sync`]."""
+        with self.sync() as sync:
+            sync.load()
+            sync.verify()
+
+    @contextmanager
+    def sync(self) -> Iterator[WeightSync]:
+        """Prepare a sync of the trainer's weights, and hand its other steps to the caller.
+
+        The caller stops or holds the requests on the servers, calls `load` and `verify`, and, after the block, sends
+        requests to the servers in `servers.holding`:
+
+        ```python
+        with generation.sync() as sync:
+            quiesce(generation.oldest_kept)
+            sync.load()
+            sync.verify()
+        route(generation.servers.holding)
+        ```
 
         Merged weights are loaded into paused servers only. After a failure, these stay paused until the next sync, or
         [`SyncedServers.give_up`] if their weights are complete: requests must continue with the new weights.
-        A server that is down is left out. If all are, all processes raise [`ServerError`], and the sync can be
-        repeated when one is back. It raises [`WeightSyncError`] if a server refuses the weights, or samples from other
-        weights afterwards.
+        A server that is down is left out. If all are, all processes raise [`ServerError`] from one of the steps, and
+        all steps can be repeated when one is back. [`WeightSyncError`] is raised if a server refuses the weights, or
+        samples from other weights afterwards.
         """
         started = time.perf_counter()
-        version = self._policy_version()
         assert self._addresses is not None
         self.servers.meet(self._addresses, self._new_server, lambda: self.servers.each(self._reattach))
         # Work that needs no server runs before the servers are paused. Reading sharded weights takes all processes.
         self.model = self._trained_model()
         if is_compiled_module(self.model):  # as under FSDP
             self.model = self.model._orig_mod
-        # Evaluation may change the model's data type. FSDP computes in its own.
-        mixes = self.accelerator.distributed_type == DistributedType.FSDP or needs_autocast(self.model)
-        as_weights = self.accelerator.mixed_precision in (None, "no") or not mixes
-        dtypes = frozenset(dtypes_of(self.model))
-        trainer_is_float32 = dtypes == {torch.float32} and as_weights
-        for server in self.servers.taking_part():
-            server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
-        adapts = isinstance(self._transport, AdapterTransport)
-        as_next = adapts or any(server.info.max_loras for server in self.servers if server.is_connected)
-        if version == 0 and self._is_first:  # with other weights, a server could not be told from a different one
-            own = self.model.config._name_or_path
-            self.servers.each(lambda server: server.look_before(own, self._sequences, as_next=as_next))
-        expected = [
-            trainer_logprobs(self.model, one, self.accelerator.device, as_next=as_next or place > 0)
-            for place, one in enumerate(self._sequences)
-        ]
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass
-        sends = any(self.servers.taking_part())
+        as_next = isinstance(self._transport, AdapterTransport) or any(
+            server.info.max_loras for server in self.servers if server.is_connected
+        )
+        expected = self._expected_logprobs(as_next=as_next)
+        sends, dtypes = any(self.servers.taking_part()), frozenset(dtypes_of(self.model))
         with self._transport.stage(self._parameters, sends=sends, dtypes=dtypes) as load:
-            if self.before_sync is not None:
-                self.before_sync()
-            self.servers.settle_outages(None if adapts else SyncedServer.begin_load)
-            load(self.servers.taking_part(), self.servers.each)
-            adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
-            options: dict[str, Any] = {
-                "as_next": as_next,
-                "keeps_cache": self._keeps_cache or adapter is not None,
-                "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
-                "adapter": adapter,
-            }
-            self.servers.each(lambda server: server.stamp_and_verify(version, expected, self._sequences, **options))
-            self.servers.settle_outages()  # no process may request tokens before a server has the weights
+            yield WeightSync(partial(self._load, load), partial(self._verify, expected, as_next=as_next))
         for server in self.servers.taking_part():
             server.synced_version = server.announced_version
-            server.client.model = adapter or server.info.model
-            server.client.renew_cache_salt()
         self._sequences, self._is_first = self._sequences[:1], False
         self.sync_mismatch = max((server.mismatch for server in self.servers.taking_part()), default=0.0)
         self.servers.announce(lambda: [server.base_url for server in self.servers.taking_part()])
         self.sync_seconds = time.perf_counter() - started
+
+    def _expected_logprobs(self, *, as_next: bool) -> list[list[float]]:
+        """The trainer's log-probabilities of the canary, and around the first sync of longer sequences."""
+        # Evaluation may change the model's data type. FSDP computes in its own.
+        mixes = self.accelerator.distributed_type == DistributedType.FSDP or needs_autocast(self.model)
+        as_weights = self.accelerator.mixed_precision in (None, "no") or not mixes
+        trainer_is_float32 = dtypes_of(self.model) == {torch.float32} and as_weights
+        for server in self.servers.taking_part():
+            server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
+        if self._policy_version() == 0 and self._is_first:  # other weights cannot be told from another computation
+            own = self.model.config._name_or_path
+            self.servers.each(lambda server: server.look_before(own, self._sequences, as_next=as_next))
+        expected = [
+            trainer_logprobs(self.model, sequence, self.accelerator.device, as_next=as_next or place > 0)
+            for place, sequence in enumerate(self._sequences)
+        ]
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass
+        return expected
+
+    def _load(self, load: Load) -> None:
+        adapts = isinstance(self._transport, AdapterTransport)
+        self.servers.settle_outages(None if adapts else SyncedServer.begin_load)
+        load(self.servers.taking_part(), self.servers.each)
+
+    def _verify(self, expected: list[list[float]], *, as_next: bool) -> None:
+        adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
+        options: dict[str, Any] = {
+            "as_next": as_next,
+            "keeps_cache": self._keeps_cache or adapter is not None,
+            "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
+            "adapter": adapter,
+        }
+        version = self._policy_version()
+        self.servers.each(lambda server: server.stamp_and_verify(version, expected, self._sequences, **options))
+        self.servers.settle_outages()  # no process may request tokens before a server has the weights
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's iteration over the parameters and all buffers, under the names that vLLM's loader knows."""
