@@ -36,7 +36,7 @@ from .distributed.signals import Stopped, StopRequest, leave
 from .engine.images import returning_images
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
-from .rollout.round import Round
+from .rollout.record import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale

@@ -28,7 +28,7 @@ from trl_april.config import AprilOptions
 from trl_april.engine.servers import Traffic
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.batch import round_metrics, server_metrics
 from trl_april.training.correction import AGES, correction_metrics
 
