@@ -8,8 +8,6 @@ from transformers import TrainerCallback
 
 from tests.trainer.test_trainer import check_logprobs, make_trainer, wait_until_idle
 from trl_april.engine.protocol import RequestMaker
-from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.rounds import Rounds
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
@@ -38,30 +36,6 @@ def limit_lengths(monkeypatch, length) -> None:
 
 
 class TestOverlap:
-    def test_no_sample_finishes_between_agreement_and_delivery(self, server, tiny_model_dir, tmp_path, monkeypatch):
-        """A sample that finished there would be finished in one process only."""
-        trainer = make_trainer(server, tiny_model_dir, tmp_path, overlap_generation=True, max_steps=2)
-        may_close, take, passed = Rounds._may_close, RolloutDriver.take, []
-
-        def agree(rounds):
-            rounds.loop.call(lambda: passed.append(True))
-            return may_close(rounds)
-
-        def take_then(driver):
-            assert not passed
-            return take(driver)
-
-        def begin(rounds, version):
-            passed.clear()
-            return open_round(rounds, version)
-
-        open_round = Rounds._open
-        monkeypatch.setattr(Rounds, "_may_close", agree)
-        monkeypatch.setattr(Rounds, "_open", begin)
-        monkeypatch.setattr(RolloutDriver, "take", take_then)
-        trainer.train()
-        assert passed and len(trainer.rounds) == 2
-
     def test_several_rounds_in_a_step_share_their_requests(self, server, tiny_model_dir, tmp_path):
         """Without a sync between them, no request is aborted."""
         trainer = make_trainer(
