@@ -97,7 +97,8 @@ class Run:
     @property
     def rewards(self) -> list[float]:
         """Each the mean of the last ten steps, as far as the curve has points in them."""
-        return smoothed([reward for _, _, reward in self.curve], max(1, SMOOTHED_STEPS // (self.steps[1] - self.steps[0])))
+        every = self.steps[1] - self.steps[0]
+        return smoothed([reward for _, _, reward in self.curve], max(1, SMOOTHED_STEPS // every))
 
 
 def pairs_of(runs: Iterable[Run], recipe: str, mode: str = APRIL) -> list[tuple[Run, Run]]:

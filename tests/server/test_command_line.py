@@ -94,7 +94,7 @@ def test_user_flags_override_defaults_but_not_what_training_needs():
         (["--logprobs-mode", "raw_logits"], ["raw_logits", "raw_logprobs", "Leave the flag out"]),
         (["--port", "8000"], ["--port", "argument `port`"]),
         (["--host=0.0.0.0"], ["--host", "argument `host`"]),
-        ("--dtype float32", ["--dtype float32", "one entry per word", "['--dtype', 'float32']"]),
+        ("--dtype float32", ["--dtype float32", "sequence of words", "['--dtype', 'float32']"]),
     ],
 )
 def test_flag_that_makes_training_impossible_is_refused(arguments, words):

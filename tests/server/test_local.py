@@ -117,7 +117,7 @@ def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, cap
 
 def test_server_that_closes_its_port_without_an_exit_is_started_again(script, caplog, monkeypatch):
     """vLLM's API process waits for its clients after the death of its engine."""
-    monkeypatch.setattr("trl_april.server.host.CLOSED_SECONDS", 0.3)
+    monkeypatch.setattr("trl_april.server.local.CLOSED_SECONDS", 0.3)
     closing = HEALTHY.replace("serve_forever()", "handle_request()\n    import time; time.sleep(600)")
     with ScriptServer(script(closing), restart=True) as server:  # it answers once
         first = server.pid

@@ -71,7 +71,7 @@ class Server:
     """A server: vLLM's session of an update, and its receivers of packed tensors."""
 
     takes_part = True
-    is_incomplete = False
+    was_incomplete = False
     info = SimpleNamespace(quantized=False, dtype="float32")
 
     def __init__(self, link: Link, workers: int = 1) -> None:

@@ -73,7 +73,8 @@ def versions(fakes: list[MortalVLLM]) -> list[str]:
 
 
 def wait_for_watch(generation: ServerGeneration, number: int) -> None:
-    wait_for(list(generation.servers)[number]._answers.is_set)
+    server = list(generation.servers)[number]
+    wait_for(lambda: server.has_returned)
 
 
 def test_both_servers_load_the_same_files(trainer, fakes, generation):

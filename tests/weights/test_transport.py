@@ -158,7 +158,7 @@ class Parameters:
 class Loads:
     """A server that loads files, or fails."""
 
-    takes_part, is_incomplete = True, False
+    takes_part, was_incomplete = True, False
 
     @property
     def control(self):

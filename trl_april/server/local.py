@@ -20,7 +20,15 @@ from pathlib import Path
 
 from ..errors import ConfigError, ServerError
 from .command_line import check_model, server_command, server_environment
-from .host import ClosedPort, bind, bind_when_free, check_address, lasting_port, warn_if_exposed
+from .host import (
+    CLOSED_SECONDS,
+    bind,
+    bind_when_free,
+    check_address,
+    lasting_port,
+    refuses_connections,
+    warn_if_exposed,
+)
 from .process import ServerProcess, describe_exit, root_error
 
 
@@ -68,10 +76,10 @@ class LocalServer:
         model (`str` or `os.PathLike`):
             Folder or model id to serve.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to bind to. The development endpoints run commands for everybody who reaches them, so think twice
-            before opening them to a network.
+            Address to bind to. The development endpoints run commands for everybody who reaches them: do not open
+            them to a network without a firewall.
         port (`int`, *optional*):
-            Port to bind to. By default a free one is chosen.
+            Port to bind to. The default is any free port.
         vllm_args (`Sequence[str]`, *optional*):
             Flags for vLLM, as on its command line: `["--max-model-len", "4096", "--dtype", "float32"]`. They override
             our defaults; a flag that makes training impossible is refused.
@@ -81,8 +89,8 @@ class LocalServer:
         startup_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds until the server must be healthy. A server that exits earlier is an error at once.
         env (`Mapping[str, str]`, *optional*):
-            Environment variables to add to those of this process. Of several servers on one host, each needs its own
-            GPUs in `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES` on AMD).
+            Environment variables to add to the environment of this process. Each of several servers on a host needs
+            its GPUs in `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES` on AMD).
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to start without progress on stderr.
         restart (`bool`, *optional*, defaults to `False`):
@@ -133,7 +141,7 @@ class LocalServer:
         self._server: ServerProcess | None = None
         self._owner = 0
         self._lock = threading.RLock()  # held while processes start or end; reentrant for a garbage collection inside
-        self._ready, self._stopped = threading.Event(), threading.Event()  # new ones for every start
+        self._ready, self._stopped = threading.Event(), threading.Event()  # of the current start
         self.command(port or DEFAULT_PORT)  # raises its errors at construction
 
     def command(self, port: int) -> list[str]:
@@ -217,7 +225,7 @@ class LocalServer:
             raise ConfigError(
                 f"This is process {rank} of {processes}. Each would start its own server, but only the server of "
                 "process 0 would get the weights. Start one server with `trl-april serve MODEL`, and give its "
-                "address to all: vllm_server_base_url."
+                "address to all processes: vllm_server_base_url."
             )
         check_model(self.model, self.vllm_args)
         # Checked again because time has passed: another program there would answer instead of the server.
@@ -278,8 +286,13 @@ class LocalServer:
                     self.stop()
 
     def _wait_for_end(self, ready: threading.Event, stopped: threading.Event) -> str:
-        """Wait until the server ends, and return how, as a predicate; nothing if it was stopped."""
-        server, began, port = self._server, time.monotonic(), ClosedPort(self.host, self.port or 0)
+        """Wait until the server ends, and return how, as a predicate; nothing if it was stopped.
+
+        An API server whose engine has died closes its port, and then waits for its clients before it exits: forever,
+        if a client holds its requests through a weight sync. So a closed port counts as an end.
+        """
+        server, began = self._server, time.monotonic()
+        open_at = 0.0  # when the port was last seen open
         while server is not None and not stopped.is_set():
             is_ready = ready.is_set() or self.is_healthy()  # asked first: after an exit, another program may answer
             code, seconds = server.process.poll(), time.monotonic() - began
@@ -292,7 +305,10 @@ class LocalServer:
             if is_ready and not ready.is_set():
                 self._show(f"ready after {seconds:.0f} s")
                 ready.set()
-            elif is_ready and port.is_for_good():
+                open_at = time.monotonic()
+            elif is_ready and not refuses_connections(self.host, self.port or 0):
+                open_at = time.monotonic()
+            elif is_ready and time.monotonic() > open_at + CLOSED_SECONDS:
                 return "has closed its port"
             stopped.wait(HEALTH_POLL)
         return ""

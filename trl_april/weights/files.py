@@ -89,7 +89,7 @@ class FileTransport:
 
             def reload(server: SyncedServer) -> None:
                 # The first one after one that failed only ends it: vLLM keeps what it had of a layer.
-                for _ in range(2 if server.is_incomplete else 1):
+                for _ in range(2 if server.was_incomplete else 1):
                     server.control.load("collective_rpc", body)
 
             def load(servers: Sequence[SyncedServer], each: Each) -> None:

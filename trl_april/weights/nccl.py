@@ -275,7 +275,7 @@ def _start_update(server: SyncedServer) -> None:
     load = server.control.load
     with suppress(WeightSyncError):  # refused in the middle of an update
         load("start_weight_update", {})
-        if not server.is_incomplete:
+        if not server.was_incomplete:
             return
     with suppress(WeightSyncError):
         load("finish_weight_update", {})

@@ -41,9 +41,10 @@ from .canary import (
     trainer_logprobs,
     why_otherwise,
 )
-from .client import ServerClient, ServerControl
+from .client import ServerControl
 from .files import elements_of
 from .names import check_complete, in_checkpoint_format, names_in_checkpoint, tied_names, with_native_adapters
+from .server_state import ServerState
 from .servers import SyncedServers
 from .synced_server import INCOMPLETE, Load, SyncedServer
 from .transport import connected_transport
@@ -154,7 +155,7 @@ class ServerGeneration(VLLMGeneration):
             lambda: self.model,
             self._weight_sync_dir,
             version=self._policy_version,
-            servers=lambda: [server.info for server in self.servers if server.is_connected],
+            servers=lambda: self.servers.infos,
             run=self._processes.decide(lambda: secrets.token_hex(4)),
         )
 
@@ -189,37 +190,35 @@ class ServerGeneration(VLLMGeneration):
         """The control endpoints of the first server."""
         return self.servers.first.control
 
-    @property
-    def vllm_client(self) -> ServerClient:
-        """TRL's client of the first server, in the main process. TRL generates with it for evaluation."""
-        return self.servers.first.client
-
     def _new_server(self, base_url: str) -> SyncedServer:
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
         return SyncedServer(base_url, self.server_timeout, headers)
 
     def _connect(self, server: SyncedServer, *, patience: float) -> None:
         """Wait until a server is ready, and check it, in the main process."""
-        server.client = ServerClient(server.control, connection_timeout=patience)
-        config = self.model.config
-        if self.local_server is None:
+        is_new, config = server.known_info is None, self.model.config
+        server.control.wait_until_ready(patience)
+        if is_new and self.local_server is None:
             server.reserve()
         is_complete = server.control.weight_version() != INCOMPLETE
-        if is_complete:
-            server.pause.end_foreign()  # a paused server would not answer the check
+        if is_complete:  # a paused server would not answer the check
+            server.pause.end()
+            server.pause.end_foreign()
         self._examine(server, generates=is_complete)
-        if self.local_server is None:
+        if is_new and self.local_server is None:
             own, served = config._name_or_path, server.info.path
             gets = f" and gets the weights of {own}" if own and not server.info.has_name(own) else ""
             sys.stderr.write(f"Training uses the vLLM server at {server.base_url}. It serves {served}{gets}.\n")
-        differs = differs_from_start(config, server.info.max_model_len)
-        server.canary = Canary(
-            config.get_text_config().vocab_size,
-            comparable=not (server.info.quantized or is_quantized(self.model) or differs),
-            on_cpu=server.info.device == self.accelerator.device.type == "cpu",
-            explain=lambda tokens: self._explain(server, tokens),
-        )
-        server.is_connected = True
+        if is_new:
+            differs = differs_from_start(config, server.info.max_model_len)
+            server.canary = Canary(
+                config.get_text_config().vocab_size,
+                comparable=not (server.info.quantized or is_quantized(self.model) or differs),
+                on_cpu=server.info.device == self.accelerator.device.type == "cpu",
+                explain=lambda tokens: self._explain(server, tokens),
+            )
+        server.version = ""
+        server.life.enter(ServerState.READY)
 
     def _explain(self, server: SyncedServer, tokens: int) -> str:
         """Why a server and the trainer may differ after a number of tokens."""
@@ -231,7 +230,7 @@ class ServerGeneration(VLLMGeneration):
         """Check a server, which `generates` or waits for weights, against the trainer's model."""
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         try:
-            server.info = check_server(
+            server.known_info = check_server(
                 server.control.session,
                 server.base_url,
                 config=self.model.config,
@@ -251,7 +250,7 @@ class ServerGeneration(VLLMGeneration):
             if biased and not self._has_warned_of_bias:
                 self._has_warned_of_bias = True
                 logger.warning(biased)
-        other = next((one for one in self.servers if one is not server and one.is_connected), server)
+        other = next((other for other in self.servers if other.known_info is not None and other is not server), server)
         if server.info.model != other.info.model:
             raise ConfigError(
                 f"The vLLM server at {server.base_url} serves {server.info.model!r}, and the one at {other.base_url} "
@@ -297,15 +296,11 @@ class ServerGeneration(VLLMGeneration):
         self.model = self._trained_model()
         if is_compiled_module(self.model):  # as under FSDP
             self.model = self.model._orig_mod
-        as_next = isinstance(self._transport, AdapterTransport) or any(
-            server.info.max_loras for server in self.servers if server.is_connected
-        )
+        as_next = isinstance(self._transport, AdapterTransport) or any(info.max_loras for info in self.servers.infos)
         expected = self._expected_logprobs(as_next=as_next)
         sends, dtypes = any(self.servers.taking_part()), frozenset(dtypes_of(self.model))
         with self._transport.stage(self._parameters, sends=sends, dtypes=dtypes) as load:
             yield WeightSync(partial(self._load, load), partial(self._verify, expected, as_next=as_next))
-        for server in self.servers.taking_part():
-            server.synced_version = server.announced_version
         self._sequences, self._is_first = self._sequences[:1], False
         self.sync_mismatch = max((server.mismatch for server in self.servers.taking_part()), default=0.0)
         self.servers.announce(lambda: [server.base_url for server in self.servers.taking_part()])
@@ -332,8 +327,11 @@ class ServerGeneration(VLLMGeneration):
         return expected
 
     def _load(self, load: Load) -> None:
-        adapts = isinstance(self._transport, AdapterTransport)
-        self.servers.settle_outages(None if adapts else SyncedServer.begin_load)
+        def begin(server: SyncedServer) -> None:
+            server.life.enter(ServerState.LOADING)
+            server.begin_load()
+
+        self.servers.settle_outages(None if isinstance(self._transport, AdapterTransport) else begin)
         load(self.servers.taking_part(), self.servers.each)
 
     def _verify(self, expected: list[list[float]], *, as_next: bool) -> None:
@@ -367,34 +365,30 @@ class ServerGeneration(VLLMGeneration):
                 pass
 
     def _reattach(self, server: SyncedServer) -> None:
-        """Check a server and connect to it again, unless it still has the weights of the last sync."""
+        """Check a server and connect to it again, unless it is the process of the last sync."""
         if self.local_server is None:
             server.lease.take(renews=True)
         elif not self.local_server.is_running:
             self.local_server.start()  # it was stopped for another trainer
-        if server.holds_weights():
-            return  # after one request: each waits for the server's API process, which is busy with streams
+        is_known = server.known_info is not None
+        # One request: each waits for the server's API process, which is busy with streams.
+        if is_known and (version := server.control.weight_version()) in (server.version, INCOMPLETE):
+            if server.life.state is not ServerState.READY:
+                server.life.enter(ServerState.READY)
+            return
         if problem := server.control.problem():
             raise ServerError(problem)
-        if not server.is_connected:  # a new address
-            self._connect(server, patience=0.0)
-            self._transport.connect(server)
-        if server.synced_version is None:
-            server.synced_version = server.announced_version = ""  # if the first sync fails, the next one checks
+        if server.life.state is ServerState.READY:
             return
-        if server.control.weight_version() in (server.synced_version, server.announced_version, INCOMPLETE):
-            return
-        if server.base_url in self.servers.holding or len(self.servers) == 1:
+        if is_known:
             logger.warning(
-                "The vLLM server at %s was restarted, or another client changed its weights. Sending the trainer's "
-                "weights again.",
+                "The vLLM server at %s was restarted, or another client changed its weights (version %s). Sending the "
+                "trainer's weights again.",
                 server.base_url,
+                version,
             )
-        # No server reports it, so a failed sync is checked again.
-        server.synced_version = server.announced_version = ""
-        server.pause.end()  # a paused server would not answer the check
-        self._examine(server)
-        if self._keeps_cache:
+        self._connect(server, patience=0.0)
+        if is_known and self._keeps_cache:
             # It may hold blocks of other weights under the salt of this version.
             server.control.request("POST", "reset_prefix_cache")
         self._transport.connect(server)

@@ -1,7 +1,7 @@
 """Writes the measured tables of README.md, docs/benchmarks.md and benchmarks/README.md.
 
-    python benchmarks/page.py            # write
-    python benchmarks/page.py --check    # exit with 1 if a page is out of date
+    python benchmarks/measured_tables.py            # write
+    python benchmarks/measured_tables.py --check    # exit with 1 if a page is out of date
 
 A page has a table between `<!-- measured: NAME -->` and `<!-- end -->`; NAME is a function of `TABLES`. All figures
 come from `docs/measured`.
@@ -19,11 +19,11 @@ from typing import Any
 
 import learning_comparison
 import peers
-import peers_tools
 import rollout_report
 import stress
 from intervals import interval, lower_bound
-from learning_comparison import APRIL, SYNCHRONOUS, compare, pairs_of
+from learning_comparison import SYNCHRONOUS, compare, pairs_of
+from peers_tools import SAMPLES
 from report import markdown, read_json
 
 
@@ -148,7 +148,7 @@ def tools() -> str:
             name, str(len(mine)), spread([run["seconds"] for run in mine]), spread(rates),
             "1" if name == "default" else spread(ratios, "{:.2f}"),
             f"{statistics.median(run['dropped_tokens'] for run in mine):,.0f}",
-            f"{statistics.fmean(run['trained_tokens'] / len(run['rewards']) for run in mine) / peers_tools.SAMPLES:.0f}",
+            f"{statistics.fmean(run['trained_tokens'] / len(run['rewards']) / SAMPLES for run in mine):.0f}",
             f"{max(run['oldest'] for run in mine):.0f}", spread(halves, "{:.3f}"),
         ])  # fmt: skip
     header = (
@@ -188,7 +188,10 @@ ROLLOUT = (
 
 
 def rollout_limit() -> str:
-    return _rollout_rows("rollout_limit", ROLLOUT, lambda row: row["sigma"] != "0" and row["mode"] != "overlap and reuse")
+    def shown(row: dict[str, str]) -> bool:
+        return row["sigma"] != "0" and row["mode"] != "overlap and reuse"
+
+    return _rollout_rows("rollout_limit", ROLLOUT, shown)
 
 
 def rollout_limit_all() -> str:
@@ -201,6 +204,19 @@ def rollout_defaults() -> str:
 
 # Learning
 
+LEARNED = (
+    "synchronous, after 40 steps", "APRIL, after 40 steps", "difference (95 %)", "at least (one-sided 95 %)",
+    "speed-up of 40 steps", "difference at equal wall-clock",
+)  # fmt: skip
+
+
+def learned(found: learning_comparison.Comparison) -> list[str]:
+    return [
+        *(f"{statistics.fmean(rewards):.3f}" for rewards in found.reward), signed(found.differences),
+        f"{lower_bound(found.differences):+.3f}", "{:.2f} ± {:.2f}".format(*interval(found.faster)),
+        signed(found.at_equal_time),
+    ]  # fmt: skip
+
 
 def tasks() -> str:
     rows = []
@@ -208,15 +224,9 @@ def tasks() -> str:
         pairs = pairs_of(trainings(f"tasks_{task}"), task)
         found = compare(pairs)
         rows.append([
-            task, str(len(pairs)), f"{pairs[0][0].curve[0][2]:.3f}", *(f"{statistics.fmean(r):.3f}" for r in found.reward),
-            signed(found.differences), f"{lower_bound(found.differences):+.3f}",
-            "{:.2f} ± {:.2f}".format(*interval(found.faster)), signed(found.at_equal_time),
+            task, str(len(pairs)), f"{pairs[0][0].curve[0][2]:.3f}", *learned(found),
         ])  # fmt: skip
-    header = (
-        "task", "seeds", "reward before", "synchronous, after 40 steps", "default, after 40 steps", "difference (95 %)",
-        "at least (one-sided 95 %)", "speed-up of 40 steps", "difference at equal wall-clock",
-    )  # fmt: skip
-    return markdown(header, rows)
+    return markdown(("task", "seeds", "reward before", *LEARNED), rows)
 
 
 STRESSED = (
@@ -233,12 +243,13 @@ def off_policy(cells: Sequence[tuple[str, str]] = STRESSED) -> str:
         cell = [run for run in runs if (run.recipe, run.mode) == (recipe, mode)]
         pairs = [(run, synchronous[recipe, run.seed]) for run in cell]
         warned = sorted(step for run in cell if (step := stress.warned_at(run)) is not None)
+        when = f" (steps {warned[0]} to {warned[-1]})" if warned else ""
         bound, _, correction = mode.partition(" ")
         rows.append([
             recipe, bound, correction, str(len(cell)),
             *(f"{statistics.fmean(one[n].rewards[-1] for one in pairs):.3f}" for n in (1, 0)),
             signed([run.rewards[-1] - other.rewards[-1] for run, other in pairs]),
-            signed(stress.ahead_in_time(pairs)), f"{len(warned)}" + (f" (steps {warned[0]} to {warned[-1]})" if warned else ""),
+            signed(stress.ahead_in_time(pairs)), f"{len(warned)}{when}",
         ])  # fmt: skip
     header = (
         "learning rate", "bound", "correction", "seeds", "synchronous", "APRIL", "difference (95 %)",
@@ -253,19 +264,14 @@ def off_policy_all() -> str:
 
 def recipes() -> str:
     rows = []
-    for name, recipe in (("learning", "grpo"), ("learning", "dapo"), ("learning", "gspo"), ("learning_dapo_keep", "dapo")):
+    cells = (("learning", "grpo"), ("learning", "dapo"), ("learning", "gspo"), ("learning_dapo_keep", "dapo"))
+    for name, recipe in cells:
         pairs = pairs_of(trainings(name), recipe)
         found = compare(pairs)
         rows.append([
-            f"{recipe}{', keep' * (name != 'learning')}", str(len(pairs)), *(f"{statistics.fmean(r):.3f}" for r in found.reward),
-            signed(found.differences), f"{lower_bound(found.differences):+.3f}",
-            "{:.2f} ± {:.2f}".format(*interval(found.faster)), signed(found.at_equal_time),
+            f"{recipe}{', keep' * (name != 'learning')}", str(len(pairs)), *learned(found),
         ])  # fmt: skip
-    header = (
-        "loss", "seeds", "synchronous", "APRIL", "difference (95 %)", "at least (one-sided 95 %)",
-        "speed-up of 40 steps", "difference at equal wall-clock",
-    )  # fmt: skip
-    return markdown(header, rows)
+    return markdown(("loss", "seeds", *LEARNED), rows)
 
 
 # Claims
@@ -304,35 +310,35 @@ def claims() -> str:
             "`peers.py --contestants synchronous default --seeds 10`", "peers.json",
         ),
         (
-            f"At a staleness bound of 8, default options train {spread(best, '{:.2f}')} times the tokens per second of "
-            f"TRL's async trainer at the best of three numbers of requests in flight. TRL's fastest 40 steps take "
+            f"At a staleness bound of 8, default options train {spread(best, '{:.2f}')} times the tokens per second "
+            f"of TRL's async trainer at the best of three numbers of requests in flight. TRL's fastest 40 steps take "
             f"{in_time[0]:.0f} s, ours {in_time[1]:.0f} s: TRL's trainer drops {dropped:.0%} of its tokens, the long "
             "completions. Rewards cannot be told apart.",
             "`peers.py --contestants trl-8-48 trl-8-96 trl-8-192 default --seeds 3`", "peers_in_flight_8.json",
         ),
         (
             f"In rollouts alone, at sigma 1, default options train {rolled[1]['ratio (range)']} times the tokens of "
-            f"synchronous rollouts. Without a staleness bound, at factor 4, {kept['share of the limit']} of the tokens "
-            "of an engine that is never interrupted are generated.",
+            "synchronous rollouts. Without a staleness bound, at factor 4, "
+            f"{kept['share of the limit']} of the tokens of an engine that is never interrupted are generated.",
             "`rollout.py` as below", "rollout_defaults.json, rollout_limit.json",
         ),
         (
-            f"On two tasks of reasoning-gym, default options finish 40 steps in 1/{statistics.fmean(gcd.faster):.2f} (gcd) and "
-            f"1/{statistics.fmean(countdown.faster):.2f} (countdown) of the synchronous time. Final rewards differ by "
+            "On two tasks of reasoning-gym, default options finish 40 steps in "
+            f"1/{statistics.fmean(gcd.faster):.2f} (gcd) and 1/{statistics.fmean(countdown.faster):.2f} (countdown) "
+            "of the synchronous time. Final rewards differ by "
             f"{signed(gcd.differences)} and {signed(countdown.differences)}.",
             "`tasks.py gcd --april-steps 50 --seeds 10`, `tasks.py countdown --april-steps 50`",
             "tasks_gcd.json, tasks_countdown.json",
         ),
         (
-            f"High learning rates cost reward. At a bound of 8, factor 4 and the default correction, the final reward "
-            f"differs by {at_rate['2e-4']} at twice the rate, {at_rate['4e-4']} at four times and {at_rate['7e-4']} at "
-            "seven times, where three of five trainings collapse.",
+            "High learning rates cost reward. At a bound of 8, factor 4 and the default correction, the final reward "
+            f"differs by {at_rate['2e-4']} at twice the rate, {at_rate['4e-4']} at four times and {at_rate['7e-4']} "
+            "at seven times, where three of five trainings collapse.",
             "`stress.py` as below", "stress.json",
         ),
     ]  # fmt: skip
-    return markdown(
-        ("claim (median and range, or mean ± 95 % interval)", "`python benchmarks/...`", "file"), [list(row) for row in rows]
-    )
+    header = ("claim (median and range, or mean ± 95 % interval)", "`python benchmarks/...`", "file")
+    return markdown(header, [list(row) for row in rows])
 
 
 # Weight sync
@@ -360,9 +366,10 @@ def files() -> str:
     for path in sorted(MEASURED.glob("*.json")):
         machine = json.loads(path.read_text()).get("machine") or {}
         date, load = machine.get("date", "")[:10], machine.get("load_average")
+        versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
         rows.append([
             f"[{path.name}](../docs/measured/{path.name})", date, machine.get("commit", ""),
-            "" if load is None else f"{load:.1f}", ", ".join(f"{k} {v}" for k, v in machine.get("versions", {}).items()),
+            "" if load is None else f"{load:.1f}", versions,
         ])  # fmt: skip
     return markdown(("file", "date", "commit", "load at the end", "versions"), rows)
 
@@ -370,8 +377,8 @@ def files() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
-        headline, claims, peers_table, in_flight, peers_long, slow_rewards, tools, turns, rollout_limit, rollout_limit_all, rollout_defaults, tasks, off_policy,
-        off_policy_all, recipes, weight_sync, files,
+        headline, claims, peers_table, in_flight, peers_long, slow_rewards, tools, turns, rollout_limit,
+        rollout_limit_all, rollout_defaults, tasks, off_policy, off_policy_all, recipes, weight_sync, files,
     )
 }  # fmt: skip
 
@@ -390,7 +397,7 @@ def main() -> None:
         text = path.read_text()
         if (new := written(text)) != text:
             if check:
-                raise SystemExit(f"{name} is out of date: run python benchmarks/page.py")
+                raise SystemExit(f"{name} is out of date: run python benchmarks/measured_tables.py")
             path.write_text(new)
             print(f"{name} is written.")
 
