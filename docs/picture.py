@@ -82,7 +82,7 @@ async def rounds(factor: float, until: float, steps: int, story: Story) -> None:
         done = await driver.run_round()
         for trace in done.traces:
             lane = lane_of[trace.group_id, trace.index]
-            whole = trace.finished and not trace.held
+            whole = trace.finished and not trace.tokens_before
             story.bars.append(Bar(lane, began + trace.began, began + trace.ended, whole))
         for group in done.groups:
             free += [lane_of.pop((group.group_id, index)) for index in range(GROUP_SIZE)]

@@ -97,7 +97,7 @@ class RoundSteps(Protocol):
         """The groups of the next dataset rows, at most `count` over all processes."""
 
     def replacements(self, count: int) -> Sequence[NewGroup]:
-        """As many groups as were rejected, of rows beyond the planned ones."""
+        """As many groups as were rejected, of rows beyond the plan."""
         return ()
 
     # Generate
@@ -259,7 +259,7 @@ class RoundLoop:
         return self._dynamic is None or all_finished or self._dynamic.may_close(self.pool)
 
     async def _account_for_rejected(self) -> None:
-        """Hand out one more row for every rejected group, so that training ends as planned."""
+        """Hand out another row for every rejected group, so that training ends as planned."""
         if self._dynamic is None:
             return
         unreplaced = len(self.pool.schedule.rejected) - self._dynamic.replaced
@@ -276,7 +276,7 @@ class RoundLoop:
             logger.info("%d groups are not trained: training ends before it could use them.", len(withdrawn))
 
     async def _dispatch_ahead(self) -> None:
-        """Fill the pool for the next round, and generate it while this one is trained."""
+        """Fill the pool for the next round, and generate it while this batch is trained."""
         groups = self.steps.next_groups(self.pool.schedule.room_ahead)
         with self.steps.paused():
             for group in groups:
