@@ -202,8 +202,8 @@ class RecordingTrainer(APRILGRPOTrainer):
         self._recorder = recorder
         self.add_callback(_Copies(recorder))
 
-    def _run_round(self) -> Round:
-        done = super()._run_round()
+    def _april_run_round(self) -> Round:
+        done = super()._april_run_round()
         correction = self._session.correction
 
         def recorded(batch: dict[str, Any], done: Round) -> dict[str, float]:

@@ -112,12 +112,14 @@ def falling(completions, trainer_state, **kwargs) -> list[float]:
 def test_a_signal_after_the_last_step_stops_all_processes(server, tiny_model_dir, tmp_path, monkeypatch):
     """Only another process received it."""
     trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=1, save_on_signal=True)
-    train, reduce_max = trainer._train, trainer._processes.reduce_max
+    train, reduce_max = trainer._april_train, trainer._april_processes.reduce_max
 
     def train_then(*args, **kwargs):
         output = train(*args, **kwargs)
         monkeypatch.setattr(
-            trainer._processes, "reduce_max", lambda values: [max(one, signal.SIGINT) for one in reduce_max(values)]
+            trainer._april_processes,
+            "reduce_max",
+            lambda values: [max(one, signal.SIGINT) for one in reduce_max(values)],
         )
         return output
 
