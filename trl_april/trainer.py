@@ -35,7 +35,7 @@ from .distributed.processes import get_logger, processes_of
 from .distributed.signals import Stopped, StopRequest, leave
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
-from .rollout.round import Round
+from .rollout.record import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
 from .training.batch import batch_rows, completion_columns, evaluation_columns
@@ -378,7 +378,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         """Generate the completions of an evaluation for these rows, with the weights of now."""
         if self.log_completions:
             self._pending_extra_logs.update(evaluation_columns(len(inputs)))
-        recovery = Recovery(self.vllm_generation, self._april_processes, self._april_stop)
+        if self._april_session is not None:
+            recovery = self._april_session.recovery  # requests during training are stopped before a sync
+        else:
+            recovery = Recovery(self.vllm_generation, self._april_processes, self._april_stop)
         with self._april_saved_if_stopped():
             if self.state.global_step != self._last_loaded_step:  # TRL's own sync would not survive an outage
                 with profiling_context(self, "sync_weights"):

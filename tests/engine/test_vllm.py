@@ -20,7 +20,7 @@ from trl_april.errors import EngineError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.server.command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
 
 

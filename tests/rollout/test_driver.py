@@ -35,7 +35,7 @@ from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.round import Round, drain_grace
+from trl_april.rollout.record import Round, drain_grace
 
 
 BROKEN = Break(ServerError("The connection broke."))
@@ -218,15 +218,6 @@ def test_retries_without_progress_are_bounded(retries: int, step, message: str):
         run(pool, engine, retries=retries)
     assert len(engine.requests) == retries + 1
     assert_at_rest(pool, engine)
-
-
-def test_retries_with_progress_are_not_bounded():
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0)
-    engine = ScriptedEngine({(0, 0): [*[Attempt([Tokens(1), BROKEN])] * 9, natural(10)]})
-    done = run(pool, engine, retries=1)
-    assert done.groups[0].num_tokens == 10
-    assert [request.generated for request in engine.requests] == list(range(10))
 
 
 def test_pause_before_a_retry_ends_with_the_round():

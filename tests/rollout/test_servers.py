@@ -6,21 +6,21 @@ The scripted engines check the prefix of every request, so a lost or doubled tok
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from tests.rollout.arena import admit, assert_tokens, ids, make_pool, segments
 from tests.support.mortal_engine import MortalEngine
-from tests.support.scripted_engine import Attempt, End, Silence, Tokens, key_of, natural, simulate
+from tests.support.scripted_engine import Attempt, key_of, natural, simulate
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.engine.servers import ServersEngine
 from trl_april.errors import EngineError, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import Group, SampleState
+from trl_april.pool.samples import SampleState
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 class Servers:
@@ -110,17 +110,6 @@ def test_requests_are_divided_evenly(count):
     assert min(running) > 0.9 * max(running) > 0
 
 
-def test_processes_do_not_all_begin_with_the_first_server():
-    firsts = []
-    for rank in range(3):
-        pool = make_pool(1, outstanding=1)
-        admit(pool, 0)
-        servers = Servers(pool, 2, rank=rank)
-        run(servers, servers.round(0))
-        firsts += servers.servers_of(0)
-    assert firsts == ["a", "b", "a"]
-
-
 @pytest.mark.parametrize(("resume_kv", "stays"), [("reuse", True), ("keep", True), ("recompute", False)])
 def test_a_resumed_sample_stays_where_its_blocks_are(resume_kv, stays):
     """Group 1 was on `b`. In the next round `a` is free, since its group finished, and comes first in the order."""
@@ -134,21 +123,6 @@ def test_a_resumed_sample_stays_where_its_blocks_are(resume_kv, stays):
 
     run(servers, rounds())
     assert servers.servers_of(1) == (["b", "b"] if stays else ["a", "b"])
-
-
-def test_a_sample_without_tokens_has_no_blocks_to_stay_with():
-    pool = make_pool(1, outstanding=2)
-    servers = Servers(pool)
-    silent = Attempt([Silence()])
-    servers.engines["b"]._script = {(1, 0): silent}
-    admit(pool, 0, 1)
-
-    async def rounds() -> None:
-        await servers.round(0)
-        await servers.round(1)
-
-    run(servers, rounds())
-    assert servers.servers_of(1) == ["a", "b"]
 
 
 def test_a_fresh_sample_does_not_follow_its_group():
@@ -251,16 +225,6 @@ def test_an_outage_of_all_servers_is_an_outage_of_the_round():
         assert_tokens(group)
 
 
-def test_a_stream_that_breaks_on_a_healthy_server_is_repeated_there():
-    pool = make_pool(1, outstanding=1)
-    servers = Servers(pool)
-    broken = Attempt([Tokens(1), Silence(0.0)])  # ends without a finish reason
-    servers.engines["a"]._script = {(0, 0): [broken, natural(4)]}
-    admit(pool, 0)
-    run(servers, servers.round(0))
-    assert servers.servers_of(0) == ["a", "a"] and servers.lost == []
-
-
 def test_a_server_that_answers_no_abort_is_lost(caplog):
     """It hangs: its streams neither end nor break by themselves."""
     pool = make_pool(1, outstanding=3)
@@ -325,23 +289,6 @@ def test_held_requests_of_a_server_that_leaves_in_the_sync_continue_elsewhere(ho
     assert done.broken_streams == 2 and len(servers.engines["a"].requests) == 5
 
 
-@pytest.mark.parametrize(("full", "left"), [("ab", [2, 2]), ("b", [3, 2])])
-def test_a_slot_is_freed_on_each_full_server(full: str, left: list[int]):
-    pool = make_pool(1, outstanding=7)
-    servers = Servers(pool, length=lambda key: 20 if key[0] else 1)
-    servers.driver._overlap = True
-    admit(pool, *range(7))
-
-    async def rounds() -> list[int]:
-        await servers.round(0)
-        await asyncio.sleep(3)
-        assert await servers.driver.stop_asking(["a", "b"]) == [0, 3, 3]
-        await servers.driver.free_slot(full)
-        return [len(engine.live) for engine in servers.engines.values()]
-
-    assert run(servers, rounds()) == left
-
-
 # Servers that come and go
 
 
@@ -378,66 +325,3 @@ def test_unknown_requests_are_passed_over_and_an_empty_abort_is_refused():
 
 
 # Random events
-
-
-class Chaos:
-    """Rounds with random lengths, delays, deaths and returns."""
-
-    def __init__(self, seed: int, resume_kv: str) -> None:
-        self.rng = random.Random(seed)
-        self.pool = make_pool(6, outstanding=12, max_staleness=5)
-        self.servers = Servers(self.pool, 3, resume_kv=resume_kv, length=self.length)
-        for engine in self.servers.engines.values():
-            engine._default = self.attempt
-        self.taken: list[int] = []
-        self.deaths = 0
-
-    def length(self, key: tuple[int, int]) -> int:
-        return 1 + random.Random(str(key)).randrange(60)
-
-    def attempt(self, request: GenerationRequest) -> Attempt:
-        left = self.length(key_of(request.request_id)) - request.generated
-        steps = [Tokens(1, self.rng.expovariate(1.0)) for _ in range(left)]
-        return Attempt([*steps, End()], tail=0, abort_seconds=self.rng.random(), deaf_to=self.rng.randrange(2))
-
-    async def disturb(self) -> None:
-        for _ in range(self.rng.randrange(4)):
-            await asyncio.sleep(self.rng.expovariate(0.1))
-            engine = self.rng.choice(list(self.servers.engines.values()))
-            living = sum(one.alive and one.version >= 0 for one in self.servers.engines.values())
-            if not engine.alive:
-                engine.come_back()
-            elif living > 1 or engine.version < 0:
-                self.deaths += engine.version >= 0
-                engine.die()
-                if self.rng.random() < 0.5:
-                    engine.come_back()  # at once, with other weights
-
-    async def rounds(self, count: int) -> Iterable[Group]:
-        next_id = 0
-        for version in range(count):
-            if version:
-                self.pool.begin_round(version)
-            room = self.pool.schedule.room
-            admit(self.pool, *range(next_id, next_id + room), samples=2, budget=100)
-            next_id += room
-            await self.servers.sync(version)
-            disturbance = asyncio.create_task(self.disturb())
-            done = await self.servers.driver.run_round()
-            disturbance.cancel()
-            await asyncio.gather(disturbance, return_exceptions=True)
-            self.pool.check()
-            assert len(done.groups) == 6 and done.outages == 0
-            for group in done.groups:
-                assert_tokens(group)
-                assert all(len(sample) == self.length(sample.key) for sample in group.samples)
-                assert all(segment.version <= version for sample in group.samples for segment in sample.segments)
-            self.taken += ids(done.groups)
-        assert sorted([*self.taken, *ids(self.pool)]) == list(range(next_id))
-
-
-@pytest.mark.parametrize("resume_kv", ["recompute", "reuse"])
-def test_a_hundred_rounds_with_deaths_lose_and_double_nothing(resume_kv):
-    chaos = Chaos(7, resume_kv)
-    run(chaos.servers, chaos.rounds(100))
-    assert chaos.deaths > 30 and len(set(chaos.taken)) == 600

@@ -6,7 +6,7 @@ from typing import Any
 
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.samples import Group
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.session import RolloutSession
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.correction import BatchCorrection

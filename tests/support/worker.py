@@ -184,7 +184,7 @@ def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
         def _april_run_round(self):
             limit_length(self, self.longest if self.state.global_step == 2 else 40)
             if self.state.global_step == 2:
-                threading.Thread(target=go_away, args=[self._session.driver], daemon=True).start()
+                threading.Thread(target=go_away, args=[self._april_session.driver], daemon=True).start()
             return super()._april_run_round()
 
     trainer = make_trainer({**spec, "url": proxy.url}, run, trainer_class=UnluckyTrainer)
@@ -210,7 +210,7 @@ def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
             return all(len(sample) > 0 for group in self.pool for sample in group.samples)
 
         def mark(self) -> None:
-            while not self._session.driver.in_flight or not run["freeze"] and not self._all_have_begun():
+            while not self._april_session.driver.in_flight or not run["freeze"] and not self._all_have_begun():
                 time.sleep(0.01)
             time.sleep(0.3)
             if run["freeze"]:
@@ -496,7 +496,7 @@ def evaluate_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, 
     sizes = {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 2}
     sizes |= {"per_device_eval_batch_size": 8, "num_generations_eval": 2}
     trainer = trainer_with_tools(spec, sizes, eval_dataset=tool_calling.DATASET.select(range(8)))
-    return {"reward": trainer.evaluate()["eval_reward"], "lost": trainer.vllm_generation.servers.first.is_lost}
+    return {"reward": trainer.evaluate()["eval_reward"], "lost": not trainer.vllm_generation.servers.first.takes_part}
 
 
 def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

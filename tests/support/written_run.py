@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.simulated_rounds import Curve, Lengths, SimulatedRounds, bent, lognormal
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.batch import round_metrics
 from trl_april.training.run_log import RunLog
 

@@ -103,8 +103,6 @@ LEFT = {
     ("commands/doctor_server.py", "trl.trainer.utils.create_model_from_path"),
     ("data/stream.py", "trl.trainer.utils.repeat_iterable_dataset"),
     ("engine/images.py", "trl.generation.vllm_client.to_openai_messages"),
-    ("weights/client.py", "trl.generation.vllm_client.VLLMClient"),
-    ("weights/nccl.py", "trl.generation.vllm_client.VLLMClient"),
     ("weights/sync.py", "trl.generation.vllm_generation.VLLMGeneration"),
 }
 

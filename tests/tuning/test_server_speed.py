@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.simulated_rounds import Curve, SimulatedRounds, bent, flat, lognormal, saturated
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import RequestTrace
+from trl_april.rollout.record import RequestTrace
 from trl_april.tuning.server_speed import DecodeSpeed, StepTimes
 
 

@@ -20,7 +20,7 @@ from .acting import Act
 from .dynamic_sampling import DynamicSampling
 from .in_flight import InFlight
 from .lifecycle import RoundLifecycle, RoundState
-from .round import Round, RoundRecorder, drain_grace
+from .record import Round, RoundRecorder, drain_grace
 
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from ..errors import EngineError, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import FinishReason, Group, Sample, SampleState
 from .acting import Act, Acting
-from .round import RequestTrace
+from .record import RequestTrace
 from .running_request import BrokenStreams, RunningRequest, watch
 
 

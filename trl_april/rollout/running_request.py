@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..engine.protocol import Chunk, GenerationRequest, RolloutEngine
 from ..errors import EngineError, ServerError
 from ..pool.samples import Sample, SampleState
-from .round import RequestTrace
+from .record import RequestTrace
 
 
 logger = logging.getLogger(__name__)

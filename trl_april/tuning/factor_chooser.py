@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..pool.pool import Pool
-from ..rollout.round import Round
+from ..rollout.record import Round
 from .server_speed import DecodeSpeed, StepTimes
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..rollout.round import RequestTrace
+from ..rollout.record import RequestTrace
 
 
 DECAY = 0.97  # of a round's weight, per round: a server's speed may change
