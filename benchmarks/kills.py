@@ -29,7 +29,7 @@ from learning import prepare, training_parser
 from report import markdown, write_json
 
 from trl_april import APRILGRPOTrainer
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 GROUPS = 8  # per step

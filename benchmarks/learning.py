@@ -58,7 +58,7 @@ from trl.rewards import get_soft_overlong_punishment
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.commands.grpo import RECIPES
 from trl_april.pool.samples import Group
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 NAMES = ("grpo", "dapo", "gspo")

@@ -27,7 +27,7 @@ from peft import LoraConfig
 from report import markdown, write_json
 
 from trl_april import APRILGRPOTrainer, LocalServer
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 RANK = 16

@@ -36,7 +36,7 @@ from trl_april import APRILGRPOConfig, APRILGRPOTrainer
 from trl_april.bridge.training_pass import rows_in_blocks
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.session import RolloutSession
 from trl_april.training.correction import BatchCorrection
 from trl_april.training.run_log import RunLog

@@ -36,7 +36,7 @@ from .distributed.signals import Stopped, StopRequest, leave
 from .engine.images import returning_images
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
-from .rollout.round import Round
+from .rollout.record import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
 from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
@@ -213,7 +213,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             if self.log_completions:
                 self._pending_extra_logs.update(evaluation_columns(len(inputs)))
-            recovery = Recovery(self.vllm_generation, self._processes, self._stop)
+            if self._session is not None:
+                recovery = self._session.recovery  # requests beside training are stopped before a sync
+            else:
+                recovery = Recovery(self.vllm_generation, self._processes, self._stop)
             with self._saved_if_stopped():
                 if self.state.global_step != self._last_loaded_step:  # TRL's own sync would not survive an outage
                     with profiling_context(self, "sync_weights"):
@@ -293,12 +296,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         # Overridden to save partial samples. Without the optimiser, training cannot resume, and needs none.
         if self._session:
             self._checkpoints.save(
-                self.state,
+                self.state.global_step,
                 trial,
                 rollouts=None if self.args.save_only_model else self._session.save,
                 everything=partial(super()._save_checkpoint, model, trial),
-                stateful=(*self.callback_handler.callbacks, self.control),
-                writes_state=self.args.should_save,
             )
             return
         if not self.april_enabled and self.is_world_process_zero():

@@ -457,7 +457,7 @@ def evaluate_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, 
     sizes = {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 2}
     sizes |= {"per_device_eval_batch_size": 8, "num_generations_eval": 2}
     trainer = trainer_with_tools(spec, sizes, eval_dataset=tool_calling.DATASET.select(range(8)))
-    return {"reward": trainer.evaluate()["eval_reward"], "lost": trainer.vllm_generation.servers.first.is_lost}
+    return {"reward": trainer.evaluate()["eval_reward"], "lost": not trainer.vllm_generation.servers.first.takes_part}
 
 
 def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

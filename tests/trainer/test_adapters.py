@@ -55,7 +55,7 @@ def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir
         trainer.lived = []  # requests on earlier adapters after a sync
 
         def note():
-            running, version = trainer._session.driver._flight.running, trainer.state.global_step
+            running, version = trainer._session.driver._requests.running, trainer.state.global_step
             trainer.lived.append([request.version for request in running.values() if request.version < version])
 
         announce = servers.announce

@@ -52,7 +52,7 @@ class EngineKilledTrainer(RecordingTrainer):
         if step == 0:  # later rounds may be complete as they begin
             self.kill_when(lambda: self.pool is not None and self.pool.counters.tokens_generated > 100)
         elif step == 2:
-            self.kill_when(lambda: server.pause._may_be_paused or server.announced_version == "2")
+            self.kill_when(lambda: server.life.state == "loading" or server.version == "2")
         return super()._run_round()
 
     def kill_when(self, is_time: Callable[[], bool]) -> None:

@@ -8,6 +8,8 @@ from transformers import TrainerCallback
 
 from tests.trainer.test_trainer import check_logprobs, make_trainer, wait_until_idle
 from trl_april.engine.protocol import RequestMaker
+from trl_april.rollout.driver import RolloutDriver
+from trl_april.rollout.loop import RoundLoop
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
@@ -36,6 +38,29 @@ def limit_lengths(monkeypatch, length) -> None:
 
 
 class TestOverlap:
+    def test_no_sample_finishes_between_agreement_and_delivery(self, server, tiny_model_dir, tmp_path, monkeypatch):
+        """A sample that finished there would be finished in one process only."""
+        trainer = make_trainer(server, tiny_model_dir, tmp_path, overlap_generation=True, max_steps=2)
+        agree, open_round, take, passed = RoundLoop._agree, RoundLoop._open, RolloutDriver.take, []
+
+        async def agree_and_note(loop):
+            loop.steps.loop.call(lambda: passed.append(True))
+            await agree(loop)
+
+        def take_then(driver):
+            assert not passed
+            return take(driver)
+
+        async def begin(loop, version):
+            passed.clear()
+            await open_round(loop, version)
+
+        monkeypatch.setattr(RoundLoop, "_agree", agree_and_note)
+        monkeypatch.setattr(RoundLoop, "_open", begin)
+        monkeypatch.setattr(RolloutDriver, "take", take_then)
+        trainer.train()
+        assert passed and len(trainer.rounds) == 2
+
     def test_several_rounds_in_a_step_share_their_requests(self, server, tiny_model_dir, tmp_path):
         """Without a sync between them, no request is aborted."""
         trainer = make_trainer(

@@ -96,8 +96,8 @@ class HalfKilledTrainer(RecordingTrainer):
             self.threads[0].join()
             self.mortal.start()
             watched = list(self.vllm_generation.servers)[1]
-            assert watched.is_lost
-            while not watched._answers.is_set():
+            assert not watched.takes_part
+            while not watched.has_returned:
                 time.sleep(0.1)
         return super()._run_round()
 

@@ -236,7 +236,7 @@ class TestDropIn:
                 folder = tmp_path / f"checkpoint-of-my-own-{state.global_step}"
                 folder.mkdir()
                 trainer._session.save(folder)
-                assert not trainer._session._in_training, "what this step has trained would be trained again"
+                assert not trainer._session.steps.in_training, "what this step has trained would be trained again"
 
         async def numbers_arrive(prompts, completions, number, completion_ids, trainer_state, log_metric, **kwargs):
             assert [f"{n}+{n}=" for n in number] == prompts

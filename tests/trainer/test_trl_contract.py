@@ -321,28 +321,3 @@ def test_the_interface_of_vllm_generation():
         if name in vars(VLLMGeneration) and callable(getattr(VLLMGeneration, name))
     }
     assert overridden - {"__init__", "__doc__", "__module__"} == {"_init_vllm", "sync_weights"}
-
-
-def test_the_client_sets_its_session_up_before_it_checks_the_server():
-    """The API key is added in `check_server`, the first call after the session is made."""
-    source = inspect.getsource(VLLMClient.__init__)
-    assert source.index("self.session = ") < source.index("self.check_server(") < source.index("/v1/models")
-    assert parameters(VLLMClient.check_server) == ["total_timeout", "retry_interval"]
-
-
-def test_the_client_posts_by_one_method():
-    """Without images, everything is a sampling parameter, including the cache salt."""
-    assert "json={" in inspect.getsource(VLLMClient._generate_from_features)
-    assert '"sampling_params": sampling_params' in inspect.getsource(VLLMClient._generate_from_features)
-    assert list(inspect.signature(VLLMClient._post).parameters) == ["self", "url", "kwargs"]
-
-
-def test_the_client_takes_a_cache_salt_and_parameters_after_their_announcement():
-    """Sampling options unknown to TRL are passed through."""
-    assert "generation_kwargs" in parameters(VLLMClient.generate)
-    source = inspect.getsource(VLLMClient.generate)
-    assert "sampling_params.update(generation_kwargs or {})" in source and "**sampling_params" in source
-    assert parameters(VLLMClient.update_named_params) == ["metadata", "named_params"]
-    assert "vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in inspect.getsource(
-        VLLMGeneration.sync_weights
-    )

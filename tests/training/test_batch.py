@@ -7,7 +7,7 @@ import pytest
 from trl_april.bridge.hand_over import rollout_output
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.batch import (
     batch_rows,
     length_bins,

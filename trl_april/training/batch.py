@@ -17,7 +17,7 @@ from ..data.row_json import decode_messages
 from ..engine.servers import Traffic
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
-from ..rollout.round import Round
+from ..rollout.record import Round
 
 
 Reduction = Callable[[Sequence[float]], list[float]]  # over all processes, value by value

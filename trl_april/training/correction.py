@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..config import correction_mode
 from ..distributed.processes import OneProcess, Processes, get_logger
 from ..pool.samples import Group
-from ..rollout.round import Round
+from ..rollout.record import Round
 
 
 logger = get_logger(__name__)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..pool.pool import Pool
-from ..rollout.round import Round
+from ..rollout.record import Round
 from .batch import DOUBLINGS, Reduction, length_bins
 
 
