@@ -1,6 +1,6 @@
-"""Weight sync through memory that trainer and server share: CUDA IPC on one GPU, shared memory on CPUs of one host.
+"""Weight sync through memory that trainer and server share: CUDA IPC on a GPU, shared memory on CPUs of a host.
 
-Invariants: beside the model, at most one parameter and two buffers are in memory, and no shared memory stays behind.
+Invariants: besides the model, at most one parameter and two buffers are in memory, and no shared memory stays behind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .names import Parameters, read_to_end
 from .synced_server import Each, Load, SyncedServer
 
 
-CHUNK_BYTES = 2**28  # sent at once; larger parameters one by one
+CHUNK_BYTES = 2**28  # sent at once; a larger parameter alone
 ALIGNMENT = 64  # of a parameter in the buffer, in bytes
 
 
@@ -39,7 +39,7 @@ class SharedMemoryTransport:
         if (reason := self._why_impossible(server)) is not None:
             raise ConfigError(
                 f"weight_sync='ipc' is not possible with the vLLM server at {server.base_url}: {reason}. It needs "
-                "trainer and server on the same GPU, or both on CPUs, on one host, and a server without parallelism. "
+                "trainer and server on the same GPU, or both on CPUs of a host, and a server without parallelism. "
                 "weight_sync='auto' takes another way."
             )
         self._dtypes[server.base_url] = dtype_of(server)
@@ -84,7 +84,7 @@ class SharedMemoryTransport:
 def packed(
     params: Parameters, device: torch.device, dtype: torch.dtype | None
 ) -> Iterator[tuple[torch.Tensor, list[Entry], bool]]:
-    """Parameters in a buffer, where they are in it, and whether they are the last. The next ones overwrite them.
+    """Parameters in a buffer, where they are in it, and whether they are the last. The next parameters overwrite them.
 
     Large matrices are in `dtype` if that is smaller than their own.
     """
