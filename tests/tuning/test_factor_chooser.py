@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import RequestTrace, Round
+from trl_april.rollout.record import RequestTrace, Round
 from trl_april.tuning.factor_chooser import AS_GOOD_AS_BEST, CANDIDATES, YOUNG, Change, Cycle, FactorChooser, factors
 
 

@@ -93,7 +93,7 @@ def test_every_token_is_generated_once_and_trained_with_its_group(mode):
         return groups
 
     engine.forget, pool.take = note, checked
-    simulate(simulation.run())
+    simulate(simulation.simulate())
     if mode.can_be_trained:
         assert pool.counters.tokens_generated == engine.tokens
         samples = [sample for group in pool for sample in group.samples]
@@ -153,7 +153,7 @@ def test_kept_requests_are_sent_once():
     aborts = []
     abort = simulation.engine.abort
     simulation.engine.abort = lambda names: (aborts.append(simulation.pool.schedule.version), abort(names))[1]
-    simulate(simulation.run())
+    simulate(simulation.simulate())
     assert aborts == [settings.warmup + settings.rounds - 1], "only at the end"
     both, limit = (run(settings, mode, 2.0) for mode in (Mode.BOTH, Mode.UNINTERRUPTED))
     assert both.trained_per_second < simulation.result.generated_per_second < limit.trained_per_second
@@ -265,14 +265,14 @@ def test_auto_sees_the_first_token_when_the_prefill_is_done(quantum):
     simulation = _Simulation(replace(settings, step_time=parse_step_time("1:2,8:2", 1.0)), Mode.ABORT, "auto")
     seen = []
     simulation._chooser.observe = seen.append
-    simulate(simulation.run())
+    simulate(simulation.simulate())
     traces = {(trace.group_id, trace.index): trace for trace in seen[0].traces}
     assert len(traces) == 6
     for sample, trace in traces.items():
         # The first request is alone in its step, and the other five are prefilled in the next.
         first = 0.1 + 2 + 10 + (0 if sample == (0, 0) else 2 + 50)
         assert trace.first == pytest.approx(first)
-        assert trace.head == (1 if quantum == 1 else 0)
+        assert trace.first_tokens == (1 if quantum == 1 else 0)
         assert not trace.finished or trace.ended >= first + 99 * 2 - 1e-6
 
 
