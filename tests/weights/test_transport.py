@@ -15,8 +15,7 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
 from trl_april.weights import files, nccl, transport
-from trl_april.weights.files import FileTransport
-from trl_april.weights.ipc import SharedMemoryTransport
+from trl_april.weights.files import FileTransport, SharedMemoryTransport
 from trl_april.weights.nccl import NcclTransport
 from trl_april.weights.synced_server import for_each
 from trl_april.weights.transport import choose_transport, connected_transport

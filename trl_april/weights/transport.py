@@ -19,8 +19,7 @@ from ..errors import AprilError, ConfigError, WeightSyncError
 from ..server.host import gpus_of_host, is_of_this_host
 from ..server.local import sees_our_devices
 from .adapters import AdapterTransport
-from .files import FileTransport
-from .ipc import SharedMemoryTransport
+from .files import FileTransport, SharedMemoryTransport
 from .names import Parameters
 from .nccl import NcclTransport
 from .synced_server import Load, SyncedServer
