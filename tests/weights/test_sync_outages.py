@@ -352,15 +352,3 @@ def test_only_an_error_that_an_outage_explains_is_noted_as_one(fake, generation,
     with pytest.raises(ValueError):
         server.life.state = ServerState.READY
         generation.servers.each(lambda server: raises(ValueError("h")))
-
-
-# The server's weights
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [(500, ""), (404, ""), (200, "{}"), (200, '{"weight_version": null}'), (200, '{"weight_version": "0"}')],
-)
-def test_a_server_that_does_not_confirm_its_weights_has_lost_them(fake, generation, answer):
-    fake.answers = {"/weight_info": answer}
-    assert not generation.servers.holds_weights()

@@ -1,7 +1,5 @@
 """Weight transports: which one is chosen, and what each of them reads and sends."""
 
-import gc
-import re
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -196,29 +194,6 @@ def test_other_processes_read_the_same_parameters_and_send_none(parameters, ever
     with made.stage(parameters, sends=False, dtypes=DTYPES) as load:
         load([None], for_each)
     assert parameters.read == [everything] * iterations
-
-
-def memory(name: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
-    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
-    return int(line[1]) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_a_sync_through_files_needs_memory_for_a_shard_and_not_for_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SHARD_BYTES", 1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(96)))
-    server = Loads()
-    transport = FileTransport(str(tmp_path))
-    # Each parameter is converted.
-    transport.connect(SimpleNamespace(base_url="", info=info()))
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = memory("VmRSS")
-    with transport.stage(Parameters(model), sends=True, dtypes=DTYPES) as load:
-        load([server], for_each)
-    assert sum(server.sizes) > 96 * 2 * 1024**2
-    assert memory("VmHWM") - before < 16 * 1024**2
 
 
 @pytest.mark.parametrize(
