@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
-from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .agents.rollout_function import RolloutTurns
@@ -91,7 +90,6 @@ class RolloutSession:
             budget=budget,
             epochs=state.num_train_epochs,
             vocab_size=vocab_size,
-            saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
         self.scorer, self._act, self._user_code = scorer, act, user_code
         # State that checkpoints store partly or not at all, so it must be rebuilt.
@@ -295,16 +293,8 @@ class RolloutSession:
         """
         with self._loop.paused():
             pool = state_dict(self.pool, [group for _, groups in self.steps.in_training for group in groups])
-        save_rollouts(
-            checkpoint,
-            pool,
-            self._source.state_dict(),
-            settings=self._settings,
-            save_id=self._draw_id(),
-            rank=self._processes.rank,
-            processes=self._processes.count,
-            barrier=self._processes.barrier,
-        )
+        rollouts = SavedRollouts([pool], self._source.state_dict(), self._settings)
+        save_rollouts(checkpoint, rollouts, save_id=self._draw_id(), processes=self._processes)
 
     def close(self) -> None:
         """Close requests, connections, threads, the event loop and the progress bar."""

@@ -242,16 +242,16 @@ class RoundLoop:
         """Agree on the finished groups of all processes, and so on the batch. A collective call."""
         dynamic, quota = self._dynamic, self._quota
         if quota is not None and dynamic is not None:
-            quota.tell_rest()
+            quota.publish_rejected()
             # Some processes may have admitted replacements, and rejected them, that others have not heard of. No
             # process has the highest number before all have told the rest.
             replaced = await self.steps.highest(dynamic.replaced)
-            quota.learn_rest()
+            quota.refresh()
             while (missing := min(replaced - dynamic.replaced, dynamic.missing(self.pool))) > 0:
                 dynamic.replaced += missing
                 for group in self.steps.replacements(missing):
                     group.admit_to(self.pool)
-                quota.learn_rest()
+                quota.refresh()
         await self.steps.agree(self.pool)
         if quota is not None and self.steps.is_main:
             quota.end_round()  # no process reads it any more
