@@ -65,8 +65,8 @@ class JournalTrainer(APRILGRPOTrainer):
 
     journal: Path
 
-    def _run_round(self) -> Round:
-        done = super()._run_round()
+    def _april_run_round(self) -> Round:
+        done = super()._april_run_round()
         entry = {"step": self.state.global_step, "rows": [group.row["seed"] for group in done.groups]}
         with self.journal.open("a") as file:
             file.write(json.dumps(entry) + "\n")

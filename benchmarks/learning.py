@@ -202,9 +202,9 @@ class RecordingTrainer(APRILGRPOTrainer):
         self._recorder = recorder
         self.add_callback(_Copies(recorder))
 
-    def _run_round(self) -> Round:
-        done = super()._run_round()
-        correction = self._session.correction
+    def _april_run_round(self) -> Round:
+        done = super()._april_run_round()
+        correction = self._april_session.correction
 
         def recorded(batch: dict[str, Any], done: Round) -> dict[str, float]:
             self._recorder.add_batch(batch, done.groups, self.state.global_step)

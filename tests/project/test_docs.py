@@ -99,7 +99,7 @@ def test_yaml_is_a_valid_recipe(block):
 class GivenCompletions(ServerlessTrainer):
     """Trains on completions of two tokens."""
 
-    def _run_round(self) -> Round:
+    def _april_run_round(self) -> Round:
         size, row = self.args.num_generations, {"prompt": "1+1=", "answer": "2"}
         self.groups = [
             Group(group_id, row, [5, 6], Budget(8), 0, [Sample(group_id, i) for i in range(size)])
@@ -108,7 +108,7 @@ class GivenCompletions(ServerlessTrainer):
         for made in (made for one in self.groups for made in one.samples):
             made.append([7 + made.index, 8], [-1.0, -2.0], 0)
             made.state, made.finish_reason = SampleState.FINISHED, FinishReason.STOP
-        return super()._run_round()
+        return super()._april_run_round()
 
 
 def test_script_of_the_readme_trains_for_a_step(tiny_model_dir, tmp_path, monkeypatch, one_thread):

@@ -69,13 +69,13 @@ class JournalTrainer(RecordingTrainer):
         }
         self._journal.write(json.dumps(entry) + "\n")
 
-    def _open_session(self) -> Any:
-        session = super()._open_session()
+    def _april_open_session(self) -> Any:
+        session = super()._april_open_session()
         self.write("resumed", session.pool)
         return session
 
-    def _run_round(self) -> Any:
-        done = super()._run_round()
+    def _april_run_round(self) -> Any:
+        done = super()._april_run_round()
         self.write("trained", done.groups)
         return done
 

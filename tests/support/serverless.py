@@ -44,11 +44,11 @@ class ServerlessTrainer(APRILGRPOTrainer):
         finally:
             config.vllm_server_base_url = before
 
-    def _attach_server(self) -> None:
+    def _april_attach_server(self) -> None:
         self.use_vllm = True
         self._last_loaded_step = self.state.global_step
 
-    def _run_round(self) -> Round:
-        self._session = self._session or GivenBatches()
+    def _april_run_round(self) -> Round:
+        self._april_session = self._april_session or GivenBatches()
         self._last_loaded_step = self.state.global_step
         return Round(self.version, groups=list(self.groups))

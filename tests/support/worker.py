@@ -65,16 +65,16 @@ class RecordingTrainer(APRILGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.longest = self.args.max_completion_length
 
-    def _run_round(self) -> Any:
-        done = super()._run_round()
+    def _april_run_round(self) -> Any:
+        done = super()._april_run_round()
         self.rounds.append(done)
         return done
 
 
 def limit_length(trainer: APRILGRPOTrainer, tokens: int) -> None:
     """Groups admitted from now on get `tokens` per sample. Users cannot change it during training."""
-    if trainer._session is None:
-        trainer.args.max_completion_length = trainer._fixed["trainer.args.max_completion_length"] = tokens
+    if trainer._april_session is None:
+        trainer.args.max_completion_length = trainer._april_fixed["trainer.args.max_completion_length"] = tokens
     else:
         trainer.pool.budget = replace(trainer.pool.budget, max_completion_length=tokens)
 
@@ -131,7 +131,7 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
         "log": trainer.state.log_history,
         "completions": completions_of(trainer),
         "left": len(trainer.pool),
-        "server": trainer._server.pid if trainer._server is not None else None,
+        "server": trainer._april_server.pid if trainer._april_server is not None else None,
         "taken": trainer.pool.counters.groups_taken,
     }
 
@@ -170,11 +170,11 @@ def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
         proxy.come_back()
 
     class UnluckyTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             limit_length(self, self.longest if self.state.global_step == 2 else 40)
             if self.state.global_step == 2:
-                threading.Thread(target=go_away, args=[self._session.driver], daemon=True).start()
-            return super()._run_round()
+                threading.Thread(target=go_away, args=[self._april_session.driver], daemon=True).start()
+            return super()._april_run_round()
 
     trainer = make_trainer({**spec, "url": proxy.url}, run, trainer_class=UnluckyTrainer)
     trainer.train()
@@ -189,17 +189,17 @@ def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
     proxy = Proxy(spec["url"])
 
     class MarkingTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             limit_length(self, self.longest if self.state.global_step == 1 else 8)
             if self.state.global_step == 1:
                 threading.Thread(target=self.mark, daemon=True).start()
-            return super()._run_round()
+            return super()._april_run_round()
 
         def _all_have_begun(self) -> bool:
             return all(len(sample) > 0 for group in self.pool for sample in group.samples)
 
         def mark(self) -> None:
-            while not self._session.driver.in_flight or not run["freeze"] and not self._all_have_begun():
+            while not self._april_session.driver.in_flight or not run["freeze"] and not self._all_have_begun():
                 time.sleep(0.01)
             time.sleep(0.3)
             if run["freeze"]:
@@ -219,18 +219,18 @@ def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str,
     """
 
     class SignalledTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             is_long = run["when"] == "round" and self.state.global_step == 2
             limit_length(self, self.longest if is_long else 40)
             if RANK == 1 and self.state.global_step == 2:
                 if run["when"] == "round":
                     before = self.pool.counters.tokens_generated
                     threading.Thread(target=self.wait_for_tokens, args=[before], daemon=True).start()
-                    return super()._run_round()
-                done = super()._run_round()
+                    return super()._april_run_round()
+                done = super()._april_run_round()
                 os.kill(os.getpid(), run["signal"])
                 return done
-            return super()._run_round()
+            return super()._april_run_round()
 
         def wait_for_tokens(self, before: int) -> None:
             while self.pool.counters.tokens_generated == before:
@@ -280,8 +280,8 @@ def train_sharded(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     class LookingTrainer(RecordingTrainer):
-        def _run_round(self):
-            done = super()._run_round()
+        def _april_run_round(self):
+            done = super()._april_run_round()
             if self.state.global_step == 1:
                 seen.update(spread_of(self))
             return done
@@ -356,9 +356,9 @@ def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
                 yield chunk
 
     class SlowTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             time.sleep(pause())
-            return super()._run_round()
+            return super()._april_run_round()
 
     def slow_reward(completions, **kwargs):
         time.sleep(pause())
@@ -396,13 +396,13 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         return distinct_characters(completions)
 
     class FailingTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             for server in self.vllm_generation.servers if proxy else ():
                 server.control.base_url = proxy.url
             if rank == 1 and how not in ("reward", "kill in reward") and self.state.global_step == 2:
                 # In the middle of the round: it takes longer than this.
                 threading.Timer(0.3, fail_now if how != "interrupt" else interrupt_main).start()
-            return super()._run_round()
+            return super()._april_run_round()
 
     def interrupt_main() -> None:
         marker.write_text(str(time.time()))

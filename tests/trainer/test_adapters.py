@@ -55,11 +55,11 @@ def test_every_token_has_the_adapter_that_sampled_it(lora_server, tiny_model_dir
         trainer.lived = []  # requests on earlier adapters after a sync
 
         def note():
-            running, version = trainer._session.driver._requests.running, trainer.state.global_step
+            running, version = trainer._april_session.driver._requests.running, trainer.state.global_step
             trainer.lived.append([request.version for request in running.values() if request.version < version])
 
         announce = servers.announce
-        servers.announce = lambda holding: (announce(holding), trainer._session and note())
+        servers.announce = lambda holding: (announce(holding), trainer._april_session and note())
         trainer.train()
         return trainer
 
@@ -94,7 +94,7 @@ def test_adapter_of_a_quantized_model(tiny_model_dir, tmp_path):
     trainer = RecordingTrainer(
         model, distinct_characters, args, DATASET, processing_class=tokenizer, peft_config=adapter()
     )
-    assert trainer.vllm_generation.weight_sync == "adapter" and trainer._server.model == tiny_model_dir
+    assert trainer.vllm_generation.weight_sync == "adapter" and trainer._april_server.model == tiny_model_dir
     trainer.train()
     mismatch = [entry["april/sync_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(mismatch) == 3 and all(1e-4 < one < 0.2 for one in mismatch)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread"), pytest.
 
 
 def kill_engine(trainer: APRILGRPOTrainer) -> None:
-    (engine,) = [p for p in session_members(trainer._server.pid) if "EngineCore" in p.name()]
+    (engine,) = [p for p in session_members(trainer._april_server.pid) if "EngineCore" in p.name()]
     engine.kill()
 
 
@@ -31,8 +31,8 @@ def test_training_without_a_server_starts_one(tiny_model_dir, tmp_path, monkeypa
     trainer = RecordingTrainer(model=tiny_model_dir, reward_funcs=distinct_characters, train_dataset=rows_of(4))
     trainer.train()
     assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(4), 3)
-    assert trainer._options.resume_kv == "keep"
-    pid = trainer._server.pid
+    assert trainer._april_options.resume_kv == "keep"
+    pid = trainer._april_server.pid
     assert session_members(pid)
     del trainer
     gc.collect()
@@ -47,13 +47,13 @@ class EngineKilledTrainer(RecordingTrainer):
         self.num_killed = 0
         super().__init__(*args, **kwargs)
 
-    def _run_round(self):
+    def _april_run_round(self):
         step, server = self.state.global_step, self.vllm_generation.servers.first
         if step == 0:  # later rounds may be complete as they begin
             self.kill_when(lambda: self.pool is not None and self.pool.counters.tokens_generated > 100)
         elif step == 2:
             self.kill_when(lambda: server.life.state == "loading" or server.version == "2")
-        return super()._run_round()
+        return super()._april_run_round()
 
     def kill_when(self, is_time: Callable[[], bool]) -> None:
         def run() -> None:
@@ -86,7 +86,7 @@ def test_training_survives_the_deaths_of_its_engine(tiny_model_dir, tmp_path, mo
     assert len(trainer.pool) == 0
     assert Counter(group.row["number"] for group in trainer.trained_groups) == dict.fromkeys(range(4), 2)
     check_mixed(trainer, tiny_model_dir, starts)  # after a death, keys and values are computed anew
-    trainer._server.stop()
+    trainer._april_server.stop()
 
 
 @pytest.mark.long

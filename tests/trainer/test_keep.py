@@ -259,7 +259,7 @@ class TestServers:
 
         def noted() -> bool:
             if can_pause:
-                held_requests.append(trainer._session.driver.in_flight)
+                held_requests.append(trainer._april_session.driver.in_flight)
             return can_pause and pause()
 
         servers.pause = noted

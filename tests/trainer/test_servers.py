@@ -88,7 +88,7 @@ class HalfKilledTrainer(RecordingTrainer):
         self.received = gauge(self.url, "generation_tokens_total")  # tokens of it before this round
         super().__init__(*args, **kwargs)
 
-    def _run_round(self):
+    def _april_run_round(self):
         if self.state.global_step == 1:
             self.threads.append(threading.Thread(target=self.kill))
             self.threads[0].start()
@@ -99,10 +99,10 @@ class HalfKilledTrainer(RecordingTrainer):
             assert not watched.takes_part
             while not watched.has_returned:
                 time.sleep(0.1)
-        return super()._run_round()
+        return super()._april_run_round()
 
-    def _open_session(self):
-        session = super()._open_session()
+    def _april_open_session(self):
+        session = super()._april_open_session()
         take = session._engine.take_traffic
 
         async def taken():
@@ -115,7 +115,7 @@ class HalfKilledTrainer(RecordingTrainer):
 
     def kill(self) -> None:
         wait_for_tokens(self)
-        session = self._session
+        session = self._april_session
         server = session._engine._servers[self.url]
 
         async def received() -> int:

@@ -107,8 +107,8 @@ class Requesting(ScriptedStock):
 class Recording(APRILGRPOTrainer):
     """Keeps the groups that are trained."""
 
-    def _run_round(self):
-        done = super()._run_round()
+    def _april_run_round(self):
+        done = super()._april_run_round()
         self.trained_groups = [*getattr(self, "trained_groups", ()), *done.groups]
         return done
 
@@ -276,6 +276,6 @@ def test_an_image_that_is_no_picture_ends_training(fake, tmp_path):
         return [{"type": "image", "image": "picture.png"}]
 
     trainer = april(fake, tmp_path, **OPTIONS, **arguments(TEXT, tools=[look]), overlap_generation=True)
-    assert trainer._options.resume_kv == "reuse"  # requests with images are not kept through a sync
+    assert trainer._april_options.resume_kv == "reuse"  # requests with images are not kept through a sync
     with pytest.raises(ConfigError, match="'picture.png' as an image in a result of the tool 'look'"):
         trainer.train()
