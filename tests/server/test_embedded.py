@@ -8,7 +8,6 @@ import sys
 import textwrap
 
 import pytest
-from transformers import Phi3Config
 
 from tests.server.test_local import HEALTHY, script  # noqa: F401
 from tests.server.test_process import wait_for
@@ -18,7 +17,6 @@ from trl_april.server.embedded import (
     Devices,
     EmbeddedServer,
     choose_devices,
-    larger_context,
     lora_flags,
     server_flags,
 )
@@ -192,21 +190,3 @@ def test_a_restart_beside_the_trainer_asks_for_the_kv_cache_of_the_first_start(s
             wait_for(lambda pid=pid: server.pid != pid)
             server.wait()
             assert (asked() and 7.25 <= int(asked()) / 2**30 < 7.26) if shared else asked() is None
-
-
-@pytest.mark.parametrize("kind", ["default", "longrope"])
-def test_remedy_for_a_short_context_is_the_option_of_the_trainer(kind):
-    """With what it does to a model whose short and long sequences have other frequencies."""
-    rope = {"rope_type": kind, "rope_theta": 1e4}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 8.0}
-    config = Phi3Config(
-        hidden_size=128,
-        num_attention_heads=4,
-        original_max_position_embeddings=64,
-        rope_parameters=rope,
-        pad_token_id=0,
-    )
-    remedy = larger_context(config)
-    assert "a larger vllm_max_model_length" in remedy and "restart" not in remedy
-    assert ("64 original positions" in remedy) == ("long factors for all" in remedy) == (kind == "longrope")

@@ -57,10 +57,8 @@ def test_a_model_of_unknown_size_is_refused(folder, tmp_path, capsys):
     config = build_model().config
     config.architectures = ["MyForCausalLM"]
     config.save_pretrained(tmp_path / "own")
-    with pytest.raises(ConfigError, match="The size of '.*/own' is not known: .* has no attribute MyForCausalLM"):
-        model_size(str(tmp_path / "own"))
-    assert main([str(tmp_path / "none"), "2"]) == 1
-    assert "but there is no such folder" in capsys.readouterr().err
+    assert main([str(tmp_path / "own"), "2"]) == 1
+    assert "The size of" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -125,8 +123,9 @@ def test_what_is_not_trained_has_neither_gradients_nor_states():
 def test_deepspeed_keeps_weights_of_32_bits_too():
     whole = torch.nn.Parameter(torch.zeros(0))
     whole.ds_numel = 100  # of ZeRO-3
-    found = training_memory([holding(whole)], "adamw_torch", casts=True)
-    assert found == TrainingMemory(200, 200, 1200, "adamw_torch")
+    assert training_memory([holding(whole)], "adamw_torch", casts=True) == TrainingMemory(
+        200, 200, 1200, "adamw_torch"
+    )
 
 
 def test_sharding_divides_what_its_stage_says():

@@ -29,10 +29,10 @@ from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
 from ..server.command_line import PROCESSED_LOGPROBS
 from ..server.embedded import (
+    CONTEXT_REMEDY,
     EmbeddedServer,
     choose_devices,
     keep_one_gpu,
-    larger_context,
     lora_flags,
     save_architecture,
     server_flags,
@@ -292,7 +292,7 @@ def connect_server(
             api_key=api_key(),
             resume_kv=options.resume_kv,
             server_base_url=f"http://{DEFAULT_HOST}:{port}" if port else None,
-            larger_context=LARGER_CONTEXT if names_server(args) else larger_context(of_trainer["model"].config),
+            larger_context=LARGER_CONTEXT if names_server(args) else CONTEXT_REMEDY,
             addresses=None if port or args.vllm_server_base_url is None else partial(addresses_in, args),
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,
