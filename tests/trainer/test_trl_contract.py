@@ -1,7 +1,7 @@
 """The internals of TRL that trl_april relies on, so that an upgrade fails here and not in training.
 
-If a test fails after an upgrade of TRL, read the sentence, adapt the files that it names, and only then widen the pin in
-pyproject.toml.
+If a test fails after an upgrade of TRL, read the sentence, adapt the files that it names, and only then widen the pin
+in pyproject.toml.
 """
 
 import ast
