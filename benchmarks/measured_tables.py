@@ -337,7 +337,7 @@ def claims() -> str:
             "`stress.py` as below", "stress.json",
         ),
     ]  # fmt: skip
-    header = ("claim (median and range, or mean ± 95 % interval)", "`python benchmarks/...`", "file")
+    header = ("claim (median and range, or mean ± 95 % interval)", "command in benchmarks/", "file")
     return markdown(header, [list(row) for row in rows])
 
 

@@ -1,4 +1,4 @@
-"""The rollouts of one training run: wires rows, pool, engine, server, rounds, checkpoints and the run log.
+"""The rollouts of a training run: wires rows, pool, engine, server, rounds, checkpoints and the run log.
 
 Invariant: [`RolloutSession.close`] leaves nothing of a run behind but its pool.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
-from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .agents.rollout_function import RolloutTurns
@@ -91,10 +90,9 @@ class RolloutSession:
             budget=budget,
             epochs=state.num_train_epochs,
             vocab_size=vocab_size,
-            saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
         self.scorer, self._act, self._user_code = scorer, act, user_code
-        # What a checkpoint does not hold, or not whole, and must be brought back.
+        # State that checkpoints store partly or not at all, so it must be rebuilt.
         self._restorable = act.environments if isinstance(act, ToolTurns) else act
         self.pool = self._new_pool()
         self._settings = {
@@ -108,9 +106,9 @@ class RolloutSession:
         except PoolError as error:
             raise CheckpointError(
                 f"The partial samples in {checkpoints.resumed_from} cannot be resumed. {error} Resume from another "
-                f"checkpoint, or remove the folder `{FOLDER}` from this one to continue without them."
+                f"checkpoint, or remove its folder `{FOLDER}` to continue without them."
             ) from error
-        # A checkpoint written under a higher target can hold more groups than this one.
+        # A checkpoint written under a higher target can hold more groups.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         connections = reserve_connections(groups_here * plan.num_generations)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
@@ -151,7 +149,7 @@ class RolloutSession:
             keeps=options.resume_kv == "keep",
         )
         if isinstance(act, ToolTurns) and act.environments is not None:
-            self._say_instances()
+            self._report_instances()
         self.run_log = RunLog(
             Path(args.output_dir) if processes.rank == 0 else None,
             {
@@ -207,7 +205,7 @@ class RolloutSession:
             scorer.has_signal if options.dynamic_sampling else None,
             admission.replacements,
             max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
-            # Beside training, a reward model would need memory that training uses.
+            # During training, a reward model would need memory that training uses.
             between_rounds=not options.dynamic_sampling and not scorer.has_models,
             executor=self._user_code.threads("rewards", limit=1),
         )
@@ -227,7 +225,7 @@ class RolloutSession:
             is_first=processes.rank == 0,
         )
 
-    def _say_instances(self) -> None:
+    def _report_instances(self) -> None:
         schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
         groups, size = (
             max(schedule.target, math.ceil(highest * schedule.quota), len(schedule)),
@@ -284,27 +282,19 @@ class RolloutSession:
         return done, metrics
 
     def cut(self) -> None:
-        """Abort the requests beside training, in all processes. A collective call."""
+        """Abort the requests that run during training, in all processes. A collective call."""
         run_blocking(self._rounds.cut())
 
     def save(self, checkpoint: Path) -> None:
         """Write the rollouts into a checkpoint: the pool, and the batches that are not fully trained.
 
-        TRL generates a batch that lasts for several optimiser steps anew if training resumes in the middle of it. A
+        TRL generates a batch that lasts for several optimizer steps anew if training resumes in the middle of it. A
         collective call.
         """
         with self._loop.paused():
             pool = state_dict(self.pool, [group for _, groups in self.steps.in_training for group in groups])
-        save_rollouts(
-            checkpoint,
-            pool,
-            self._source.state_dict(),
-            settings=self._settings,
-            save_id=self._draw_id(),
-            rank=self._processes.rank,
-            processes=self._processes.count,
-            barrier=self._processes.barrier,
-        )
+        rollouts = SavedRollouts([pool], self._source.state_dict(), self._settings)
+        save_rollouts(checkpoint, rollouts, save_id=self._draw_id(), processes=self._processes)
 
     def close(self) -> None:
         """Close requests, connections, threads, the event loop and the progress bar."""
@@ -319,7 +309,7 @@ class RolloutSession:
             self._loop.run(self.driver.close())
 
     def _sync(self) -> None:
-        """Sync the weights once, whatever the servers do. A collective call."""
+        """Sync the weights, without a retry. A collective call."""
         run_blocking(self._rounds.sync(self._state.global_step))
 
     def _route(self) -> None:
@@ -341,7 +331,7 @@ class RolloutSession:
             saved.source,
             held=held,
             rejected=sum(state["groups_rejected"] for state in pools),
-            # After those of a batch in training that is generated anew.
+            # After the ids of a batch in training that is generated anew.
             next_id=max(state["last_id"] for state in pools) + 1 + sum(len(state["in_training"]) for state in pools),
         )
         if surplus > 0:

@@ -294,12 +294,10 @@ class APRILGRPOTrainer(GRPOTrainer):
         # Overridden to save partial samples. Without the optimizer, training cannot resume, and needs none.
         if self._april_session:
             self._april_checkpoints.save(
-                self.state,
+                self.state.global_step,
                 trial,
                 rollouts=None if self.args.save_only_model else self._april_session.save,
                 everything=partial(super()._save_checkpoint, model, trial),
-                stateful=(*self.callback_handler.callbacks, self.control),
-                writes_state=self.args.should_save,
             )
             return
         if not self.april_enabled and self.is_world_process_zero():

@@ -324,7 +324,7 @@ def test_overlapping_rounds_that_score_groups_with_random_targets_and_suspension
 
     def between(run: TrainingRun, alike: random.Random, version: int) -> int:
         factor = alike.choice([1.0, 1.5, 2.0, 4.0])
-        run.steps.before_begin = lambda: run.pool.schedule.aim_at(factor)
+        run.steps.before_begin = lambda: run.pool.schedule.set_target(factor)
         time.sleep(alike.choice([0, 0.002, 0.02]))
         if alike.random() < 0.7:
             version += 1

@@ -32,18 +32,6 @@ def test_version_begins_while_requests_run_that_were_held_for_it():
     pool.check()
 
 
-def test_tokens_of_the_old_version_may_arrive_after_the_round_is_opened():
-    pool, sample = running()
-    pool.hold(1)
-    pool.begin_round(1)
-    pool.record(sample, [1], [-1.0], 0)
-    pool.record(sample, [2], [-1.0], 1)
-    for version in (0, 2):
-        with pytest.raises(PoolError):
-            pool.record(sample, [3], [-1.0], version)
-    assert segments(sample) == [(0, 1), (1, 1)]
-
-
 def test_held_version_does_not_go_back():
     with pytest.raises(PoolError):
         Pool(1).hold(0)

@@ -318,25 +318,10 @@ def test_bad_options_are_refused_with_value_rule_and_remedy(options, words):
 # A full pool
 
 
-def test_full_pool_continues_only_with_groups_that_the_round_needs():
-    pool = pool_in_round(2, groups=5, samples=2, over_provisioning=2.5, max_staleness=None, max_parked_tokens=4)
-    zero, one, _, three, four = pool
-    park(pool, three.samples[0], 1, 2, 3)
-    assert [sample.key for _, sample in pool.ready()][:2] == [(3, 0), (0, 0)]
-    park(pool, one.samples[1], 1)
-    assert pool.is_full
-    assert [sample.key for _, sample in pool.ready()] == [(1, 1), (0, 0), (0, 1), (1, 0)]
-    assert [sample.key for sample in pool.not_needed()] == [(i, j) for i in (2, 3, 4) for j in (0, 1)]
-    complete(pool, zero)
-    assert {sample.group_id for _, sample in pool.ready()} == {1}  # one group is missing
-    complete(pool, four)
-    assert pool.ready() == [] and pool.schedule.quota_met
-
-
 def test_pool_does_not_learn_that_its_own_unfinished_group_is_finished():
     """Rule 1: a group cannot leave because another process, which counts differently, believes it finished."""
     pool = pool_in_round(1, groups=1)
-    refused(pool, pool.learn, [0], words="Group 0 is said to be finished, but is waiting here")
+    refused(pool, pool.learn, [0], words="group 0 as finished, but it is waiting here")
 
 
 # State

@@ -206,18 +206,6 @@ def test_a_bound_that_cannot_be_kept_is_refused_whole():
     assert len(loose) == 2
 
 
-def test_scores_of_other_reward_functions_are_forgotten():
-    run = run_of(seed=3, dynamic_sampling=True, max_staleness=None, over_provisioning=4.0)
-    scored = sum(group.score is not None for group in run.groups().values())
-    assert scored
-    for num_reward_funcs, left in ((None, scored), (2, scored), (1, 0), (3, 0)):
-        pools, _ = pools_from(run.states(), 2, run.options, num_reward_funcs=num_reward_funcs)
-        for pool in pools:
-            pool.check()
-        assert sum(group.score is not None for pool in pools for group in pool) == left
-        assert sum(len(pool.unscored()) for pool in pools) >= scored - left
-
-
 def test_states_of_different_moments_are_refused():
     """Each of them is whole. Together they would train some rows twice and others never."""
     run = run_of()
@@ -242,17 +230,6 @@ def test_groups_that_training_can_no_longer_use_are_the_youngest_and_count_as_re
             found = sorted(group.group_id for group in [*pool, *others])
             assert pool.schedule.ids == found == held[: len(held) - surplus]
         assert sum(pool.counters.groups_rejected for pool in pools) == rejected + surplus
-
-
-def test_a_state_of_a_later_checkpoint_is_refused():
-    """Its tokens would be younger than the weights."""
-    run = run_of(rounds=3, seed=1)
-    states = run.states()
-    pool = Pool(**run.options)
-    newest = states[0]["version"]
-    assert newest > 0
-    words = f"is of policy version {newest}, and training continues with version 0"
-    refused(pool, restore, pool, states, version=0, words=words)
 
 
 def test_a_batch_in_training_is_delivered_again_where_the_version_has_not_changed():

@@ -55,7 +55,7 @@ class TestFilter:
 
         async def main() -> None:
             assert ids((await arena.round()).groups) == [0]
-            arena.pool.schedule.aim_at(1.0)
+            arena.pool.schedule.set_target(1.0)
             assert len(arena.pool) == 3
             assert ids((await arena.round(1)).groups) == [4]
             assert arena.replaced == [1] and arena.dynamic.replaced == 1

@@ -75,24 +75,6 @@ def test_round_that_begins_full_requests_only_the_groups_it_needs():
     assert (done.requests, done.resumed_groups) == (1, 1)
 
 
-def test_full_pool_holds_back_between_the_rounds():
-    """The next round needs the oldest group. The other one waits."""
-    pool = full_at(10)
-    engine = ScriptedEngine({(0, 0): natural(3)}, default=natural(30))
-    driver = make_driver(pool, engine, overlap=True)
-
-    async def main() -> None:
-        await driver.run_round()
-        admit(pool, 2)
-        await driver.dispatch_ahead()
-        await asyncio.sleep(20.0)
-        assert [sample.state for group in pool for sample in group.samples] == ["running", "parked"]
-        await driver.close()
-
-    simulate(main())
-    assert_at_rest(pool, engine)
-
-
 def test_request_that_is_held_back_is_waited_for_before_its_adapter_leaves():
     """Its last tokens take three seconds. It is no longer among the tasks that may send requests."""
     slow = Attempt([Tokens(1)] * 90, abort_seconds=3.0)
@@ -110,9 +92,6 @@ def test_request_that_is_held_back_is_waited_for_before_its_adapter_leaves():
         await asyncio.gather(round_, return_exceptions=True)
 
     simulate(main())
-
-
-# Dynamic sampling
 
 
 # Many rounds

@@ -93,9 +93,9 @@ def test_held_request_is_not_cut_and_has_both_versions():
     assert segments(done.groups[0]) == [(0, 13), (1, 7)]
     assert done.carried_tokens == 13
     (trace,) = done.traces
-    assert trace.ran_on and trace.finished
-    assert (trace.began, trace.first, trace.head, trace.ended) == (0.0, 0.0, 0, 6.5)
-    assert (trace.tokens, trace.held) == (7, 13)
+    assert trace.was_running and trace.finished
+    assert (trace.began, trace.first, trace.first_tokens, trace.ended) == (0.0, 0.0, 0, 6.5)
+    assert (trace.tokens, trace.tokens_before) == (7, 13)
     assert_at_rest(pool, engine)
 
 
@@ -106,7 +106,7 @@ def test_tokens_in_transit_have_the_version_that_sampled_them(ahead):
     done = two_rounds(pool, driver, seconds=5.0)
     assert segments(done.groups[0]) == [(0, 8 + ahead), (1, 16 - ahead)]
     (trace,) = done.traces
-    assert (trace.held, trace.tokens) == (8 + ahead, 16 - ahead)
+    assert (trace.tokens_before, trace.tokens) == (8 + ahead, 16 - ahead)
 
 
 def test_requests_stay_on_their_adapters():
@@ -171,16 +171,6 @@ def test_nothing_is_requested_between_the_hold_and_the_round():
     assert segments(done.groups[0]) == [(0, 1), (1, 19)]
 
 
-def test_finished_request_that_the_engine_does_not_know_is_not_waited_for(caplog):
-    """Its last tokens are in transit."""
-    pool, engine, driver = setup({}, default=natural(8))
-    engine.unknown.add((1, 0))
-    with caplog.at_level(logging.WARNING, "trl_april"):
-        done = two_rounds(pool, driver, seconds=4.0)
-    assert segments(done.groups[0]) == [(0, 8)]
-    assert engine.aborts == [] and caplog.text == ""
-
-
 def test_request_that_the_engine_has_not_received_yet_is_waited_for():
     pool, engine, driver = setup({(1, 0): Attempt([Tokens(9, 14.0), End()])})
     engine.unknown.add((1, 0))
@@ -196,7 +186,12 @@ def test_request_that_the_engine_has_not_received_yet_is_waited_for():
     done = simulate(main())
     assert segments(done.groups[0]) == [(1, 9)]
     (trace,) = done.traces
-    assert not trace.ran_on and (trace.began, trace.head, trace.tokens, trace.held) == (0.0, 9, 9, 0)
+    assert not trace.was_running and (trace.began, trace.first_tokens, trace.tokens, trace.tokens_before) == (
+        0.0,
+        9,
+        9,
+        0,
+    )
     assert 0 < trace.first <= trace.ended
 
 

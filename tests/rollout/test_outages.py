@@ -76,28 +76,6 @@ def test_server_without_its_weights_ends_the_round_at_once():
     assert tokens(pool) == {0: 3, 1: 6, 2: 3, 3: 3}
 
 
-def test_one_warning_for_all_streams_that_an_outage_breaks(caplog):
-    """Those that break after the round has failed are counted, too."""
-    pool = make_pool(3)
-    admit(pool, 0, 1, 2, 3)
-    late = Attempt([Tokens(1), Break(BROKE, 2.6)])
-    engine = ScriptedEngine({(0, 0): breaks_after(3), (1, 0): breaks_after(3)}, default=[late, natural(50)])
-    engine.held, engine.abort_error = 7, ServerError("gone")
-    driver = make_driver(pool, engine)
-
-    async def main() -> None:
-        with pytest.raises(ServerError, match="no longer has the weights"):
-            await driver.generate()
-        await asyncio.sleep(10.0)
-
-    simulate(main())
-    warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == [
-        "gone Repeating the abort.",
-        "The connection broke. Broken streams: 4. Their samples resume from their last tokens.",
-    ]
-
-
 def test_round_continues_after_an_outage_with_one_record():
     """Its counters cover both parts, and no token is generated twice."""
     pool = make_pool(2)

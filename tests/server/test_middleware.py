@@ -188,16 +188,6 @@ def test_requests_with_an_origin_are_refused(scope, expected):
         assert answer == expected
 
 
-@pytest.mark.server
-def test_real_server_refuses_a_web_page(server):
-    """A form of a page needs no preflight request: it sends its body as text."""
-    body = json.dumps({"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}})
-    headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
-    response = requests.post(f"{server.base_url}/collective_rpc", data=body, headers=headers, timeout=30)
-    assert response.status_code == 403
-    assert requests.get(f"{server.base_url}/health", timeout=30).status_code == 200
-
-
 # The log of a worker during a weight sync
 
 

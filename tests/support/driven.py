@@ -1,7 +1,6 @@
 """A run without an engine: the round loops of several processes, whose pools change at random."""
 
 import asyncio
-import datetime
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -29,8 +28,7 @@ def row_of(group_id: int) -> dict[str, Any]:
         "prompt": [{"role": "user", "content": f"{group_id} + é"}],
         "number": group_id,
         "raw": bytes([group_id % 256, 0, 255]),
-        "when": datetime.datetime(2024, 2, 29, 23, 59, 59, group_id % 1000, tzinfo=datetime.UTC),
-        "day": datetime.date(2024, 1, 1) + datetime.timedelta(days=group_id),
+        "pair": (group_id, [None]),
         "array": np.arange(group_id % 4, dtype=np.float32),
         "nothing": None,
         "ratio": float("inf") if group_id % 3 else float("nan"),

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import textwrap
 import threading
 import time
 from contextlib import nullcontext
@@ -22,7 +23,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pandas
-import pytest
 import requests
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_april.server.local
+from tests.server.test_local import HEALTHY
 from tests.support.proxy import Proxy
 from tests.trainer import test_trainer
 from tests.trainer.test_trainer import distinct_characters, rows_of
@@ -149,18 +150,6 @@ def train(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(spec, run)
     trainer.train(resume_from_checkpoint=run.get("resume"))
     return outcome(trainer)
-
-
-def train_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Compares every token of this process with the weights of its version."""
-    trainer = make_trainer(spec, run, trainer_class=test_trainer.RecordingTrainer)
-    trainer.train()
-    generation = trainer.vllm_generation
-    return {
-        **outcome(trainer),
-        "compared": test_trainer.check_logprobs(trainer),
-        "weight_sync": generation.weight_sync,
-    }
 
 
 def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -421,42 +410,14 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer = make_trainer(spec, run, reward=reward, trainer_class=FailingTrainer)
-    # A process that owns a server has to stop it, whoever has failed. Any server will do for that.
+    # A process that owns a server has to stop it, whichever process has failed. A web server is enough for that.
     trl_april.server.local.server_command = lambda model, host, port, *args, **kwargs: [
-        sys.executable,
-        "-c",
-        HEALTHY,
-        str(port),
+        *(sys.executable, "-c", textwrap.dedent(HEALTHY), str(port)),
     ]
     with LocalServer("any", quiet=True) if rank == 0 else nullcontext() as owned:
         if owned is not None:
             (Path(spec["folder"]) / f"{run['name']}-owned").write_text(owned.base_url)
         trainer.train()
-    return outcome(trainer)
-
-
-HEALTHY = """
-import http.server, sys
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
-"""
-
-
-def train_until_killed(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Process 0, which has a server of its own, writes its result in the third step and is killed."""
-
-    class KilledTrainer(RecordingTrainer):
-        def _april_run_round(self):
-            if RANK == 0 and self.state.global_step == 2:
-                Path(spec["folder"], f"{run['name']}-0.json").write_text(json.dumps(outcome(self)))
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super()._april_run_round()
-
-    trainer = make_trainer(spec, run, trainer_class=KilledTrainer)
-    trainer.train()
     return outcome(trainer)
 
 
@@ -564,26 +525,6 @@ def train_in_turns_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dic
         "compared": test_trainer.check_logprobs(trainer),
         "turns": test_tools_on_server.check_turns(trainer),
     }
-
-
-def train_with_images_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Compares every token with the weights of its version and the images of its row."""
-    from tests.trainer import test_images
-    from tests.trainer.test_overlap import limit_lengths
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        # A round closes with its short completions. The others are cut, however fast the machine is.
-        limit_lengths(monkeypatch, lambda group_id: 300 if group_id % 3 else 30)
-        trainer = test_images.train(
-            SimpleNamespace(base_url=spec["url"]),
-            spec["model"],
-            Path(spec["folder"]) / "out",
-            per_device_train_batch_size=4,
-            generation_kwargs={"ignore_eos": True},
-            learning_rate=1e-3,
-            use_cpu=True,
-        )
-    return {**outcome(trainer), "compared": test_images.check_logprobs(trainer)}
 
 
 def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

@@ -168,21 +168,6 @@ def check_requests(fake, reference, start=0):
     return counts
 
 
-def test_batches_rewards_metrics_and_images_equal_stock(fake, tmp_path, monkeypatch):
-    reference = train_stock(tmp_path, monkeypatch, **arguments(IMAGES))
-    trainer = april(fake, tmp_path, **OPTIONS, **arguments(IMAGES))
-    looks = LOOKS.copy()
-    trainer.train()
-    check_batches(trainer, reference)
-    for ours, theirs in zip(logs(trainer), logs(reference), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, nan_ok=True)
-    assert check_requests(fake, reference).keys() == {2, 3, 5, 6, 7}
-    assert looks + looks == LOOKS
-    # The features of a prompt are computed once for its group, and those of a turn once.
-    rendered = len(fake.received_at("/v1/chat/completions/render"))
-    assert rendered == 2 * 7
-
-
 def test_samples_that_are_cut_and_resumed_equal_stock(fake, tmp_path, monkeypatch):
     fake.script = ToolScript(SCRIPT, seconds_per_chunk=0.002).stream
     reference = train_stock(tmp_path, monkeypatch, **arguments(IMAGES), max_steps=1)

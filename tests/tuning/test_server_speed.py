@@ -13,7 +13,7 @@ from trl_april.tuning.server_speed import DecodeSpeed, StepTimes
 
 def trace(ended: float, tokens: int, **options: object) -> RequestTrace:
     """A request from the opening of a round on that finished, unless options differ."""
-    values = {"group_id": 0, "index": 0, "began": 0.0, "first": 1.0, "head": 1, "held": 0}
+    values = {"group_id": 0, "index": 0, "began": 0.0, "first": 1.0, "first_tokens": 1, "tokens_before": 0}
     return RequestTrace(**{**values, "ended": ended, "tokens": tokens, "finished": True, **options})
 
 

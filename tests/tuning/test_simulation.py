@@ -272,7 +272,7 @@ def test_auto_sees_the_first_token_when_the_prefill_is_done(quantum):
         # The first request is alone in its step, and the other five are prefilled in the next.
         first = 0.1 + 2 + 10 + (0 if sample == (0, 0) else 2 + 50)
         assert trace.first == pytest.approx(first)
-        assert trace.head == (1 if quantum == 1 else 0)
+        assert trace.first_tokens == (1 if quantum == 1 else 0)
         assert not trace.finished or trace.ended >= first + 99 * 2 - 1e-6
 
 

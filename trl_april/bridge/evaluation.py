@@ -9,24 +9,26 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trl import GRPOConfig, GRPOTrainer
 
 from ..agents.rollout_function import RolloutTurns
 from ..agents.tools import ToolTurns
-from ..data.admission import check_prompt, prompt_name
+from ..data.admission import NewGroup, check_prompt, prompt_name
 from ..data.source import Row
 from ..distributed.processes import Processes
 from ..engine.protocol import ImagesOf
 from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
-from ..errors import ServerError
+from ..errors import RoundSuspended, ServerError
 from ..pool.budget import Budget
 from ..pool.pool import Pool
 from ..pool.samples import Group
 from ..rollout.driver import RolloutDriver
 from ..rollout.event_loop import BackgroundLoop
+from ..rollout.loop import RoundLoop, RoundSteps, run_blocking
+from ..rollout.record import Round
 from ..server.host import reserve_connections
 from ..training.batch import batch_rows
 from ..weights.recovery import Recovery
@@ -83,11 +85,6 @@ class Evaluation:
             has_tools=self._act is not None,
             has_environments=self._environments is not None or isinstance(self._act, RolloutTurns),
         )
-        pool.begin_round(self._version)
-        for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
-            check_prompt(self._budget, len(prompt_ids), prompt_name(row))
-            pool.admit(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1)
-            self._next_id += 1
         driver = RolloutDriver(
             pool,
             self._engine,
@@ -100,9 +97,9 @@ class Evaluation:
             threads=None if self._act is None else self._act.threads,
         )
         try:
-            recovery.with_weights(lambda: self._run(driver))
-            with self._loop.paused():
-                self._groups = driver.take().groups
+            self._groups = run_blocking(
+                RoundLoop(pool, driver, _Steps(self, recovery, rows)).run(self._version)
+            ).groups
         finally:
             self._loop.run(driver.close())
         rows[:] = batch_rows(self._groups)
@@ -120,8 +117,17 @@ class Evaluation:
             rest.callback(lambda: self._loop.run(self._engine.close()))
             self._release()
 
-    def _run(self, driver: RolloutDriver) -> None:
-        """Run or continue the only round. Raises [`ServerError`] in all processes if one has lost the server."""
+    def new_groups(self, rows: list[Row]) -> list[NewGroup]:
+        """A group of one sample for each row, in this process."""
+        groups = []
+        for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
+            check_prompt(self._budget, len(prompt_ids), prompt_name(row))
+            groups.append(NewGroup(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1))
+            self._next_id += 1
+        return groups
+
+    def run(self, driver: RolloutDriver) -> None:
+        """Run or continue the round. Raises [`ServerError`] in all processes if one of them has lost the server."""
         servers, error = self._servers, None
         self._loop.run(self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes))
         try:
@@ -139,6 +145,27 @@ class Evaluation:
         if self._environments is not None:
             self._environments.release(self._groups)
         self._groups = []
+
+
+class _Steps(RoundSteps):
+    """The only round of an evaluation batch, in the calling thread. Processes share no groups."""
+
+    def __init__(self, evaluation: Evaluation, recovery: Recovery, rows: list[Row]) -> None:
+        self._evaluation, self._recovery, self._rows = evaluation, recovery, rows
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self._evaluation._loop.paused()
+
+    def next_groups(self, count: int) -> list[NewGroup]:
+        return self._evaluation.new_groups(self._rows)
+
+    async def generate(self, driver: RolloutDriver) -> None:
+        self._recovery.restore_weights()
+        self._evaluation.run(driver)
+        self._recovery.progress_was_made()
+
+    async def recover(self, error: ServerError | RoundSuspended, record: Round) -> None:
+        self._recovery.wait_for_server(error)
 
 
 @contextmanager

@@ -9,26 +9,15 @@ from ..errors import PoolError
 
 
 class RoundState(StrEnum):
-    """State of a driver's round.
+    """State of a driver's round."""
 
-    | state         | meaning                                                  | next                        |
-    |---------------|----------------------------------------------------------|-----------------------------|
-    | `IDLE`        | no round yet, or the batch of the last one was taken     | `OPEN`, `SATISFIED`         |
-    | `OPEN`        | finished groups count; its samples are not requested yet | `RUNNING`                   |
-    | `SATISFIED`   | its batch was finished before it opened                  | `CLOSED`, `INTERRUPTED`     |
-    | `RUNNING`     | its samples are requested; it waits for its quota        | `CLOSING`, `INTERRUPTED`    |
-    | `CLOSING`     | it waits for nothing more; its requests are drained      | `CLOSED`, `INTERRUPTED`     |
-    | `CLOSED`      | its batch is in the pool, unless other processes differ  | `IDLE`, `OPEN`, `SATISFIED` |
-    | `INTERRUPTED` | it failed or was cancelled, and can be reopened          | `OPEN`, `SATISFIED`         |
-    """
-
-    IDLE = "idle"
-    OPEN = "open"
-    SATISFIED = "satisfied"
-    RUNNING = "running"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    INTERRUPTED = "interrupted"
+    IDLE = "idle"  # no round yet, or the batch of the last round was taken
+    OPEN = "open"  # finished groups count; its samples are not requested yet
+    SATISFIED = "satisfied"  # its batch was finished before it opened
+    RUNNING = "running"  # its samples are requested; it waits for its quota
+    CLOSING = "closing"  # it waits for nothing more; its requests are drained
+    CLOSED = "closed"  # its batch is in the pool, unless other processes differ
+    INTERRUPTED = "interrupted"  # it failed or was canceled, and can be reopened
 
 
 TRANSITIONS = {
@@ -47,7 +36,7 @@ class RoundLifecycle:
 
     def __init__(self) -> None:
         self.state = RoundState.IDLE
-        self.error: BaseException | None = None  # the first since the last round ended; ends the present or next one
+        self.error: BaseException | None = None  # the first since the last round; ends the present or next round
         self.closing = asyncio.Event()  # set when the round enters `CLOSING`
 
     @property
@@ -65,7 +54,7 @@ class RoundLifecycle:
         self.check(state)
         self.state = state
         if state is RoundState.OPEN:
-            self.closing = asyncio.Event()  # its loop may be another one
+            self.closing = asyncio.Event()  # the event loop may have changed
         elif state is RoundState.CLOSING:
             self.closing.set()
 

@@ -97,7 +97,7 @@ class RoundSteps(Protocol):
         """The groups of the next dataset rows, at most `count` over all processes."""
 
     def replacements(self, count: int) -> Sequence[NewGroup]:
-        """As many groups as were rejected, of rows beyond the planned ones."""
+        """As many groups as were rejected, of rows beyond the plan."""
         return ()
 
     # Generate
@@ -234,16 +234,16 @@ class RoundLoop:
         """Agree on the finished groups of all processes, and so on the batch. A collective call."""
         dynamic, quota = self._dynamic, self._quota
         if quota is not None and dynamic is not None:
-            quota.tell_rest()
+            quota.publish_rejected()
             # Some processes may have admitted replacements, and rejected them, that others have not heard of. No
             # process has the highest number before all have told the rest.
             replaced = await self.steps.highest(dynamic.replaced)
-            quota.learn_rest()
+            quota.refresh()
             while (missing := min(replaced - dynamic.replaced, dynamic.missing(self.pool))) > 0:
                 dynamic.replaced += missing
                 for group in self.steps.replacements(missing):
                     group.admit_to(self.pool)
-                quota.learn_rest()
+                quota.refresh()
         await self.steps.agree(self.pool)
         if quota is not None and self.steps.is_main:
             quota.end_round()  # no process reads it any more
@@ -259,7 +259,7 @@ class RoundLoop:
         return self._dynamic is None or all_finished or self._dynamic.may_close(self.pool)
 
     async def _account_for_rejected(self) -> None:
-        """Hand out one more row for every rejected group, so that training ends as planned."""
+        """Hand out another row for every rejected group, so that training ends as planned."""
         if self._dynamic is None:
             return
         unreplaced = len(self.pool.schedule.rejected) - self._dynamic.replaced
@@ -276,7 +276,7 @@ class RoundLoop:
             logger.info("%d groups are not trained: training ends before it could use them.", len(withdrawn))
 
     async def _dispatch_ahead(self) -> None:
-        """Fill the pool for the next round, and generate it while this one is trained."""
+        """Fill the pool for the next round, and generate it while this batch is trained."""
         groups = self.steps.next_groups(self.pool.schedule.room_ahead)
         with self.steps.paused():
             for group in groups:

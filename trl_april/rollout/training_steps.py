@@ -52,7 +52,7 @@ class Chooser(Protocol):
 
 @dataclass(eq=False)
 class TrainingSteps(RoundSteps):
-    """The steps of one training run in one of its processes."""
+    """The steps of a training run in a single process."""
 
     driver: RolloutDriver
     engine: ServersEngine
@@ -198,7 +198,7 @@ class TrainingSteps(RoundSteps):
         without_tokens, *running = self.processes.reduce_sum(counts)
         queues = servers.queues() if any(running) else []
         if sum(waiting for waiting, _ in queues) > without_tokens:
-            return False  # preempted requests have tokens, and come first whatever is cut
+            return False  # preempted requests have tokens, and come before the canary in any case
         of_each = zip(addresses, running, queues, strict=False)
         full = [address for address, number, (waiting, places) in of_each if waiting or number >= places]
         if full:

@@ -216,7 +216,7 @@ class FactorChooser:
         self.candidates = factors(schedule.quota, schedule.max_staleness, schedule.versions_per_round, max_groups)
         needed = max(min(START, self.candidates[-1]), len(schedule) / schedule.quota)
         self.factor = next((factor for factor in self.candidates if factor >= needed), self.candidates[-1])
-        schedule.aim_at(self.factor)
+        schedule.set_target(self.factor)
         self._places = max_sequences or math.inf
         self._step_times = StepTimes(self._places)
         self._rounds = 0
@@ -295,7 +295,7 @@ class FactorChooser:
             return None
         self.factor = best
         self._under = 0
-        self._schedule.aim_at(best)
+        self._schedule.set_target(best)
         return Change(before, best, rates[before], rates[best], due_share)
 
     def cycle(self) -> Cycle | None:

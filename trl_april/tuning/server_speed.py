@@ -60,7 +60,7 @@ class StepTimes:
         running = _Running(traces, processes)
         sums = [0.0] * StepTimes.FIELDS
         for trace in traces:
-            steps, seconds = trace.tokens - trace.head, trace.ended - trace.first
+            steps, seconds = trace.tokens - trace.first_tokens, trace.ended - trace.first
             if steps > 0 and seconds > 0 and (trace.finished or was_cut):
                 count = running.mean(trace.first, trace.ended)
                 terms = (1.0, count, count * count, seconds / steps, count * seconds / steps)

@@ -238,21 +238,18 @@ class _Simulation(RoundSteps):
         """Add the time of the first token, which arrives with the last one here."""
         job = self.engine.jobs.get((trace.group_id, trace.index))
         first = None if job is None else job.first
-        if trace.ran_on or first is None or first - start < trace.began:
+        if trace.was_running or first is None or first - start < trace.began:
             return trace
         # A unit of several tokens is not there with the first of them.
         head = min(trace.tokens, 1 // self.scenario.quantum)
-        return replace(trace, first=min(first - start, trace.ended), head=head)
+        return replace(trace, first=min(first - start, trace.ended), first_tokens=head)
 
     def _count(self, done: Round, seconds: float) -> None:
         if self._measures:
             self.result.rollout_seconds += seconds
             self._factors.append(done.over_provisioning)
             self._carried += done.carried_tokens
-            for sample in (sample for group in done.groups for sample in group.samples):
-                for segment in sample.segments:
-                    if segment.version is not None:
-                        self.result.ages[done.version - segment.version] += segment.length
+            self.result.ages += done.ages
         self._train(group.group_id for group in done.groups)
 
     async def _uninterrupted(self) -> None:
