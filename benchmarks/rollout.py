@@ -42,11 +42,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import requests
-from calibration import Calibrator, max_sequences_of, pause_of
+from calibration import Calibrator, pause_of
 from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, auto_by_best, draw, rows, table
 
 from trl_april.data.admission import NewGroup
-from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.engine.protocol import Chunk, GenerationRequest, ServerLoad
 from trl_april.engine.sampling import sampling_options
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.pool.pool import Pool
@@ -55,7 +55,8 @@ from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
 from trl_april.rollout.round import Round
 from trl_april.server.local import LocalServer
-from trl_april.tuning.factor_chooser import FactorChooser
+from trl_april.server.traffic import TimedRequests, server_load
+from trl_april.tuning.admission_control import AdmissionControl
 
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 SHORTEST, LONGEST = 8, 3500
 CONTEXT = 4096  # of the server's model
 PROMPT_LENGTH = 16
-ROUNDS_TO_CHOOSE = 10
+ROUNDS_TO_CHOOSE = 20
 PIECES = 1  # of a calibration, after every block
 
 
@@ -145,7 +146,7 @@ class Contestant:
         self._discards, self._uninterrupted = mode == "discard", mode == "uninterrupted"
         self._overlaps = mode in ("overlap", "both", "keep", "uninterrupted")
         self._keeps = mode == "keep"
-        self._pause = pause_of(base_url)
+        self._pause, self._base_url, self._session = pause_of(base_url), base_url, TimedRequests(10.0)
         self.pool = Pool(
             options.quota, over_provisioning=1.0 if isinstance(factor, str) else factor,
             # Without cuts there is no sync, so nothing gets stale.
@@ -164,11 +165,7 @@ class Contestant:
             self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic,
             overlap=self._overlaps, resume_kv=RESUME_KV.get(mode, "recompute"),
         )  # fmt: skip
-        self._chooser = None
-        if factor == AUTO:
-            self._chooser = FactorChooser(
-                self.pool, overlaps=self._overlaps, keeps=self._keeps, max_sequences=max_sequences_of(base_url)
-            )
+        self._control = AdmissionControl(self.pool) if factor == AUTO else None
         self.measurement = Measurement(sigma, mode, factor, turn)
         self._train_seconds = 0.0 if self._uninterrupted else options.train_seconds
         self._group_size = options.group_size
@@ -210,18 +207,17 @@ class Contestant:
 
     async def _run_round(self) -> Round:
         """Run a training step as the server sees it: sync, round, and a pause for the training."""
-        if self._chooser is not None:
-            self._chooser.quiesced()
         await self._make_way()
-        if self._chooser is not None:
-            self._chooser.choose()
+        if self._control is not None:
+            self._control.choose()
         self.pool.begin_round(self._version)
         self._version += not self._uninterrupted
         for group in self._next(self.pool.schedule.room):
             group.admit_to(self.pool)
         done = await self.driver.run_round()
-        if self._chooser is not None:
-            self._chooser.observe(done)
+        if self._control is not None:
+            load = await asyncio.to_thread(server_load, self._session, self._base_url)
+            self._control.observe(done, [load or ServerLoad()])
         if self._discards:
             self._discard()
         if self._overlaps:

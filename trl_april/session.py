@@ -48,7 +48,7 @@ from .training.batch import round_metrics, server_metrics
 from .training.correction import BatchCorrection
 from .training.rewards import RewardScorer
 from .training.run_log import RunLog, run_options
-from .tuning.factor_chooser import FactorChooser
+from .tuning.admission_control import AdmissionControl
 from .weights.recovery import Recovery
 from .weights.sync import ServerGeneration
 
@@ -127,7 +127,7 @@ class RolloutSession:
         self._loop = BackgroundLoop("trl-april-rollouts")
         self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
         self._rounds = self._new_rounds(admission, quota, stop)
-        self._chooser = self._new_chooser(connections) if options.over_provisioning == "auto" else None
+        self._control = self._new_control(connections) if options.over_provisioning == "auto" else None
         if isinstance(act, ToolTurns) and act.environments is not None:
             self._say_instances()
         self.run_log = RunLog(
@@ -209,23 +209,19 @@ class RolloutSession:
             executor=self._user_code.threads("rewards", limit=1),
         )
 
-    def _new_chooser(self, connections: int) -> FactorChooser:
-        """The choice of `over_provisioning="auto"`, within the connections that each process may open."""
-        options, processes = self._options, self._processes
+    def _new_control(self, connections: int) -> AdmissionControl:
+        """Admission for `over_provisioning="auto"`, within the connections that each process may open."""
+        processes = self._processes
         groups = connections // self._plan.num_generations * processes.count
-        return FactorChooser(
+        return AdmissionControl(
             self.pool,
-            overlaps=options.overlap_generation,
-            keeps=options.resume_kv == "keep",
-            max_sequences=self._server.server_info.max_sequences,
             max_groups=-processes.reduce_max([-groups])[0],
             reduce_sum=processes.reduce_sum,
-            processes=processes.count,
             is_first=processes.rank == 0,
         )
 
     def _say_instances(self) -> None:
-        schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
+        schedule, highest = self.pool.schedule, self._control.highest if self._control else 0
         groups, size = (
             max(schedule.target, math.ceil(highest * schedule.quota), len(schedule)),
             self._plan.num_generations,
@@ -259,9 +255,9 @@ class RolloutSession:
             if not is_synced:
                 self._recovery.sync_weights()
             sync_seconds = self._server.sync_seconds if not is_synced or self._recovery.restore_weights() else 0.0
-        if self._chooser is not None:
+        if self._control is not None:
             with self._loop.paused():
-                change = self._chooser.choose()
+                change = self._control.choose()
             if change is not None:
                 logger.info(str(change))
 
@@ -270,8 +266,8 @@ class RolloutSession:
             for group in done.groups:
                 for one in (group, *group.samples):
                     one.images.clear()  # in the form of the engine they are large, and rows and messages have them
-            if self._chooser is not None:
-                self._chooser.observe(done)
+            if self._control is not None:
+                self._control.observe(done, self._server.servers.loads() if self._processes.rank == 0 else ())
 
         with profiled("vLLM.generate"):
             done = self._rounds.run(self._state.global_step, silent=self._silent, on_taken=on_taken)
@@ -338,8 +334,6 @@ class RolloutSession:
 
     def _quiesce(self) -> None:
         """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
-        if self._chooser is not None:
-            self._chooser.quiesced()
         self._rounds.quiesce(self._state.global_step, self._server.servers, self._server.oldest_kept)
 
     def _route(self) -> None:

@@ -9,21 +9,27 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import requests
 
+from ..engine.protocol import ServerLoad
 from ..errors import AprilError
 from .command_line import GENERATED_TOKENS, GENERATED_TOKENS_PATH
 
 
 logger = logging.getLogger(__name__)
 
-_GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{.*\})? (\d[\d.e+]*)$", re.MULTILINE)
-# The two alone spare vLLM's API process the text of all others. Several API processes do not find metrics by name and
+_GAUGES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_preemptions_total": "preemptions",
+}
+_GAUGE = re.compile(rf"^({'|'.join(_GAUGES)})(?:\{{.*\}})? (\d[\d.e+-]*)$", re.MULTILINE)
+# These alone spare vLLM's API process the text of all others. Several API processes do not find metrics by name and
 # answer with none, so all are asked for then.
-_METRICS = ("/metrics?name[]=vllm:num_requests_running&name[]=vllm:num_requests_waiting", "/metrics")
+_METRICS = (f"/metrics?{'&'.join(f'name[]={name}' for name in _GAUGES)}", "/metrics")
 
 
 class TimedRequests(requests.Session):
@@ -50,14 +56,6 @@ def certificates() -> str | None:
     return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or None
 
 
-@dataclass(frozen=True)
-class ServerLoad:
-    """Number of requests on a server, of all its clients."""
-
-    running: int  # being decoded
-    waiting: int  # for a free slot or for KV cache space, preempted ones included
-
-
 def server_load(session: requests.Session, base_url: str, **options: Any) -> ServerLoad | None:
     """The server's load over all engines, as of its last step; `None` if not reported (`--disable-log-stats`).
 
@@ -67,10 +65,9 @@ def server_load(session: requests.Session, base_url: str, **options: Any) -> Ser
     found = next(filter(None, (_GAUGE.findall(one.text) for one in answers if one.status_code == 200)), None)
     if found is None:
         return None
-    number = {"running": 0, "waiting": 0}
-    for name, value in found:
-        number[name] += int(float(value))
-    return ServerLoad(**number)
+    values = {field: [float(value) for name, value in found if _GAUGES[name] == field] for field in _GAUGES.values()}
+    usage = max(values.pop("kv_usage"), default=0.0)
+    return ServerLoad(**{field: int(sum(numbers)) for field, numbers in values.items()}, kv_usage=usage)
 
 
 class ServerPause:

@@ -1,4 +1,4 @@
-"""Simulation of one configuration: the pool and the round driver of training, with simulated servers and clock.
+"""Simulation of a configuration: the pool and the round driver of training, with simulated servers and clock.
 
 All modes are measured by the same clock over the same number of batches, training and weight sync included.
 """
@@ -9,7 +9,7 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 
@@ -18,8 +18,8 @@ from ..errors import ConfigError
 from ..pool.pool import Pool
 from ..pool.staleness import AUTO, factor_of
 from ..rollout.driver import RolloutDriver
-from ..rollout.round import RequestTrace, Round
-from .factor_chooser import FactorChooser
+from ..rollout.round import Round
+from .admission_control import AdmissionControl
 from .scenario import Scenario
 from .simulated_clock import simulate
 from .simulated_server import SimulatedEngine
@@ -68,7 +68,7 @@ class Mode(StrEnum):
 
 @dataclass(slots=True)
 class Result:
-    """Figures of one configuration over the measured rounds."""
+    """Figures of a configuration over the measured rounds."""
 
     mode: Mode
     factor: float  # the mean over the rounds, if it was chosen by `over_provisioning="auto"`
@@ -107,7 +107,7 @@ class Result:
 
 
 def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
-    """Simulate one configuration. The factor is that of over-provisioning; `"auto"` chooses it as in training."""
+    """Simulate a configuration with an over-provisioning factor, or `"auto"` as in training."""
     if factor == AUTO and (mode is Mode.SYNCHRONOUS or not mode.can_be_trained):
         raise ConfigError(f"over_provisioning='auto' is impossible in the mode {mode}. Give a number.")
     simulation = _Simulation(scenario, mode, factor_of(factor))
@@ -127,16 +127,8 @@ class _Simulation:
         self._factor = 1.0 if mode is Mode.SYNCHRONOUS or isinstance(factor, str) else factor
         self.engine = SimulatedEngine(scenario)
         self._start_over()
-        self._chooser: FactorChooser | None = None
-        if factor == AUTO:
-            self._chooser = FactorChooser(
-                self.pool,
-                overlaps=mode.overlaps,
-                keeps=mode is Mode.KEEP,
-                max_sequences=scenario.servers * scenario.max_sequences,
-                clock=lambda: asyncio.get_running_loop().time(),
-            )
-        self.result = Result(mode, self._factor, is_chosen=self._chooser is not None)
+        self._control = AdmissionControl(self.pool) if factor == AUTO else None
+        self.result = Result(mode, self._factor, is_chosen=self._control is not None)
         # Modes that leave nothing to the next round need no warm-up, but measure the same rows.
         self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
         self._next_id = self._first_round * self.pool.schedule.target
@@ -159,7 +151,7 @@ class _Simulation:
             self.pool,
             self.engine,
             run_id=RUN_ID,
-            idle_timeout=1e9,  # streams are one chunk each, at their end
+            idle_timeout=1e9,  # a stream is a single chunk, at its end
             sweep_interval=max(1.0, 2 * scenario.abort_seconds),  # every abort succeeds, so sweeps only cost time
             overlap=self.mode.overlaps,
             resume_kv=self.mode.resume_kv,
@@ -182,8 +174,8 @@ class _Simulation:
             driver = self._driver
             self._start_measuring_at(number)
             version = number * scenario.updates_per_batch
-            if self._chooser is not None:
-                self._chooser.choose()
+            if self._control is not None:
+                self._control.choose()
             self.pool.begin_round(version)
             if self.mode.overlaps:
                 self.pool.schedule.withhold()
@@ -193,17 +185,13 @@ class _Simulation:
                 driver.open_round()
             await driver.generate()
             done = driver.take()
-            if self._chooser is not None:
-                self._chooser.observe(
-                    replace(done, traces=[self._as_in_training(trace, start) for trace in done.traces])
-                )
+            if self._control is not None:
+                self._control.observe(done, [server.gauges for server in self.engine.servers])
             self._count(done, clock() - start)
             if self.mode.overlaps:
                 self._admit(self.pool.schedule.room_ahead)
                 await driver.dispatch_ahead()
             await asyncio.sleep(scenario.train_seconds)
-            if self._chooser is not None:
-                self._chooser.quiesced()
             if self.mode is Mode.KEEP:
                 await driver.stop_asking()
                 await self.engine.pause()
@@ -216,21 +204,11 @@ class _Simulation:
         self._stop_measuring()
 
     def _admit(self, number: int) -> None:
-        """Admit groups. The pool's prompts have one token: the engine knows the real ones."""
+        """Admit groups. The pool's prompts have a single token: the engine knows the real prompts."""
         for group_id in self._new_ids(number):
             self.pool.admit(
                 group_id, {}, [0], num_generations=self.scenario.group_size, max_completion_length=self._longest
             )
-
-    def _as_in_training(self, trace: RequestTrace, start: float) -> RequestTrace:
-        """Add the time of the first token, which arrives with the last one here."""
-        job = self.engine.jobs.get((trace.group_id, trace.index))
-        first = None if job is None else job.first
-        if trace.ran_on or first is None or first - start < trace.began:
-            return trace
-        # A unit of several tokens is not there with the first of them.
-        head = min(trace.tokens, 1 // self.scenario.quantum)
-        return replace(trace, first=min(first - start, trace.ended), head=head)
 
     def _count(self, done: Round, seconds: float) -> None:
         if self._measures:
