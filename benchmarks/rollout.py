@@ -42,11 +42,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import requests
-from calibration import Calibrator, max_sequences_of, pause_of
+from calibration import Calibrator, pause_of
 from rollout_report import AUTO, NOT_OF_TRAINING, Measurement, Report, auto_by_best, draw, rows, table
 
 from trl_april.data.admission import NewGroup
-from trl_april.engine.protocol import Chunk, GenerationRequest
+from trl_april.engine.protocol import Chunk, GenerationRequest, ServerLoad
 from trl_april.engine.sampling import sampling_options
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.pool.pool import Pool
@@ -56,7 +56,8 @@ from trl_april.rollout.dynamic_sampling import DynamicSampling
 from trl_april.rollout.loop import RoundLoop, RoundSteps
 from trl_april.rollout.record import Round
 from trl_april.server.local import LocalServer
-from trl_april.tuning.factor_chooser import FactorChooser
+from trl_april.server.traffic import TimedRequests, server_load
+from trl_april.tuning.admission_control import AdmissionControl
 
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 SHORTEST, LONGEST = 8, 3500
 CONTEXT = 4096  # of the server's model
 PROMPT_LENGTH = 16
-ROUNDS_TO_CHOOSE = 10
+ROUNDS_TO_CHOOSE = 20
 PIECES = 1  # of a calibration, after every block
 
 
@@ -146,7 +147,7 @@ class Contestant(RoundSteps):
         self._discards, self._uninterrupted = mode == "discard", mode == "uninterrupted"
         self._overlaps = mode in ("overlap", "both", "keep", "uninterrupted")
         self._keeps = mode == "keep"
-        self._pause = pause_of(base_url)
+        self._pause, self._base_url, self._session = pause_of(base_url), base_url, TimedRequests(10.0)
         self.pool = Pool(
             options.quota, over_provisioning=1.0 if isinstance(factor, str) else factor,
             # Without cuts there is no sync, so nothing gets stale.
@@ -168,11 +169,7 @@ class Contestant(RoundSteps):
         self.loop = RoundLoop(
             self.pool, self.driver, self, dynamic=self.dynamic, overlap=self._overlaps, keeps=self._keeps
         )
-        self._chooser = None
-        if factor == AUTO:
-            self._chooser = FactorChooser(
-                self.pool, overlaps=self._overlaps, keeps=self._keeps, max_sequences=max_sequences_of(base_url)
-            )
+        self._control = AdmissionControl(self.pool) if factor == AUTO else None
         self.measurement = Measurement(sigma, mode, factor, turn)
         self._train_seconds = 0.0 if self._uninterrupted else options.train_seconds
         self._group_size = options.group_size
@@ -211,6 +208,9 @@ class Contestant(RoundSteps):
         version = self._version
         self._version += not self._uninterrupted
         done = await self.loop.run(version)
+        if self._control is not None:
+            load = await asyncio.to_thread(server_load, self._session, self._base_url)
+            self._control.observe(done, [load or ServerLoad()])
         await self._train()
         return done
 
@@ -218,10 +218,6 @@ class Contestant(RoundSteps):
         await asyncio.sleep(self._train_seconds)
 
     # Steps of the loop. The weights are not sent: that takes the same time in all modes.
-
-    def quiesce_began(self) -> None:
-        if self._chooser is not None:
-            self._chooser.quiesced()
 
     async def pause(self, *, keeps_weights: bool) -> bool:
         if not self.driver.in_flight:
@@ -237,8 +233,8 @@ class Contestant(RoundSteps):
             await asyncio.to_thread(self._pause.end)
 
     def begin(self, version: int) -> None:
-        if self._chooser is not None:
-            self._chooser.choose()
+        if self._control is not None:
+            self._control.choose()
 
     def next_groups(self, count: int) -> list[NewGroup]:
         return [
@@ -251,8 +247,6 @@ class Contestant(RoundSteps):
         ]  # fmt: skip
 
     def taken(self, done: Round) -> None:
-        if self._chooser is not None:
-            self._chooser.observe(done)
         if self._discards:
             self._discard()
 

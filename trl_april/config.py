@@ -15,7 +15,7 @@ from .distributed.processes import get_logger
 from .errors import ConfigError
 from .pool.staleness import AUTO, check_bound, factor_of
 from .server.host import server_addresses
-from .tuning.factor_chooser import START
+from .tuning.admission_control import START
 
 
 logger = get_logger(__name__)
@@ -197,10 +197,9 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Prompt groups in flight as a factor of those that a batch needs (N'/N in the paper), at least 1.0. 1.0 is
             synchronous GRPO through the same code. Defaults to 3.0, or to 6.0 with `tools`, `environment_factory`
             or `rollout`, since a sample has no request on the server while they run; under `"wait"` to
-            `max_staleness + 1` if that is less. `"auto"` starts with 3.0 and then moves towards the factor with the
-            highest predicted throughput of trained tokens, from the requests in flight and the server's speed measured
-            so far. It respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each
-            round.
+            `max_staleness + 1` if that is less. `"auto"` starts with 3.0, raises the factor while the
+            servers decode faster with more groups in flight, and lowers it while requests wait for their memory. It
+            respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each round.
         max_staleness (`int` or `None`, *optional*, defaults to `8`):
             Bound on the age of a trained token, in policy versions (optimizer steps): version at training minus
             version at sampling. `None` lifts it. The paper observed at most 5.

@@ -47,7 +47,7 @@ from .training.batch import round_metrics, server_metrics
 from .training.correction import BatchCorrection
 from .training.rewards import RewardScorer
 from .training.run_log import RunLog, run_options
-from .tuning.factor_chooser import FactorChooser
+from .tuning.admission_control import AdmissionControl
 from .weights.recovery import Recovery
 from .weights.sync import ServerGeneration
 
@@ -122,7 +122,7 @@ class RolloutSession:
         self.recovery = Recovery(server, processes, stop, sync=self._sync, route=self._route)
         self._loop = BackgroundLoop("trl-april-rollouts")
         self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
-        self._chooser = self._new_chooser(connections) if options.over_provisioning == "auto" else None
+        self._control = self._new_control(connections) if options.over_provisioning == "auto" else None
         self.steps = TrainingSteps(
             self.driver,
             self._engine,
@@ -136,7 +136,7 @@ class RolloutSession:
             recovery=self.recovery,
             stop=stop,
             calls=user_code.calls,
-            chooser=self._chooser,
+            control=self._control,
             silent=args.disable_tqdm or processes.rank > 0,
         )
         self._rounds = RoundLoop(
@@ -210,23 +210,19 @@ class RolloutSession:
             executor=self._user_code.threads("rewards", limit=1),
         )
 
-    def _new_chooser(self, connections: int) -> FactorChooser:
-        """The choice of `over_provisioning="auto"`, within the connections that each process may open."""
-        options, processes = self._options, self._processes
+    def _new_control(self, connections: int) -> AdmissionControl:
+        """Admission for `over_provisioning="auto"`, within the connections that each process may open."""
+        processes = self._processes
         groups = connections // self._plan.num_generations * processes.count
-        return FactorChooser(
+        return AdmissionControl(
             self.pool,
-            overlaps=options.overlap_generation,
-            keeps=options.resume_kv == "keep",
-            max_sequences=self._server.server_info.max_sequences,
             max_groups=-processes.reduce_max([-groups])[0],
             reduce_sum=processes.reduce_sum,
-            processes=processes.count,
             is_first=processes.rank == 0,
         )
 
     def _report_instances(self) -> None:
-        schedule, highest = self.pool.schedule, self._chooser.candidates[-1] if self._chooser else 0
+        schedule, highest = self.pool.schedule, self._control.highest if self._control else 0
         groups, size = (
             max(schedule.target, math.ceil(highest * schedule.quota), len(schedule)),
             self._plan.num_generations,

@@ -1,7 +1,6 @@
 """`trl-april grpo`: its arguments, rewards, datasets and errors, and one run on a server."""
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -48,9 +47,9 @@ def test_recipes_work_with_this_command(name):
     script, config, _, _ = parse(*options, "--num_generations", "4", "--max_completion_length", "1000")
     assert config.loss_type == name
     assert config.num_generations == 4
-    rewards = grpo.find_rewards(script, config)
-    assert rewards[0] is grpo.contains_answer
-    assert [reward.soft_punish_cache for reward in rewards[1:]] == ([200] if name == "dapo" else [])
+    first, *others = grpo.find_rewards(script, config)
+    assert first is grpo.contains_answer
+    assert [punishment.soft_punish_cache for punishment in others] == ([200] if name == "dapo" else [])
 
 
 def test_every_argument_of_trls_script_is_accepted():
@@ -79,29 +78,23 @@ def test_loading_options():
 # Rewards
 
 
+def reward(name: str, *options: str):
+    script, config, *_ = parse(*options)
+    return grpo.find_reward(name, script, config)
+
+
 def test_contains_answer():
-    assert grpo.find_reward("contains_answer") is grpo.contains_answer
-    assert grpo.contains_answer(["4+1=5", "4+1=6"], answer=[5, 5]) == [1.0, 0.0]
+    assert reward("contains_answer")(["4+1=5", "4+1=6"], answer=[5, 5]) == [1.0, 0.0]
     assert grpo.contains_answer([[{"role": "assistant", "content": "it is 5"}]], answer=["5"]) == [1.0]
 
 
-def test_every_name_is_a_function():
-    assert all(callable(grpo.find_reward(name, max_completion_length=100)) for name in grpo.REWARD_NAMES)
-    assert grpo.find_reward("think_format_reward") is trl.rewards.think_format_reward
-
-
-@pytest.mark.parametrize(
-    ("length", "given", "cache"),
-    [
-        (20480, None, 4096),  # as in the paper
-        (100, 50, 50),
-        (100, 0, 0),
-    ],
-)
-def test_the_soft_overlong_punishment_is_trls(length, given, cache):
-    punishment = grpo.find_reward("soft_overlong_punishment", max_completion_length=length, soft_punish_cache=given)
+@pytest.mark.parametrize("given", [None, 50, 0])
+def test_the_soft_overlong_punishment_is_trls(given):
+    options = [] if given is None else ["--soft_punish_cache", str(given)]
+    punishment = reward("soft_overlong_punishment", "--max_completion_length", "20480", *options)
     assert type(punishment).__module__ == "trl.rewards.other_rewards"
-    assert (punishment.max_completion_len, punishment.soft_punish_cache) == (length, cache)
+    # By default as in the paper.
+    assert (punishment.max_completion_len, punishment.soft_punish_cache) == (20480, 4096 if given is None else given)
 
 
 @pytest.fixture
@@ -112,13 +105,8 @@ def my_rewards(tmp_path, monkeypatch):
     sys.modules.pop("my_rewards", None)
 
 
-@pytest.mark.parametrize("name", ["my_rewards:shortest", "my_rewards.shortest"])
-def test_a_users_function(my_rewards, name):
-    assert grpo.find_reward(name)(completions=["a"]) == [1.0]
-
-
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "words"),
     [
         ("contains_anwser", "it must be one of contains_answer, soft_overlong_punishment, accuracy_reward"),
         (":shortest", "it must be one of contains_answer"),
@@ -126,28 +114,19 @@ def test_a_users_function(my_rewards, name):
         ("my_rewards:longest", "has no attribute 'longest'"),
     ],
 )
-def test_an_unknown_name_is_refused(my_rewards, name, said):
-    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
-        grpo.find_reward(name)
+def test_an_unknown_name_is_refused(my_rewards, name, words):
+    with pytest.raises(ConfigError, match=re.escape(words)) as raised:
+        reward(name)
     assert repr(name) in str(raised.value)
-    assert str(raised.value).endswith(".")
 
 
-def test_the_punishment_needs_a_length():
-    with pytest.raises(ConfigError, match="max_completion_length is None"):
-        grpo.find_reward("soft_overlong_punishment")
-
-
-def test_rewards_are_a_model_a_name_or_a_function_of_a_module(tmp_path, monkeypatch):
-    (tmp_path / "grpo_rewards.py").write_text("def constant(completions, **kwargs):\n    return [1.0]\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    names = ["grpo_rewards:constant", "think_format_reward"]
+def test_rewards_are_a_model_a_name_or_a_function_of_a_module(my_rewards):
+    names = ["my_rewards:shortest", "my_rewards.shortest", *grpo.TRL_REWARDS]
     script, config, *_ = parse("--reward_model_name_or_path", "a/judge", "--reward_funcs", *names)
-    model, own, trls = grpo.find_rewards(script, config)
+    model, *own, math, _, format_reward = grpo.find_rewards(script, config)
     assert model == "a/judge"
-    assert own(completions=["a"]) == [1.0]
-    assert trls.__module__.startswith("trl.rewards")
-    sys.modules.pop("grpo_rewards")
+    assert [function(completions=["a"]) for function in own] == [[1.0], [1.0]]
+    assert (math, format_reward) == (trl.rewards.accuracy_reward, trl.rewards.think_format_reward)
 
 
 # Datasets
@@ -297,27 +276,6 @@ def test_options_of_accelerate_start_processes(run_main, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # in one of those processes
     assert run_main(*common, "--reward_funcs", "contains_answer").arguments["args"].num_generations == 4
     assert len(launched) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "launcher"),
-    [
-        (["--num_processes", "2"], "multi_gpu"),
-        (["--cpu", "--num_processes", "2"], "multi_gpu"),
-        (["--cpu", "--num_processes", "1"], "simple"),
-        (["--use_deepspeed", "--num_processes", "2"], "deepspeed"),
-    ],
-)
-def test_several_processes_without_gpus(run_main, monkeypatch, options, launcher):
-    """accelerate itself would start one, on a CPU."""
-    called = []
-    for name in ("simple", "multi_gpu", "deepspeed"):
-        monkeypatch.setattr(f"accelerate.commands.launch.{name}_launcher", lambda _, name=name: called.append(name))
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "as before")
-    run_main("--model_name_or_path", "m", *options)
-    assert called == [launcher]
-    assert (os.environ["ACCELERATE_USE_CPU"] == "true") == (launcher == "multi_gpu")
 
 
 def test_a_recipe_goes_by_its_name(run_main):

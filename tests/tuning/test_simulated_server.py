@@ -32,17 +32,6 @@ def test_waiting_for_nothing_is_an_error():
         simulate(asyncio.Event().wait())
 
 
-def test_clock_runs_inside_of_a_running_event_loop():
-    async def main():
-        await asyncio.sleep(10.0)
-        return asyncio.get_running_loop().time()
-
-    async def cell():
-        return simulate(main())
-
-    assert asyncio.run(cell()) == 10.0
-
-
 # The server
 
 
@@ -101,8 +90,6 @@ BATCHES_OF_8 = dict(step_time=PREFILL, max_batched_tokens=8)
             dict(request_stall_seconds=0.25), {"a": (4,), "b": (1,), "c": (1, 1, 0.5), "d": (2, 0, 0.6)},
             {"b": 1.5, "c": 3.0, "d": 4.0, "a": 5.0},
         ),
-        # Also if they have to wait.
-        (dict(max_sequences=1, request_stall_seconds=0.25), {"a": (3,), "b": (1, 1, 0.5)}, {"a": 3.5, "b": 4.5}),
         # Context makes steps longer. With 5 tokens and none: 1.5, 1.7; then a alone with 7 and 8: 1.7, 1.8.
         (dict(step_time=GROWING), {"a": (4, 1, 0.0, 5), "b": (2,)}, {"b": 1.5 + 1.7, "a": 1.5 + 1.7 + 1.7 + 1.8}),
         # An arrival waits for the end of a step. a: 1.0, 1.1, 1.2; both from 3.3 on: 1.0 + 0.3; a alone with 4.
@@ -112,6 +99,8 @@ BATCHES_OF_8 = dict(step_time=PREFILL, max_batched_tokens=8)
         (BATCHES_OF_8, {"a": (2, 20)}, {"a": 1.8 + 1.8 + 1.4 + 1.0}),
         # Decoding a leaves 7 of 8 tokens to the prefill of b.
         (BATCHES_OF_8, {"a": (4,), "b": (1, 15, 0.5)}, {"b": 1.1 + 1.7 + 1.7 + 1.1, "a": 1.1 + 1.7 + 1.7 + 1.1}),
+        # After 5 steps the KV cache has no space for two more tokens: b waits for a, and is prefilled again.
+        (dict(step_time=PREFILL, kv_tokens=10), {"a": (8, 0), "b": (8, 0)}, {"a": 8.0, "b": 8.0 + 1.5 + 2.0}),
         # An idle server starts at once.
         ({}, {"late": (1, 1, 7.25), "early": (2, 1, 0.25)}, {"early": 2.25, "late": 8.25}),
     ],
@@ -141,14 +130,11 @@ def test_jobs_end_when_steps_counted_by_hand_say(settings, jobs, ended):
         ),
         # A place is free with the next step.
         (dict(max_sequences=1), {"a": (9,), "b": (2,)}, [("a", 1.5)], {"a": 1}, {"b": 4.0}),
-        *(
-            ({}, {"a": (10,)}, [("a", at)], {"a": tokens}, {})
-            for at, tokens in ((0.0, 0), (0.9, 0), (3.0, 3), (3.7, 3), (9.99, 9))
-        ),
+        *(({}, {"a": (10,)}, [("a", at)], {"a": tokens}, {}) for at, tokens in ((0.9, 0), (3.0, 3), (9.99, 9))),
         # Growing steps end at 1.0, 2.1, 3.3 and 4.6.
         *(
             (dict(step_time=GROWING), {"a": (10,)}, [("a", at)], {"a": tokens}, {})
-            for at, tokens in ((0.99, 0), (1.01, 1), (2.11, 2), (4.59, 3), (4.61, 4))
+            for at, tokens in ((0.99, 0), (4.59, 3), (4.61, 4))
         ),
     ],
 )  # fmt: skip
@@ -176,20 +162,6 @@ def test_a_paused_server_stops_after_its_step_and_continues_with_its_jobs():
     simulate(main())
     assert arena.ended == {"a": 16.0, "late": 12.0}
     assert arena.server.tokens == 16
-
-
-def test_a_job_waits_for_an_idle_server_that_is_paused():
-    arena = Arena()
-
-    async def main():
-        await arena.server.pause()
-        arena.submit("a", 2, arrival=1.0)
-        await asyncio.sleep(5.0)
-        arena.server.resume()
-        await arena.idle()
-
-    simulate(main())
-    assert arena.ended == {"a": 7.0}
 
 
 # The engine
@@ -221,10 +193,10 @@ async def read(engine, asked):
 
 
 async def read_all(engine, *asked, abort_at=None):
-    streams = [asyncio.create_task(read(engine, one)) for one in asked]
+    streams = [asyncio.create_task(read(engine, request)) for request in asked]
     if abort_at is not None:
         await asyncio.sleep(abort_at)
-        await engine.abort([one.request_id for one in asked])
+        await engine.abort([request.request_id for request in asked])
     return await asyncio.gather(*streams)
 
 

@@ -1,4 +1,4 @@
-"""Commands of `trl-april`, one module each, and what they check about their arguments."""
+"""Commands of `trl-april`, a module for each, and checks of their arguments."""
 
 from __future__ import annotations
 

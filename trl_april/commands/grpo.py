@@ -1,4 +1,4 @@
-"""`trl-april grpo`: train with partial rollouts, with the arguments of TRL's own `trl grpo`.
+"""`trl-april grpo`: train with partial rollouts, with the arguments of TRL's `trl grpo`.
 
     trl-april grpo --recipe dapo --model_name_or_path MODEL --dataset_name prompts.jsonl --output_dir out
 
@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import trl.rewards
 from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
@@ -41,6 +40,7 @@ TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_rew
 REWARD_NAMES = ("contains_answer", "soft_overlong_punishment", *TRL_REWARDS)
 RECIPES = {path.stem: path for path in sorted(Path(__file__).with_name("recipes").glob("*.yaml"))}
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+Splits = Mapping[str, Dataset | IterableDataset]
 
 
 @dataclass
@@ -57,8 +57,7 @@ class ScriptArguments(GRPOScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Rewards, which are summed: contains_answer, soft_overlong_punishment, accuracy_reward, "
-            "reasoning_accuracy_reward, think_format_reward, or module:function for your own, from the current "
+            "help": f"Rewards, which are summed: {', '.join(REWARD_NAMES)}, or module:function, from the current "
             "folder or installed."
         },
     )
@@ -71,83 +70,63 @@ class ScriptArguments(GRPOScriptArguments):
     )
 
 
-def load_file(path: Path, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
-    """The rows of one file, as the split `train`."""
-    kind = FORMATS.get(path.suffix.lower())
-    if kind is None:
-        raise ConfigError(
-            f"dataset_name is {str(path)!r}; a file must be one of {', '.join(FORMATS)}. Convert it, or pass a folder "
-            "of save_to_disk."
-        )
-    return load_dataset(kind, data_files=str(path), streaming=streaming)
-
-
-def load_saved(path: Path, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
-    """The splits of a folder that `save_to_disk` wrote; `train` for a dataset without splits."""
-    saved = load_from_disk(str(path))
-    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-    return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
-
-
-def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Mapping[str, Dataset | IterableDataset]:
-    """The dataset that the arguments name, split by split."""
-    name = script.dataset_name
+def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
+    """The dataset of the arguments, split by split: a file, a folder, a name on the hub, or a mixture."""
+    name, streams = script.dataset_name, script.dataset_streaming
     if bool(name) == bool(mixture.datasets):
         raise ConfigError(
-            f"dataset_name is {name!r} and `datasets` has {len(mixture.datasets)} entries; exactly one must be "
-            "given. Pass --dataset_name for one dataset, or list several under `datasets:` in the file of --config."
+            f"dataset_name is {name!r} and `datasets` has {len(mixture.datasets)} entries; exactly one of them must "
+            "be given. Pass --dataset_name, or list several datasets under `datasets:` in the file of --config."
         )
     if mixture.datasets:
         return get_dataset(mixture)
     path = Path(name)
+    kind = FORMATS.get(path.suffix.lower())
+    if path.is_file() and kind is None:
+        raise ConfigError(
+            f"dataset_name is {name!r}; a file must be one of {', '.join(FORMATS)}. Convert it, or pass a folder of "
+            "save_to_disk."
+        )
     if path.is_file():
-        return load_file(path, script.dataset_streaming)
+        return load_dataset(kind, data_files=name, streaming=streams)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return load_saved(path, script.dataset_streaming)
-    if not path.exists() and (path.suffix.lower() in FORMATS or path.is_absolute() or name.startswith(".")):
+        saved = load_from_disk(name)
+        splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+        return {split: rows.to_iterable_dataset() for split, rows in splits.items()} if streams else splits
+    if not path.exists() and (kind is not None or path.is_absolute() or name.startswith(".")):
         raise ConfigError(f"dataset_name is {name!r}, but no such file or folder exists. Check the path.")
-    return load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+    return load_dataset(name, name=script.dataset_config, streaming=streams)
 
 
-def pick_split(
-    splits: Mapping[str, Dataset | IterableDataset], argument: str, split: str
-) -> Dataset | IterableDataset:
-    """One split, by the value of `argument`."""
+def pick_split(splits: Splits, argument: str, split: str) -> Dataset | IterableDataset:
+    """The split that the value of `argument` names."""
     if split not in splits:
         raise ConfigError(
-            f"{argument} is {split!r}, but the dataset has the splits: {', '.join(splits)}. Name one of them. A "
+            f"{argument} is {split!r}, but the dataset has the splits: {', '.join(splits)}. Name one of these. A "
             "folder with train.jsonl and test.jsonl has two; so has a mixture (`datasets:`) with test_split_size."
         )
     return splits[split]
 
 
 def contains_answer(completions: list, answer: list, **kwargs) -> list[float]:
-    """1.0 if the completion contains the answer, else 0.0: a start, to be replaced by your own rule."""
+    """1.0 if the completion contains the answer, else 0.0: a start, to be replaced by a rule of the task."""
     texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
     return [float(str(right) in text) for text, right in zip(texts, answer, strict=True)]
 
 
-def find_reward(
-    name: str, *, max_completion_length: int | None = None, soft_punish_cache: int | None = None
-) -> Callable:
-    """Find one of `REWARD_NAMES`, or a user's `module:function` (or `module.function`, as for `trl grpo`).
-
-    `soft_overlong_punishment` falls from 0 to -1 over the last `soft_punish_cache` tokens of the trainer's
-    `max_completion_length`: by default a fifth, as in the DAPO paper (arXiv 2503.14476, section 4.1). Raises
-    [`ConfigError`] if no such function exists, or the punishment has no length.
-    """
+def find_reward(name: str, script: ScriptArguments, config: APRILGRPOConfig) -> Callable:
+    """The reward function with one of `REWARD_NAMES`, or of a user's `module:function` (or `module.function`)."""
     if name == "contains_answer":
         return contains_answer
     if name == "soft_overlong_punishment":
-        if max_completion_length is None:
+        length, cache = config.max_completion_length, script.soft_punish_cache
+        if length is None:
             raise ConfigError(
                 "max_completion_length is None, but soft_overlong_punishment depends on it. Set it, or remove the "
                 "punishment from reward_funcs."
             )
-        cache = max_completion_length // 5 if soft_punish_cache is None else soft_punish_cache
-        return trl.rewards.get_soft_overlong_punishment(
-            max_completion_len=max_completion_length, soft_punish_cache=cache
-        )
+        # By default a fifth, as in the DAPO paper (arXiv 2503.14476, section 4.1).
+        return trl.rewards.get_soft_overlong_punishment(length, length // 5 if cache is None else cache)
     if name in TRL_REWARDS:
         return getattr(trl.rewards, name)
     module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
@@ -155,26 +134,19 @@ def find_reward(
         return getattr(importlib.import_module(module_name), function_name)
     except (AttributeError, ImportError, ValueError) as error:
         raise ConfigError(
-            f"reward_funcs has {name!r}; it must be one of {', '.join(REWARD_NAMES)}, or your own module:function. "
-            f"{error}. Start in the folder of the module, or install the module."
+            f"reward_funcs has {name!r}; it must be one of {', '.join(REWARD_NAMES)}, or module:function. {error}. "
+            "Start in the folder of the module, or install the module."
         ) from error
 
 
 def find_rewards(script: ScriptArguments, config: APRILGRPOConfig) -> list:
     """The reward model, if any, and the reward functions."""
-    rewards: list = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-    for name in script.reward_funcs or []:
-        rewards.append(
-            find_reward(
-                name,
-                max_completion_length=config.max_completion_length,
-                soft_punish_cache=script.soft_punish_cache,
-            )
-        )
+    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    rewards = [*model, *(find_reward(name, script, config) for name in script.reward_funcs or [])]
     if not rewards:
         raise ConfigError(
             "reward_funcs and reward_model_name_or_path are both left out, so training has no reward. "
-            "Pass --reward_funcs contains_answer, or module:function for your own."
+            "Pass --reward_funcs contains_answer, or module:function."
         )
     return rewards
 
@@ -210,8 +182,8 @@ def launch_options(words: list[str]) -> list[str]:
     unknown = [word for word in words if word.startswith("-") and word not in known]
     if unknown or (words and not words[0].startswith("-")):
         raise ConfigError(
-            f"{' '.join(unknown or words)}: no such option. `trl-april grpo --help` lists those of the training, "
-            "`accelerate launch --help` those of the processes."
+            f"{' '.join(unknown or words)}: no such option. See `trl-april grpo --help`, or for the processes "
+            "`accelerate launch --help`."
         )
     try:
         return resolve_accelerate_config_argument(words)
@@ -219,17 +191,8 @@ def launch_options(words: list[str]) -> list[str]:
         raise ConfigError(str(error)) from error
 
 
-def spread_over_cpu(launch: argparse.Namespace, config: APRILGRPOConfig) -> None:
-    """Start `--num_processes` processes on a machine without GPUs, where accelerate would start one."""
-    on_cpu = launch.cpu or config.use_cpu or not torch.accelerator.is_available()
-    is_chosen = launch.config_file or launch.multi_gpu or launch.use_deepspeed or launch.use_fsdp
-    if on_cpu and (launch.num_processes or 1) > 1 and not is_chosen:
-        launch.cpu, launch.multi_gpu = False, True  # torchrun, as in scripts/accelerate/cpu_ddp.yaml
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Train, with these arguments or those of the process; returns the exit code.
+    """Train, with these arguments or the arguments of the process; returns the exit code.
 
     With options of `accelerate launch` among them, several processes are started that train.
     """
@@ -242,10 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     options = launch_options(of_file + of_command_line)
     if options and "ACCELERATE_MIXED_PRECISION" not in os.environ:  # which `accelerate launch` sets
         left = list(of_command_line)
-        ours = [word for word in argv if not (left and word == left[0] and left.pop(0))]
-        launch = launch_command_parser().parse_args([*options, "--module", "trl_april.commands.grpo", *ours])
-        spread_over_cpu(launch, config)
-        launch_command(launch)
+        rest = [word for word in argv if not (left and word == left[0] and left.pop(0))]
+        launch_command(launch_command_parser().parse_args([*options, "--module", "trl_april.commands.grpo", *rest]))
         return 0
     if model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is left out. Pass the folder or id of the model that the server serves.")

@@ -1,34 +1,29 @@
-"""`trl-april report`: write a page about one training run, or two side by side.
+"""`trl-april report`: write a page about training runs.
 
-Reading a run imports neither torch nor trl; jinja2 and matplotlib are imported only to write the page.
+Reading a run imports neither torch nor trl. Only writing the page imports jinja2 and matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import __version__
 from . import check_file, check_plots
-from .report_run import PHASES, Run, RunRound, Step, read_run
-
-
-if TYPE_CHECKING:
-    from .report_summary import Summary
+from .report_run import Run, RunRound, Step, read_run
 
 
 __all__ = ["Run", "RunRound", "Step", "main", "read_run", "render"]
 
 DESCRIPTION = """\
 Write a page about a training run: throughput, time by phase, requests in flight, lengths, staleness, rewards, and
-advice. The page is one HTML file that needs only a browser.
+advice. The page is a single HTML file that needs only a browser.
 
-RUN_DIR is the trainer's output_dir, during or after training, or one of its checkpoints. A second run is shown next to
-the first, on the same scales.
+RUN_DIR is the trainer's output_dir, during or after training, or a checkpoint in it. Several runs are shown next to
+each other, on the same scales.
     trl-april report out
     trl-april report out-synchronous out-april --output comparison.html
 """
@@ -42,8 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-april report", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
-    parser.add_argument("other", metavar="OTHER_RUN_DIR", nargs="?", help="folder of another run, for comparison")
+    parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="folder of a run")
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), metavar="FILE", help="page to write (default: %(default)s)"
     )
@@ -55,7 +49,7 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     check_plots("The report")
     check_file("--output", options.output)
-    runs = [read_run(path) for path in (options.run, options.other) if path is not None]
+    runs = [read_run(path) for path in options.runs]
     options.output.write_text(render(runs), encoding="utf-8")
     for run in runs:
         for note in run.notes:
@@ -65,12 +59,12 @@ def main(argv: list[str]) -> int:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The HTML page of one run, or of two side by side."""
+    """The HTML page of training runs."""
     import jinja2
     from markupsafe import Markup
 
     from .report_figures import figures
-    from .report_summary import advice, summarize
+    from .report_summary import advice, rows, summarize
 
     names = names_of([run.path for run in runs])
     summaries = [summarize(run) for run in runs]
@@ -87,7 +81,7 @@ def render(runs: Sequence[Run]) -> str:
                     ", ".join(f"{name}={run.options[name]}" for name in SHOWN if name in run.options)
                 ),
                 "notes": [printable(note) for note in run.notes],
-                "advice": advice(summary),
+                "advice": advice(summary, run.options),
             }
             for run, name, summary in zip(runs, names, summaries, strict=True)
         ],
@@ -108,72 +102,3 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 def printable(text: str) -> str:
     """Replace characters that XML or UTF-8 cannot hold."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def rows(summaries: Sequence[Summary]) -> list[tuple[str, list[str], str]]:
-    """The table of one or two runs: what is known, a value per run, and the change from the first to the second."""
-    lines: list[tuple[str, Callable[[Summary], float | None], Callable[[float], str], str]] = [
-        ("trained tokens per second", lambda s: s.trained_per_second, number, "ratio"),
-        ("generated tokens per second", lambda s: s.generated_per_second, number, "ratio"),
-        ("wall-clock", lambda s: s.seconds, duration, "ratio"),
-        ("rounds, or entries of the trainer's log", lambda s: s.rounds, number, ""),
-        ("optimizer steps", lambda s: s.steps, number, ""),
-        ("trained tokens", lambda s: s.trained_tokens, number, "ratio"),
-        ("reward, first fifth of the rounds", lambda s: s.reward_first, "{:.3g}".format, ""),
-        ("reward, last fifth of the rounds", lambda s: s.reward_last, "{:.3g}".format, ""),
-        ("over_provisioning", lambda s: s.over_provisioning, "{:g}".format, ""),
-        ("groups withheld, mean", lambda s: s.withheld or None, "{:.3g}".format, ""),
-        ("requests in flight, mean", lambda s: s.in_flight_mean, "{:.3g}".format, "ratio"),
-        ("engine idle", lambda s: s.engine_idle, "{:.0%}".format, "points"),
-        *(
-            (f"time in {phase}", lambda s, phase=phase: s.shares.get(phase), "{:.0%}".format, "points")
-            for phase in PHASES
-        ),
-        ("rounds less than half full", lambda s: s.half_empty, "{:.0%}".format, "points"),
-        ("trained tokens carried over", lambda s: s.carried, "{:.0%}".format, "points"),
-        ("staleness, mean", lambda s: s.staleness_mean, "{:.2f} versions".format, ""),
-        ("staleness, maximum", lambda s: s.staleness_max, "{:.0f} versions".format, ""),
-        (
-            "effective sample size, second lowest",
-            lambda s: min(s.sample_sizes.values(), default=None),
-            "{:.2f}".format,
-            "",
-        ),
-        ("length, median", lambda s: s.lengths.get(0.5), "{:,.0f} tokens".format, "ratio"),
-        ("length, 99th percentile", lambda s: s.lengths.get(0.99), "{:,.0f} tokens".format, "ratio"),
-        ("weight sync", lambda s: s.sync_seconds, duration, "ratio"),
-        ("tools between two turns, longest", lambda s: s.tool_seconds, duration, "ratio"),
-        ("server unavailable", lambda s: s.outage_seconds or None, duration, ""),
-        ("generated tokens rejected", lambda s: s.rejected or None, "{:.0%}".format, "points"),
-    ]
-    found = []
-    for name, value_of, written, compared in lines:
-        values = [value_of(summary) for summary in summaries]
-        known = [value for value in values if value is not None]
-        if known:
-            shown = ["–" if value is None else written(value) for value in values]
-            found.append((name, shown, _change(compared, *known) if len(known) == 2 else ""))
-    return found
-
-
-def number(value: float) -> str:
-    if value >= 1e6:
-        return f"{value / 1e6:,.3g} million"
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2g}"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def _change(compared: str, first: float, second: float) -> str:
-    if compared == "points":
-        return f"{100 * (second - first):+.0f} points"
-    if compared == "ratio" and first and second:
-        return f"× {second / first:.2f}" if second < 100 * first else f"× {second / first:,.0f}"
-    return ""

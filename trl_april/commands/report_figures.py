@@ -1,6 +1,6 @@
 """Figures of training runs, drawn with matplotlib: for the report, the demo and notebooks.
 
-Two runs are drawn on the same scales.
+Several runs are drawn below each other, on the same scales.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STYLE = {
 }
 ROUNDS_SHOWN = 12
 NAME_LENGTH = 36  # characters of a run's name
-Draw = Callable[[Axes, Run, str, str], None]
+Draw = Callable[[Axes, Run, str], None]
 IsKnown = Callable[[Run], object]
 
 
@@ -54,8 +54,8 @@ def draw_in_flight(
     counts = [count for _, count in [*shown, shown[-1]]]
     axes.fill_between(times, counts, step="post", color=color, alpha=0.35, linewidth=0)
     axes.step(times, counts, where="post", color=color, linewidth=1.2)
-    for one, following in pairwise(run.rounds):
-        stop, start = one.generation[1], following.generation[0]
+    for item, following in pairwise(run.rounds):
+        stop, start = item.generation[1], following.generation[0]
         if begin < start and stop < end:
             axes.axvspan(stop - begin, start - begin, color="#ececec", zorder=0, linewidth=0)
     axes.set_xlim(0, max(end - begin, 1e-9))
@@ -65,42 +65,37 @@ def draw_in_flight(
 
 
 def draw_rewards(axes: Axes, runs: Sequence[Run]) -> None:
-    """Draw the mean reward of every batch over wall-clock, and its mean over five batches, of one or two runs."""
+    """Draw the mean reward of every batch, and its mean over five batches, of training runs."""
     for run, color in zip(runs, COLORS[-len(runs) :], strict=False):
-        _draw_rewards(axes, run, color, "")
+        _draw_rewards(axes, run, color)
 
 
 def figures(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:
-    """Every figure that one or two runs have data for, as an SVG element by its name."""
+    """Every figure that all runs have data for, as an SVG element by its name."""
     names = [name if len(name) <= NAME_LENGTH else "…" + name[1 - NAME_LENGTH :] for name in names]
     found = {}
-    for title, (draw, is_known, in_common) in FIGURES.items():
-        if any(map(is_known, runs)):
-            # The salt makes the ids of a figure differ from those of others on the page.
+    for title, (draw, is_known) in FIGURES.items():
+        if all(map(is_known, runs)):
+            # The salt makes the ids of a figure differ from the ids of the others on the page.
             with style.context({**STYLE, "svg.hashsalt": title}, after_reset=True), warnings.catch_warnings():
                 # The font may lack letters of a name; the browser has other fonts.
                 warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
                 buffer = io.StringIO()
-                figure = _figure(runs, names, draw, is_known, in_common)
-                figure.savefig(buffer, format="svg", metadata={"Date": None})
+                _figure(runs, names, draw).savefig(buffer, format="svg", metadata={"Date": None})
             found[title] = buffer.getvalue()[buffer.getvalue().index("<svg") :]
     return found
 
 
-def _figure(runs: Sequence[Run], names: Sequence[str], draw: Draw, is_known: IsKnown, in_common: bool) -> Figure:
-    figure = Figure(figsize=(4.8, 2.7 if len(runs) == 1 else 3.9), layout="constrained")
-    count = 1 if in_common else len(runs)
-    grid = figure.subplots(count, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+def _figure(runs: Sequence[Run], names: Sequence[str], draw: Draw) -> Figure:
+    figure = Figure(figsize=(4.8, 1.5 + 1.2 * len(runs)), layout="constrained")
+    grid = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     limits = []
-    for axes, run, color, name in zip([*grid] * (len(runs) // count), runs, COLORS[-len(runs) :], names, strict=False):
-        if len(grid) > 1:
+    for axes, run, name, color in zip(grid, runs, names, [*COLORS[-len(runs) :], *COLORS * len(runs)], strict=False):
+        if len(runs) > 1:
             axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
-        if is_known(run):
-            axes.autoscale()  # another run's draw may have set limits
-            draw(axes, run, color, name if len(runs) > 1 else "")
-            limits.append((*axes.get_xlim(), *axes.get_ylim()))
-        elif len(grid) > 1:
-            axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color="#444444")
+        axes.autoscale()  # the drawing of another run may have set limits
+        draw(axes, run, color)
+        limits.append((*axes.get_xlim(), *axes.get_ylim()))
         axes.label_outer()
     left, right, bottom, top = zip(*limits, strict=True)
     grid[0].set(xlim=(min(left), max(right)), ylim=(min(bottom), max(top)))
@@ -113,28 +108,28 @@ def _figure(runs: Sequence[Run], names: Sequence[str], draw: Draw, is_known: IsK
     return figure
 
 
-def _draw_throughput(axes: Axes, run: Run, color: str, name: str) -> None:
-    seconds = [sum(one.values()) for one in phases(run)]
-    tokens = [one.metrics.get("trained_tokens", 0.0) for one in run.rounds]
+def _draw_throughput(axes: Axes, run: Run, color: str) -> None:
+    seconds = [sum(item.values()) for item in phases(run)]
+    tokens = [item.metrics.get("trained_tokens", 0.0) for item in run.rounds]
     rates = [count / duration if duration else 0.0 for count, duration in zip(tokens, seconds, strict=True)]
-    _draw_smoothed(axes, range(1, len(rates) + 1), rates, color, name)
+    _draw_smoothed(axes, range(1, len(rates) + 1), rates, color)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("tokens per second")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _label_rounds(axes, run)
 
 
-def _draw_in_flight(axes: Axes, run: Run, color: str, name: str) -> None:
+def _draw_in_flight(axes: Axes, run: Run, color: str) -> None:
     first = min(3, max(0, len(run.rounds) - ROUNDS_SHOWN))  # the first rounds fill the pool
-    starts = [one.generation[0] for one in run.rounds]
+    starts = [item.generation[0] for item in run.rounds]
     end = starts[first + ROUNDS_SHOWN] if first + ROUNDS_SHOWN < len(starts) else run.seconds
     draw_in_flight(axes, run, begin=starts[first] if first else 0.0, end=end, color=color)
 
 
-def _draw_lengths(axes: Axes, run: Run, color: str, name: str) -> None:
+def _draw_lengths(axes: Axes, run: Run, color: str) -> None:
     for lengths, label in (("trained_lengths", "trained"), ("launched_lengths", "requested, at the end of the round")):
         # Two bins together, since short lengths leave some bins empty; from a power of two to another.
-        bins = sum_counts({bin // 2: count} for one in run.rounds for bin, count in getattr(one, lengths).items())
+        bins = sum_counts({bin // 2: count} for item in run.rounds for bin, count in getattr(item, lengths).items())
         if bins:
             numbers = range(min(bins) // 2 * 2, max(bins) // 2 * 2 + 2)
             shares = [100 * bins.get(number, 0) / sum(bins.values()) for number in numbers]
@@ -149,12 +144,12 @@ def _draw_lengths(axes: Axes, run: Run, color: str, name: str) -> None:
     axes.set_ylabel("% of samples")
 
 
-def _draw_staleness(axes: Axes, run: Run, color: str, name: str) -> None:
+def _draw_staleness(axes: Axes, run: Run, color: str) -> None:
     oldest, bottom = len(AGE_COLORS) - 1, [0.0] * len(run.rounds)
     for age, color in enumerate(AGE_COLORS):
         label = "age 0" if age == 0 else str(age) if age < oldest else f"{age} or more"
-        tokens = [sum(n for key, n in one.ages.items() if min(key, oldest) == age) for one in run.rounds]
-        totals = [sum(one.ages.values()) or 1 for one in run.rounds]
+        tokens = [sum(n for key, n in item.ages.items() if min(key, oldest) == age) for item in run.rounds]
+        totals = [sum(item.ages.values()) or 1 for item in run.rounds]
         shares = [100 * count / total for count, total in zip(tokens, totals, strict=True)]
         axes.bar(range(1, len(shares) + 1), shares, 1.0, bottom, color=color, label=label)
         bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
@@ -163,36 +158,33 @@ def _draw_staleness(axes: Axes, run: Run, color: str, name: str) -> None:
     _label_rounds(axes, run)
 
 
-def _draw_rewards(axes: Axes, run: Run, color: str, name: str) -> None:
-    _draw_smoothed(axes, [time / 60 for time, _ in run.rewards], [reward for _, reward in run.rewards], color, name)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("minutes of training")
+def _draw_rewards(axes: Axes, run: Run, color: str) -> None:
+    if run.rewards:
+        _draw_smoothed(axes, [time / 60 for time, _ in run.rewards], [reward for _, reward in run.rewards], color)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("minutes of training")
+    else:  # the trainer's log has no times
+        points = [(item.version + 1, item.reward) for item in run.rounds if item.reward is not None]
+        _draw_smoothed(axes, [step for step, _ in points], [reward for _, reward in points], color)
+        axes.set_xlabel("optimizer step")
     axes.set_ylabel("reward")
 
 
-def _draw_rewards_by_step(axes: Axes, run: Run, color: str, name: str) -> None:
-    points = [(one.version + 1, one.reward) for one in run.rounds if one.reward is not None]
-    _draw_smoothed(axes, [step for step, _ in points], [reward for _, reward in points], color, name)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("reward")
-
-
-# By the name that report.html uses: how to draw it, which runs have its data, and whether runs share its axes.
-FIGURES: dict[str, tuple[Draw, IsKnown, bool]] = {
-    "throughput": (_draw_throughput, lambda run: run.seconds, True),
-    "in_flight": (_draw_in_flight, lambda run: run.seconds, False),
-    "lengths": (_draw_lengths, lambda run: any(one.trained_lengths for one in run.rounds), False),
-    "staleness": (_draw_staleness, lambda run: any(one.ages for one in run.rounds), False),
-    "rewards": (_draw_rewards, lambda run: run.rewards, True),
-    "rewards_by_step": (_draw_rewards_by_step, lambda run: any(one.rewards for one in run.rounds), True),
+# By the name in report.html: how to draw it, and whether a run has its data.
+FIGURES: dict[str, tuple[Draw, IsKnown]] = {
+    "throughput": (_draw_throughput, lambda run: run.seconds),
+    "in_flight": (_draw_in_flight, lambda run: run.seconds),
+    "lengths": (_draw_lengths, lambda run: any(item.trained_lengths for item in run.rounds)),
+    "staleness": (_draw_staleness, lambda run: any(item.ages for item in run.rounds)),
+    "rewards": (_draw_rewards, lambda run: any(item.rewards for item in run.rounds)),
 }
 
 
-def _draw_smoothed(axes: Axes, x: Sequence[float], values: Sequence[float], color: str, label: str) -> None:
+def _draw_smoothed(axes: Axes, x: Sequence[float], values: Sequence[float], color: str) -> None:
     means = [sum(window) / len(window) for window in (values[max(0, end - 5) : end] for end in range(1, len(x) + 1))]
     axes.plot(x, values, color=color, linewidth=0.7, alpha=0.35)
-    marker = "o" if len(x) == 1 else None  # a line of one point is invisible
-    axes.plot(x, means, color=color, linewidth=2, marker=marker, label=label or None)
+    marker = "o" if len(x) == 1 else None  # a line needs two points
+    axes.plot(x, means, color=color, linewidth=2, marker=marker)
 
 
 def _label_rounds(axes: Axes, run: Run) -> None:

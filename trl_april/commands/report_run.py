@@ -26,7 +26,7 @@ Interval = tuple[float, float]  # seconds
 
 @dataclass(slots=True)
 class RunRound:
-    """One round of generation. Times are seconds since training started, without interruptions."""
+    """A round of generation. Times are seconds since training started, without interruptions."""
 
     version: int  # optimizer step that the batch was trained at
     sync: Interval = (0.0, 0.0)  # weight sync; zeros in a run without times
@@ -50,7 +50,7 @@ class RunRound:
 
 @dataclass(slots=True)
 class Step:
-    """One optimizer step, counted from 1, and the intervals in which the trainer worked on it."""
+    """An optimizer step, counted from 1, and the intervals in which the trainer worked on it."""
 
     step: int
     training: list[Interval] = field(default_factory=list)
@@ -61,8 +61,7 @@ class Run:
     """A training run, read by [`read_run`]."""
 
     path: Path
-    # Each round once: repeated rounds after a crash replace the earlier ones. Without a log of rounds, there is one
-    # per entry of the trainer's log, averaged over `logging_steps`.
+    # Without a log of rounds, each entry of the trainer's log is a round, averaged over `logging_steps`.
     rounds: list[RunRound] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)  # of the `run` line in the log
@@ -73,31 +72,27 @@ class Run:
     def seconds(self) -> float:
         """Wall-clock up to the last known event; 0 if times are unknown."""
         steps = [end for step in self.steps for _, end in step.training]
-        return max(
-            [0.0, *steps, *(one.generation[1] for one in self.rounds), *(one.scoring[1] for one in self.rounds)]
-        )
+        return max([0.0, *steps, *(max(item.generation[1], item.scoring[1]) for item in self.rounds)])
 
     @property
     def rewards(self) -> list[tuple[float, float]]:
         """When each batch was scored, in seconds, and its mean reward."""
-        return [(one.scoring[1], one.reward) for one in self.rounds if self.has_log and one.reward is not None]
+        return [(item.scoring[1], item.reward) for item in self.rounds if self.has_log and item.reward is not None]
 
     @property
     def in_flight(self) -> list[tuple[float, float]]:
         """Requests in flight over the whole run, as a step function."""
-        return [point for one in self.rounds for point in one.in_flight]
+        return [point for item in self.rounds for point in item.in_flight]
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a training run from its `output_dir`, or the run up to one of its checkpoints. It has at least one round.
+    """Read a training run from its `output_dir`, or up to a checkpoint in it. It has at least 1 round.
 
     Without a log of rounds, as for stock GRPO, `trainer_state.json` is read. Raises [`ConfigError`] without either.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(
-            f"There is no folder {str(folder)!r}. Give the output_dir of a training run, or one of its checkpoints."
-        )
+        raise ConfigError(f"There is no folder {str(folder)!r}. Give the output_dir of a training run.")
     log, until = folder / FILE, None
     name = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name)
     if name and not log.exists():
@@ -114,11 +109,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 def _read_log(path: Path, folder: Path, until: int | None) -> Run:
     run, offset = Run(folder), 0.0  # a resumed run starts its clock again
     damaged = repeated = 0
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Check its permissions.") from error
-    for line in filter(None, lines):
+    for line in filter(None, path.read_bytes().splitlines()):
         try:
             entry = json.loads(line)
         except ValueError:
@@ -132,10 +123,12 @@ def _read_log(path: Path, folder: Path, until: int | None) -> Run:
         else:
             run.steps.append(Step(entry["step"], _intervals(entry["training"], offset)))
     if until is not None:
-        run.rounds = [one for one in run.rounds if one.version < until]
+        run.rounds = [item for item in run.rounds if item.version < until]
         run.steps = [step for step in run.steps if step.step <= until]
     if damaged:
-        run.notes.append(f"{damaged} of the lines of {FILE} could not be read and were skipped. A crash can cut one.")
+        run.notes.append(
+            f"{damaged} of the lines of {FILE} could not be read and were skipped. A crash can cut a line."
+        )
     if repeated:
         run.notes.append(f"{repeated} rounds are left out: training was resumed from a checkpoint before them.")
     return run
@@ -152,9 +145,9 @@ def _start(run: Run, entry: Mapping[str, Any]) -> int:
     if step is not None:
         # A batch of several optimizer steps is generated again unless all of them were done.
         per_round = run.options.get("versions_per_round", 1)
-        kept = [one for one in run.rounds if one.version + per_round <= step]
+        kept = [item for item in run.rounds if item.version + per_round <= step]
         repeated = len(run.rounds) - len(kept)
-        run.rounds, run.steps = kept, [one for one in run.steps if one.step <= step]
+        run.rounds, run.steps = kept, [item for item in run.steps if item.step <= step]
         if not kept and step:
             run.notes.append(f"Training was resumed at step {step}; the file has nothing from before it.")
     run.options = entry["options"]
@@ -162,23 +155,14 @@ def _start(run: Run, entry: Mapping[str, Any]) -> int:
 
 
 def _round(entry: Mapping[str, Any], offset: float) -> RunRound:
-    names = ("sync", "generation", "scoring", "reward_calls")
-    # A log of before has no times of reward functions.
-    sync, generation, scoring, calls = _intervals([entry.get(name, (0.0, 0.0)) for name in names], offset)
+    spans = ("sync", "generation", "scoring", "reward_calls")
+    counts, numbers = ("trained_lengths", "launched_lengths", "ages"), ("rewards", "metrics")
     return RunRound(
-        version=entry["version"],
-        sync=sync,
-        generation=generation,
-        scoring=scoring,
-        reward_calls=calls,
-        due_seconds=entry.get("due_seconds", 0.0),
-        abort_seconds=entry["abort_seconds"],
+        **{name: entry[name] for name in ("version", "due_seconds", "abort_seconds")},
+        **dict(zip(spans, _intervals([entry[name] for name in spans], offset), strict=True)),
         in_flight=[(offset + time, count) for time, count in entry["in_flight"]],
-        trained_lengths=_counts(entry["trained_lengths"]),
-        launched_lengths=_counts(entry["launched_lengths"]),
-        ages=_counts(entry["ages"]),
-        rewards=_numbers(entry["rewards"]),
-        metrics=_numbers(entry["metrics"]),
+        **{name: _counts(entry[name]) for name in counts},
+        **{name: _numbers(entry[name]) for name in numbers},
     )
 
 
@@ -186,7 +170,7 @@ def _read_state(folder: Path, notes: list[str]) -> Run:
     """Read the trainer's own log, from the folder or its last checkpoint."""
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     checkpoints.sort(key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
-    for path in (one / STATE for one in [folder, *checkpoints]):
+    for path in (place / STATE for place in [folder, *checkpoints]):
         try:
             history = json.loads(path.read_bytes())["log_history"]
         except (KeyError, OSError, ValueError):
@@ -219,5 +203,5 @@ def _counts(value: Mapping[str, int]) -> dict[int, int]:
 
 
 def _numbers(value: Mapping[str, Any]) -> dict[str, float]:
-    # Values that were not finite are null in our log, and NaN in that of the trainer.
+    # A value that was not finite is null in the log of rounds, and NaN in the trainer's log.
     return {name: x for name, x in value.items() if isinstance(x, (int, float)) and math.isfinite(x)}

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 DESCRIPTION = f"""\
 Simulate rollouts before spending GPU hours on them: does over-provisioning pay for your lengths, and how much?
 
-The pool and the round driver are those of training; only the servers and the clock are simulated. Prints throughput,
-bubble, staleness and carried share for a grid of modes and factors, and recommends settings.
+The pool and the round driver are the same as in training; only the servers and the clock are simulated. Prints
+throughput, bubble, staleness and carried share for a grid of modes and factors, and recommends settings.
     trl-april simulate --median 2000 --sigma 1.0 --max-length 16384
     python benchmarks/calibration.py http://127.0.0.1:8000 --json speed.json
     trl-april simulate --speed speed.json --log out/checkpoint-20/trainer_state.json --quota 64 --group-size 8
@@ -175,21 +175,16 @@ def _line(grid: Grid, result: Result) -> str:
 def _legend(grid: Grid) -> str:
     lines = [
         "",
-        "gain     trained tokens per second of wall-clock, as a factor of the synchronous ones",
+        "gain     trained tokens per second of wall-clock, relative to synchronous training",
         "wait     share of the time in which the trainer waits for rollouts",
         "bubble   share of the servers' capacity (tokens/s at their best number of sequences) left unused",
         "carried  share of the trained tokens that were generated in an earlier round",
     ]
     if any(result.mode is Mode.DISCARD for result in grid.results):
         lines.append("discard  trains on the shorter completions only; shown for comparison")
-    chosen = [result for result in grid.results if result.is_chosen]
+    chosen = [f"{result.factor:.2f} in the mode {result.mode}" for result in grid.results if result.is_chosen]
     if chosen:
-        lines.append("auto     mean factor, and tokens generated as a share of the best fixed factor's:")
-    for result in chosen:
-        fixed = [other for other in grid.results if other.mode is result.mode and not other.is_chosen]
-        best = max([grid.synchronous, *fixed], key=lambda other: other.generated_per_second)
-        share = result.generated_per_second / best.generated_per_second
-        lines.append(f"         {result.mode:<10}{result.factor:>5.2f}{share:>7.2f} of factor {best.factor:g}")
+        lines.append(f"auto     mean factor: {', '.join(chosen)}")
     return "\n".join([*lines, *grid.left_out])
 
 
@@ -203,7 +198,7 @@ def advice(recommendation: Recommendation) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in recommendation.settings.items())
     result = recommendation.result
     if result.mode is Mode.SYNCHRONOUS:
-        return f"Recommended: APRILGRPOConfig({settings}): synchronous. Over-provisioning gains too little here."
+        return f"Recommended: APRILGRPOConfig({settings}): synchronous. Over-provisioning gains too little."
     return (
         f"Recommended: APRILGRPOConfig({settings}): x {recommendation.gain:.2f} of synchronous, staleness "
         f"{result.staleness_mean:.2f} on average and {result.staleness_max} at most."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import ServerError
 from ..pool.samples import Group, Sample
@@ -38,6 +38,15 @@ class Chunk:
     token_ids: list[int]  # new tokens, possibly none
     logprobs: list[float]  # of each token, under the distribution it was sampled from
     finish_reason: str | None = None  # "stop", "length" or "abort" in the last chunk, `None` before
+
+
+class ServerLoad(NamedTuple):
+    """The load of a server by all its clients, from its own gauges."""
+
+    running: int = 0  # requests being decoded
+    waiting: int = 0  # requests without a slot or space in the KV cache, preempted ones included
+    kv_usage: float = 0.0  # share of the KV cache in use
+    preemptions: int = 0  # since the server started
 
 
 ImagesOf = Callable[[Group, Sample], Sequence[Any]]  # returns the images of a sample in the engine's form

@@ -62,10 +62,6 @@ class RoundSteps(Protocol):
         """Do the work of a weight sync that needs no paused server, and release its resources at the end."""
         return nullcontext()
 
-    def quiesce_began(self) -> None:
-        """Note that requests stop for a weight sync."""
-        return
-
     async def pause(self, *, keeps_weights: bool) -> bool:
         """Stop sending requests, and pause the servers unless they keep the weights of running requests.
 
@@ -170,7 +166,6 @@ class RoundLoop:
         Held requests continue with the weights of `version` when their server resumes. Where the servers keep earlier
         weights, nothing is paused, and requests stay on theirs.
         """
-        self.steps.quiesce_began()
         oldest, bound = self.steps.oldest_kept, self.pool.schedule.max_staleness
         if oldest is not None and bound is not None:
             oldest = max(oldest, version - bound)  # further tokens of older weights would be beyond the bound

@@ -19,6 +19,7 @@ from ..data.source import RowSource
 from ..distributed.processes import Processes, get_logger
 from ..distributed.quota import SharedQuota
 from ..distributed.signals import StopRequest
+from ..engine.protocol import ServerLoad
 from ..engine.servers import ServersEngine
 from ..errors import RoundSuspended, ServerError
 from ..pool.pool import Pool
@@ -37,17 +38,14 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 
-class Chooser(Protocol):
+class FactorControl(Protocol):
     """Chooses the over-provisioning factor of the next round by the rounds so far."""
-
-    def quiesced(self) -> None:
-        """Note that requests stop for a weight sync."""
 
     def choose(self) -> object | None:
         """Choose the factor of the round that begins; returns the change, if any, to be logged."""
 
-    def observe(self, done: Round) -> None:
-        """Learn from a round. A collective call."""
+    def observe(self, done: Round, loads: Sequence[ServerLoad]) -> None:
+        """Add a round, and the servers' loads at its end. A collective call."""
 
 
 @dataclass(eq=False)
@@ -66,7 +64,7 @@ class TrainingSteps(RoundSteps):
     recovery: Recovery
     stop: StopRequest
     calls: SimpleQueue[Callable[[], Any] | None]  # of user code, which wait for this thread
-    chooser: Chooser | None = None
+    control: FactorControl | None = None
     silent: bool = True  # without a progress bar
     step: int = 0  # optimizer steps of the run so far
     micro_step: int = 0  # at which the next batch is trained first
@@ -94,10 +92,6 @@ class TrainingSteps(RoundSteps):
         with self.server.sync() as self._sync:
             yield
 
-    def quiesce_began(self) -> None:
-        if self.chooser is not None:
-            self.chooser.quiesced()
-
     async def pause(self, *, keeps_weights: bool) -> bool:
         return self._has_room() and (keeps_weights or self.server.servers.pause())
 
@@ -114,7 +108,7 @@ class TrainingSteps(RoundSteps):
     def begin(self, version: int) -> None:
         self.source.follow(self.plan.max_steps)
         self.driver.pool.schedule.surplus_share = self.plan.surplus_share(self.step)
-        if self.chooser is not None and (change := self.chooser.choose()) is not None:
+        if self.control is not None and (change := self.control.choose()) is not None:
             logger.info(str(change))
 
     async def agree(self, pool: Pool) -> None:
@@ -163,8 +157,8 @@ class TrainingSteps(RoundSteps):
         for group in done.groups:
             for holder in (group, *group.samples):
                 holder.images.clear()  # in the form of the engine they are large, and rows and messages have them
-        if self.chooser is not None:
-            self.chooser.observe(done)
+        if self.control is not None:
+            self.control.observe(done, self.server.servers.loads() if self.is_main else ())
 
     async def scatter(self, groups: list[Group], batch: Sequence[int]) -> list[Group]:
         return self.processes.scatter(groups, batch, self.admission.row_of, self.plan.num_generations)

@@ -9,21 +9,27 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import requests
 
+from ..engine.protocol import ServerLoad
 from ..errors import AprilError
 from .command_line import GENERATED_TOKENS, GENERATED_TOKENS_PATH
 
 
 logger = logging.getLogger(__name__)
 
-_GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{.*\})? (\d[\d.e+]*)$", re.MULTILINE)
-# Selecting two metrics spares vLLM's API process the text of the others. Several API processes cannot select by name
-# and answer with none, so the second path asks for all.
-_METRICS = ("/metrics?name[]=vllm:num_requests_running&name[]=vllm:num_requests_waiting", "/metrics")
+_GAUGES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_preemptions_total": "preemptions",
+}
+_GAUGE = re.compile(rf"^({'|'.join(_GAUGES)})(?:\{{.*\}})? (\d[\d.e+-]*)$", re.MULTILINE)
+# These alone spare vLLM's API process the text of all others. Several API processes do not find metrics by name and
+# answer with none, so all are asked for then.
+_METRICS = (f"/metrics?{'&'.join(f'name[]={name}' for name in _GAUGES)}", "/metrics")
 
 
 class TimedRequests(requests.Session):
@@ -50,27 +56,18 @@ def certificates() -> str | None:
     return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or None
 
 
-@dataclass(frozen=True)
-class ServerLoad:
-    """Number of requests on a server, from all its clients."""
-
-    running: int  # being decoded
-    waiting: int  # for a free slot or KV cache space, including preempted requests
-
-
 def server_load(session: requests.Session, base_url: str, **options: Any) -> ServerLoad | None:
     """Return the server's load over all engines as of its last step; `None` with `--disable-log-stats`.
 
     `options` go to the request.
     """
-    for path in _METRICS:
-        answer = session.get(f"{base_url}{path}", **options)
-        if answer.status_code == 200 and (gauges := _GAUGE.findall(answer.text)):
-            number = {"running": 0, "waiting": 0}
-            for name, value in gauges:
-                number[name] += int(float(value))
-            return ServerLoad(**number)
-    return None
+    answers = (session.get(f"{base_url}{path}", **options) for path in _METRICS)
+    gauges = next(filter(None, (_GAUGE.findall(answer.text) for answer in answers if answer.status_code == 200)), None)
+    if gauges is None:
+        return None
+    values = {field: [float(value) for name, value in gauges if _GAUGES[name] == field] for field in _GAUGES.values()}
+    usage = max(values.pop("kv_usage"), default=0.0)
+    return ServerLoad(**{field: int(sum(numbers)) for field, numbers in values.items()}, kv_usage=usage)
 
 
 class ServerPause:

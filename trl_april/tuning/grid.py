@@ -16,16 +16,16 @@ from .scenario import Scenario
 from .simulation import Mode, Result, run
 
 
-ROUNDS_TO_CHOOSE = 10  # before the measured rounds, for over_provisioning="auto"
+ROUNDS_TO_CHOOSE = 30  # before the measured rounds, for over_provisioning="auto"
 WORTH = 0.02  # of throughput: a smaller gain is not worth any staleness
 
 
 @dataclass(slots=True)
 class Grid:
-    """Results of the configurations of one scenario."""
+    """Results of the configurations of a scenario."""
 
     scenario: Scenario
-    results: list[Result] = field(default_factory=list)  # the synchronous one first
+    results: list[Result] = field(default_factory=list)  # the synchronous result first
     left_out: list[str] = field(default_factory=list)  # a sentence per impossible configuration
 
     @property
@@ -34,7 +34,7 @@ class Grid:
         return self.results[0]
 
     def gain(self, result: Result) -> float:
-        """Trained tokens per second of wall-clock, as a factor of the synchronous ones."""
+        """Trained tokens per second of wall-clock, relative to synchronous training."""
         return result.trained_per_second / self.synchronous.trained_per_second
 
     def as_json(self) -> dict[str, object]:
@@ -59,7 +59,7 @@ def simulate_grid(
 ) -> Grid:
     """Simulate the synchronous reference, and every mode with every factor; call `simulated` after each.
 
-    With the factor `"auto"`, all configurations get at least 10 rounds before the measured ones.
+    With the factor `"auto"`, all configurations get at least 30 rounds before the measured rounds.
     """
     given = {factor_of(factor) for factor in factors}
     fixed = sorted(factor for factor in given if not isinstance(factor, str))
@@ -89,16 +89,16 @@ class Recommendation:
     """A configuration to train with."""
 
     result: Result
-    gain: float  # in throughput, as a factor of the synchronous one
+    gain: float  # of throughput, relative to synchronous training
     settings: dict[str, object]  # of APRILGRPOConfig
 
 
 def recommend(
     grid: Grid, *, max_staleness: int | None = None, max_staleness_mean: float | None = None
 ) -> Recommendation:
-    """The configuration of the highest throughput; among those within 2 % of it, the one with the least staleness.
+    """The configuration with the least staleness among all within 2 % of the highest throughput.
 
-    The bounds hold beside that of the scenario: on the staleness of every token, and on its mean over trained tokens.
+    The bounds hold in addition to the bound of the scenario: on the staleness of every token, and on the mean.
     """
     oldest = math.inf if max_staleness is None else max_staleness
     mean = math.inf if max_staleness_mean is None else max_staleness_mean

@@ -73,7 +73,7 @@ class Histogram:
         is_counted = sum(self.counts) > 0 and all(0 <= count < math.inf for count in self.counts)
         if not is_counted or self.lengths[0] < 1:
             raise ConfigError(
-                f"{self!r} must have lengths of at least 1 token, counts of at least 0, and one above 0."
+                f"{self!r} must have lengths of at least 1 token, counts of at least 0, and a count above 0."
             )
         object.__setattr__(self, "_up_to", tuple(accumulate(self.counts)))
 
@@ -100,7 +100,7 @@ Lengths = Lognormal | Histogram
 
 
 def draw(lengths: Lengths, group_id: int, index: int, *, seed: int, correlation: float = 0.0) -> int:
-    """The length of one sample. `correlation` is that of two samples of one group (of their normal scores)."""
+    """The length of a sample. `correlation` is between the normal scores of two samples of a group."""
     # The same draws as in benchmarks/rollout.py, so that simulation and measurement can be compared.
     score = random.Random(f"{seed}/{group_id}/{index}").normalvariate(0.0, 1.0)
     if correlation:
@@ -112,12 +112,12 @@ def draw(lengths: Lengths, group_id: int, index: int, *, seed: int, correlation:
 def group_correlation(groups: Sequence[Sequence[int]]) -> float:
     """Estimate the correlation of lengths within a group, from 0 to 1; 0 if no two samples can be compared."""
     ordered = sorted(itertools.chain.from_iterable(groups))
-    # Equal lengths get one score: the middle of their ranks.
+    # Equal lengths get the same score: the middle of their ranks.
     score = {
         length: NormalDist().inv_cdf((bisect_left(ordered, length) + bisect_right(ordered, length)) / 2 / len(ordered))
         for length in set(ordered)
     }
-    products = [score[one] * score[other] for group in groups for one, other in itertools.combinations(group, 2)]
+    products = [score[first] * score[second] for group in groups for first, second in itertools.combinations(group, 2)]
     variance = sum(score[length] ** 2 for length in ordered)
     if not products or not variance:
         return 0.0
@@ -161,8 +161,8 @@ class Scenario:
     """The workload, the servers and the trainer: what all configurations have in common.
 
     Most fields are options of `trl-april simulate`, and `trl-april simulate --help` explains them. The pool counts
-    `quantum` real tokens as one, so that large runs fit into memory: times, throughput and lengths stay exact,
-    staleness and carried share are rounded. By default, the longest completion has at most 1024 such units.
+    `quantum` real tokens as a single token, so that large runs fit into memory: times, throughput and lengths stay
+    exact, staleness and carried share are rounded. By default, the longest completion has at most 1024 such units.
     """
 
     step_time: StepTime
@@ -175,6 +175,7 @@ class Scenario:
     processes: int = field(default=1, metadata={"least": 1, "help": "trainer processes, which share the requests"})
     max_sequences: int = field(default=256, metadata={"least": 1})  # sequences that a server decodes at once
     max_batched_tokens: int = field(default=2048, metadata={"least": 1, "help": "tokens per step of a server"})
+    kv_tokens: int = field(default=0, metadata={"least": 0, "help": "tokens in a server's KV cache (0: unlimited)"})
     kv_block: int = field(default=16, metadata={"least": 1, "help": "tokens per block of the prefix cache"})
     request_seconds: float = field(default=0.0005, metadata={"least": 0, "help": "to send a request, per process"})
     request_stall_seconds: float = field(default=0.0, metadata={"least": 0, "help": "stall of the server per request"})

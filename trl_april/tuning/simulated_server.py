@@ -1,7 +1,7 @@
 """Simulated inference servers, and a rollout engine in front of them.
 
 A server has a queue, and steps that give every running sequence a token. A step that has begun runs to its end with
-its sequences and its duration. Nothing changes between two events, so all steps in between are one event.
+its sequences and its duration. Nothing changes between two events, so all steps in between are a single event.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from ..engine.protocol import Chunk, GenerationRequest
+from ..engine.protocol import Chunk, GenerationRequest, ServerLoad
 from .scenario import Scenario, draw
 
 
@@ -31,9 +31,10 @@ class Job:
     prefill: int  # tokens to prefill first; at least 1, as in vLLM
     arrival: float
     finish: Callable[[Job], None]  # called with its last token
-    context: int = 0  # tokens that it comes with, prefilled or cached
-    first: float | None = None  # when it got its first token
-    joined: int = 0  # steps that the server had done before its first token
+    context: int = 0  # tokens that it starts with, prefilled or cached
+    joined: int = 0  # steps of the server before its first token
+    done: int = 0  # tokens generated before it was preempted
+    ends: int = 0  # the step that generates its last token
     is_cut: bool = False
 
 
@@ -41,32 +42,40 @@ class SimulatedServer:
     """A server with continuous batching and chunked prefill, first come, first served.
 
     A step takes the time of its sequences, plus their context at its start, its prefill, and a stall per request that
-    has arrived. A sequence gets its first token in the step that completes its prefill. KV memory is unlimited.
+    has arrived. A sequence gets its first token in the step that completes its prefill. If the KV cache is full, the
+    sequence that started last is preempted: it waits at the head of the queue, and is prefilled again.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self.load = 0  # jobs that have not ended
         self.tokens = 0  # generated so far
+        self.preemptions = 0
         self._scenario = scenario
-        # A step that only prefills takes at least the time of one sequence.
+        self._capacity = scenario.kv_tokens or math.inf
+        # A step that only prefills takes at least the time of a single sequence.
         self._decode_seconds = [
             scenario.step_time.decode(max(1, number)) for number in range(scenario.max_sequences + 1)
         ]
         self._order = count()
         self._coming: list[tuple[float, int, Job]] = []  # by arrival
         self._waiting: deque[Job] = deque()
-        self._running: set[Job] = set()
-        self._ends: list[tuple[int, int, Job]] = []  # by the step that ends them
-        self._begun: list[Job] = []  # jobs that get their first token in the current step
+        self._running: dict[Job, None] = {}  # in the order of their start
+        self._ends: list[tuple[int, int, Job]] = []  # by the step that ends them; may hold preempted and cut jobs
         # The current stretch: steps in which the same sequences get a token each.
         self._began = 0.0
         self._planned = 0  # its steps; 0 while idle
         self._seconds = 0.0  # of its first step
-        self._growth = 0.0  # seconds by which each step takes longer than the one before
+        self._growth = 0.0  # seconds by which each step takes longer than the last
         self._context = 0  # of all running jobs, at its start
         self._done = 0  # steps before it
         self._timer: asyncio.TimerHandle | None = None
         self._paused: asyncio.Event | None = None  # set at the end of the step in which a pause was requested
+
+    @property
+    def gauges(self) -> ServerLoad:
+        """The gauges of vLLM: requests running and waiting, use of the KV cache, and preemptions so far."""
+        waiting = sum(not job.is_cut for job in self._waiting)
+        return ServerLoad(len(self._running), waiting, self._context / self._capacity, self.preemptions)
 
     def submit(self, job: Job) -> None:
         """Queue a job for its arrival."""
@@ -82,13 +91,11 @@ class SimulatedServer:
         """End a job; returns the tokens that it has by now, all of them if it ends in this instant."""
         self.load -= 1
         job.is_cut = True
-        if job not in self._running:
-            return 0
         generated = self.generated(job)
-        self._end_stretch_at(asyncio.get_running_loop().time())
-        self._running.remove(job)
-        self._context -= job.context + self._done - job.joined
-        self.tokens += generated - (self._done - job.joined)
+        if job in self._running:
+            self._end_stretch_at(asyncio.get_running_loop().time())
+            self.tokens += generated - (self._done - job.joined)
+            self._stop(job)
         return generated
 
     async def pause(self) -> None:
@@ -106,7 +113,7 @@ class SimulatedServer:
     def generated(self, job: Job) -> int:
         """Tokens that a job has by now."""
         if job not in self._running:
-            return 0
+            return job.done
         elapsed = math.floor(self._steps_until(asyncio.get_running_loop().time()) + ROUNDING)
         return self._done + min(self._planned, elapsed) - job.joined
 
@@ -133,21 +140,17 @@ class SimulatedServer:
         self._timer = asyncio.get_running_loop().call_at(when, self._wake)
 
     def _wake(self) -> None:
-        """A stretch has ended, or a job has arrived."""
+        """End a stretch, or take a job that has arrived."""
         assert self._timer is not None
         now = self._timer.when()  # the loop's own time is late by its rounding
         self._timer = None
         self._done += self._planned
         self._context += self._planned * len(self._running)
         self.tokens += self._planned * len(self._running)
-        for job in self._begun:
-            job.first = now
-        self._begun.clear()
         while self._ends and self._ends[0][0] <= self._done:
-            _, _, job = heapq.heappop(self._ends)
-            if not job.is_cut:
-                self._running.remove(job)
-                self._context -= job.context + job.tokens
+            ended, _, job = heapq.heappop(self._ends)
+            if job in self._running and job.ends == ended:
+                self._stop(job)
                 self.load -= 1
                 job.finish(job)
         if self._paused is None:
@@ -163,7 +166,7 @@ class SimulatedServer:
         while self._coming and self._coming[0][0] <= now + ROUNDING:
             self._waiting.append(heapq.heappop(self._coming)[2])
             stall += self._scenario.request_stall_seconds
-        stall += step_time.prefill_seconds * (prefilled := self._admit())
+        stall += step_time.prefill_seconds * (prefilled := 0 if self._preempt() else self._admit())
         # A job whose prefill is incomplete gets no token yet and does not count.
         self._seconds = self._decode_seconds[len(self._running)] + step_time.context_seconds * self._context
         self._growth = step_time.context_seconds * len(self._running)
@@ -171,15 +174,33 @@ class SimulatedServer:
             self._seconds += stall
             self._planned = 1
         elif self._running:
-            while self._ends[0][2].is_cut:
+            while (job := self._ends[0][2]) not in self._running or job.ends != self._ends[0][0]:
                 heapq.heappop(self._ends)
-            self._planned = self._ends[0][0] - self._done
+            until_full = (self._capacity - self._context) / len(self._running)
+            self._planned = max(1, int(min(self._ends[0][0] - self._done, until_full)))
         if self._planned:
             self._wake_at(now + self._duration(self._planned))
             if self._coming:
                 self._end_stretch_at(self._coming[0][0])
         elif self._coming:
             self._wake_at(self._coming[0][0])
+
+    def _preempt(self) -> bool:
+        """Preempt jobs until the KV cache has space for the next token of all others; returns whether any was."""
+        before = self.preemptions
+        while len(self._running) > 1 and self._context + len(self._running) > self._capacity:
+            job = next(reversed(self._running))
+            job.done = self._done - job.joined
+            self._stop(job)
+            job.prefill = job.context + job.done
+            self._waiting.appendleft(job)
+            self.preemptions += 1
+        return self.preemptions > before
+
+    def _stop(self, job: Job) -> None:
+        """Remove a running job."""
+        del self._running[job]
+        self._context -= job.context + self._done - job.joined
 
     def _admit(self) -> int:
         """Start waiting jobs within the limits of a step; returns the tokens prefilled."""
@@ -189,17 +210,19 @@ class SimulatedServer:
             if job.is_cut:
                 self._waiting.popleft()
                 continue
+            context = job.context + job.done
+            if self._running and self._context + context + len(self._running) >= self._capacity:
+                break
             tokens = min(job.prefill, left)
             job.prefill -= tokens
             left -= tokens
             if job.prefill:
                 break  # the rest in the next step
             self._waiting.popleft()
-            job.joined = self._done
-            self._context += job.context
-            self._running.add(job)
-            self._begun.append(job)
-            heapq.heappush(self._ends, (self._done + job.tokens, next(self._order), job))
+            job.joined, job.ends = self._done - job.done, self._done + job.tokens - job.done
+            self._context += context
+            self._running[job] = None
+            heapq.heappush(self._ends, (job.ends, next(self._order), job))
         return budget - left
 
 
@@ -215,9 +238,9 @@ class _Stream:
 class SimulatedEngine:
     """A [`~trl_april.engine.protocol.RolloutEngine`] with the completions of a [`Scenario`].
 
-    One token of the driver stands for `scenario.quantum` real ones. Requests of a group under one cache salt go to one
-    server, the least loaded one at the first of them, and share the prompt there. A stream is one chunk, at its end or
-    its abort. The engine knows the tokens of a sample exactly across aborts.
+    A token of the driver stands for `scenario.quantum` real tokens. Requests of a group with the same cache salt go to
+    the server that was least loaded at the first request, and share the prompt there. A stream is a chunk, at its end
+    or abort. The engine knows the tokens of a sample exactly across aborts.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -323,7 +346,7 @@ class SimulatedEngine:
         homes = self._homes.setdefault(key[0], {})
         before, salt = self._progress.get(key, (0, None))
         context = self.scenario.prompt_tokens + before
-        # The prefix cache has the whole sample under its own salt, and the prompt under that of a sibling.
+        # The prefix cache has the whole sample under its salt, and the prompt under the salt of a sibling.
         cached = context if salt == request.cache_salt else self.scenario.prompt_tokens
         if request.cache_salt not in homes:
             cached = 0
@@ -337,7 +360,7 @@ class SimulatedEngine:
         block = self.scenario.kv_block
         # Whole blocks only, and never the last token, which the first logits come from.
         prefill = context - min(cached // block, (context - 1) // block) * block
-        # Each process sends one request after the other.
+        # Each process sends its requests one by one.
         process = key[0] % self.scenario.processes
         arrival = max(asyncio.get_running_loop().time(), self._sent[process]) + self.scenario.request_seconds
         self._sent[process] = arrival

@@ -1,4 +1,4 @@
-"""Simulation of one configuration: the pool and the round driver of training, with simulated servers and clock.
+"""Simulation of a configuration: the pool and the round driver of training, with simulated servers and clock.
 
 All modes are measured by the same clock over the same number of batches, training and weight sync included.
 """
@@ -9,7 +9,7 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple
@@ -20,8 +20,8 @@ from ..pool.pool import Pool
 from ..pool.staleness import AUTO, factor_of
 from ..rollout.driver import RolloutDriver
 from ..rollout.loop import NewGroup, RoundLoop, RoundSteps
-from ..rollout.record import RequestTrace, Round
-from .factor_chooser import FactorChooser
+from ..rollout.record import Round
+from .admission_control import AdmissionControl
 from .scenario import Scenario
 from .simulated_clock import simulate
 from .simulated_server import SimulatedEngine
@@ -70,7 +70,7 @@ class Mode(StrEnum):
 
 @dataclass(slots=True)
 class Result:
-    """Figures of one configuration over the measured rounds."""
+    """Figures of a configuration over the measured rounds."""
 
     mode: Mode
     factor: float  # the mean over the rounds, if it was chosen by `over_provisioning="auto"`
@@ -109,7 +109,7 @@ class Result:
 
 
 def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
-    """Simulate one configuration. The factor is that of over-provisioning; `"auto"` chooses it as in training."""
+    """Simulate a configuration with an over-provisioning factor, or `"auto"` as in training."""
     if factor == AUTO and (mode is Mode.SYNCHRONOUS or not mode.can_be_trained):
         raise ConfigError(f"over_provisioning='auto' is impossible in the mode {mode}. Give a number.")
     simulation = _Simulation(scenario, mode, factor_of(factor))
@@ -140,16 +140,8 @@ class _Simulation(RoundSteps):
         self._factor = 1.0 if mode is Mode.SYNCHRONOUS or isinstance(factor, str) else factor
         self.engine = SimulatedEngine(scenario)
         self._start_over()
-        self._chooser: FactorChooser | None = None
-        if factor == AUTO:
-            self._chooser = FactorChooser(
-                self.pool,
-                overlaps=mode.overlaps,
-                keeps=mode is Mode.KEEP,
-                max_sequences=scenario.servers * scenario.max_sequences,
-                clock=lambda: asyncio.get_running_loop().time(),
-            )
-        self.result = Result(mode, self._factor, is_chosen=self._chooser is not None)
+        self._control = AdmissionControl(self.pool) if factor == AUTO else None
+        self.result = Result(mode, self._factor, is_chosen=self._control is not None)
         # Modes that leave nothing to the next round need no warm-up, but measure the same rows.
         self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
         self._next_id = self._first_round * self.pool.schedule.target
@@ -173,7 +165,7 @@ class _Simulation(RoundSteps):
             self.pool,
             self.engine,
             run_id=RUN_ID,
-            idle_timeout=1e9,  # streams are one chunk each, at their end
+            idle_timeout=1e9,  # a stream is a single chunk, at its end
             sweep_interval=max(1.0, 2 * scenario.abort_seconds),  # every abort succeeds, so sweeps only cost time
             overlap=self.mode.overlaps,
             resume_kv=self.mode.resume_kv,
@@ -203,10 +195,6 @@ class _Simulation(RoundSteps):
 
     # Steps of the loop
 
-    def quiesce_began(self) -> None:
-        if self._chooser is not None:
-            self._chooser.quiesced()
-
     async def pause(self, *, keeps_weights: bool) -> bool:
         await self._driver.stop_asking()
         await self.engine.pause()
@@ -221,28 +209,17 @@ class _Simulation(RoundSteps):
 
     def begin(self, version: int) -> None:
         self._start_measuring_at(version / self.scenario.updates_per_batch)
-        if self._chooser is not None:
-            self._chooser.choose()
+        if self._control is not None:
+            self._control.choose()
         self._began = asyncio.get_running_loop().time()
 
     def next_groups(self, count: int) -> Sequence[NewGroup]:
         return [_Row(group_id, self.scenario.group_size, self._longest) for group_id in self._new_ids(count)]
 
     def taken(self, done: Round) -> None:
-        if self._chooser is not None:
-            traces = [self._as_in_training(trace, self._began) for trace in done.traces]
-            self._chooser.observe(replace(done, traces=traces))
+        if self._control is not None:
+            self._control.observe(done, [server.gauges for server in self.engine.servers])
         self._count(done, asyncio.get_running_loop().time() - self._began)
-
-    def _as_in_training(self, trace: RequestTrace, start: float) -> RequestTrace:
-        """Add the time of the first token, which arrives with the last one here."""
-        job = self.engine.jobs.get((trace.group_id, trace.index))
-        first = None if job is None else job.first
-        if trace.was_running or first is None or first - start < trace.began:
-            return trace
-        # A unit of several tokens is not there with the first of them.
-        head = min(trace.tokens, 1 // self.scenario.quantum)
-        return replace(trace, first=min(first - start, trace.ended), first_tokens=head)
 
     def _count(self, done: Round, seconds: float) -> None:
         if self._measures:

@@ -14,6 +14,7 @@ from typing import Any
 import requests
 
 from ..distributed.processes import Processes
+from ..engine.protocol import ServerLoad
 from ..errors import AprilError, ServerError
 from ..server.check import ServerInfo
 from .synced_server import SyncedServer, combined, for_each
@@ -187,6 +188,12 @@ class SyncedServers:
             return [[waiting[address], place] for address, place in zip(self.addresses, places, strict=True)]
 
         return [(waiting, places) for waiting, places in self._processes.decide(ask)]
+
+    def loads(self) -> list[ServerLoad]:
+        """The loads of the servers in use. In the main process."""
+        loads: list[ServerLoad] = []
+        for_each(lambda server: loads.append(server.load()), [server for server in self if server.takes_part])
+        return loads
 
     # Requests that stay on the servers
 

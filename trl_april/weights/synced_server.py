@@ -9,12 +9,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import requests
 
+from ..engine.protocol import ServerLoad
 from ..errors import ServerError, WeightSyncError
 from ..server.check import ServerInfo
 from ..server.lease import ServerLease
@@ -123,13 +125,15 @@ class SyncedServer:
         except ServerError:
             return False
 
+    def load(self) -> ServerLoad:
+        """The server's load; all 0 if it does not report it."""
+        with suppress(requests.RequestException):
+            return server_load(self.control.session, self.base_url, timeout=ANSWER_SECONDS) or ServerLoad()
+        return ServerLoad()
+
     def requests_waiting(self) -> float:
-        """Number of requests queued on the server, 0 if it does not say."""
-        try:
-            load = server_load(self.control.session, self.base_url, timeout=ANSWER_SECONDS)
-        except requests.RequestException:
-            return 0.0
-        return 0.0 if load is None else load.waiting
+        """Number of requests queued on the server, 0 if it does not report it."""
+        return self.load().waiting
 
     def look_before(self, path: str, sequences: Sequence[list[int]], *, as_next: bool) -> None:
         """Keep the values of the canary and longer sequences if the server has the weights of this folder or id."""
