@@ -140,7 +140,7 @@ class RoundRecorder:
     def __init__(self, pool: Pool, requests: Requests, *, overlap: bool) -> None:
         self._pool, self._requests, self._overlap = pool, requests, overlap
         self._opened = replace(pool.counters)  # when the round opened
-        self._held: dict[int, int] = {}  # tokens of each group when the round opened
+        self._tokens_at_open: dict[int, int] = {}  # tokens of each group when the round opened
         # When the last round ended. Tokens of a resumed pool belong to no round of this driver.
         self._tokens_at_end = pool.counters.tokens_generated
         self._ended: float | None = None
@@ -152,7 +152,7 @@ class RoundRecorder:
         between = [(time - now, count) for time, count in self._requests.counts]
         self._requests.counts = []
         self._opened = replace(self._pool.counters)
-        self._held = {group.group_id: group.num_generated for group in self._pool}
+        self._tokens_at_open = {group.group_id: group.num_generated for group in self._pool}
         resumed = {group.group_id for group, _ in self._pool.ready() if group.state is SampleState.PARKED}
         return Round(
             version,
@@ -162,7 +162,7 @@ class RoundRecorder:
             withheld_groups=self._pool.schedule.withheld,
             overlap_in_flight=between,
             overlap_tokens=self._opened.tokens_generated - self._tokens_at_end,
-            resumed_groups=sum(self._held[group_id] > 0 for group_id in resumed),
+            resumed_groups=sum(self._tokens_at_open[group_id] > 0 for group_id in resumed),
         )
 
     def end(self, record: Round) -> None:
@@ -193,7 +193,7 @@ class RoundRecorder:
         record.filled_groups = filled
         record.rejected_groups = counters.groups_rejected - self._opened.groups_rejected
         record.rejected_tokens = counters.tokens_rejected - self._opened.tokens_rejected
-        record.carried_tokens = sum(self._held.get(group.group_id, 0) for group in groups)
+        record.carried_tokens = sum(self._tokens_at_open.get(group.group_id, 0) for group in groups)
 
 
 def _now() -> float:

@@ -29,7 +29,7 @@ class RunningRequest:
 
     request: GenerationRequest
     sample: Sample
-    held: int  # completion tokens that it was sent with
+    sent_with: int  # completion tokens of earlier requests
     version: int  # of the next token to arrive
     # When it was dispatched, or its round opened. Requests dispatched together are sent one by one.
     began: float
@@ -44,7 +44,7 @@ class RunningRequest:
     @property
     def received(self) -> int:
         """Tokens that have arrived."""
-        return len(self.sample) - self.held
+        return len(self.sample) - self.sent_with
 
     def change_version(self, after: int, version: int) -> None:
         """Assign all tokens after the first `after` of this request to `version`."""
@@ -80,12 +80,12 @@ class RunningRequest:
     def trace(self, opened: float) -> RequestTrace:
         """The part of the request in the round that opened at this time, as if it ended now."""
         ended = asyncio.get_running_loop().time() - opened
-        held = self.held + self.before
+        tokens_before = self.sent_with + self.before
         return RequestTrace(
             self.sample.group_id, self.sample.index, self.began - opened,
             ended if self.first is None else self.first - opened, self.first_tokens, ended,
-            tokens=max(0, len(self.sample) - held),  # tokens of before may still be in transit
-            tokens_before=held,
+            tokens=max(0, len(self.sample) - tokens_before),  # earlier tokens may still be in transit
+            tokens_before=tokens_before,
             finished=self.sample.state in (SampleState.ACTING, SampleState.FINISHED),
         )  # fmt: skip
 
