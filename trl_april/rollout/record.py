@@ -29,28 +29,6 @@ def drain_grace(seconds: float) -> float:
     return min(DRAIN_GRACE * seconds, MAX_DRAIN_GRACE)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTrace:
-    """A request of a round. Times are seconds since the round opened."""
-
-    group_id: int
-    index: int  # of its sample in the group
-    # When it was dispatched, or 0 if before the round. Requests dispatched together are sent in sequence.
-    began: float
-    # When its first tokens arrived, or its end if none did; `began` if it had tokens at the opening.
-    first: float
-    first_tokens: int  # number of these tokens; 0 if it had tokens at the opening
-    ended: float  # when it finished or was cut
-    tokens: int  # arrived in this round
-    tokens_before: int  # completion tokens that it was sent with, or had at the opening
-    finished: bool  # whether it was not cut
-
-    @property
-    def was_running(self) -> bool:
-        """Whether it was being decoded when the round opened."""
-        return self.first == self.began
-
-
 @dataclass(slots=True)
 class Round:
     """Events and counts of a round."""
@@ -84,7 +62,6 @@ class Round:
     overlap_in_flight: list[tuple[float, float]] = field(default_factory=list)
     over_provisioning: float = 0.0  # target for outstanding groups as a factor of the quota
     withheld_groups: int = 0  # of the target, since the trainer is the bottleneck
-    traces: list[RequestTrace] = field(default_factory=list)  # ended requests in order, then those still running
 
     @property
     def samples(self) -> list[Sample]:
@@ -148,7 +125,7 @@ class RoundRecorder:
     def begin(self, version: int) -> Round:
         """Open a round of policy version `version`. An interrupted round continues without this call."""
         now = _now()
-        self._requests.begin_round(now)
+        self._requests.begin_round()
         between = [(time - now, count) for time, count in self._requests.counts]
         self._requests.counts = []
         self._opened = replace(self._pool.counters)
@@ -175,7 +152,6 @@ class RoundRecorder:
         record.repeated_tool_steps += acting.num_repeated
         requests.broken_streams.count = requests.aborted_requests = acting.num_repeated = 0
         self._tokens_at_end = self._pool.counters.tokens_generated
-        record.traces = requests.traces()
         record.requests = len(requests.dispatched)
         record.launched_lengths = [sample.num_generated for sample in requests.dispatched.values()]
         self._ended = _now()
