@@ -82,14 +82,13 @@ def measure(way: str, model: Any, base_url: str, syncs: int) -> dict[str, Any]:
             needs_logprobs=False, api_key=None, server_base_url=base_url, max_completion_length=1, resume_kv="keep",
         )  # fmt: skip
 
-        def before_sync() -> None:
+        def quiesce() -> None:
             newest = max(Path(parent).iterdir(), key=lambda folder: folder.stat().st_mtime)
             size[0] = sum(file.stat().st_size for file in newest.iterdir())
             stopped[0] = time.perf_counter()
             if way == "filesystem":
                 generation.servers.pause()
 
-        generation.before_sync = before_sync
         send = generation.server.load
 
         def load(*args: Any) -> Any:
@@ -105,7 +104,10 @@ def measure(way: str, model: Any, base_url: str, syncs: int) -> dict[str, Any]:
                         parameter += 1e-3 * torch.randn_like(parameter)
             stream = Stream(base_url, generation.adapter or generation.server_info.model)
             began = time.perf_counter()
-            generation.sync_weights()
+            with generation.sync() as sync:
+                quiesce()
+                sync.load()
+                sync.verify()
             ended = time.perf_counter()
             time.sleep(0.5)
             stream.close()

@@ -22,7 +22,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from trl_april.checkpoint.rollouts import FOLDER, load_rollouts, save_rollouts
+from trl_april.checkpoint.rollouts import FOLDER, SavedRollouts, load_rollouts, save_rollouts
 from trl_april.pool.pool import Pool
 from trl_april.pool.state import restore, state_dict
 
@@ -70,7 +70,7 @@ def measure(pool: Pool, folder: Path, repeats: int) -> dict[str, Any]:
     for repeat in range(repeats):
         checkpoint = folder / f"checkpoint-{repeat % 2}"
         began = time.perf_counter()
-        save_rollouts(checkpoint, state_dict(pool), SOURCE, save_id=f"{repeat:012x}")
+        save_rollouts(checkpoint, SavedRollouts([state_dict(pool)], SOURCE), save_id=f"{repeat:012x}")
         saves.append(time.perf_counter() - began)
         restored = Pool(pool.schedule.quota, over_provisioning=1.0, max_staleness=None)
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import random
 import re
 import statistics
@@ -21,8 +22,6 @@ from typing import Any
 
 import requests
 
-from trl_april.errors import ConfigError
-from trl_april.server.command_line import gpu_shares
 from trl_april.server.local import LocalServer
 
 
@@ -103,10 +102,12 @@ class Work:
 
 def gpu_variables() -> list[dict[str, str]]:
     """Environment variables that select the first and the second GPU; empty if there are fewer."""
-    try:
-        return gpu_shares(2, None)
-    except ConfigError:
-        return [{}, {}]
+    import torch
+
+    name = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    count = torch.cuda.device_count()
+    gpus = (os.environ.get(name) or ",".join(map(str, range(count)))).split(",")
+    return [{name: gpu} for gpu in gpus[:2]] if count > 1 else [{}, {}]
 
 
 def build(work: Work) -> Found:

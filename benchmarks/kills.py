@@ -29,7 +29,7 @@ from learning import prepare, training_parser
 from report import markdown, write_json
 
 from trl_april import APRILGRPOTrainer
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 GROUPS = 8  # per step
@@ -65,8 +65,8 @@ class JournalTrainer(APRILGRPOTrainer):
 
     journal: Path
 
-    def _run_round(self) -> Round:
-        done = super()._run_round()
+    def _april_run_round(self) -> Round:
+        done = super()._april_run_round()
         entry = {"step": self.state.global_step, "rows": [group.row["seed"] for group in done.groups]}
         with self.journal.open("a") as file:
             file.write(json.dumps(entry) + "\n")

@@ -58,7 +58,7 @@ from trl.rewards import get_soft_overlong_punishment
 from trl_april import APRILGRPOConfig, APRILGRPOTrainer, LocalServer
 from trl_april.commands.grpo import RECIPES
 from trl_april.pool.samples import Group
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 NAMES = ("grpo", "dapo", "gspo")
@@ -202,9 +202,9 @@ class RecordingTrainer(APRILGRPOTrainer):
         self._recorder = recorder
         self.add_callback(_Copies(recorder))
 
-    def _run_round(self) -> Round:
-        done = super()._run_round()
-        correction = self._session.correction
+    def _april_run_round(self) -> Round:
+        done = super()._april_run_round()
+        correction = self._april_session.correction
 
         def recorded(batch: dict[str, Any], done: Round) -> dict[str, float]:
             self._recorder.add_batch(batch, done.groups, self.state.global_step)

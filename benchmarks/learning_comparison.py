@@ -19,7 +19,7 @@ from report import markdown, new_figure
 
 SYNCHRONOUS, APRIL, PAPER = "synchronous", "APRIL", "paper's schedule"
 COLORS = {SYNCHRONOUS: "#c8691c", APRIL: "#1f6fb4"}  # told apart with any colour vision
-SMOOTHED_OVER = 5  # points of a curve
+SMOOTHED_STEPS = 10  # over which a reward is averaged
 MARGIN = 0.02  # acceptable loss of reward
 POINTS_DRAWN = 60
 
@@ -87,7 +87,7 @@ class Run:
         return cls(**{**values, **lists})
 
     @property
-    def steps(self) -> list[float]:
+    def steps(self) -> list[int]:
         return [step for step, _, _ in self.curve]
 
     @property
@@ -96,7 +96,9 @@ class Run:
 
     @property
     def rewards(self) -> list[float]:
-        return smoothed([reward for _, _, reward in self.curve], SMOOTHED_OVER)
+        """Each the mean of the last ten steps, as far as the curve has points in them."""
+        every = self.steps[1] - self.steps[0]
+        return smoothed([reward for _, _, reward in self.curve], max(1, SMOOTHED_STEPS // every))
 
 
 def pairs_of(runs: Iterable[Run], recipe: str, mode: str = APRIL) -> list[tuple[Run, Run]]:
@@ -341,7 +343,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             _draw_band(over_time, [(run.times, run.rewards) for run in chosen], mode)
             _draw_band(over_steps, [(run.steps, run.rewards) for run in chosen], mode)
             trained = [
-                ([step for step, _ in run.lengths], smoothed([n for _, n in run.lengths], SMOOTHED_OVER))
+                ([step for step, _ in run.lengths], smoothed([n for _, n in run.lengths], SMOOTHED_STEPS // 2))
                 for run in chosen
             ]
             _draw_band(lengths_axes, trained, mode)

@@ -27,7 +27,7 @@ from peft import LoraConfig
 from report import markdown, write_json
 
 from trl_april import APRILGRPOTrainer, LocalServer
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 RANK = 16
@@ -44,10 +44,10 @@ class EngineKillingTrainer(APRILGRPOTrainer):
         self.rounds: list[Round] = []
         super().__init__(*args, **kwargs)
 
-    def _run_round(self) -> Round:
+    def _april_run_round(self) -> Round:
         if self.state.global_step in self._kill_steps:
             threading.Timer(self._rng.uniform(0.0, 0.5), self._kill).start()
-        self.rounds.append(super()._run_round())
+        self.rounds.append(super()._april_run_round())
         return self.rounds[-1]
 
     def _kill(self) -> None:

@@ -36,7 +36,7 @@ from trl_april import APRILGRPOConfig, APRILGRPOTrainer
 from trl_april.bridge.training_pass import rows_in_blocks
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.session import RolloutSession
 from trl_april.training.correction import BatchCorrection
 from trl_april.training.run_log import RunLog
@@ -60,12 +60,12 @@ class Trainer(APRILGRPOTrainer):
     next_round: Round
     positions = 0
 
-    def _attach_server(self) -> None:
+    def _april_attach_server(self) -> None:
         self.use_vllm = True
         self._last_loaded_step = 0
 
-    def _run_round(self) -> Round:
-        self._session = self._session or Session(self.vllm_importance_sampling_mode)
+    def _april_run_round(self) -> Round:
+        self._april_session = self._session or Session(self.vllm_importance_sampling_mode)
         return self.next_round
 
     def count_positions(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -110,14 +110,14 @@ def trl_order(count: int) -> Iterator[None]:
     """Keep the order of TRL's shuffling, too."""
     with (
         side_by_side(count),
-        mock.patch("trl_april.bridge.compatibility.can_be_regrouped", lambda *args, **kwargs: False),
+        mock.patch("trl_april.bridge.training_pass.can_be_regrouped", lambda *args: False),
     ):
         yield
 
 
 def two_passes(count: int) -> AbstractContextManager[Any]:
     """Compute the correction in a forward pass of its own."""
-    return mock.patch("trl_april.trainer.can_correct_in_training", lambda *args: False)
+    return mock.patch("trl_april.bridge.training_pass.can_correct", lambda *args: False)
 
 
 SHOWN = ("of_trl", "side_by_side", "of_equal_size", "ours")

@@ -75,8 +75,8 @@ def train(training: str, folder: str, config: Any, reference: Any, servers: list
     class Measured(APRILGRPOTrainer):
         """Compares every batch."""
 
-        def _run_round(self) -> Any:
-            self.done = super()._run_round()
+        def _april_run_round(self) -> Any:
+            self.done = super()._april_run_round()
             model = self.model
             if hasattr(model, "merge_and_unload"):
                 model = copy.deepcopy(model).merge_and_unload()

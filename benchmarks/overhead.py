@@ -36,7 +36,7 @@ from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason
 from trl_april.pool.state import state_dict
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.batch import batch_rows, loss_mask, round_metrics
 
 

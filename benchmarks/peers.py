@@ -47,6 +47,7 @@ from learning import (
     training_parser,
     warm_started,
 )
+from learning_comparison import SMOOTHED_STEPS
 from report import earlier_results, markdown, write_json
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_async_on_cpu import (
@@ -69,7 +70,6 @@ CONTESTANTS = [
     )),
 ]  # fmt: skip
 SAMPLES = STANDARD.groups * STANDARD.num_generations
-SMOOTHED_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def measure(
     return runs
 
 
-def _smooth(run: Run) -> tuple[list[int], list[float], list[float]]:
+def smooth(run: Run) -> tuple[list[int], list[float], list[float]]:
     """Steps, seconds and rewards, each reward the mean of the last ten steps."""
     steps, seconds, rewards = zip(*run.curve, strict=True)
     return list(steps), list(seconds), smoothed(rewards, SMOOTHED_STEPS // (steps[1] - steps[0]))
@@ -211,9 +211,9 @@ def table(runs: Sequence[Run]) -> str:
         mine = [run for run in runs if run.contestant == name]
         times, ratios, early, in_time, gains = [], [], [], [], []
         for run in mine:
-            steps, seconds, rewards = _smooth(run)
+            steps, seconds, rewards = smooth(run)
             if other := synchronous.get(run.seed):
-                their_steps, their_seconds, theirs = _smooth(other)
+                their_steps, their_seconds, theirs = smooth(other)
                 a_third = steps[-1] / 3, their_seconds[-1] / 3
                 early.append(at(steps, rewards, a_third[0]) - at(their_steps, theirs, a_third[0]))
                 in_time.append(at(seconds, rewards, a_third[1]) - at(their_seconds, theirs, a_third[1]))
@@ -234,7 +234,7 @@ def table(runs: Sequence[Run]) -> str:
                 f"{statistics.median(run.dropped_tokens for run in mine):,.0f}",
                 f"{statistics.fmean(run.mean_length for run in mine):.0f}",
                 str(max(run.oldest for run in mine)),
-                f"{statistics.fmean(_smooth(run)[2][-1] for run in mine):.3f}",
+                f"{statistics.fmean(smooth(run)[2][-1] for run in mine):.3f}",
                 *(
                     f"{statistics.fmean(found):+.3f} ({lower_bound(found):+.3f})" if compared else ""
                     for found in (early, in_time, gains)

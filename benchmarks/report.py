@@ -9,21 +9,45 @@ import importlib.util
 import json
 import os
 import platform
+import re
+import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 
+PACKAGES = ("trl", "transformers", "torch", "vllm")  # whose versions are recorded
+
+
 def machine() -> dict[str, Any]:
-    """The machine and its load."""
+    """The machine, its load, and the code that was measured."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "load_average": os.getloadavg()[0],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": _commit(),
+        "versions": {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)},
     }
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit of this repository, with `+` if files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def replace_text(path: Path, text: str) -> None:

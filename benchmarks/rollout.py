@@ -53,7 +53,8 @@ from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Score
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
-from trl_april.rollout.round import Round
+from trl_april.rollout.loop import RoundLoop, RoundSteps
+from trl_april.rollout.record import Round
 from trl_april.server.local import LocalServer
 from trl_april.server.traffic import TimedRequests, server_load
 from trl_april.tuning.admission_control import AdmissionControl
@@ -131,7 +132,7 @@ MODES = ("abort", "reuse", "overlap", "both", "keep", "discard", "uninterrupted"
 RESUME_KV = {"reuse": "reuse", "both": "reuse", "keep": "keep"}
 
 
-class Contestant:
+class Contestant(RoundSteps):
     """One mode and factor: its pool, and its rounds on the shared server."""
 
     def __init__(
@@ -158,13 +159,16 @@ class Contestant:
             self.dynamic = DynamicSampling(
                 lambda groups: [Score(self._rewards(group.group_id)) for group in groups],
                 lambda score: score.rewards[0] != score.rewards[-1],
-                self._next,
+                self.next_groups,
                 max_rejected=10**6,
             )
         self.driver = RolloutDriver(
             self.pool, self.engine, run_id=uuid.uuid4().hex, dynamic_sampling=self.dynamic,
             overlap=self._overlaps, resume_kv=RESUME_KV.get(mode, "recompute"),
         )  # fmt: skip
+        self.loop = RoundLoop(
+            self.pool, self.driver, self, dynamic=self.dynamic, overlap=self._overlaps, keeps=self._keeps
+        )
         self._control = AdmissionControl(self.pool) if factor == AUTO else None
         self.measurement = Measurement(sigma, mode, factor, turn)
         self._train_seconds = 0.0 if self._uninterrupted else options.train_seconds
@@ -173,21 +177,13 @@ class Contestant:
         self._prompts, self._reward_seed = random.Random(options.seed), options.seed + turn
         self._rows = count()
         self._version = 0
+        self._is_paused = False
         self._warmup = max(options.warmup, ROUNDS_TO_CHOOSE if factor == AUTO else 0)
 
     def _rewards(self, group_id: int) -> list[list[float]]:
         """Equal rewards for the useless share of the groups, the same ones for every contestant."""
         useless = random.Random(f"{self._reward_seed}/{group_id}").random() < self._useless
         return [[0.0 if useless else float(index)] for index in range(self._group_size)]
-
-    def _next(self, wanted: int) -> list[NewGroup]:
-        return [
-            NewGroup(
-                next(self._rows), {}, [self._prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)],
-                self._group_size, LONGEST,
-            )
-            for _ in range(wanted)
-        ]  # fmt: skip
 
     async def warm_up(self) -> None:
         """Fill the pool, and choose the factor if it is `auto`."""
@@ -207,38 +203,51 @@ class Contestant:
 
     async def _run_round(self) -> Round:
         """Run a training step as the server sees it: sync, round, and a pause for the training."""
-        await self._make_way()
-        if self._control is not None:
-            self._control.choose()
-        self.pool.begin_round(self._version)
+        if not self._uninterrupted:
+            await self.loop.sync(self._version)
+        version = self._version
         self._version += not self._uninterrupted
-        for group in self._next(self.pool.schedule.room):
-            group.admit_to(self.pool)
-        done = await self.driver.run_round()
-        if self._control is not None:
-            load = await asyncio.to_thread(server_load, self._session, self._base_url)
-            self._control.observe(done, [load or ServerLoad()])
-        if self._discards:
-            self._discard()
-        if self._overlaps:
-            for group in self._next(self.pool.schedule.room_ahead):
-                group.admit_to(self.pool)
-            await self.driver.dispatch_ahead()
+        done = await self.loop.run(version)
         await self._train()
         return done
 
     async def _train(self) -> None:
         await asyncio.sleep(self._train_seconds)
 
-    async def _make_way(self) -> None:
-        """Prepare for the weight sync, which is left out: it takes the same time in all modes."""
-        if self._keeps and self.driver.in_flight:
-            await self.driver.stop_asking()
-            await asyncio.to_thread(self._pause.begin)
-            await self.driver.hold(self._version)
+    # Steps of the loop. The weights are not sent: that takes the same time in all modes.
+
+    async def pause(self, *, keeps_weights: bool) -> bool:
+        if not self.driver.in_flight:
+            return False
+        await self.driver.stop_asking()
+        await asyncio.to_thread(self._pause.begin)
+        self._is_paused = True
+        return True
+
+    async def load(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
             await asyncio.to_thread(self._pause.end)
-        elif self._overlaps and not self._uninterrupted:
-            await self.driver.cut()
+
+    def begin(self, version: int) -> None:
+        if self._control is not None:
+            self._control.choose()
+
+    def next_groups(self, count: int) -> list[NewGroup]:
+        return [
+            NewGroup(
+                next(self._rows), {},
+                [self._prompts.randrange(3, 13) for _ in range(PROMPT_LENGTH)],
+                self._group_size, LONGEST,
+            )
+            for _ in range(count)
+        ]  # fmt: skip
+
+    def taken(self, done: Round) -> None:
+        if self._control is not None:
+            self._control.observe(done, [server_load(self._session, self._base_url) or ServerLoad()])
+        if self._discards:
+            self._discard()
 
     def _discard(self) -> None:
         """Discard unfinished groups and finished surplus."""

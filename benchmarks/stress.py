@@ -96,6 +96,16 @@ def warned_at(run: Run) -> int | None:
     return next((step for step, _, size in run.old_tokens if watch.is_repeated(size)), None)
 
 
+def _with_interval(values: Sequence[float]) -> str:
+    mean, half = interval(values)
+    return f"{mean:+.3f}" + (f" ± {half:.3f}" if len(values) > 1 else "")
+
+
+def ahead_in_time(pairs: Sequence[tuple[Run, Run]]) -> list[float]:
+    """Rewards minus those of synchronous runs at the wall-clock time at which the first run of the pair ends."""
+    return [run.rewards[-1] - at(other.times, other.rewards, run.times[-1]) for run, other in pairs]
+
+
 def table(runs: Sequence[Run]) -> str:
     """Rewards against the synchronous runs of the same rate and seed, and the weights by which it can be told."""
     synchronous = {(run.recipe, run.seed): run for run in runs if run.mode == SYNCHRONOUS}
@@ -105,10 +115,7 @@ def table(runs: Sequence[Run]) -> str:
         rewards = [run.rewards[-1] for run in cell]
         pairs = [(run, synchronous[recipe, run.seed]) for run in cell if (recipe, run.seed) in synchronous]
         differences = [run.rewards[-1] - other.rewards[-1] for run, other in pairs]
-        # Where the faster of the two ends.
-        in_time = [at(other.times, other.rewards, run.times[-1]) for run, other in pairs]
-        ahead = [run.rewards[-1] - reward for (run, _), reward in zip(pairs, in_time, strict=True)]
-        mean, half = interval(differences) if differences else (0.0, 0.0)
+        ahead = ahead_in_time(pairs)
         every = [sum(column) for column in zip(*pooled_weights(cell).values(), strict=True)]
         low = sum(size < LEAST_SAMPLE_SIZE for run in cell for _, _, size in run.old_tokens)
         batches = sum(len(run.old_tokens) for run in cell)
@@ -117,8 +124,8 @@ def table(runs: Sequence[Run]) -> str:
         bound, _, correction = mode.partition(" ")
         rows.append([
             recipe, bound, correction, str(len(cell)), f"{statistics.fmean(rewards):.3f}",
-            "" if mode == SYNCHRONOUS else f"{mean:+.3f} ± {half:.3f}" if len(pairs) > 1 else f"{mean:+.3f}",
-            "" if mode == SYNCHRONOUS else f"{statistics.fmean(ahead):+.3f}" if ahead else "",
+            "" if mode == SYNCHRONOUS or not pairs else _with_interval(differences),
+            "" if mode == SYNCHRONOUS else _with_interval(ahead) if ahead else "",
             f"{best[0]:.3f} ({best[1]:.0f})",
             f"{statistics.fmean(run.staleness_mean for run in cell):.1f}, {max(run.staleness_max for run in cell)}",
             f"{effective_share(*every):.3f}" if every else "",

@@ -34,7 +34,7 @@ from learning_comparison import APRIL, SYNCHRONOUS, tables
 from trl_april import LocalServer
 
 
-HELD_OUT = 256  # questions per point of a curve, which is smoothed over five points
+HELD_OUT = 256  # questions per point of a curve
 LEARNING_RATE = 1e-4
 
 

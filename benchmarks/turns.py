@@ -35,6 +35,7 @@ from pathlib import Path
 
 import requests
 from calibration import pause_of
+from report import machine
 from rollout import CONTEXT, PROMPT_LENGTH, server
 
 from trl_april.agents.tools import ToolCalls
@@ -244,7 +245,7 @@ def main() -> None:
     options = parser.parse_args()
 
     settings = {name: value for name, value in vars(options).items() if name not in ("base_url", "json", "turns")}
-    found = {"options": settings, "measured": []}
+    found = {"machine": machine(), "options": settings, "measured": []}
     if options.json and options.json.exists():
         found = json.loads(options.json.read_text())
         if found["options"] != settings:

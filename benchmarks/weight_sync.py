@@ -50,7 +50,6 @@ def measure(
         trained_model=lambda: model, policy_version=lambda: len(quiesced), weight_sync=weight_sync,
         weight_sync_dir=None, needs_logprobs=False, api_key=None, server_base_url=base_url, max_completion_length=1,
     )  # fmt: skip
-    generation.before_sync = lambda: quiesced.append(time.perf_counter())
     found = []
     try:
         for _ in range(syncs + 1):
@@ -58,7 +57,10 @@ def measure(
                 for parameter in model.parameters():
                     parameter *= scale
             began = time.perf_counter()
-            generation.sync_weights()
+            with generation.sync() as sync:
+                quiesced.append(time.perf_counter())
+                sync.load()
+                sync.verify()
             found.append({"before": quiesced[-1] - began, "after": time.perf_counter() - quiesced[-1]})
     finally:
         generation.servers.give_up()

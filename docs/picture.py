@@ -3,101 +3,156 @@
     python docs/picture.py                        # writes docs/april.svg
     python docs/picture.py --output april.png
 
-It uses the pool, round driver and server of `trl-april simulate`. One lane is one completion, also when it is resumed.
+It uses the pool, round loop and server of `trl-april simulate`. A lane is a place for one completion after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.pool.pool import Pool
 from trl_april.rollout.driver import RolloutDriver
+from trl_april.rollout.loop import RoundLoop, RoundSteps
+from trl_april.rollout.record import Round
 from trl_april.tuning.scenario import Lognormal, Scenario
 from trl_april.tuning.simulated_clock import simulate
 from trl_april.tuning.simulated_server import SimulatedEngine
 from trl_april.tuning.step_time import parse_step_time
 
 
-QUOTA, GROUP_SIZE, FACTOR = 4, 4, 2.0
-MAX_STALENESS = 5
+QUOTA, GROUP_SIZE, FACTOR = 4, 4, 3.0
+MAX_STALENESS = 8
 TRAIN_SECONDS = 2.0
 SYNCHRONOUS_STEPS = 3
 # Constant, then slowly rising, as in an inference engine.
 STEP_TIMES = "1:0.012,16:0.013,32:0.015,64:0.02"
-WHOLE, PARTIAL, IDLE, TRAINING = "#1f6fb4", "#e08a3c", "#f3f3f3", "#c9c9c9"  # told apart with any colour vision
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One request: its lane, and whether it generates its whole completion."""
-
-    lane: int
-    began: float
-    ended: float
-    whole: bool
+WHOLE, KEPT, IDLE, TRAINING = "#1f6fb4", "#e08a3c", "#f3f3f3", "#c9c9c9"  # told apart with any color vision
 
 
 @dataclass(slots=True)
-class Story:
-    """A run, in seconds since the first request."""
+class Bar:
+    """A request: its lane, its time, and whether it continued through a weight sync."""
 
-    lanes: int
-    bars: list[Bar] = field(default_factory=list)
-    updates: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each optimiser step
+    lane: int
+    began: float
+    ended: float = float("inf")
+    kept: bool = False
 
 
-async def rounds(factor: float, until: float, steps: int, story: Story) -> None:
-    """Run rounds as in training, until a time or a number of optimiser steps."""
-    scenario = Scenario(
-        parse_step_time(STEP_TIMES, prefill_seconds=2e-5),
-        Lognormal(median=250, sigma=0.9, shortest=30, longest=2000),
-        quota=QUOTA,
-        group_size=GROUP_SIZE,
-        seed=5,
-    )
-    pool = Pool(QUOTA, over_provisioning=factor, max_staleness=MAX_STALENESS)
-    engine = SimulatedEngine(scenario)
-    driver = RolloutDriver(pool, engine, run_id="picture", idle_timeout=1e9, sweep_interval=1.0)
-    free, lane_of, next_id = list(range(story.lanes)), {}, 0
-    clock = asyncio.get_running_loop().time
-    for version in range(steps):
-        pool.begin_round(version)
-        for group_id in range(next_id, next_id + pool.schedule.room):
-            pool.admit(
-                group_id, {}, [0], num_generations=GROUP_SIZE,
-                max_completion_length=scenario.units(scenario.lengths.longest),
-            )  # fmt: skip
-            for index in range(GROUP_SIZE):
-                lane_of[group_id, index] = free.pop(0)
-            next_id = group_id + 1
-        began = clock()
-        done = await driver.run_round()
-        for trace in done.traces:
-            lane = lane_of[trace.group_id, trace.index]
-            whole = trace.finished and not trace.held
-            story.bars.append(Bar(lane, began + trace.began, began + trace.ended, whole))
+class Row(NamedTuple):
+    """A row to admit; the engine knows the lengths of its completions."""
+
+    group_id: int
+    longest: int
+
+    def admit_to(self, pool: Pool) -> None:
+        pool.admit(self.group_id, {}, [0], num_generations=GROUP_SIZE, max_completion_length=self.longest)
+
+
+class RecordingEngine(SimulatedEngine):
+    """Keeps the bars of its requests. A sample stays in its lane until its group is forgotten."""
+
+    def __init__(self, scenario: Scenario, lanes: int) -> None:
+        super().__init__(scenario)
+        self.bars: list[Bar] = []
+        self.running: dict[str, Bar] = {}  # by request id
+        self._free, self._lane_of = list(range(lanes)), dict[tuple[int, int], int]()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        _, group_id, index, _ = request.request_id.rsplit("-", 3)
+        key = int(group_id), int(index)
+        if key not in self._lane_of:
+            self._lane_of[key] = self._free.pop(0)
+        clock = asyncio.get_running_loop().time
+        bar = self.running[request.request_id] = Bar(self._lane_of[key], clock())
+        self.bars.append(bar)
+        try:
+            async for chunk in super().generate(request):
+                yield chunk
+        finally:
+            bar.ended = clock()
+            del self.running[request.request_id]
+
+    def forget(self, group_id: int) -> None:
+        super().forget(group_id)
+        self._free = sorted([*self._free, *(self._lane_of.pop((group_id, index)) for index in range(GROUP_SIZE))])
+
+
+class Story(RoundSteps):
+    """A run with the default schedule, in seconds since the first request; with factor 1, a synchronous run."""
+
+    def __init__(self, factor: float) -> None:
+        self.lanes = round(factor * QUOTA * GROUP_SIZE)
+        self.updates: list[tuple[float, float]] = []  # begin and end of each optimizer step
+        self._scenario = Scenario(
+            parse_step_time(STEP_TIMES, prefill_seconds=2e-5),
+            Lognormal(median=250, sigma=0.9, shortest=30, longest=2000),
+            quota=QUOTA,
+            group_size=GROUP_SIZE,
+            seed=5,
+        )
+        self.engine, self._next_id = RecordingEngine(self._scenario, self.lanes), 0
+        pool, overlap = Pool(QUOTA, over_provisioning=factor, max_staleness=MAX_STALENESS), factor > 1.0
+        self._driver = RolloutDriver(
+            pool,
+            self.engine,
+            run_id="picture",
+            idle_timeout=1e9,
+            sweep_interval=1.0,
+            overlap=overlap,
+            resume_kv="keep" if overlap else "recompute",
+        )
+        self._loop = RoundLoop(pool, self._driver, self, overlap=overlap, keeps=overlap)
+
+    async def train(self, until: float, steps: int) -> None:
+        """Run rounds and optimizer steps, until a time or a number of steps."""
+        clock = asyncio.get_running_loop().time
+        for version in range(steps):
+            await self._loop.run(version)
+            self.updates.append((clock(), clock() + TRAIN_SECONDS))
+            await asyncio.sleep(TRAIN_SECONDS)
+            if clock() >= until:
+                break
+            await self._loop.sync(version + 1)
+        await self._driver.close()
+
+    # Steps of the loop
+
+    def next_groups(self, count: int) -> list[Row]:
+        self._next_id += count
+        longest = self._scenario.units(self._scenario.lengths.longest)
+        return [Row(group_id, longest) for group_id in range(self._next_id - count, self._next_id)]
+
+    def taken(self, done: Round) -> None:
         for group in done.groups:
-            free += [lane_of.pop((group.group_id, index)) for index in range(GROUP_SIZE)]
-            engine.forget(group.group_id)
-        free.sort()
-        story.updates.append((clock(), clock() + TRAIN_SECONDS))
-        await asyncio.sleep(TRAIN_SECONDS)
-        if clock() >= until:
-            return
+            self.engine.forget(group.group_id)
+
+    async def pause(self, *, keeps_weights: bool) -> bool:
+        await self._driver.stop_asking()
+        await self.engine.pause()
+        return True
+
+    async def verify(self) -> None:
+        for bar in self.engine.running.values():
+            bar.kept = True
+        self.engine.resume()
 
 
 def tell(factor: float, *, until: float = float("inf"), steps: int = 1000) -> Story:
     """Simulate rounds with this factor."""
-    story = Story(round(factor * QUOTA * GROUP_SIZE))
-    simulate(rounds(factor, until, steps, story))
+    story = Story(factor)
+    simulate(story.train(until, steps))
     return story
 
 
@@ -106,9 +161,9 @@ def draw_story(axes: Axes, story: Story, end: float, title: str) -> int:
     axes.set_facecolor(IDLE)
     for begin, stop in story.updates:
         axes.axvspan(begin, stop, color=TRAINING, linewidth=0)
-    for bar in story.bars:
-        color = WHOLE if bar.whole else PARTIAL
-        axes.barh(bar.lane, bar.ended - bar.began, left=bar.began, height=0.72, color=color, linewidth=0)
+    for bar in story.engine.bars:
+        color = KEPT if bar.kept else WHOLE
+        axes.barh(bar.lane, min(bar.ended, end) - bar.began, left=bar.began, height=0.72, color=color, linewidth=0)
     steps = sum(stop <= end for _, stop in story.updates)
     axes.set_title(f"{title}: {steps} batches in {end:.0f} s", loc="left", fontsize=11, fontweight="bold")
     axes.set_xlim(0, end)
@@ -141,8 +196,10 @@ def draw(path: Path) -> None:
     figure = Figure(figsize=(10, 6.4), layout="constrained", dpi=110)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.75))
     draw_story(above, synchronous, end, "Synchronous")
-    draw_story(below, april, end, f"APRIL, over_provisioning={FACTOR:g}")
-    longest = max((bar for bar in synchronous.bars if bar.ended <= synchronous.updates[0][0]), key=lambda b: b.ended)
+    draw_story(below, april, end, "APRIL with default options")
+    longest = max(
+        (bar for bar in synchronous.engine.bars if bar.ended <= synchronous.updates[0][0]), key=lambda b: b.ended
+    )
     middle = longest.began + 0.62 * (longest.ended - longest.began)
     side = 1 if longest.lane < synchronous.lanes / 2 else -1
     note(
@@ -151,17 +208,18 @@ def draw(path: Path) -> None:
         (middle, longest.lane + 0.4 * side),
         (middle, longest.lane + 5 * side),
     )
-    # A long completion that the second round aborted, with room above it.
-    cut = max((bar for bar in april.bars if bar.ended == april.updates[1][0] and bar.lane < 28), key=lambda b: b.lane)
-    text = "enough groups are\ncomplete: the others\nare cut and kept"
-    note(below, text, (cut.ended - 0.1, cut.lane - 0.4), (13.4, cut.lane - 5.1))
+    # A long completion that continued through a weight sync, with room above it.
+    longest = max((bar for bar in april.engine.bars if bar.kept and bar.ended < end), key=lambda b: b.ended - b.began)
+    at = longest.began + 0.6 * (longest.ended - longest.began), longest.lane - 0.4
+    side = 1 if longest.lane < april.lanes / 2 else -1
+    note(below, "training starts without it;\nit continues to be generated", at, (at[0] + 4, at[1] + 9 * side))
     below.set_xlabel("seconds (simulated)")
     figure.legend(
         handles=[
-            Patch(color=WHOLE, label="completion generated in one round"),
-            Patch(color=PARTIAL, label="cut, kept, and resumed in the next round"),
-            Patch(color=TRAINING, label="optimiser step and weight sync"),
-            Patch(facecolor=IDLE, edgecolor="#bbbbbb", label="place on the server left empty"),
+            Patch(color=WHOLE, label="completion under one policy version"),
+            Patch(color=KEPT, label="completion that continues through a weight sync"),
+            Patch(color=TRAINING, label="optimizer step and weight sync"),
+            Patch(facecolor=IDLE, edgecolor="#bbbbbb", label="place without a request"),
         ],
         loc="outside lower center",
         ncols=2,

@@ -63,12 +63,26 @@ class AprilOptions:
 
     @classmethod
     def of(cls, args: GRPOConfig) -> AprilOptions:
-        """The options of an [`APRILGRPOConfig`], or the defaults for any other config."""
-        is_ours = isinstance(args, AprilOptions)
-        options = cls(**{option.name: getattr(args, option.name) for option in fields(cls)}) if is_ours else cls()
-        if options.save_on_signal is None:
-            options.save_on_signal = args.save_strategy != SaveStrategy.NO
-        return options
+        """The options of an [`APRILGRPOConfig`] as they were given, or the defaults for any other config."""
+        if not isinstance(args, AprilOptions):
+            return cls()
+        return cls(**{option.name: getattr(args, option.name) for option in fields(cls)})
+
+    @classmethod
+    def resolved(
+        cls, args: GRPOConfig, *, scores: bool = False, keeps: bool = True, acts: bool = False
+    ) -> AprilOptions:
+        """The options of a training run: a choice for each `None` and `"auto"` that needs no measurement.
+
+        Groups are scored during generation if it `scores` them. See [`with_schedule`] for the others.
+        """
+        options = cls.of(args).with_schedule(keeps=keeps, acts=acts)
+        saves = args.save_strategy != SaveStrategy.NO
+        return replace(
+            options,
+            score_during_generation=options.score_during_generation or scores,
+            save_on_signal=saves if options.save_on_signal is None else options.save_on_signal,
+        )
 
     @property
     def scores_groups(self) -> bool:

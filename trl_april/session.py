@@ -1,4 +1,4 @@
-"""The rollouts of one training run: wires rows, pool, engine, server, rounds, checkpoints and the run log.
+"""The rollouts of a training run: wires rows, pool, engine, server, rounds, checkpoints and the run log.
 
 Invariant: [`RolloutSession.close`] leaves nothing of a run behind but its pool.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
-from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig
 
 from .agents.rollout_function import RolloutTurns
@@ -40,8 +38,9 @@ from .pool.state import restore, state_dict
 from .rollout.driver import RolloutDriver
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.event_loop import BackgroundLoop
-from .rollout.round import Round
-from .rollout.rounds import Rounds
+from .rollout.loop import RoundLoop, run_blocking
+from .rollout.record import Round
+from .rollout.training_steps import TrainingSteps
 from .rollout.user_code import UserCode
 from .server.host import reserve_connections
 from .training.batch import round_metrics, server_metrics
@@ -91,13 +90,10 @@ class RolloutSession:
             budget=budget,
             epochs=state.num_train_epochs,
             vocab_size=vocab_size,
-            saves_checkpoints=args.save_strategy != SaveStrategy.NO or options.save_on_signal,
         )
         self.scorer, self._act, self._user_code = scorer, act, user_code
-        # What a checkpoint does not hold, or not whole, and must be brought back.
+        # State that checkpoints store partly or not at all, so it must be rebuilt.
         self._restorable = act.environments if isinstance(act, ToolTurns) else act
-        self._silent = args.disable_tqdm or processes.rank > 0
-        self._in_training: deque[tuple[int, list[Group]]] = deque()  # batches of this process, by first micro-step
         self.pool = self._new_pool()
         self._settings = {
             **run_options(args, options, self.pool),
@@ -110,26 +106,50 @@ class RolloutSession:
         except PoolError as error:
             raise CheckpointError(
                 f"The partial samples in {checkpoints.resumed_from} cannot be resumed. {error} Resume from another "
-                f"checkpoint, or remove the folder `{FOLDER}` from this one to continue without them."
+                f"checkpoint, or remove its folder `{FOLDER}` to continue without them."
             ) from error
-        # A checkpoint written under a higher target can hold more groups than this one.
+        # A checkpoint written under a higher target can hold more groups.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         connections = reserve_connections(groups_here * plan.num_generations)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
         if processes.rank == 0:
-            check_longest(budget, rows, tokenize, silent=self._silent)
+            check_longest(budget, rows, tokenize, silent=args.disable_tqdm)
         if saved is not None:
             admission.resume(self.pool, elsewhere, rows.columns())
         self._engine = rollout_engine(options, sampling, server, plan.vocab_size, processes.rank)
         self._dynamic = None if scorer is None else self._new_dynamic_sampling(scorer, admission)
         quota = processes.quota(self.pool.schedule, self._dynamic.max_rejected if self._dynamic else None)
-        self._recovery = Recovery(server, processes, stop)
+        self.recovery = Recovery(server, processes, stop, sync=self._sync, route=self._route)
         self._loop = BackgroundLoop("trl-april-rollouts")
         self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
-        self._rounds = self._new_rounds(admission, quota, stop)
-        self._control = self._new_control(connections) if options.over_provisioning == "auto" else None
+        control = self._new_control(connections) if options.over_provisioning == "auto" else None
+        self.steps = TrainingSteps(
+            self.driver,
+            self._engine,
+            server,
+            self._source,
+            admission,
+            plan,
+            loop=self._loop,
+            processes=processes,
+            quota=quota,
+            recovery=self.recovery,
+            stop=stop,
+            calls=user_code.calls,
+            control=control,
+            silent=args.disable_tqdm or processes.rank > 0,
+        )
+        self._rounds = RoundLoop(
+            self.pool,
+            self.driver,
+            self.steps,
+            quota=quota,
+            dynamic=self._dynamic,
+            overlap=options.overlap_generation,
+            keeps=options.resume_kv == "keep",
+        )
         if isinstance(act, ToolTurns) and act.environments is not None:
-            self._say_instances()
+            self._report_instances()
         self.run_log = RunLog(
             Path(args.output_dir) if processes.rank == 0 else None,
             {
@@ -142,7 +162,6 @@ class RolloutSession:
             processes=processes.count,
         )
         self.correction = BatchCorrection(processes, self.run_log.note)
-        server.before_sync, server.servers.on_holding = self._quiesce, self._route
 
     def _new_pool(self) -> Pool:
         plan, options = self._plan, self._options
@@ -179,24 +198,6 @@ class RolloutSession:
             threads=None if act is None else act.threads,
         )
 
-    def _new_rounds(self, admission: Admission, quota: SharedQuota | None, stop: StopRequest) -> Rounds:
-        return Rounds(
-            self.pool,
-            self.driver,
-            self._source,
-            admission,
-            num_generations=self._plan.num_generations,
-            loop=self._loop,
-            processes=self._processes,
-            quota=quota,
-            dynamic=self._dynamic,
-            recovery=self._recovery,
-            stop=stop,
-            keeps_requests=self._options.resume_kv == "keep",
-            overlap=self._options.overlap_generation,
-            calls=self._user_code.calls,
-        )
-
     def _new_dynamic_sampling(self, scorer: RewardScorer, admission: Admission) -> DynamicSampling:
         options = self._options
         return DynamicSampling(
@@ -204,7 +205,7 @@ class RolloutSession:
             scorer.has_signal if options.dynamic_sampling else None,
             admission.replacements,
             max_rejected=options.max_rejected_groups_per_round or 10 * self.pool.schedule.quota,
-            # Beside training, a reward model would need memory that training uses.
+            # During training, a reward model would need memory that training uses.
             between_rounds=not options.dynamic_sampling and not scorer.has_models,
             executor=self._user_code.threads("rewards", limit=1),
         )
@@ -220,8 +221,8 @@ class RolloutSession:
             is_first=processes.rank == 0,
         )
 
-    def _say_instances(self) -> None:
-        schedule, highest = self.pool.schedule, self._control.highest if self._control else 0
+    def _report_instances(self) -> None:
+        schedule, highest = self.pool.schedule, self.steps.control.highest if self.steps.control else 0
         groups, size = (
             max(schedule.target, math.ceil(highest * schedule.quota), len(schedule)),
             self._plan.num_generations,
@@ -238,39 +239,24 @@ class RolloutSession:
         is_synced: bool,
         profiled: Callable[[str], AbstractContextManager[Any]],
     ) -> tuple[Round, dict[str, float]]:
-        """Sync the weights, fill the pool, and run until the quota is met; see [`Rounds.run`].
+        """Sync the weights, fill the pool, and run until the quota is met; see [`RoundLoop.run`].
 
         Returns the round, with the groups that this process trains first at `micro_step`, and its `april/` metrics.
         Weights that are synced are sent again if the server has lost them. `profiled` is TRL's profiling context.
 
         Raises:
-            ServerError, Stopped, WeightSyncError: As [`Recovery.sync_weights`] and [`Rounds.run`], in all processes.
+            ServerError, Stopped, WeightSyncError: In all processes.
         """
         self.run_log.round_began()
-        self._plan = self._plan.until(self._state.max_steps, self._state.global_step)
-        with self._loop.paused():
-            self._source.follow(self._plan.max_steps)
-            self.pool.schedule.surplus_share = self._plan.surplus_share(self._state.global_step)
+        step = self.steps.step = self._state.global_step
+        self.steps.plan = self.steps.plan.until(self._state.max_steps, step)
+        self.steps.micro_step = micro_step
         with profiled("sync_weights"), self.run_log.timing("sync"):
             if not is_synced:
-                self._recovery.sync_weights()
-            sync_seconds = self._server.sync_seconds if not is_synced or self._recovery.restore_weights() else 0.0
-        if self._control is not None:
-            with self._loop.paused():
-                change = self._control.choose()
-            if change is not None:
-                logger.info(str(change))
-
-        def on_taken(done: Round) -> None:
-            self._in_training.append((micro_step, done.groups))
-            for group in done.groups:
-                for one in (group, *group.samples):
-                    one.images.clear()  # in the form of the engine they are large, and rows and messages have them
-            if self._control is not None:
-                self._control.observe(done, self._server.servers.loads() if self._processes.rank == 0 else ())
-
+                self.recovery.sync_weights()
+            sync_seconds = self._server.sync_seconds if not is_synced or self.recovery.restore_weights() else 0.0
         with profiled("vLLM.generate"):
-            done = self._rounds.run(self._state.global_step, silent=self._silent, on_taken=on_taken)
+            done = run_blocking(self._rounds.run(step))
         metrics = round_metrics(
             done,
             self.pool,
@@ -291,57 +277,39 @@ class RolloutSession:
         self.run_log.note(metrics)
         return done, metrics
 
-    def release_trained(self, micro_steps: int) -> None:
-        """Release the batches whose last use is in the weights, after so many calls of `training_step`."""
-        while self._in_training and self._in_training[0][0] + self._plan.micro_steps_per_round <= micro_steps:
-            self._in_training.popleft()
-
     def cut(self) -> None:
-        """Abort the requests beside training, in all processes. A collective call."""
-        self._rounds.cut()
+        """Abort the requests that run during training, in all processes. A collective call."""
+        run_blocking(self._rounds.cut())
 
     def save(self, checkpoint: Path) -> None:
         """Write the rollouts into a checkpoint: the pool, and the batches that are not fully trained.
 
-        TRL generates a batch that lasts for several optimiser steps anew if training resumes in the middle of it. A
+        TRL generates a batch that lasts for several optimizer steps anew if training resumes in the middle of it. A
         collective call.
         """
         with self._loop.paused():
-            pool = state_dict(self.pool, [group for _, groups in self._in_training for group in groups])
-        save_rollouts(
-            checkpoint,
-            pool,
-            self._source.state_dict(),
-            settings=self._settings,
-            save_id=self._draw_id(),
-            rank=self._processes.rank,
-            processes=self._processes.count,
-            barrier=self._processes.barrier,
-        )
+            pool = state_dict(self.pool, [group for _, groups in self.steps.in_training for group in groups])
+        rollouts = SavedRollouts([pool], self._source.state_dict(), self._settings)
+        save_rollouts(checkpoint, rollouts, save_id=self._draw_id(), processes=self._processes)
 
     def close(self) -> None:
         """Close requests, connections, threads, the event loop and the progress bar."""
         with ExitStack() as rest:  # also if the first call is interrupted
             rest.callback(self._loop.close)
             rest.callback(lambda: self._loop.run(self._engine.close()))
-            rest.callback(self._rounds.close)
+            rest.callback(self.steps.close)
             for part in filter(None, (self._dynamic, self._act)):
                 rest.callback(part.close)
             self._user_code.cancel()
-            self._server.before_sync = self._server.servers.on_holding = None
             self._server.servers.give_up()
             self._loop.run(self.driver.close())
 
-    def _quiesce(self) -> None:
-        """Stop or hold the requests beside training, before new weights are loaded. A collective call."""
-        self._rounds.quiesce(self._state.global_step, self._server.servers, self._server.oldest_kept)
+    def _sync(self) -> None:
+        """Sync the weights, without a retry. A collective call."""
+        run_blocking(self._rounds.sync(self._state.global_step))
 
     def _route(self) -> None:
-        """Send requests to the servers that hold the weights."""
-        servers = self._server.servers
-        self._loop.run(
-            self._engine.route_to(servers.addresses, servers.holding, self._state.global_step, servers.causes)
-        )
+        run_blocking(self.steps.route(self._state.global_step))
 
     def _restore(
         self, saved: SavedRollouts | None, rows: TrainingRows, num_reward_funcs: int
@@ -359,7 +327,7 @@ class RolloutSession:
             saved.source,
             held=held,
             rejected=sum(state["groups_rejected"] for state in pools),
-            # After those of a batch in training that is generated anew.
+            # After the ids of a batch in training that is generated anew.
             next_id=max(state["last_id"] for state in pools) + 1 + sum(len(state["in_training"]) for state in pools),
         )
         if surplus > 0:

@@ -1,7 +1,7 @@
 """APRILGRPOTrainer: TRL's GRPOTrainer with another source of training completions.
 
 When TRL asks for a generation batch, new weights are sent to the server, the pool is filled to its target, and the
-round runs until the quota is met. The batch goes into TRL's own slot for foreign rollouts, `rollout_func`, for one
+round runs until the quota is met. The batch goes into TRL's own slot for foreign rollouts, `rollout_func`, for a
 `super()` call: scoring, advantages, importance-sampling correction and loss are TRL's.
 """
 
@@ -25,7 +25,7 @@ from trl.extras.profiling import profiling_context
 from .agents.rollout_function import Rollout
 from .bridge import compatibility, construction, rows, training_pass
 from .bridge.evaluation import evaluation
-from .bridge.hand_over import handed_over
+from .bridge.hand_over import HandOver, replaced
 from .bridge.rewards import reward_scorer
 from .bridge.tool_loop import tool_turns
 from .checkpoint.resume import RunCheckpoints
@@ -33,17 +33,15 @@ from .checkpoint.rollouts import remove_rollouts
 from .config import AprilOptions
 from .distributed.processes import get_logger, processes_of
 from .distributed.signals import Stopped, StopRequest, leave
-from .engine.images import returning_images
 from .errors import NothingToTrain, ServerError
 from .pool.pool import Pool
-from .rollout.round import Round
+from .rollout.record import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
-from .training.batch import batch_rows, completion_columns, evaluation_columns, masking_stale
+from .training.batch import batch_rows, completion_columns, evaluation_columns
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
-from .training.correction import can_correct_in_training
 from .training.micro_batches import weight_of_loss
-from .training.rewards import checked, extra_columns, trained_rewards, use_device
+from .training.rewards import checked, extra_columns, use_device
 from .training.run_log import outline
 from .weights.recovery import Recovery
 
@@ -63,8 +61,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     All else is inherited. The log gains keys with the prefix `april/`, and `output_dir` a file `april_rounds.jsonl`
     for `trl-april report`.
 
-    Where no server is given, the trainer starts one, which ends with it: on GPUs that the trainer does not use, else
-    beside it with `vllm_gpu_memory_utilization` of its memory. The next trainer for such a server takes it over.
+    If no server is given, the trainer starts a server, which ends with it: on GPUs that the trainer does not use, or
+    else on the trainer's GPU with `vllm_gpu_memory_utilization` of its memory. The next such trainer takes it over.
 
     APRIL is on unless `args.use_vllm` is false, `rollout_func` is given, or a subclass overrides `_generate`,
     `_generate_single_turn`, `_tool_call_loop` or `get_train_dataloader`. Otherwise stock GRPO runs, with a warning.
@@ -100,7 +98,8 @@ class APRILGRPOTrainer(GRPOTrainer):
     _tag_names = ["trl", "grpo", "april"]
     _name = "APRIL"
     _paper = construction.PAPER
-    _evaluation: Any = None  # while one runs
+    _april_evaluation: Any = None  # the evaluation that runs
+    _april_hand_over: HandOver | None = None  # the batch that TRL takes now
 
     def __init__(
         self,
@@ -121,28 +120,33 @@ class APRILGRPOTrainer(GRPOTrainer):
         rollout: Rollout | None = None,
     ) -> None:
         model, args = construction.model_and_arguments(model, args)
-        stock_because = compatibility.why_stock(args, rollout_func, compatibility.ignored_overrides(type(self)))
+        overridden = compatibility.ignored_overrides(type(self), APRILGRPOTrainer)
+        stock_because = compatibility.why_stock(args, rollout_func, overridden)
         compatibility.check_rollout(rollout, stock_because, tools or environment_factory)
-        self.april_enabled, self._rollout = stock_because is None, rollout
+        self.april_enabled, self._april_rollout = stock_because is None, rollout
         self.pool: Pool | None = None
         self.round_history: deque[Round] = deque(maxlen=256)  # for plots; the log has the metrics of all rounds
-        self._session: RolloutSession | None = None
-        self._requested, self._server = compatibility.RequestedBatch(type(self).__name__), None
+        self._april_session: RolloutSession | None = None
+        self._april_requested, self._april_server = compatibility.RequestedBatch(type(self).__name__), None
         if self.april_enabled:
-            acts, has_images = bool(tools or environment_factory or rollout), compatibility.has_images(train_dataset)
-            self._options = AprilOptions.of(args).with_schedule(keeps=not has_images, acts=acts)
-            self._options.score_during_generation |= environment_factory is not None  # by the process that has them
-            compatibility.check_arguments(args, self._options, train_dataset, tools, environment_factory)
-            processes = self._processes = processes_of(args.distributed_state)
+            has_images = compatibility.has_images(train_dataset)
+            acts = bool(tools or environment_factory or rollout)
+            # Groups are scored by the process that has their environments.
+            resolve = partial(AprilOptions.resolved, args, acts=acts, scores=environment_factory is not None)
+            options = resolve(keeps=not has_images)
+            compatibility.check_arguments(args, options, train_dataset, tools, environment_factory)
+            processes = self._april_processes = processes_of(args.distributed_state)
             with processes.watched():
-                self._server = construction.start_server(self, args, model, processing_class, peft_config, processes)
-            self._user_code = UserCode(lambda: use_device(args.device))
-            environment_factory = self._user_code.factories(environment_factory)
+                self._april_server = construction.start_server(
+                    self, args, model, processing_class, peft_config, processes
+                )
+            self._april_user_code = UserCode(lambda: use_device(args.device))
+            environment_factory = self._april_user_code.factories(environment_factory)
         else:
             ignored = compatibility.without_effect(args)
             logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
         vars(self).update(construction.model_card(type(self), APRILGRPOTrainer, april_enabled=self.april_enabled))
-        with construction.arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._server):
+        with construction.arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._april_server):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset,
                 eval_dataset=eval_dataset, processing_class=processing_class,
@@ -153,20 +157,20 @@ class APRILGRPOTrainer(GRPOTrainer):
             if self.april_enabled:
                 compatibility.check_model(self.model)
                 compatibility.compare_with_server(self.model, disable_dropout=args.disable_dropout)
-                if self._is_vlm and (tools or environment_factory or has_images is None):  # which may return images
-                    self._options.resume_kv = AprilOptions.of(args).with_schedule(keeps=False).resume_kv
         if stock_because:
             self.add_callback(StockNotice(stock_because))
-        else:
-            self._stop = StopRequest(self._processes.check)
-            if self._options.scores_groups:
-                sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-                compatibility.check_scoring(self.reward_funcs, self._processes.count, sharded=sharded)
-            with self._processes.watched():
-                self._attach_server()
-            add_round_lines(self.callback_handler.callbacks, given=callbacks or ())
-            run = lambda: self._session, lambda: self._stop, lambda: self._step
-            self.add_callback(StepCallback(*run, self._processes, saves_on_signal=self._options.save_on_signal))
+            return
+        may_return_images = self._is_vlm and (tools or environment_factory or has_images is None)
+        self._april_options = resolve(keeps=False) if may_return_images else options
+        self._april_stop = StopRequest(processes.check)
+        if self._april_options.scores_groups:
+            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+            compatibility.check_scoring(self.reward_funcs, processes.count, sharded=sharded)
+        with processes.watched():
+            self._april_attach_server()
+        add_round_lines(self.callback_handler.callbacks, given=callbacks or ())
+        run = lambda: self._april_session, lambda: self._april_stop, lambda: self._step
+        self.add_callback(StepCallback(*run, processes, saves_on_signal=self._april_options.save_on_signal))
 
     # Overrides of TRL. All call `super()`.
 
@@ -177,7 +181,7 @@ class APRILGRPOTrainer(GRPOTrainer):
 
         Raises:
             CheckpointError: If a checkpoint is incomplete, or its partial samples are damaged. It is a `ValueError`.
-            ServerError: If the server stays away for `vllm_server_timeout` seconds, or one that the trainer started no
+            ServerError: If the server stays away for `vllm_server_timeout` seconds, or the trainer's own server no
                 longer starts. A checkpoint was written by then.
             KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM. With `save_on_signal` a checkpoint was written.
         """
@@ -185,88 +189,96 @@ class APRILGRPOTrainer(GRPOTrainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         self.pool, self._last_loaded_step = None, -1  # the server may have served another run since
         self._step, self._buffered_inputs = 0, None  # an earlier call may have ended inside a generation batch
-        self._stop = StopRequest(self._processes.check)
-        with self._stop.listening() if self._options.save_on_signal else nullcontext():
+        self._april_stop = StopRequest(self._april_processes.check)
+        with self._april_stop.listening() if self._april_options.save_on_signal else nullcontext():
             try:
-                with self._processes.watched():
-                    output = self._train(resume_from_checkpoint, *args, **kwargs)
-                    self._stop.agree(self._processes)  # the last signal may have reached one process only
+                with self._april_processes.watched():
+                    output = self._april_train(resume_from_checkpoint, *args, **kwargs)
+                    self._april_stop.agree(self._april_processes)  # the last signal may have reached one process only
             except Stopped as stopped:
                 leave(stopped.signal)
             finally:
                 self._last_loaded_step = -1  # the best model may have been loaded, and is evaluated next
-            if self._stop.signal:
-                leave(self._stop.signal)
+            if self._april_stop.signal:
+                leave(self._april_stop.signal)
             return output
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See [`~transformers.Trainer.evaluation_loop`]. Overridden to raise an error of one process in all."""
         if not self.april_enabled:
             return super().evaluation_loop(*args, **kwargs)
-        with self._processes.watched(), evaluation(self):
+        with self._april_processes.watched(), evaluation(self):
             return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # In training, `inputs` are the rows of stock GRPO's next batch; the pool trains each row when it is finished.
+        # In training, `inputs` are the rows of stock GRPO's next batch; the pool delivers rows once their groups are
+        # finished.
         if not self.april_enabled:
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
-            if self.log_completions:
-                self._pending_extra_logs.update(evaluation_columns(len(inputs)))
-            recovery = Recovery(self.vllm_generation, self._processes, self._stop)
-            with self._saved_if_stopped():
-                if self.state.global_step != self._last_loaded_step:  # TRL's own sync would not survive an outage
-                    with profiling_context(self, "sync_weights"):
-                        recovery.sync_weights()
-                    self._last_loaded_step = self.state.global_step
-                changes = self._evaluation.generate(inputs, recovery)
-            with construction.replaced(self, **changes, _generate=returning_images(super()._generate)):
+            with self._april_evaluate(inputs).given_to(self):
                 return super()._generate_and_score_completions(inputs)
-        self._requested.answer(inputs)
-        done = self._run_round()
+        self._april_requested.answer(inputs)
+        done = self._april_run_round()
+        session = self._april_session
         inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
             self._pending_extra_logs.update(completion_columns(done.groups))
-        corrects = self.vllm_importance_sampling_correction
-        in_training = corrects and can_correct_in_training(type(self), APRILGRPOTrainer, self.args)
-        oldest = self._options.oldest_trained(done.version)
-        changes = {
-            "reward_funcs": checked(self.reward_funcs, self.reward_func_names),
-            "vllm_importance_sampling_correction": corrects and not in_training,  # it takes a second forward pass
-            **handed_over(done.groups, has_tools=bool(self.tools), factories=self.environment_factories),
-            "_generate": masking_stale(returning_images(super()._generate), done.groups, oldest),
-        }
-        if self._session.scorer is not None:  # scored and accepted already; scoring again could differ
-            changes["reward_funcs"] = trained_rewards(done.groups)
+        if session.scorer is not None:
             self._pending_extra_logs.update(extra_columns(done.groups))
-            self._pending_metrics.update(self._session.scorer.take_metrics())
-        with construction.replaced(self, **changes), self._session.run_log.timing("scoring"):
+            self._pending_metrics.update(session.scorer.take_metrics())
+        corrects = self.vllm_importance_sampling_correction
+        in_training = corrects and training_pass.can_correct(type(self), APRILGRPOTrainer, self.args)
+        batch_for_trl = HandOver(
+            done.groups,
+            factories=self.environment_factories,
+            mask_below=self._april_options.oldest_trained(done.version),
+        )
+        with (  # TRL's own correction takes another forward pass
+            batch_for_trl.given_to(self, vllm_importance_sampling_correction=corrects and not in_training),
+            session.run_log.timing("scoring"),
+        ):
             batch = super()._generate_and_score_completions(inputs)
         if in_training:
-            self._session.correction.defer(self.args, batch, done)
+            session.correction.defer(self.args, batch, done)
         else:
-            self._log_metrics(self._session.correction.metrics(batch, done))
+            self._april_log_metrics(session.correction.metrics(batch, done))
         rewards = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("reward")}
-        self._session.run_log.add_round(done, rewards)
+        session.run_log.add_round(done, rewards)
         return batch
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        if self._april_hand_over is None:
+            return super()._generate(prompts)
+        return self._april_hand_over.generate(super()._generate, prompts)
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        # TRL would call the tools of a batch again.
+        if self._april_hand_over is None:
+            return super()._tool_call_loop(*args, **kwargs)
+        return self._april_hand_over.tool_results()
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         prompt_ids, *rest = super()._tokenize_prompts(prompts)
         return rows.begun(prompt_ids, self._tokenizer) if self.april_enabled else prompt_ids, *rest
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        # Overridden to time the reward functions, apart from the log-probabilities that TRL computes before them.
-        session = self._session if self.model.training else None
-        with nullcontext() if session is None else session.run_log.timing("reward_calls"):
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Overridden to time and check reward functions, and not to call them again for groups that were scored.
+        if self._april_session is None or not self.model.training:
             return result_of(partial(super()._calculate_rewards, *args, **kwargs))
+        with self._april_session.run_log.timing("reward_calls"):
+            if self._april_hand_over is not None and (rewards := self._april_hand_over.rewards()) is not None:
+                return self.accelerator.gather(torch.tensor(rewards, device=self.accelerator.device))
+            with replaced(self, reward_funcs=checked(self.reward_funcs, self.reward_func_names)):
+                return result_of(partial(super()._calculate_rewards, *args, **kwargs))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         # Overridden to choose the samples of micro-batches, and to notice a subclass that generates by itself.
-        self._requested.ask(generation_batch if self.april_enabled and self.model.training else None)
+        self._april_requested.request(generation_batch if self.april_enabled and self.model.training else None)
         before, inputs = self._buffered_inputs, super()._prepare_inputs(generation_batch)
         if not self.april_enabled or self._buffered_inputs is before:
             return inputs
-        self._requested.warn_if_unanswered()
+        self._april_requested.warn_if_unanswered()
         self._buffered_inputs = training_pass.micro_batches(self, APRILGRPOTrainer)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
@@ -279,122 +291,137 @@ class APRILGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding.
-        # Overridden, too, to correct a micro-batch by its training pass, the only one for which TRL wants entropies.
+        # It also corrects a micro-batch by its training pass, the only pass for which TRL wants entropies.
         score, micro_batch = super()._get_per_token_logps_and_entropies, None
         score = training_pass.forward_pass(self, score, kwargs)
-        if self._session is not None and self.model.training and kwargs.get("compute_entropy"):
+        if self._april_session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
         found = score(*args, **kwargs)
         if micro_batch is not None:
-            self._log_metrics(self._session.correction.correct(micro_batch, found[0]), prefix="")
+            self._april_log_metrics(self._april_session.correction.correct(micro_batch, found[0]), prefix="")
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Overridden to save partial samples. Without the optimiser, training cannot resume, and needs none.
-        if self._session:
-            self._checkpoints.save(
-                self.state,
+        # Overridden to save partial samples. Without the optimizer, training cannot resume, and needs none.
+        if self._april_session:
+            self._april_checkpoints.save(
+                self.state.global_step,
                 trial,
-                rollouts=None if self.args.save_only_model else self._session.save,
+                rollouts=None if self.args.save_only_model else self._april_session.save,
                 everything=partial(super()._save_checkpoint, model, trial),
-                stateful=(*self.callback_handler.callbacks, self.control),
-                writes_state=self.args.should_save,
             )
             return
         if not self.april_enabled and self.is_world_process_zero():
             remove_rollouts(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
 
-    def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
-        self._checkpoints = RunCheckpoints(
-            self.args.output_dir, self._get_output_dir, self._processes, resume_from_checkpoint
+    def _april_train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
+        self._april_checkpoints = RunCheckpoints(
+            self.args.output_dir, self._get_output_dir, self._april_processes, resume_from_checkpoint
         )
         try:
             with training_pass.rows_in_blocks(self), rows.read_once(self):
-                return super().train(self._checkpoints.resumed_from, *args, **kwargs)
+                return super().train(self._april_checkpoints.resumed_from, *args, **kwargs)
         except NothingToTrain:
-            logger.warning(f"{self._checkpoints.resumed_from} is the end of its training: nothing is left to train.")
+            logger.warning(
+                f"{self._april_checkpoints.resumed_from} is the end of its training: nothing is left to train."
+            )
             return self._finalize_training(None, 0, time.time())
         finally:
-            session, self._session = self._session, None  # the pool stays, to be looked at
+            session, self._april_session = self._april_session, None  # the pool stays, to be looked at
             if session is not None:
                 session.close()
 
-    def _attach_server(self) -> None:
-        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1  # also with a server of our own
+    def _april_attach_server(self) -> None:
+        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1  # also for the trainer's own server
         self.vllm_generation = construction.connect_server(
             self.args,
-            self._options,
-            server=self._server,
+            self._april_options,
+            server=self._april_server,
             model=self.model,
             accelerator=self.accelerator,
             processing_class=self.processing_class,
-            processes=self._processes,
+            processes=self._april_processes,
             policy_version=lambda: self.state.global_step,
             trained_model=lambda: self.model,
         )
         construction.check_memory(self)
-        self._fixed = compatibility.fixed_options(self)
+        self._april_fixed = compatibility.fixed_options(self)
 
-    def _open_session(self) -> RolloutSession:
-        sampling, turns = rows.sampling(self), tool_turns(self, self._options, self._rollout)
+    def _april_open_session(self) -> RolloutSession:
+        sampling, turns = rows.sampling(self), tool_turns(self, self._april_options, self._april_rollout)
         budget = rows.budget_of(self, sampling)
         rows.check_evaluation_rows(self, turns, budget)
         return RolloutSession(
             self.args,
-            self._options,
+            self._april_options,
             rows=rows.training_rows(self),
             tokenize=rows.tokenize_prompts(self, turns),
-            images_of=rows.sample_images(self, self._options),
+            images_of=rows.sample_images(self, self._april_options),
             vocab_size=self.model.config.get_text_config().vocab_size,
             budget=budget,
             sampling=sampling,
             server=self.vllm_generation,
             num_reward_funcs=len(self.reward_funcs),
-            scorer=reward_scorer(self, turns) if self._options.scores_groups else None,
+            scorer=reward_scorer(self, turns) if self._april_options.scores_groups else None,
             act=turns,
-            user_code=self._user_code,
+            user_code=self._april_user_code,
             state=self.state,
-            processes=self._processes,
-            stop=self._stop,
-            checkpoints=self._checkpoints,
+            processes=self._april_processes,
+            stop=self._april_stop,
+            checkpoints=self._april_checkpoints,
         )
 
-    def _run_round(self) -> Round:
+    def _april_evaluate(self, inputs: list[dict[str, Any]]) -> HandOver:
+        """Generate the completions of an evaluation for these rows, with the weights of now."""
+        if self.log_completions:
+            self._pending_extra_logs.update(evaluation_columns(len(inputs)))
+        if self._april_session is not None:
+            recovery = self._april_session.recovery  # requests during training are stopped before a sync
+        else:
+            recovery = Recovery(self.vllm_generation, self._april_processes, self._april_stop)
+        with self._april_saved_if_stopped():
+            if self.state.global_step != self._last_loaded_step:  # TRL's own sync would not survive an outage
+                with profiling_context(self, "sync_weights"):
+                    recovery.sync_weights()
+                self._last_loaded_step = self.state.global_step
+            return self._april_evaluation.generate(inputs, recovery)
+
+    def _april_run_round(self) -> Round:
         """Sync the weights, fill the pool, and run until the quota is met."""
         step = self.state.global_step
-        if self._session is None:
+        if self._april_session is None:
             if step >= self.state.max_steps:
-                raise NothingToTrain  # `Trainer` would do one more step
-            self._session = self._open_session()
-            self.pool, self._fixed["trainer.eos_token_ids"] = self._session.pool, [*self.eos_token_ids]
-        compatibility.check_fixed(self._fixed, compatibility.fixed_options(self))
+                raise NothingToTrain  # `Trainer` would take another step
+            self._april_session = self._april_open_session()
+            self.pool, self._april_fixed["trainer.eos_token_ids"] = self._april_session.pool, [*self.eos_token_ids]
+        compatibility.check_fixed(self._april_fixed, compatibility.fixed_options(self))
         is_synced, profiled = step == self._last_loaded_step, partial(profiling_context, self)
-        with self._saved_if_stopped():
-            done, metrics = self._session.run_round(self._step, is_synced=is_synced, profiled=profiled)
+        with self._april_saved_if_stopped():
+            done, metrics = self._april_session.run_round(self._step, is_synced=is_synced, profiled=profiled)
         self._last_loaded_step = step
-        self._log_metrics(metrics)
+        self._april_log_metrics(metrics)
         self.round_history.append(outline(done))
         return done
 
     @contextmanager
-    def _saved_if_stopped(self) -> Iterator[None]:
+    def _april_saved_if_stopped(self) -> Iterator[None]:
         """Write a checkpoint if training ends in the block because of a signal or a lost server."""
         try:
             yield
         except (Stopped, ServerError) as error:  # in all processes
-            if self._session and (isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO):
-                self._save_now()
+            if self._april_session and (isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO):
+                self._april_save_now()
             raise
 
-    def _save_now(self) -> None:
+    def _april_save_now(self) -> None:
         """Write a checkpoint of the weights of the last step, and everything generated so far."""
-        is_new = not self._checkpoints.has_weights(self.state.global_step)
+        is_new = not self._april_checkpoints.has_weights(self.state.global_step)
         self._save_checkpoint(self.model, trial=None)
         if is_new:
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        logger.warning(f"Training can be resumed from {self._checkpoints.folder(self.state.global_step)}.")
+        logger.warning(f"Training can be resumed from {self._april_checkpoints.folder(self.state.global_step)}.")
 
-    def _log_metrics(self, metrics: dict[str, float], prefix: str = "april/") -> None:
+    def _april_log_metrics(self, metrics: dict[str, float], prefix: str = "april/") -> None:
         for name, value in metrics.items():
             self._metrics["train"][prefix + name].append(value)

@@ -13,8 +13,7 @@ from trl import GRPOConfig
 from tests.support.environments import GAME, LOG, Counting, Numbered, Saved, Silent, Speaking
 from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, multiply, trainer_arguments
 from trl_april.bridge import tool_loop
-from trl_april.bridge.construction import replaced
-from trl_april.bridge.hand_over import handed_over, loop_results, rollout_output
+from trl_april.bridge.hand_over import HandOver, loop_results, rollout_output
 from trl_april.bridge.rewards import reward_scorer
 from trl_april.bridge.tool_loop import tool_turns
 from trl_april.config import AprilOptions
@@ -264,7 +263,7 @@ def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_
     stock = make_stock(tmp_path, BY_NAME, [{"environment": name} for name in BY_NAME])
     turns, parse, seen = make_turns(stock), tool_loop.parse_response, []
     monkeypatch.setattr(tool_loop, "parse_response", lambda *a, tools, **k: seen.append(tools) or parse(*a, **k))
-    with replaced(stock, **handed_over([], has_tools=True)):
+    with HandOver([]).given_to(stock):
         one_sample(turns, call("echo", text="hey"), environment="speak")
     assert [tool.__name__ for tool in seen[0]] == ["multiply", "echo"]
 

@@ -86,9 +86,9 @@ def test_a_subclass_that_overrides_a_replaced_method_runs_stock():
         def _calculate_rewards(self, *args, **kwargs):
             return super()._calculate_rewards(*args, **kwargs)
 
-    assert ignored_overrides(APRILGRPOTrainer) == ignored_overrides(Rewards) == []
-    assert ignored_overrides(Curriculum) == ["get_train_dataloader"]
-    reason = why_stock(config(), overridden=ignored_overrides(Generates))
+    assert ignored_overrides(APRILGRPOTrainer, APRILGRPOTrainer) == ignored_overrides(Rewards, APRILGRPOTrainer) == []
+    assert ignored_overrides(Curriculum, APRILGRPOTrainer) == ["get_train_dataloader"]
+    reason = why_stock(config(), overridden=ignored_overrides(Generates, APRILGRPOTrainer))
     assert reason.startswith("a subclass overrides _generate_single_turn and get_train_dataloader, which")
 
 
@@ -311,9 +311,9 @@ def test_a_requested_batch_is_compared_without_copies_of_its_images():
     parts = [{"type": "image", "image": Picture()}, {"type": "text", "text": "What is it?"}]
     rows = [{"prompt": [{"role": "user", "content": parts}], "images": [Picture()]}]
     requested = RequestedBatch("Mine")
-    requested.ask(rows)
+    requested.request(rows)
     requested.answer(rows)
-    requested.ask(rows)
+    requested.request(rows)
     parts[1]["text"] += " Be brief."
     with pytest.raises(ConfigError, match="Mine changes the prompts"):
         requested.answer(rows)

@@ -18,18 +18,26 @@ from trl_april.checkpoint.rollouts import load_rollouts
 from trl_april.data.order import make_source
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.pool import Pool
+from trl_april.rollout.training_steps import TrainingSteps
 from trl_april.session import RolloutSession
 
 
+class Steps(TrainingSteps):
+    """The batches in training."""
+
+    def __init__(self, plan):
+        self.plan, self.in_training = plan, deque()
+
+
 class Session(RolloutSession):
-    """From `step`, or from a checkpoint of it. Its trainer makes the optimiser steps."""
+    """From `step`, or from a checkpoint of it. `train` makes the optimizer steps."""
 
     def __init__(self, plan, rows, pool: Pool, rng: random.Random, step: int = 0, checkpoint: Path | None = None):
         PartialState()  # for the logger
         self._plan, self.pool, self._rng, self._settings = plan, pool, rng, {}
         self._state, self._processes = SimpleNamespace(global_step=step), OneProcess()
         self._loop, self._restorable = SimpleNamespace(paused=nullcontext), None
-        self._in_training, self._micro_step = deque(), 0
+        self.steps, self._micro_step = Steps(plan), 0
         self.trained: list[list[int]] = []  # rows of each batch
         if checkpoint is None:
             self._source = make_source(rows, plan, step)
@@ -39,10 +47,10 @@ class Session(RolloutSession):
     def train(self, until: int) -> None:
         while self._state.global_step < until:
             if self._micro_step % self._plan.micro_steps_per_round == 0:
-                self._in_training.append((self._micro_step, self._round()))
+                self.steps.in_training.append((self._micro_step, self._round()))
             self._micro_step += 1
             if self._micro_step % self._plan.gradient_accumulation_steps == 0:
-                self.release_trained(self._micro_step)
+                self.steps.release_trained(self._micro_step)
                 self._state.global_step += 1
 
     def _round(self) -> list:

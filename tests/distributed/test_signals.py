@@ -33,14 +33,17 @@ def test_first_signal_is_noted_and_interrupts_nothing(number: int, caplog: pytes
         signal.raise_signal(number)
         assert stop.signal == number
     assert signal.Signals(number).name in caplog.text
-    assert "a checkpoint is written" in caplog.text and "A second one stops it now" in caplog.text
+    assert "a checkpoint is written" in caplog.text and "A second signal stops it now" in caplog.text
     assert stop.signal == number, "the trainer reads it after training"
     assert str(Stopped(number)) == f"Training was stopped by {signal.Signals(number).name}."
 
 
-@pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize(
-    ("second", "error", "code"), [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)]
+    ("first", "second", "error", "code"),
+    [
+        (signal.SIGTERM, signal.SIGINT, KeyboardInterrupt, None),
+        (signal.SIGTERM, signal.SIGTERM, SystemExit, 143),
+    ],
 )
 def test_second_signal_leaves_at_once(monkeypatch, first: int, second: int, error: type[BaseException], code):
     """By an exception, so that a server started in a `with` block is stopped; with the exit code of a shell."""
@@ -82,19 +85,14 @@ def test_signal_during_the_agreement_counts_in_the_next_one():
     assert (stop.signal, stop.agreed) == (signal.SIGINT, 0)
 
 
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-def test_handlers_are_restored_however_training_ends(error: type[BaseException] | None):
-    def mine(number, frame) -> None:
-        raise AssertionError("not while it listens")
-
-    before = {number: signal.signal(number, mine) for number in SIGNALS}
+def test_handlers_are_restored_however_training_ends():
+    before = {number: signal.signal(number, lambda *args: None) for number in SIGNALS}
+    mine = [signal.getsignal(number) for number in SIGNALS]
     try:
-        with pytest.raises(error) if error else StopRequest().listening():
-            with StopRequest().listening():
-                assert all(signal.getsignal(number) is not mine for number in SIGNALS)
-                if error:
-                    raise error
-        assert [signal.getsignal(number) for number in SIGNALS] == [mine, mine]
+        with pytest.raises(ValueError), StopRequest().listening():
+            assert not {*mine} & {signal.getsignal(number) for number in SIGNALS}
+            raise ValueError
+        assert [signal.getsignal(number) for number in SIGNALS] == mine
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -115,31 +113,16 @@ def test_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_signal_of_an_earlier_training_does_not_stop_this_one():
-    stop = StopRequest()
-    with stop.listening():
-        signal.raise_signal(signal.SIGTERM)
-    with stop.listening():
-        assert stop.signal == 0
-        signal.raise_signal(signal.SIGINT)
-        assert stop.signal == signal.SIGINT
-
-
-@pytest.mark.parametrize("earlier", [0, 1])
-def test_error_of_another_process_comes_before_the_signal_that_it_has_caused(monkeypatch, earlier: int):
-    """A launcher sends SIGTERM to all processes when one has failed. Signals before the error are noted."""
-    monkeypatch.setattr(module, "SAME_SECONDS", 0.0)
-    errors = [None] * earlier + [PeerError("Process 1 has failed.")]
+def test_error_of_another_process_comes_before_the_signal_that_it_has_caused():
+    """A launcher sends SIGTERM to all processes after a failure."""
 
     def check() -> None:
-        if (error := errors.pop(0)) is not None:
-            raise error
+        raise PeerError("Process 1 has failed.")
 
     stop = StopRequest(check)
     with pytest.raises(PeerError, match="Process 1 has failed"), stop.listening():
-        for _ in range(earlier + 1):
-            signal.raise_signal(signal.SIGTERM)
-    assert stop.signal == earlier * signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.signal == 0
 
 
 def test_outside_of_the_main_thread_there_is_only_a_warning(caplog: pytest.LogCaptureFixture):

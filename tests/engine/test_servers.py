@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -94,15 +93,15 @@ def test_the_streams_of_a_server_that_leaves_end_and_those_of_others_continue(ho
 def test_a_server_is_asked_for_its_version_once_for_many_requests():
     async def main() -> None:
         await engine.route_to([one.base_url, two.base_url], [one.base_url, two.base_url], 3)
-        readers = [Reader(engine, make_request(number)) for number in range(20)]
-        assert [await reader.error() for reader in readers] == [None] * 20
+        readers = [Reader(engine, make_request(number)) for number in range(8)]
+        assert [await reader.error() for reader in readers] == [None] * 8
         await engine.close()
 
     with FakeVLLM(weight_version="3") as one, FakeVLLM(weight_version="3") as two:
         engine = make_engine(one, two)
         asyncio.run(main())
         for server in (one, two):
-            assert len(server.received_at("/v1/completions")) == 10
+            assert len(server.received_at("/v1/completions")) == 4
             assert len(server.received_at("/weight_info")) == 1
             assert server.received[0].path == "/weight_info", "before the first request"
 
@@ -125,25 +124,6 @@ def test_the_next_turn_of_a_sample_stays_where_its_blocks_are():
         await engine.close()
 
     with FakeVLLM(script=answer) as one, FakeVLLM(script=answer) as two:
-        engine = make_engine(one, two)
-        asyncio.run(main())
-
-
-def test_a_sample_that_left_the_pool_has_no_home():
-    """The engine is not told: its budget was used up at a cut, or its group was withdrawn."""
-
-    async def main() -> None:
-        request = make_request(0)
-        reader = Reader(engine, request)
-        await until(lambda: len(engine._homes) == 1)
-        await engine.abort([request.request_id])
-        assert await reader.error() is None
-        del request, reader
-        gc.collect()
-        assert not engine._homes
-        await engine.close()
-
-    with FakeVLLM(script=stall) as one, FakeVLLM(script=stall) as two:
         engine = make_engine(one, two)
         asyncio.run(main())
 

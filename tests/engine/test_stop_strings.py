@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from contextlib import aclosing
 
 import pytest
-import requests
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.tiny import build_tokenizer
 from trl_april.engine.protocol import Chunk, GenerationRequest
-from trl_april.engine.sampling import sampling_options
 from trl_april.engine.stop_strings import StopSearch, StopStrings
-from trl_april.engine.vllm import VLLMEngine
 
 
 SPECIAL = "<|tool|>"
@@ -86,7 +80,7 @@ def vllm_end(prompt: list[int], turn: list[int], strings: list[str], min_tokens:
     return next((n for n, token in enumerate(turn, 1) if found.update([token], False)), None)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_any_cut_ends_the_turn_where_vllm_ends_it_uncut(seed):
     rng = random.Random(seed)
     prompt, turn = TOKENIZER.encode(rng.choice(PROMPTS)), random_tokens(rng, rng.randint(1, 120))
@@ -98,13 +92,6 @@ def test_any_cut_ends_the_turn_where_vllm_ends_it_uncut(seed):
         assert complete(prompt, turn, stop, rng) == expected
 
 
-def test_a_string_that_begins_in_the_prompt_ends_nothing():
-    prompt, turn = TOKENIZER.encode("Put it into </answ"), TOKENIZER.encode("er> 7</answer>!")
-    expected = vllm_end(prompt, turn, ["</answer>"], 0)
-    rng, stop = random.Random(0), StopStrings(["</answer>"], decode)
-    assert expected and {complete(prompt, turn, stop, rng) for _ in range(20)} == {expected}
-
-
 def test_an_incomplete_character_before_a_request_hides_the_prompt_from_the_server():
     """vLLM would take the prompt for generated text, and find the stop string of its instructions."""
     prompt, emoji = TOKENIZER.encode("Answer in </answer>: "), TOKENIZER.encode("😀")
@@ -113,44 +100,3 @@ def test_an_incomplete_character_before_a_request_hides_the_prompt_from_the_serv
     assert vllm_end([*prompt, *emoji[:2]], [*emoji[2:], *emoji], ["</answer>"], 0) == 2
     request = GenerationRequest("r", [*prompt, *emoji[:2]], 2, 9, "salt")
     assert StopSearch(stop, request).cut(Chunk([*emoji[2:], *emoji], [0.0] * 6)).finish_reason is None
-
-
-@pytest.mark.server
-def test_a_completion_that_is_cut_anywhere_ends_as_the_servers_own(server):
-    tokenizer = build_tokenizer()
-    prompt = tokenizer("What is 3 + 4? ")["input_ids"]
-    body = {"model": server.model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "return_token_ids": True,
-            "ignore_eos": True, "repetition_penalty": 9}  # fmt: skip
-
-    def of_server(**more):
-        answer = requests.post(f"{server.base_url}/v1/completions", json={**body, **more}, timeout=60)
-        answer.raise_for_status()
-        return answer.json()["choices"][0]
-
-    whole = of_server()
-    stop = whole["text"][7:11]
-    wanted = of_server(stop=[stop])
-    assert wanted["finish_reason"] == "stop" and len(wanted["token_ids"]) > 4
-    own = {"temperature": 0.0, "ignore_eos": True, "repetition_penalty": 9.0, "stop": stop}
-    sampling = sampling_options(own, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
-
-    async def resumed() -> list[tuple[list[int], int, str | None]]:
-        engine, found = VLLMEngine(server.base_url, server.model, sampling, stream_interval=4), []
-        for cut in range(len(wanted["token_ids"])):
-            held = [*prompt, *wanted["token_ids"][:cut]]
-            request = GenerationRequest(f"stop-0-{cut}-1", held, cut, 40 - cut, "salt")
-            async with aclosing(engine.generate(request)) as stream:
-                chunks = [chunk async for chunk in stream]
-            ids = [*held[len(prompt) :], *(one for chunk in chunks for one in chunk.token_ids)]
-            found.append((ids, sum(len(chunk.logprobs) for chunk in chunks), chunks[-1].finish_reason))
-        await engine.close()
-        return found
-
-    length = len(wanted["token_ids"])
-    assert asyncio.run(resumed()) == [(wanted["token_ids"], length - cut, "stop") for cut in range(length)]
-    running = "vllm:num_requests_running{"
-    for _ in range(100):  # those that the server had not ended itself
-        lines = requests.get(f"{server.base_url}/metrics", timeout=10).text.splitlines()
-        if all(line.endswith(" 0.0") for line in lines if line.startswith(running)):
-            return
-    raise AssertionError("a request runs on after its stop string")

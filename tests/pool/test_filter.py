@@ -55,14 +55,6 @@ def test_only_a_finished_group_is_filtered_and_only_once():
     pool.check()
 
 
-def test_pool_without_dynamic_sampling_filters_nothing():
-    pool = make_pool(dynamic_sampling=False)
-    (group,) = finish(pool, 0)
-    assert pool.unscored() == [] and pool.schedule.quota_met
-    with pytest.raises(PoolError, match="dynamic sampling"):
-        pool.reject(group, SCORE)
-
-
 def test_rejected_groups_are_readmitted_oldest_first_and_in_order():
     pool = make_pool(4, quota=2)
     zero, one, _, three = finish(pool, 0, 1, 2, 3)
@@ -75,15 +67,3 @@ def test_rejected_groups_are_readmitted_oldest_first_and_in_order():
     assert pool.counters.groups_rejected == 1
     with pytest.raises(PoolError):
         pool.readmit(2)
-
-
-def test_withdrawn_groups_are_the_youngest_and_counted_as_rejected():
-    pool = make_pool(3)
-    finish(pool, 1)
-    assert pool.withdraw(2) == [1, 2]
-    assert ids(pool) == [0]
-    assert (pool.counters.groups_rejected, pool.counters.tokens_rejected) == (2, 2)
-    pool.check()
-    pool.start(next(iter(pool)).samples[0])
-    with pytest.raises(PoolError, match="running"):
-        pool.withdraw(1)

@@ -6,7 +6,6 @@ from tests.support.pools import pool_in_round, segments
 from trl_april.errors import PoolError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Sample
-from trl_april.pool.state import restore, state_dict
 
 
 def running() -> tuple[Pool, Sample]:
@@ -31,33 +30,6 @@ def test_version_begins_while_requests_run_that_were_held_for_it():
     pool.record(sample, [5], [-1.0])
     assert segments(sample) == [(0, 3), (1, 2)]
     pool.check()
-
-
-def test_tokens_of_the_old_version_may_arrive_after_the_round_is_opened():
-    pool, sample = running()
-    pool.hold(1)
-    pool.begin_round(1)
-    pool.record(sample, [1], [-1.0], 0)
-    pool.record(sample, [2], [-1.0], 1)
-    for version in (0, 2):
-        with pytest.raises(PoolError):
-            pool.record(sample, [3], [-1.0], version)
-    assert segments(sample) == [(0, 1), (1, 1)]
-
-
-def test_checkpoint_between_the_sync_and_the_round_keeps_both_versions():
-    """As after an evaluation, which the weights were synced for."""
-    pool, sample = running()
-    pool.record(sample, [1], [-1.0])
-    pool.hold(1)
-    pool.record(sample, [2], [-1.0], 1)
-    state = state_dict(pool)
-    for version in (1, 2):
-        resumed = Pool(1, max_staleness=None)
-        restore(resumed, [state], version=version)
-        assert segments(next(iter(resumed)).samples[0]) == [(0, 1), (1, 1)]
-        assert resumed.schedule.version == version
-        resumed.begin_round(2)
 
 
 def test_held_version_does_not_go_back():

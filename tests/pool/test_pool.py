@@ -17,7 +17,7 @@ from tests.support.pools import (
     segments,
     snapshot,
 )
-from trl_april.errors import AprilError, ConfigError, EngineError, PoolError
+from trl_april.errors import ConfigError, EngineError, PoolError
 from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Sample, SampleState
@@ -96,37 +96,6 @@ def test_illegal_transitions_raise_and_change_nothing(state, transition):
     else:
         refused(pool, TRANSITIONS[transition], pool, sample, words=f"is {state}")
     pool.check()
-
-
-@pytest.mark.parametrize("transition", TRANSITIONS)
-def test_sample_of_another_pool_is_refused(transition):
-    """Identity counts, not the ids: a look-alike must not move the sample that it resembles."""
-    stranger = sample_in(pool_in_round(groups=1), SampleState.RUNNING)
-    pool = pool_in_round(groups=1)
-    refused(pool, TRANSITIONS[transition], pool, stranger, words="does not hold")
-
-
-def test_versions_do_not_decrease_across_results_of_tools():
-    pool = pool_in_round(groups=1, has_tools=True, max_staleness=None)
-    (sample,) = next(iter(pool)).samples
-    pool.begin_round(5)
-    generate(pool, sample, 3)
-    pool.finish(sample, FinishReason.STOP)
-    pool.begin_round(6)  # while the sample acts
-    pool.act_ended(sample, [], [4], is_complete=False)
-    pool.start(sample)
-    refused(pool, pool.record, sample, [5], [-1.0], 4, words="can have version 5 to 6")
-    pool.record(sample, [5], [-1.0])
-    assert sample.versions == [5, None, 6]
-
-
-def test_completion_needs_a_token_and_a_known_reason():
-    pool = pool_in_round(groups=1)
-    (sample,) = next(iter(pool)).samples
-    pool.start(sample)
-    refused(pool, pool.finish, sample, FinishReason.STOP, words="without a token")
-    generate(pool, sample, 3)
-    refused(pool, pool.finish, sample, "abort", words="abort", error=ValueError)
 
 
 @pytest.mark.parametrize(
@@ -346,63 +315,16 @@ def test_bad_options_are_refused_with_value_rule_and_remedy(options, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(("factor", "bound", "versions"), [(1.0, 0, 1), (2.0, 1, 1), (6.0, 5, 1), (2.0, 3, 3)])
-def test_largest_factor_that_the_bound_allows_is_accepted(factor, bound, versions):
-    Pool(3, over_provisioning=factor, max_staleness=bound, versions_per_round=versions)
-    with pytest.raises(ConfigError):
-        Pool(3, over_provisioning=factor + 0.01, max_staleness=bound, versions_per_round=versions)
-
-
-def test_errors_are_ours_and_of_the_standard_library():
-    for error, base in ((ConfigError, ValueError), (PoolError, RuntimeError), (EngineError, RuntimeError)):
-        assert issubclass(error, AprilError) and issubclass(error, base)
-
-
 # A full pool
-
-
-def test_full_pool_continues_only_with_groups_that_the_round_needs():
-    pool = pool_in_round(2, groups=5, samples=2, over_provisioning=2.5, max_staleness=None, max_parked_tokens=4)
-    zero, one, _, three, four = pool
-    park(pool, three.samples[0], 1, 2, 3)
-    assert [sample.key for _, sample in pool.ready()][:2] == [(3, 0), (0, 0)]
-    park(pool, one.samples[1], 1)
-    assert pool.is_full
-    assert [sample.key for _, sample in pool.ready()] == [(1, 1), (0, 0), (0, 1), (1, 0)]
-    assert [sample.key for sample in pool.not_needed()] == [(i, j) for i in (2, 3, 4) for j in (0, 1)]
-    complete(pool, zero)
-    assert {sample.group_id for _, sample in pool.ready()} == {1}  # one group is missing
-    complete(pool, four)
-    assert pool.ready() == [] and pool.schedule.quota_met
 
 
 def test_pool_does_not_learn_that_its_own_unfinished_group_is_finished():
     """Rule 1: a group cannot leave because another process, which counts differently, believes it finished."""
     pool = pool_in_round(1, groups=1)
-    refused(pool, pool.learn, [0], words="Group 0 is said to be finished, but is waiting here")
+    refused(pool, pool.learn, [0], words="group 0 as finished, but it is waiting here")
 
 
 # State
-
-
-def test_saving_disturbs_nothing_and_running_samples_are_saved_as_parked():
-    pool = pool_in_round(groups=3)
-    started, empty, full = (group.samples[0] for group in pool)
-    pool.start(empty)
-    generate(pool, started, 1, 2)
-    generate(pool, full, *range(BUDGET))
-    state = state_dict(pool)
-    generate(pool, started, 3)
-    assert segments(started) == [(0, 3)]
-
-    restored = Pool(2)
-    restore(restored, [state])
-    restored.check()
-    samples = [group.samples[0] for group in restored]
-    assert [sample.state for sample in samples] == [SampleState.PARKED, SampleState.WAITING, SampleState.FINISHED]
-    assert samples[2].finish_reason is FinishReason.LENGTH
-    generate(restored, samples[0], 3)
-    assert segments(samples[0]) == [(0, 2), (0, 1)]  # another request opens another segment
 
 
 @pytest.mark.parametrize(

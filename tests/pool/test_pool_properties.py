@@ -139,9 +139,9 @@ class PoolMachine(RuleBasedStateMachine):
     def change_the_target(self, factor):
         if self.bound is not None and factor > self.bound // self.versions_per_round + 1:
             with pytest.raises(ConfigError, match=f"over_provisioning is {factor}"):
-                self.pool.schedule.aim_at(factor)
+                self.pool.schedule.set_target(factor)
             return
-        self.pool.schedule.aim_at(factor)
+        self.pool.schedule.set_target(factor)
         self.options["over_provisioning"] = factor
         self.target = math.ceil(self.quota * factor)
 
@@ -388,7 +388,7 @@ def run_schedule(seed: int, rounds: int = 7) -> int:
         if changes_factor:
             factor = rng.choice([1.0, limit, rng.uniform(1.0, limit)])
             for pool in pools:
-                pool.schedule.aim_at(factor)
+                pool.schedule.set_target(factor)
         pools.begin_round(version)
         pools.admit(rounds * quota - pools.next_id, samples=rng.randint(1, 2))
         for pool in pools:

@@ -67,16 +67,6 @@ def refused(schedule: Schedule, call, *args: object, words: str) -> None:
     assert view(schedule) == before
 
 
-def test_admitted_groups_are_outstanding_until_they_are_delivered():
-    schedule = in_round(3, 0, 2, 5)
-    assert (len(schedule), schedule.ids, schedule.room) == (3, [0, 2, 5], 1)
-    assert [schedule.start_version(group_id) for group_id in schedule.ids] == [3, 3, 3]
-    schedule.learn([5, 0])
-    assert (schedule.num_finished(3), schedule.num_finished(2)) == (2, 0)
-    assert schedule.deliver() == [0, 5]
-    assert (schedule.ids, schedule.finished, schedule.quota_met, schedule.room) == ([2], [], False, 3)
-
-
 def test_oldest_finished_groups_are_the_next_batch():
     """Rules 6 and 7: in whatever order they are learned of, twice or not."""
     schedule = in_round(0, 0, 1, 2, 3)
@@ -86,14 +76,6 @@ def test_oldest_finished_groups_are_the_next_batch():
     assert schedule.finished == [1, 2, 3]
     assert schedule.deliver() == [1, 2]
     assert (schedule.ids, schedule.finished) == ([0, 3], [3])
-
-
-def test_round_filled_by_surplus_has_no_room():
-    schedule = in_round(0, 0, 1, 2)
-    schedule.learn([0])
-    assert schedule.room == 1
-    schedule.learn([2])
-    assert schedule.room == 0
 
 
 def test_room_ahead_leaves_a_batch_fewer_than_the_bound_allows():
@@ -145,16 +127,6 @@ class TestWithheldGroups:
         schedule.withhold()
         assert (schedule.needed(), schedule.withheld) == ([0], 0)
 
-    def test_rounds_that_wait_now_and_then_are_not_touched(self):
-        assert {withheld for withheld, *_ in self.rounds(self.trained_slowly(), ([6] * 7 + [3]) * 4)} == {0}
-        assert self.rounds(self.trained_slowly(), [6] * 8)[-1][0] == 1
-
-    def test_a_batch_is_always_admitted(self):
-        schedule = self.trained_slowly()
-        schedule.withheld = 100
-        self.rounds(schedule, [0, 4, 4])
-        assert len(schedule) == 4
-
 
 def test_requirements_by_hand():
     """Quota 2, bound 3, version 7: version 4 must go now, version 5 may wait one round, version 7 three."""
@@ -170,43 +142,7 @@ def test_requirements_by_hand():
     assert schedule.deliver() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_staleness": None}, {"staleness_policy": "mask"}, {"staleness_policy": "ignore"}]
-)
-def test_without_a_guarantee_only_the_quota_is_required(options):
-    schedule = holding({0: 0, 1: 0, 2: 9, 3: 9}, 2, 3, version=9, **options)
-    assert schedule.requirements() == [Requirement(9, 2)]
-    assert schedule.quota_met and schedule.fits()
-
-
-def test_readmitted_group_returns_to_its_old_position():
-    schedule = in_round(0, 0, max_staleness=1)
-    schedule.begin_round(1)
-    for group_id in (1, 2, 3):
-        schedule.admit(group_id)
-    before = schedule.requirements()
-    schedule.reject(0)
-    assert schedule.requirements() != before
-    schedule.learn([2])
-    refused(schedule, schedule.readmit, 2, words="this round rejected 1")
-    assert schedule.readmit(1) == [0]
-    assert (schedule.ids, schedule.finished, schedule.requirements()) == ([0, 1, 2, 3], [0, 2], before)
-
-
 # Refused calls
-
-
-def test_nothing_is_admitted_before_the_first_round():
-    schedule = make_schedule()
-    refused(schedule, schedule.admit, 0, words="begin_round")
-
-
-@pytest.mark.parametrize("group_id", [3, 2, 0, -1])
-def test_ids_must_ascend(group_id):
-    schedule = in_round(0, 2, 3)
-    schedule.learn([2, 3])
-    schedule.deliver()  # an id does not return after its group left
-    refused(schedule, schedule.admit, group_id, words="must ascend")
 
 
 @pytest.mark.parametrize(
@@ -220,22 +156,6 @@ def test_target_is_the_factor_times_the_quota_rounded_up(quota, factor, target):
     refused(schedule, schedule.admit, target, words=f"{target} groups are outstanding")
 
 
-def test_lowered_target_admits_nothing_until_enough_were_delivered():
-    schedule = in_round(0, *range(6), quota=2, over_provisioning=3.0)
-    schedule.aim_at(1.5)
-    assert (schedule.target, schedule.capacity) == (3, 6)
-    refused(schedule, schedule.admit, 6, words="6 groups are outstanding")
-    rooms = []
-    for version in (1, 2):
-        schedule.learn(schedule.ids[:2])
-        schedule.deliver()
-        schedule.begin_round(version)
-        rooms.append(schedule.room)
-    assert rooms == [0, 1]
-    schedule.aim_at(2.5)
-    assert (schedule.over_provisioning, schedule.target, schedule.room) == (2.5, 5, 3)
-
-
 def test_a_share_of_the_surplus_is_admitted_as_training_ends():
     schedule, rooms = in_round(0, quota=2, over_provisioning=3.0), []
     for schedule.surplus_share in (1.0, 0.5, 0.1, 0.0):
@@ -247,16 +167,8 @@ def test_target_beyond_the_bound_is_refused():
     schedule = make_schedule(quota=2, over_provisioning=2.0, max_staleness=2)
     for wrong in (3.5, 0.5, math.inf):
         with pytest.raises(ConfigError, match=f"over_provisioning is {wrong}"):
-            schedule.aim_at(wrong)
+            schedule.set_target(wrong)
     assert (schedule.over_provisioning, schedule.target, schedule.capacity) == (2.0, 4, 4)
-
-
-def test_only_outstanding_groups_can_finish():
-    schedule = in_round(0, 0, 1, 2)
-    refused(schedule, schedule.learn, [1, 7], words="Group 7")
-    schedule.learn([0, 1])
-    schedule.deliver()
-    refused(schedule, schedule.learn, [1], words="Group 1")
 
 
 def test_versions_neither_decrease_nor_jump():
@@ -265,13 +177,6 @@ def test_versions_neither_decrease_nor_jump():
     refused(schedule, schedule.begin_round, 7, words="more than the 2")
     schedule.begin_round(6)
     assert schedule.start_version(0) == 4
-
-
-@pytest.mark.parametrize(("group_ids", "bound"), [((), 5), ((0,), None)])
-def test_version_may_jump_where_no_bound_is_at_stake(group_ids, bound):
-    schedule = in_round(4, *group_ids, max_staleness=bound)
-    schedule.begin_round(40)
-    assert schedule.version == 40
 
 
 # Brute force

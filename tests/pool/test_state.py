@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from tests.support.closing import in_time
 from tests.support.driven import DrivenRun, canonical
-from tests.support.pools import admit, complete, generate, pool_in_round, refused
+from tests.support.pools import admit, complete, pool_in_round, refused
 from trl_april.distributed.scatter import owner_of
 from trl_april.errors import PoolError
-from trl_april.pool.packing import prompt_digest
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, Group, SampleState
+from trl_april.pool.samples import Group, SampleState
 from trl_april.pool.state import COUNTERS, restore, state_dict
 
 
@@ -208,44 +206,6 @@ def test_a_bound_that_cannot_be_kept_is_refused_whole():
     assert len(loose) == 2
 
 
-def test_conversation_in_a_state_is_a_copy():
-    pool = pool_in_round(groups=1, has_tools=True)
-    (sample,) = next(iter(pool)).samples
-    generate(pool, sample, 1)
-    for last in (False, True):
-        pool.finish(sample, FinishReason.STOP)
-        state = state_dict(pool)
-        text = canonical(state)
-        pool.act_ended(sample, [{"role": "assistant"}, {"role": "tool"}], [2], is_complete=last)
-        assert canonical(state) == text
-        if not last:
-            generate(pool, sample, 3)
-    assert sample.conversation.iterations == 2  # there are results, though no call is counted
-
-
-def test_digest_of_a_prompt_with_an_image_is_the_same_after_the_image_was_read_again(tmp_path):
-    """Its text has an address in memory, and a class that depends on where it came from."""
-
-    def digest(image):
-        return prompt_digest({"prompt": [{"role": "user", "content": [{"type": "image", "image": image}]}]})
-
-    image = Image.new("RGB", (3, 2))
-    image.save(tmp_path / "image.png")
-    assert digest(image) == digest(Image.open(tmp_path / "image.png")) != digest(Image.new("RGB", (3, 3)))
-
-
-def test_scores_of_other_reward_functions_are_forgotten():
-    run = run_of(seed=3, dynamic_sampling=True, max_staleness=None, over_provisioning=4.0)
-    scored = sum(group.score is not None for group in run.groups().values())
-    assert scored
-    for num_reward_funcs, left in ((None, scored), (2, scored), (1, 0), (3, 0)):
-        pools, _ = pools_from(run.states(), 2, run.options, num_reward_funcs=num_reward_funcs)
-        for pool in pools:
-            pool.check()
-        assert sum(group.score is not None for pool in pools for group in pool) == left
-        assert sum(len(pool.unscored()) for pool in pools) >= scored - left
-
-
 def test_states_of_different_moments_are_refused():
     """Each of them is whole. Together they would train some rows twice and others never."""
     run = run_of()
@@ -270,26 +230,6 @@ def test_groups_that_training_can_no_longer_use_are_the_youngest_and_count_as_re
             found = sorted(group.group_id for group in [*pool, *others])
             assert pool.schedule.ids == found == held[: len(held) - surplus]
         assert sum(pool.counters.groups_rejected for pool in pools) == rejected + surplus
-
-
-def test_a_state_of_a_later_checkpoint_is_refused():
-    """Its tokens would be younger than the weights."""
-    run = run_of(rounds=3, seed=1)
-    states = run.states()
-    pool = Pool(**run.options)
-    newest = states[0]["version"]
-    assert newest > 0
-    words = f"is of policy version {newest}, and training continues with version 0"
-    refused(pool, restore, pool, states, version=0, words=words)
-
-
-def test_a_pool_that_knows_of_groups_elsewhere_is_not_empty():
-    """Pinned: of a state without groups of its own, nothing showed in the pool itself but its schedule."""
-    run = run_of()
-    pool = Pool(**run.options)
-    restore(pool, run.states(), owns=lambda group_id: False, has_totals=False)
-    assert len(pool) == 0 < len(pool.schedule)
-    refused(pool, restore, pool, run.states(), words="into an empty pool")
 
 
 def test_a_batch_in_training_is_delivered_again_where_the_version_has_not_changed():

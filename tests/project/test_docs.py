@@ -4,16 +4,15 @@ import ast
 import doctest
 import re
 import shlex
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
+from typing import Any
 
+import measured_tables
 import pytest
 import trl
 import yaml
-from datasets import Dataset
 
 import trl_april
 from tests.support import docs_commands
@@ -28,7 +27,7 @@ from trl_april.config import AprilOptions
 from trl_april.engine.servers import Traffic
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.batch import round_metrics, server_metrics
 from trl_april.training.correction import AGES, correction_metrics
 
@@ -100,35 +99,30 @@ def test_yaml_is_a_valid_recipe(block):
 class GivenCompletions(ServerlessTrainer):
     """Trains on completions of two tokens."""
 
-    def _run_round(self) -> Round:
-        size = self.args.num_generations
+    def _april_run_round(self) -> Round:
+        size, row = self.args.num_generations, {"prompt": "1+1=", "answer": "2"}
         self.groups = [
-            Group(group_id, {"prompt": "1+1="}, [5, 6], Budget(8), 0, [Sample(group_id, i) for i in range(size)])
+            Group(group_id, row, [5, 6], Budget(8), 0, [Sample(group_id, i) for i in range(size)])
             for group_id in range(self.args.generation_batch_size // size)
         ]
         for made in (made for one in self.groups for made in one.samples):
             made.append([7 + made.index, 8], [-1.0, -2.0], 0)
             made.state, made.finish_reason = SampleState.FINISHED, FinishReason.STOP
-        return super()._run_round()
+        return super()._april_run_round()
 
 
 def test_script_of_the_readme_trains_for_a_step(tiny_model_dir, tmp_path, monkeypatch, one_thread):
     """tests/project/test_recipes.py trains on a real server."""
     (block,) = [block for block in blocks("python") if block.page == "README.md"]
-    url = "http://127.0.0.1:1"
-    config = partial(APRILGRPOConfig, **CPU, max_steps=1, save_strategy="no")
-    monkeypatch.setattr(trl_april, "LocalServer", lambda *args, **kwargs: nullcontext(SimpleNamespace(base_url=url)))
+    given = {**CPU, "max_steps": 1, "save_strategy": "no", "vllm_server_base_url": "http://127.0.0.1:1"}
     monkeypatch.setattr(trl_april, "APRILGRPOTrainer", GivenCompletions)
-    monkeypatch.setattr(trl_april, "APRILGRPOConfig", config)
+    monkeypatch.setattr(trl_april, "APRILGRPOConfig", partial(APRILGRPOConfig, **given))
     monkeypatch.chdir(tmp_path)
-    names = {
-        "dataset": Dataset.from_list([{"prompt": f"{number}+1="} for number in range(4)]),
-        "my_reward": lambda completions, **columns: [float(len(set(text))) for text in completions],
-    }
-    exec(compile(block.text.replace("path/or/model-id", tiny_model_dir), str(block), "exec"), names)
+    names: dict[str, Any] = {}
+    exec(compile(block.text.replace("Qwen/Qwen3-0.6B", tiny_model_dir), str(block), "exec"), names)
     trainer = names["trainer"]
     assert trainer.april_enabled and trainer.state.global_step == 1
-    assert trainer.args.vllm_server_base_url == url
+    assert len(trainer.groups) == 8  # N, as the text says
 
 
 # Links and names
@@ -172,21 +166,17 @@ def test_overridden_methods_of_trl_are_listed():
     assert {cells[0].strip("`") for cells in table[1:]} == overridden
 
 
-def test_file_tree_of_the_readme_lists_the_rooms():
-    (tree,) = [block.text for block in read_page("README.md").blocks if block.text.startswith("trl_april/\n")]
-    package = ROOT / "trl_april"
-    assert set(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == {path.parent.name for path in package.glob("*/*.py")}
-    assert all((package / name).is_file() for name in re.findall(r"\w+\.py", tree))
+def test_tour_names_every_room():
+    rooms = {path.parent.name for path in (ROOT / "trl_april").glob("*/*.py")}
+    assert rooms <= set(re.findall(r"`(\w+)/`", read_page("CONTRIBUTING.md").text))
 
 
 # Options, metrics, figures
 
 
-def test_every_option_is_listed_with_its_default():
-    (table,) = [table for table in read_page("README.md").tables if table[0][0] == "field"]
-    defaults = AprilOptions()
-    expected = {option.name: repr(getattr(defaults, option.name)).replace("'", '"') for option in fields(AprilOptions)}
-    assert {cells[0].strip("`"): cells[1].strip("`") for cells in table[1:]} == expected
+def test_options_of_the_readme_exist():
+    (table,) = [table for table in read_page("README.md").tables if table[0][0] == "option"]
+    assert {cells[0].strip("`") for cells in table[1:]} <= {option.name for option in fields(AprilOptions)}
 
 
 def metric_names() -> set[str]:
@@ -215,10 +205,17 @@ def test_named_metrics_exist(name):
         assert any(re.fullmatch(pattern, metric) for pattern in patterns), metric
 
 
-def test_results_of_the_readme_are_rows_of_the_benchmarks():
-    section = re.search(r"^## Results$(.*?)^## ", read_page("README.md").text, re.MULTILINE | re.DOTALL)[1]
-    rows = {line for line in section.splitlines() if line.startswith("|")}
-    assert len(rows) > 3 and rows <= set(read_page("docs/benchmarks.md").text.splitlines())
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "benchmarks/README.md"])
+def test_measured_tables_are_those_of_the_files(name):
+    text = (ROOT / name).read_text()
+    assert measured_tables.written(text) == text, "run `python benchmarks/measured_tables.py`"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_results_stand_in_measured_tables_only(name):
+    """A ratio or a share in other text could not be compared with a file."""
+    text = measured_tables.BLOCK.sub("", re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL))
+    assert re.findall(r"\d+\.\d+ times|\d+ ?%|\d tok/s|±", text) == []
 
 
 # Generated files

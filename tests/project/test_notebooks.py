@@ -60,7 +60,7 @@ def test_long_tail_recommends_settings(tmp_path):
     printed, pictures = execute(
         "long_tail.ipynb",
         tmp_path,
-        {"training_dataset(32": "training_dataset(8", "bound in (2, 5)": "bound in (5,)", "[1.5, 2.0, 3.0]": "[2.0]"},
+        {"training_dataset(32": "training_dataset(8", "bound in (2, 8)": "bound in (8,)", "[1.5, 2.0, 3.0]": "[2.0]"},
     )
     assert pictures == 2  # the lengths, the gains
     assert re.search(r"64 completions, \d+% of them cut at the limit", printed)
@@ -70,7 +70,7 @@ def test_long_tail_recommends_settings(tmp_path):
     (call,) = ast.parse(recommended.strip()).body
     settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}
     args = APRILGRPOConfig(str(tmp_path), bf16=False, **settings)
-    assert args.max_staleness == 5
+    assert args.max_staleness == 8
     assert args.steps_per_generation * args.num_iterations == args.gradient_accumulation_steps
 
 

@@ -1,8 +1,6 @@
-"""The package as a whole: loaded modules, exported names, files of the wheel, and names of vendors."""
+"""The package as a whole: loaded modules, exported names, and files of the wheel."""
 
-import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,13 +20,6 @@ HEAVY = (
     *("torch", "trl", "transformers", "datasets", "accelerate", "vllm", "aiohttp", "requests", "numpy", "pandas"),
     *("matplotlib", "tensorboard"),
 )
-# In lower case, as code spells them: torch.cuda, device.type == "cuda", tensor.cuda(), "nvidia-smi".
-VENDOR = re.compile(r"(?<![a-z0-9])(cuda|hip|rocm|xpu|tpu|npu|hpu|mps|nvidia|amd)(?![a-z0-9])")
-ALLOWED = {  # files that ask a driver, vLLM's build or CUDA IPC, each of which has the vendor in its names
-    "bridge/construction.py", "server/command_line.py", "server/embedded.py", "server/host.py",
-    "server/model_size.py", "server/shared_memory.py", "training/forward_pass.py", "weights/nccl.py",
-    "weights/transport.py",
-}  # fmt: skip
 
 
 def fresh_interpreter(program: str, *, path: Path = ROOT) -> str:
@@ -90,18 +81,6 @@ def test_all_exported_names_exist():
     assert not hasattr(trl_april, "no_such_name")
 
 
-def test_type_checkers_see_exactly_the_exported_names():
-    """The imports under TYPE_CHECKING list the lazy names; a visible `__getattr__` would accept every name."""
-    source = ast.parse(Path(trl_april.__file__).read_text())
-    for_checkers = next(node for node in source.body if isinstance(node, ast.If) and not node.orelse)
-    assert ast.unparse(for_checkers.test) == "TYPE_CHECKING"
-    imported = {alias.name for node in for_checkers.body for alias in node.names}
-    assert imported | {"__version__"} == set(trl_april.__all__)
-    hidden = next(node for node in source.body if ast.unparse(node).startswith("if not TYPE_CHECKING:"))
-    assert [node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)] == ["__dir__", "__getattr__"]
-    assert [node.name for node in hidden.body] == ["__getattr__"]
-
-
 def test_project_has_one_version():
     assert PROJECT["version"] == trl_april.__version__
     assert f"## [{trl_april.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
@@ -136,20 +115,3 @@ def test_wheel_is_complete_and_works_without_the_clone(tmp_path):
     )
     path, *answer = fresh_interpreter(program, path=unpacked).splitlines()
     assert Path(path).is_relative_to(unpacked) and answer[0].startswith("usage: trl-april")
-
-
-def lines_with_a_vendor(source: str) -> list[str]:
-    """Lines of code that name a vendor, without comments and docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if ast.get_docstring(node) is not None:
-                node.body[0] = ast.Pass()
-    return [line.strip() for line in ast.unparse(tree).splitlines() if VENDOR.search(line)]
-
-
-def test_package_names_vendors_only_where_allowed():
-    """Device questions go to torch, accelerate and vLLM: one code path for all vendors."""
-    package = ROOT / "trl_april"
-    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
-    assert {name for name, source in sources.items() if lines_with_a_vendor(source)} <= ALLOWED

@@ -1,4 +1,4 @@
-"""Recipes of `trl-april grpo`: values of the papers with their sources; and the benchmark that reads them."""
+"""Recipes of `trl-april grpo`: values of the papers with their sources."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import learning as benchmark
 import pytest
 import yaml
 from trl import TrlParser
@@ -31,18 +30,6 @@ def recipe(name: str, *options: str):
     return parser.parse_args_and_config(with_recipe_as_config([*REQUIRED, "--recipe", name, *options]))
 
 
-def updates_per_round(config: APRILGRPOConfig) -> int:
-    return config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps
-
-
-def check_staleness(config: APRILGRPOConfig) -> None:
-    factor = AprilOptions.of(config).with_schedule().over_provisioning
-    check_bound(factor, config.max_staleness, config.staleness_policy, updates_per_round(config))
-
-
-# The recipes
-
-
 @pytest.mark.parametrize("path", RECIPES.values(), ids=NAMES)
 def test_values_are_read_as_written_and_have_a_source(path):
     script, config = recipe(path.stem)
@@ -60,12 +47,11 @@ def test_values_are_read_as_written_and_have_a_source(path):
 @pytest.mark.parametrize("name", NAMES)
 def test_staleness_bound_is_five_rounds_and_keeps_the_factor(name):
     _, config = recipe(name)
-    assert updates_per_round(config) == UPDATES[name]
+    updates = config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps
+    assert updates == UPDATES[name]
     assert config.max_staleness == 5 * UPDATES[name]
-    check_staleness(config)
-
-
-# scripts/grpo.py
+    factor = AprilOptions.of(config).with_schedule().over_provisioning
+    check_bound(factor, config.max_staleness, config.staleness_policy, UPDATES[name])
 
 
 def train_on_a_server(name: str, options: dict[str, object], folder: Path) -> None:
@@ -86,21 +72,3 @@ def train_on_a_server(name: str, options: dict[str, object], folder: Path) -> No
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"APRIL: .* tok/s, .*mean age", done.stdout)
-
-
-# benchmarks/learning.py
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_benchmark_overrides_only_sizes_and_learning_rate(name):
-    options, reward_funcs = benchmark.load(name)
-    sizes = benchmark.laptop_sizes(options)
-    assert sizes.keys() <= {
-        "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-        "max_completion_length", "learning_rate", "lr_scheduler_type", "warmup_steps",
-    }  # fmt: skip
-    config = APRILGRPOConfig("out", use_cpu=True, bf16=False, **{**options, **sizes})
-    assert updates_per_round(config) == min(UPDATES[name], 4)
-    check_staleness(config)
-    punishments = ["soft_overlong_punishment_reward"] if name == "dapo" else []
-    assert [reward.__name__ for reward in reward_funcs] == ["countdown_reward", *punishments]

@@ -22,7 +22,7 @@ from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, SampleState, Score
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.dynamic_sampling import DynamicSampling
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.rollout.user_code import carried
 
 

@@ -30,12 +30,12 @@ from tests.support.scripted_engine import (
     natural,
     simulate,
 )
-from trl_april.engine.protocol import GenerationRequest, RequestMaker
+from trl_april.engine.protocol import GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.round import Round, drain_grace
+from trl_april.rollout.record import Round, drain_grace
 
 
 BROKEN = Break(ServerError("The connection broke."))
@@ -220,27 +220,6 @@ def test_retries_without_progress_are_bounded(retries: int, step, message: str):
     assert_at_rest(pool, engine)
 
 
-def test_retries_with_progress_are_not_bounded():
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0)
-    engine = ScriptedEngine({(0, 0): [*[Attempt([Tokens(1), BROKEN])] * 9, natural(10)]})
-    done = run(pool, engine, retries=1)
-    assert done.groups[0].num_tokens == 10
-    assert [request.generated for request in engine.requests] == list(range(10))
-
-
-def test_pause_before_a_retry_ends_with_the_round():
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    # Repeated at once the first time, and after 0.1 s or more the second time.
-    engine = ScriptedEngine({(0, 0): [Attempt([Tokens(2), BROKEN]), Attempt([BROKEN])], (1, 0): natural(1, pace=1.01)})
-    done = run(pool, engine)
-    assert ids(done.groups) == [1]
-    assert len(engine.requests_of(0)) == 2
-    assert tokens(pool) == {0: 2}
-    assert done.seconds == pytest.approx(1.01, abs=0.01)
-
-
 # Errors
 
 
@@ -286,14 +265,6 @@ def test_silent_server_ends_the_round():
     assert tokens(pool) == {0: 3, 1: 3}
 
 
-def test_long_round_is_not_a_silent_one():
-    """One slow request with progress keeps the round alive beside silent ones."""
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0, samples=2)
-    engine = ScriptedEngine({(0, 0): natural(90, pace=29.0), (0, 1): natural(1, pace=2000.0)})
-    assert run(pool, engine, idle_timeout=30.0).seconds == pytest.approx(90 * 29.0)
-
-
 # Aborts that fail
 
 
@@ -315,29 +286,6 @@ def test_requests_that_do_not_end_fail_the_round(fault: str):
     simulate(main())
     assert finished(pool) == [0]
     assert tokens(pool) == {0: 2, 1: 1}
-
-
-@pytest.mark.parametrize("error", [EngineError("not taken"), RuntimeError("Session is closed")])
-def test_refused_abort_ends_the_round_and_loses_nothing(error: Exception):
-    """The connections are closed instead, and the next round continues from there."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    engine = ScriptedEngine({(0, 0): natural(3), (1, 0): natural(9)})
-    engine.abort_error = error
-    driver = make_driver(pool, engine)
-
-    async def main() -> None:
-        with pytest.raises(type(error), match=str(error)):
-            await driver.run_round()
-        assert_at_rest(pool, engine)
-        assert tokens(pool) == {0: 3, 1: 3}
-        engine.abort_error = None
-        assert ids((await driver.run_round()).groups) == [0]
-        pool.begin_round(1)
-        assert ids((await driver.run_round()).groups) == [1]
-
-    simulate(main())
-    assert [request.generated for request in engine.requests_of(1)] == [0, 3]
 
 
 # Cancellation
@@ -398,24 +346,6 @@ def test_record_of_a_round():
     assert (second.generated_tokens, second.carried_tokens, second.launched_tokens) == (6, 3, 9)
     assert second.started == pytest.approx(3.0 + drain_grace(3.0))
     assert second.seconds == pytest.approx(4.0 + drain_grace(4.0))
-
-
-def test_requests_dispatched_together_began_together(monkeypatch):
-    """However long it takes to send them: here half a second each. A repeated request begins after its first one."""
-    pool = make_pool(1, outstanding=3)
-    admit(pool, 0, 1, 2)
-    engine = ScriptedEngine({(1, 0): [Attempt([Tokens(3), BROKEN]), natural(4)]}, default=natural(9))
-    make = RequestMaker.make
-
-    def slowly(self: RequestMaker, *args: object) -> GenerationRequest:
-        asyncio.get_running_loop()._clock.now += 0.5
-        return make(self, *args)
-
-    monkeypatch.setattr(RequestMaker, "make", slowly)
-    traces = sorted(run(pool, engine).traces, key=lambda trace: (trace.group_id, trace.began))
-    first, second, again, third = traces
-    assert (first.began, second.began, third.began) == (0.0, 0.0, 0.0)
-    assert 0.0 < second.ended <= again.began < again.ended
 
 
 # Any schedule

@@ -5,16 +5,14 @@ import logging
 from contextvars import ContextVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.rollout.arena import USEFUL, USELESS, Arena, admit, ids, make_pool
 from tests.rollout.scripted_tools import Tools
-from tests.support.scripted_engine import Attempt, Break, Tokens, natural, simulate
-from trl_april.errors import PoolError, ServerError
+from tests.support.scripted_engine import simulate
+from trl_april.errors import PoolError
 from trl_april.pool.samples import Score
 from trl_april.rollout.dynamic_sampling import DynamicSampling
-from trl_april.rollout.round import drain_grace
+from trl_april.rollout.record import drain_grace
 
 
 def useless(*groups: int):
@@ -57,30 +55,12 @@ class TestFilter:
 
         async def main() -> None:
             assert ids((await arena.round()).groups) == [0]
-            arena.pool.schedule.aim_at(1.0)
+            arena.pool.schedule.set_target(1.0)
             assert len(arena.pool) == 3
             assert ids((await arena.round(1)).groups) == [4]
             assert arena.replaced == [1] and arena.dynamic.replaced == 1
 
         simulate(main())
-
-    def test_paused_retry_is_not_dispatched_twice(self):
-        """The sample pauses for 0.1 to 0.3 s after its second break, while a replacement is dispatched."""
-        broken = Attempt([Tokens(1, 0.95), Break(ServerError("broken"))])
-        again = Attempt([Break(ServerError("broken again"))])
-        arena = Arena(useless(1), quota=2, lengths={1: 1, 2: 1}, script={(0, 0): [broken, again, natural(3)]})
-        assert ids(arena.run().groups) == [0, 2]
-        assert len(arena.engine.requests_of(0, 0)) == 3
-
-    def test_groups_are_filtered_when_one_is_finished_and_not_at_each_sample(self, monkeypatch):
-        """Looking through all groups takes a step for each."""
-        script = {(group, index): natural(1 + 2 * group + index) for group in range(8) for index in range(2)}
-        arena = Arena(useless(), quota=8, script=script)
-        looks = []
-        unscored = arena.pool.unscored
-        monkeypatch.setattr(arena.pool, "unscored", lambda: looks.append(True) or unscored())
-        arena.run()
-        assert len(looks) <= 2 * 8 + 2
 
 
 class TestSlowRewards:
@@ -181,29 +161,3 @@ class TestRejectionLimit:
         assert ids(done.groups) == [0, 1] and done.filled_groups == 2
         assert sum(map(len, arena.calls)) == 6
         assert "is filled with 2 of them" in caplog.text and "max_rejected_groups_per_round is 6" in caplog.text
-
-    def test_accepted_groups_come_along(self):
-        done = Arena(lambda group: USEFUL if group == 3 else USELESS, quota=2, max_rejected=6).run()
-        assert ids(done.groups) == [0, 3] and done.filled_groups == 1
-
-
-@given(data=st.data())
-def test_no_group_is_lost_or_scored_twice_in_any_schedule(data: st.DataObject):
-    quota = data.draw(st.integers(1, 3), "quota")
-    without_signal = data.draw(st.sets(st.integers(0, 40), max_size=20), "without signal")
-    lengths = data.draw(st.lists(st.integers(1, 30), min_size=40, max_size=40), "lengths")
-    arena = Arena(
-        useless(*without_signal),
-        quota=quota,
-        factor=data.draw(st.sampled_from([1.0, 1.5, 2.0, 3.0]), "factor"),
-        lengths=dict(enumerate(lengths)),
-        seconds=data.draw(st.sampled_from([0.0, 0.5, 7.0]), "seconds"),
-        max_staleness=data.draw(st.sampled_from([None, 2, 3]), "bound"),
-    )
-    arena.run(rounds=6)
-    assert len(arena.taken) == 6 * quota
-    assert not set(ids(arena.taken)) & without_signal
-    scored = [group for call in arena.calls for group in call]
-    assert len(scored) == len(set(scored))
-    rejected = arena.pool.counters.groups_rejected
-    assert sum(arena.replaced) <= rejected == len(without_signal & set(scored) - set(ids(arena.pool)))

@@ -54,12 +54,6 @@ def test_calling_thread_may_have_a_running_loop(loop: BackgroundLoop):
     assert asyncio.run(cell()) == "from the background"
 
 
-def test_poll_is_called_in_the_calling_thread(loop: BackgroundLoop):
-    calls: list[threading.Thread] = []
-    loop.run(asyncio.sleep(0.1), poll=lambda: calls.append(threading.current_thread()), interval=0.01)
-    assert set(calls) == {threading.current_thread()}
-
-
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize("clean_up_fails", [False, True])
 def test_exception_in_the_calling_thread_cancels_and_waits_for_the_clean_up(

@@ -6,9 +6,6 @@ import random
 import pytest
 
 from tests.rollout.arena import (
-    USEFUL,
-    USELESS,
-    Arena,
     aborted,
     admit,
     assert_at_rest,
@@ -23,9 +20,7 @@ from tests.support.effort import cases
 from tests.support.scripted_engine import (
     Attempt,
     Break,
-    End,
     ScriptedEngine,
-    Silence,
     Tokens,
     key_of,
     natural,
@@ -80,38 +75,6 @@ def test_round_that_begins_full_requests_only_the_groups_it_needs():
     assert (done.requests, done.resumed_groups) == (1, 1)
 
 
-def test_full_pool_holds_back_between_the_rounds():
-    """The next round needs the oldest group. The other one waits."""
-    pool = full_at(10)
-    engine = ScriptedEngine({(0, 0): natural(3)}, default=natural(30))
-    driver = make_driver(pool, engine, overlap=True)
-
-    async def main() -> None:
-        await driver.run_round()
-        admit(pool, 2)
-        await driver.dispatch_ahead()
-        await asyncio.sleep(20.0)
-        assert [sample.state for group in pool for sample in group.samples] == ["running", "parked"]
-        await driver.close()
-
-    simulate(main())
-    assert_at_rest(pool, engine)
-
-
-def test_sample_that_pauses_before_a_retry_is_held_back():
-    """The pool is full at 1 s, and the pause of group 1 ends at 1.06 s or later."""
-    pool = full_at(4, outstanding=3)
-    engine = ScriptedEngine(
-        {
-            (0, 0): Attempt([Tokens(4), *[Tokens(1)] * 9, End()]),
-            (1, 0): [Attempt([Break(ServerError("broke"), seconds)]) for seconds in (0.9, 0.06)],
-        },
-        default=natural(9),
-    )
-    assert ids(simulate(make_driver(pool, engine).run_round()).groups) == [0]
-    assert [len(engine.requests_of(group)) for group in (1, 2)] == [2, 1]
-
-
 def test_request_that_is_held_back_is_waited_for_before_its_adapter_leaves():
     """Its last tokens take three seconds. It is no longer among the tasks that may send requests."""
     slow = Attempt([Tokens(1)] * 90, abort_seconds=3.0)
@@ -129,54 +92,6 @@ def test_request_that_is_held_back_is_waited_for_before_its_adapter_leaves():
         await asyncio.gather(round_, return_exceptions=True)
 
     simulate(main())
-
-
-# Dynamic sampling
-
-
-def full_arena(bound: int, *without_signal: int, **options) -> Arena:
-    """Groups `without_signal` are rejected."""
-    return Arena(lambda group: USELESS if group in without_signal else USEFUL, max_parked_tokens=bound, **options)
-
-
-def test_held_back_group_continues_when_a_needed_one_is_rejected():
-    """The tokens of the rejected group 0 leave, so there is room again."""
-    arena = full_arena(6, 0, factor=2.0, lengths={0: 5, 1: 9, 2: 50})
-    done = arena.run()
-    assert ids(done.groups) == [1] and done.rejected_groups == 1
-    assert len(arena.engine.requests_of(1, 0)) == 2
-
-
-def test_group_that_becomes_needed_is_requested_above_a_lowered_target():
-    """`over_provisioning="auto"` may lower the target. Group 1 is not replaced then."""
-    arena = full_arena(20, 1, factor=3.0, lengths={0: 2, 1: 30, 2: 40})
-
-    async def main():
-        await arena.round()
-        arena.pool.schedule.aim_at(1.0)
-        arena.pool.max_parked_tokens = 1  # full from the beginning: only group 1 is requested
-        return await arena.round(1)
-
-    done = simulate(main())
-    assert ids(done.groups) == [2] and done.rejected_groups == 1
-
-
-def test_pool_that_is_full_again_holds_back_again():
-    """Group 2 replaces group 0, whose tokens have left, until group 1 needs the room."""
-    arena = full_arena(10, 0, factor=2.0, lengths={0: 5, 1: 40, 2: 100})
-    assert ids(arena.run().groups) == [1]
-    assert 0 < tokens(arena.pool)[2] <= 10
-    assert len(arena.engine.requests_of(2)) == 1
-
-
-@pytest.mark.parametrize("rows", [2, 10])
-def test_group_that_becomes_needed_during_its_abort_continues(rows: int):
-    """Its abort takes 10 s, and group 0 is rejected meanwhile."""
-    slow = Attempt([Tokens(4), Silence()], tail=1, abort_seconds=10.0)
-    script = {(1, index): [slow, natural(8)] for index in range(2)}
-    arena = full_arena(4, 0, factor=2.0, rows=rows, lengths={0: 4, 2: 100}, script=script)
-    assert ids(arena.run().groups) == [1]
-    assert [request.generated for request in arena.engine.requests_of(1)] == [0, 5]
 
 
 # Many rounds
@@ -228,34 +143,3 @@ def test_parked_tokens_are_bounded_and_every_round_closes(bound: int, max_stalen
         assert max(held) <= bound + in_flight
     unbounded = rounds_of(None, max_staleness=max_staleness)[2]
     assert max(unbounded) > 60 + in_flight
-
-
-def test_bound_of_zero_makes_every_round_synchronous():
-    _, engine, held = rounds_of(0)
-    assert held == [0] * 30
-    assert engine.aborts == [] and len(engine.requests) == 30 * 3 * 2
-
-
-def test_bound_that_is_not_reached_changes_nothing():
-    free, bounded = (rounds_of(bound, max_staleness=4)[1] for bound in (None, 10**6))
-    assert free.requests == bounded.requests
-    assert free.aborts == bounded.aborts
-
-
-@pytest.mark.parametrize("seed", range(cases(2, 8)))
-@pytest.mark.parametrize("bound", [0, 8, 40])
-@pytest.mark.parametrize("max_staleness", [None, 2])
-def test_rounds_of_a_full_pool_close_with_dynamic_sampling(seed: int, bound: int, max_staleness: int | None):
-    rng = random.Random(seed)
-    arena = full_arena(
-        bound,
-        *(group for group in range(300) if rng.random() < 0.35),
-        quota=2,
-        factor=3.0,
-        lengths={group: rng.choice(TAIL) for group in range(300)},
-        seconds=rng.choice([0.0, 0.5, 3.0]),
-        max_staleness=max_staleness,
-        max_rejected=rng.choice([3, 100]),
-    )
-    arena.run(rounds=20)
-    assert len(set(ids(arena.taken))) == 40

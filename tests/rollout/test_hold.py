@@ -5,7 +5,6 @@ Rule 4: a segment has the policy version that sampled its tokens.
 
 import asyncio
 import logging
-import random
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from tests.support.scripted_engine import (
     Break,
     End,
     ScriptedEngine,
-    Silence,
     Tokens,
     key_of,
     natural,
@@ -95,9 +93,9 @@ def test_held_request_is_not_cut_and_has_both_versions():
     assert segments(done.groups[0]) == [(0, 13), (1, 7)]
     assert done.carried_tokens == 13
     (trace,) = done.traces
-    assert trace.ran_on and trace.finished
-    assert (trace.began, trace.first, trace.head, trace.ended) == (0.0, 0.0, 0, 6.5)
-    assert (trace.tokens, trace.held) == (7, 13)
+    assert trace.was_running and trace.finished
+    assert (trace.began, trace.first, trace.first_tokens, trace.ended) == (0.0, 0.0, 0, 6.5)
+    assert (trace.tokens, trace.tokens_before) == (7, 13)
     assert_at_rest(pool, engine)
 
 
@@ -108,22 +106,7 @@ def test_tokens_in_transit_have_the_version_that_sampled_them(ahead):
     done = two_rounds(pool, driver, seconds=5.0)
     assert segments(done.groups[0]) == [(0, 8 + ahead), (1, 16 - ahead)]
     (trace,) = done.traces
-    assert (trace.held, trace.tokens) == (8 + ahead, 16 - ahead)
-
-
-def test_request_is_held_across_several_syncs():
-    pool, _, driver = setup({})
-
-    async def main():
-        await driver.run_round()
-        await asyncio.sleep(3.5)
-        await driver.hold(1)
-        await asyncio.sleep(4.0)
-        await driver.hold(2)  # as for an evaluation: no round of version 1 was opened
-        pool.begin_round(2)
-        return await driver.run_round()
-
-    assert segments(simulate(main()).groups[0]) == [(0, 5), (1, 4), (2, 21)]
+    assert (trace.tokens_before, trace.tokens) == (8 + ahead, 16 - ahead)
 
 
 def test_requests_stay_on_their_adapters():
@@ -150,34 +133,6 @@ def test_requests_stay_on_their_adapters():
     assert_at_rest(pool, engine)
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_staleness_bound_holds_with_requests_on_old_adapters(bound: int, kept: int, seed: int):
-    """A request may sample from an old adapter until its group is due, and a due group holds the round open."""
-    rng = random.Random(seed)
-    pool = make_pool(2, outstanding=2 + 2 * bound, max_staleness=bound)
-    engine = ScriptedEngine({(group, 0): natural(rng.randrange(1, 60)) for group in range(100)})
-    driver = make_driver(pool, engine, overlap=True)
-
-    async def main():
-        ages, last = [], -1
-        for version in range(8):
-            if version:
-                await asyncio.sleep(rng.uniform(0.0, 9.0))
-                await driver.hold(version, version - kept + 1)
-                pool.begin_round(version)
-            ids_ = range(last + 1, last + 1 + pool.schedule.room)
-            admit(pool, *ids_)
-            last += len(ids_)
-            done = await driver.run_round()
-            live = {request.version for request in driver._flight.running.values()}
-            assert all(version - kept < one <= version for one in live)
-            ages += [version - v for group in done.groups for s in group.samples for v in s.versions]
-        await driver.cut()
-        return ages
-
-    assert max(simulate(main())) <= bound
-
-
 def test_freed_slot_aborts_waiting_requests_and_the_shortest():
     """Requests without tokens may be queued before the one that needs the slot."""
     waits, late = Attempt([Tokens(1, 100.0), End()]), Attempt([Tokens(1, 9.0), *[Tokens(1, 1.0)] * 9, End()])
@@ -188,7 +143,7 @@ def test_freed_slot_aborts_waiting_requests_and_the_shortest():
         await asyncio.sleep(10.5)
         await driver.stop_asking()
         assert (driver.in_flight, driver.without_tokens) == (3, 1)
-        await driver.free_slot([None])
+        await driver.free_slots({None: 1})
         await driver.hold(1)
         assert [key_of(request_id) for request_id in engine.live] == [(1, 0)]
         pool.begin_round(1)
@@ -216,16 +171,6 @@ def test_nothing_is_requested_between_the_hold_and_the_round():
     assert segments(done.groups[0]) == [(0, 1), (1, 19)]
 
 
-def test_finished_request_that_the_engine_does_not_know_is_not_waited_for(caplog):
-    """Its last tokens are in transit."""
-    pool, engine, driver = setup({}, default=natural(8))
-    engine.unknown.add((1, 0))
-    with caplog.at_level(logging.WARNING, "trl_april"):
-        done = two_rounds(pool, driver, seconds=4.0)
-    assert segments(done.groups[0]) == [(0, 8)]
-    assert engine.aborts == [] and caplog.text == ""
-
-
 def test_request_that_the_engine_has_not_received_yet_is_waited_for():
     pool, engine, driver = setup({(1, 0): Attempt([Tokens(9, 14.0), End()])})
     engine.unknown.add((1, 0))
@@ -241,7 +186,12 @@ def test_request_that_the_engine_has_not_received_yet_is_waited_for():
     done = simulate(main())
     assert segments(done.groups[0]) == [(1, 9)]
     (trace,) = done.traces
-    assert not trace.ran_on and (trace.began, trace.head, trace.tokens, trace.held) == (0.0, 9, 9, 0)
+    assert not trace.was_running and (trace.began, trace.first_tokens, trace.tokens, trace.tokens_before) == (
+        0.0,
+        9,
+        9,
+        0,
+    )
     assert 0 < trace.first <= trace.ended
 
 
@@ -279,24 +229,3 @@ def test_requests_are_cut_without_a_usable_answer(answer, caplog):
     assert len(engine.requests) == 3 and len(engine.aborts) == 1
     assert [version for version, _ in segments(done.groups[0])] == [0, 1]
     assert_at_rest(pool, engine)
-
-
-def test_all_requests_are_cut_if_the_engine_knows_only_some():
-    """The last tokens of known requests arrive with the cut, up to the change of the weights."""
-    chunks = Attempt([Tokens(4, 3.0), Tokens(4, 3.0), Silence()], tail=2)
-    pool, engine, driver = setup({(1, 0): [chunks, natural(20)]}, outstanding=3)
-    engine.ahead[1, 0] = 2
-    engine.unknown.add((2, 0))
-    done = two_rounds(pool, driver, seconds=4.0)
-    assert len(engine.aborts) == 1 and len(engine.requests) == 5
-    assert segments(done.groups[0]) == [(0, 10), (1, 10)]
-
-
-def test_requests_are_cut_after_a_failure_of_another():
-    """A lost server is no error of the sync."""
-    away = Attempt([Tokens(1), Break(ServerError("The connection broke."), 4.0)])
-    pool, engine, driver = setup({(1, 0): [away, natural(20)]}, outstanding=3)
-    engine.held = -1  # so that the stream is not requested again
-    done = two_rounds(pool, driver, seconds=10.0)
-    assert len(engine.aborts) == 1 and len(engine.requests) == 5
-    assert [version for version, _ in segments(done.groups[0])] == [0, 1]

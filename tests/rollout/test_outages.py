@@ -29,14 +29,11 @@ from tests.support.scripted_engine import (
     ScriptedEngine,
     Silence,
     Tokens,
-    logprobs,
     natural,
     simulate,
-    token_ids,
 )
 from trl_april.errors import RoundSuspended, ServerError
-from trl_april.pool.samples import Score
-from trl_april.rollout.round import drain_grace
+from trl_april.rollout.record import drain_grace
 
 
 BROKE = ServerError("The connection broke.")
@@ -77,28 +74,6 @@ def test_server_without_its_weights_ends_the_round_at_once():
     assert engine.asked_for == [0] and len(engine.requests) == 4
     assert_at_rest(pool, engine)
     assert tokens(pool) == {0: 3, 1: 6, 2: 3, 3: 3}
-
-
-def test_one_warning_for_all_streams_that_an_outage_breaks(caplog):
-    """Those that break after the round has failed are counted, too."""
-    pool = make_pool(3)
-    admit(pool, 0, 1, 2, 3)
-    late = Attempt([Tokens(1), Break(BROKE, 2.6)])
-    engine = ScriptedEngine({(0, 0): breaks_after(3), (1, 0): breaks_after(3)}, default=[late, natural(50)])
-    engine.held, engine.abort_error = 7, ServerError("gone")
-    driver = make_driver(pool, engine)
-
-    async def main() -> None:
-        with pytest.raises(ServerError, match="no longer has the weights"):
-            await driver.generate()
-        await asyncio.sleep(10.0)
-
-    simulate(main())
-    warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == [
-        "gone Repeating the abort.",
-        "The connection broke. Broken streams: 4. Their samples resume from their last tokens.",
-    ]
 
 
 def test_round_continues_after_an_outage_with_one_record():
@@ -155,39 +130,6 @@ def test_round_continues_after_an_outage_with_one_record():
     assert_at_rest(pool, engine)
 
 
-def test_server_restarted_during_the_pause_before_a_retry_gets_no_request():
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0)
-    engine = ScriptedEngine(default=Attempt([Break(BROKE)]))
-    driver = make_driver(pool, engine)
-
-    async def main() -> None:
-        running = asyncio.create_task(driver.generate())
-        await asyncio.sleep(0.05)  # the second pause takes at least 0.1 s
-        assert len(engine.requests) == 2
-        engine.held = 99
-        with pytest.raises(ServerError, match="no longer has the weights"):
-            await running
-
-    simulate(main())
-    assert len(engine.requests) == 2
-
-
-def test_round_closes_if_its_quota_is_met_while_the_server_is_asked():
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-
-    class Slow(ScriptedEngine):
-        async def holds(self, version: int) -> bool:
-            await asyncio.sleep(2.0)
-            return False
-
-    engine = Slow({(0, 0): breaks_after(2), (1, 0): natural(3)}, default=natural(5))
-    assert ids(simulate(make_driver(pool, engine).run_round()).groups) == [1]
-    assert len(engine.requests) == 2
-    assert_at_rest(pool, engine)
-
-
 @pytest.mark.parametrize("error_first", [True, False])
 def test_quota_met_at_the_moment_of_an_error_needs_no_further_request(error_first: bool):
     """The batch is taken after this call or the next."""
@@ -221,18 +163,6 @@ def test_server_that_dies_during_the_drain_does_not_cost_the_batch():
     assert ids(done.groups) == [0]
     assert tokens(pool) == {1: 1}
     assert (done.broken_streams, done.aborted_requests, engine.asked_for) == (1, 0, [])
-
-
-def test_requests_whose_connections_are_closed_count_as_broken():
-    pool = make_pool(2)
-    admit(pool, 0, 1, 2)
-    engine = ScriptedEngine({(0, 0): breaks_after(2)}, default=Attempt([Tokens(1), Silence()], deaf_to=float("inf")))
-    engine.held = 99
-    driver = make_driver(pool, engine)
-    with pytest.raises(ServerError, match="weights"):
-        simulate(driver.generate())
-    assert driver.round.broken_streams == 3
-    assert_at_rest(pool, engine)
 
 
 # Suspension
@@ -309,34 +239,3 @@ class TestDynamicSampling:
             assert arena.pool.counters.groups_admitted == arena.handed_out == 2
 
         simulate(main())
-
-    def test_server_restarted_during_a_reward_call_gets_no_request(self):
-        """Nothing runs for 50 s, and the server is restarted meanwhile. Then a replacement is admitted."""
-        arena = Arena(lambda group: USELESS if group == 0 else USEFUL, seconds=50.0)
-
-        async def main() -> None:
-            arena.begin()
-            asyncio.get_running_loop().call_later(10.0, setattr, arena.engine, "held", 99)
-            with pytest.raises(ServerError, match="The server is away, or no longer has the weights"):
-                await arena.driver.generate()
-            assert requested(arena.engine) == [0, 0]
-            assert arena.engine.asked_for == [0]
-            assert arena.pool.counters.groups_admitted == arena.handed_out == 2
-            arena.engine.held = 0
-            assert ids((await arena.driver.run_round()).groups) == [1]
-            assert arena.replaced == [1]
-
-        simulate(main())
-
-    def test_round_that_reopens_at_its_rejection_limit_requests_nothing(self):
-        arena = Arena(lambda group: USELESS, factor=2.0, max_rejected=1)
-        arena.begin()
-        group = next(iter(arena.pool))
-        for sample in group.samples:
-            arena.pool.start(sample)
-            arena.pool.record(sample, token_ids(sample.key, 0, 1), logprobs(0, 1))
-            arena.pool.finish(sample, "stop")
-        arena.pool.reject(group, Score([[1.0], [1.0]]))
-        done = simulate(arena.driver.run_round())
-        assert ids(done.groups) == [0] and done.filled_groups == 1
-        assert arena.engine.requests == []

@@ -9,8 +9,8 @@ import pytest
 from transformers.utils.notebook import NotebookProgressBar
 
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, Score
-from trl_april.rollout.progress import RoundProgress, notebook_bar
+from trl_april.pool.samples import FinishReason
+from trl_april.rollout.progress import RoundProgress
 
 
 DRIVER = SimpleNamespace(in_flight=3, acting=0)
@@ -40,22 +40,6 @@ def test_bar_shows_groups_requests_and_tokens_per_second():
         finish(pool)
         progress.update()
     assert re.search(r"rollout:.* 1/2 groups \[\S+, 3 in flight, [\d,]+ tok/s\]", terminal.getvalue())
-
-
-def test_bar_shows_acting_samples():
-    driver = SimpleNamespace(in_flight=3, acting=2)
-    with redirect_stderr(Terminal()) as terminal, RoundProgress(make_pool(), driver, disable=False):
-        pass
-    assert "3 in flight, 2 with tools, 0 tok/s" in terminal.getvalue()
-
-
-def test_bar_shows_rejected_groups():
-    pool = make_pool(dynamic_sampling=True)
-    finish(pool)
-    pool.reject(next(iter(pool)), Score([[0.0]]))
-    with redirect_stderr(Terminal()) as terminal, RoundProgress(pool, DRIVER, disable=False):
-        pass
-    assert "1 rejected" in terminal.getvalue()
 
 
 def test_a_log_file_gets_no_bar(capfd):
@@ -90,16 +74,3 @@ def test_rounds_in_a_notebook_share_one_output_until_it_is_closed(outputs, capfd
     bar.close()
     assert outputs == [""]
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("in_notebook", [False, True])
-def test_disabled_bar_shows_nothing(in_notebook: bool, outputs, capfd):
-    bar = NotebookProgressBar(1, prefix="Rollout") if in_notebook else None
-    with RoundProgress(make_pool(), DRIVER, disable=True, notebook=bar) as progress:
-        progress.update()
-    assert outputs == []
-    assert capfd.readouterr() == ("", "")
-
-
-def test_outside_a_notebook_there_is_no_notebook_bar():
-    assert notebook_bar() is None

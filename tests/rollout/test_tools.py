@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,20 +12,16 @@ from tests.rollout.scripted_tools import Tools, Waits, assert_complete, setup
 from tests.support.effort import cases
 from tests.support.scripted_engine import (
     Attempt,
-    Break,
     End,
     ScriptedEngine,
-    Silence,
     Tokens,
     key_of,
     natural,
     prompt_ids,
-    simulate,
 )
-from trl_april.errors import PoolError, RoundSuspended, ServerError
+from trl_april.errors import ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
-from trl_april.pool.state import restore, state_dict
 from trl_april.rollout.acting import TurnResult
 from trl_april.rollout.user_code import carried
 
@@ -40,11 +36,11 @@ def test_sample_alternates_between_model_and_tools():
     assert_complete(done.groups[0])
     assert segments(done.groups[0]) == [(0, 3), (None, 2), (0, 3), (None, 2), (0, 3)]
     assert done.groups[0].samples[0].finish_reason is FinishReason.STOP
-    assert [(one.generated, one.max_tokens) for one in engine.requests] == [(0, 100), (0, 95), (0, 90)]
+    assert [(request.generated, request.max_tokens) for request in engine.requests] == [(0, 100), (0, 95), (0, 90)]
     assert done.seconds == pytest.approx(3 * 3 + 3 * 2)
     assert (done.requests, done.generated_tokens, done.launched_lengths) == (1, 9, [9])
     assert (done.acting_samples, done.tool_seconds_max, done.repeated_tool_steps) == (0, 2.0, 0)
-    assert [(trace.began, trace.tokens, trace.held, trace.finished) for trace in done.traces] == [
+    assert [(trace.began, trace.tokens, trace.tokens_before, trace.finished) for trace in done.traces] == [
         (0.0, 3, 0, True), (5.0, 3, 5, True), (10.0, 3, 10, True),
     ]  # fmt: skip
     assert engine.asked_for == [0, 0]  # nothing else was running, so a restart would not have shown
@@ -78,22 +74,11 @@ def test_results_count_towards_the_budget(budget, segments_, reason):
     assert_at_rest(pool, engine)
 
 
-def test_results_beyond_the_budget_are_an_error_that_changes_nothing():
-    pool, engine, driver, tools = setup(
-        budget=4, tools=lambda group, sample: TurnResult([{}], [1, 2], is_complete=False)
-    )
-    with pytest.raises(PoolError, match="The tools returned 2 tokens with 1 of the budget of 4 left"):
-        simulate_and_close(driver, driver.run_round())
-    (sample,) = next(iter(pool)).samples
-    assert (len(sample), sample.conversation.messages, sample.pending_calls) == (3, [], True)
-    assert_at_rest(pool, engine)
-
-
 # Cuts
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["cut", "overlap"])
-@pytest.mark.parametrize("cut", range(1, 15))
+@pytest.mark.parametrize("cut", [2, 3, 4, 5, 7, 10, 12])
 def test_sample_is_complete_wherever_it_was_cut(cut, overlap):
     """Group 0 closes the round after so many seconds, in a turn or while tools run. Each turn is acted on once."""
     pool, engine, driver, tools = setup(
@@ -188,79 +173,6 @@ def test_result_that_lands_as_a_round_begins_does_not_close_it():
     assert simulate_and_close(driver, main()) == [1]
 
 
-def test_satisfied_round_requests_nothing():
-    """Tools finish group 1 between two rounds, so nothing is requested, nor as those of group 2 return after it."""
-    pool, engine, driver, _ = setup(
-        {(0, 0): natural(4)}, groups=3, threads=Waits({0: 0.0, 2: 9.0}), tools=Tools(answering=(0, 1))
-    )
-
-    async def main() -> None:
-        await driver.run_round()
-        await asyncio.sleep(4.0)
-        pool.begin_round(0)
-        assert ids((await driver.run_round()).groups) == [1]
-        await asyncio.sleep(9.0)
-        assert driver.acting == driver.in_flight == 0 and len(engine.requests) == 3
-        pool.begin_round(1)
-        assert segments((await driver.run_round()).groups[0])[:3] == [(0, 3), (None, 2), (1, 3)]
-
-    simulate_and_close(driver, main())
-
-
-class Pending(Executor):
-    """A thread whose call returns when the test says so."""
-
-    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future:
-        future: Future = Future()
-        self.end = lambda: future.set_result(function(*args, **kwargs))
-        return future
-
-
-def test_result_that_arrives_after_its_event_loop_lands_in_the_next_round(caplog):
-    thread = Pending()
-    pool, engine, driver, tools = setup(threads=thread)
-    tools.turns = 1
-
-    async def suspended() -> None:
-        generating = asyncio.create_task(driver.generate())
-        await asyncio.sleep(3.5)
-        driver.suspend("Stop.")
-        with pytest.raises(RoundSuspended):
-            await generating
-
-    simulate(suspended())
-    thread.end()
-    assert caplog.records == []
-    (group,) = simulate_and_close(driver, driver.run_round()).groups
-    assert_complete(group, turns=1)
-    assert len(engine.requests) == 1
-
-
-def test_task_that_is_cancelled_before_it_starts_does_not_block_its_sample():
-    """Pinned: a result, a suspension and the start of the round in one step of the loop. The next round hung."""
-    thread = Pending()
-    pool, engine, driver, tools = setup(threads=thread)
-    tools.turns = 2
-
-    async def main() -> None:
-        generating = asyncio.create_task(driver.generate())
-        await asyncio.sleep(3.5)
-        driver.suspend("Stop.")
-        await asyncio.gather(generating, return_exceptions=True)
-        driver.open_round()
-        thread.end()
-        asyncio.get_running_loop().call_soon(driver.suspend, "Stop.")
-        with pytest.raises(RoundSuspended):
-            await asyncio.create_task(driver.generate())
-        generating = asyncio.create_task(driver.generate())
-        await asyncio.sleep(3.5)
-        thread.end()
-        await generating
-        assert_complete(driver.take().groups[0], turns=2)
-
-    simulate_and_close(driver, main())
-
-
 def test_held_requests_do_not_include_acting_samples():
     """Group 2 acts when the weights change. The server is asked about group 1 only, whose second turn is kept."""
     pool, engine, driver, _ = setup(
@@ -288,25 +200,8 @@ def test_held_requests_do_not_include_acting_samples():
         assert done.carried_tokens == 1 + 4 + 19
 
     simulate_and_close(driver, main())
-    assert [(key_of(name), tokens) for one in asked for name, tokens in one.items()] == [((1, 0), 4)]
+    assert [(key_of(name), tokens) for answer in asked for name, tokens in answer.items()] == [((1, 0), 4)]
     assert engine.aborts == []
-
-
-def test_group_with_an_acting_and_a_parked_sample_is_resumed():
-    pool, engine, driver, _ = setup(
-        {(0, 0): natural(4), (1, 1): natural(9)},
-        groups=2,
-        samples=2,
-        threads=Waits({0: 0.0}),
-        tools=Tools(answering=(0,)),
-    )
-
-    async def main() -> None:
-        await driver.run_round()
-        pool.begin_round(1)
-        assert (await driver.run_round()).resumed_groups == 1
-
-    simulate_and_close(driver, main())
 
 
 # Waiting for tools
@@ -317,14 +212,6 @@ def test_tools_may_take_longer_than_a_server_may_be_silent():
     slow = Attempt([Tokens(3, 8.0), End()])
     pool, engine, driver, _ = setup({(0, 0): [natural(3), slow, slow]}, threads=Waits({0: 26.0}), idle_timeout=10.0)
     assert_complete(simulate_and_close(driver, driver.run_round()).groups[0])
-
-
-def test_silent_server_is_an_error_although_a_sample_acts():
-    pool, engine, driver, _ = setup(
-        {(0, 0): Attempt([Silence()])}, groups=2, threads=Waits({1: 1000.0}), idle_timeout=10.0
-    )
-    with pytest.raises(ServerError, match="has not sent a token for 10 s with 1 requests"):
-        simulate_and_close(driver, driver.run_round())
 
 
 def test_restarted_server_is_not_asked_for_the_next_turn():
@@ -338,23 +225,6 @@ def test_restarted_server_is_not_asked_for_the_next_turn():
         assert len(engine.requests) == 1
         engine.held = 0
         assert_complete((await driver.run_round()).groups[0])
-
-    simulate_and_close(driver, main())
-
-
-def test_full_pool_requests_only_turns_that_the_round_needs():
-    """Group 1 acts as the pool fills up. Its next turn waits for the next round."""
-    pool, engine, driver, _ = setup(
-        {(0, 0): natural(9)}, groups=2, max_parked_tokens=8, threads=Waits({0: 0.0, 1: 3.5}),
-        tools=Tools(turns=2, answering=(0,)),
-    )  # fmt: skip
-
-    async def main() -> None:
-        first = await driver.run_round()
-        assert first.seconds == pytest.approx(9.0)
-        assert len(engine.requests_of(1)) == 1
-        pool.begin_round(1)
-        assert_complete((await driver.run_round()).groups[0], turns=2)
 
     simulate_and_close(driver, main())
 
@@ -389,22 +259,6 @@ def test_sample_is_reset_once_before_its_first_request(seconds, overlap):
     assert all(request.token_ids[: len(prompt_ids(1))] == prompt_ids(1) for request in engine.requests_of(1))
 
 
-def test_error_of_a_reset_ends_the_round_and_it_is_made_again():
-    pool, engine, driver, tools = setup(has_environments=True)
-
-    async def main() -> None:
-        tools.error = OSError("no display")
-        with pytest.raises(OSError, match="no display"):
-            await driver.run_round()
-        assert_at_rest(pool, engine)
-        assert pool.count(SampleState.WAITING) == 1
-        tools.error = None
-        assert_complete((await driver.run_round()).groups[0])
-
-    simulate_and_close(driver, main())
-    assert tools.resets == [(0, 0), (0, 0)]
-
-
 # Errors
 
 
@@ -425,14 +279,6 @@ def test_error_of_act_ends_the_round_and_the_sample_acts_again(error):
     simulate_and_close(driver, main())
 
 
-def test_stream_that_breaks_after_the_budget_is_the_end_of_a_turn():
-    pool, engine, driver, tools = setup({(0, 0): Attempt([Tokens(3), Break(ServerError("gone"))])}, budget=3)
-    tools.turns = 1
-    done = simulate_and_close(driver, driver.run_round())
-    assert done.groups[0].samples[0].finish_reason is FinishReason.LENGTH
-    assert (len(engine.requests), done.broken_streams) == (1, 0)
-
-
 def test_result_for_a_group_that_was_withdrawn_is_dropped(caplog):
     pool, engine, driver, _ = setup(
         {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0, 1: 9.0}), tools=Tools(answering=(0,))
@@ -447,41 +293,6 @@ def test_result_for_a_group_that_was_withdrawn_is_dropped(caplog):
     simulate_and_close(driver, main())
     pool.check()
     assert caplog.records == []
-
-
-# Checkpoints
-
-
-def test_sample_saved_while_it_acts_repeats_its_calls_and_no_token():
-    pool, engine, driver, tools = setup(threads=Waits({0: 50.0}))
-
-    async def main() -> dict[str, Any]:
-        running = asyncio.create_task(driver.generate())
-        await asyncio.sleep(40.0)
-        saved = state_dict(pool)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        return saved
-
-    saved = simulate_and_close(driver, main())
-    resumed = Pool(1, over_provisioning=1.0, max_staleness=None, has_tools=True)
-    restore(resumed, [saved])
-    resumed.begin_round(0)
-    again = make_driver(resumed, engine, run_id="again", act=tools, threads=Waits())
-    done = simulate_and_close(again, again.run_round())
-    assert_complete(done.groups[0])
-    assert (done.repeated_tool_steps, done.requests) == (1, 1)
-    assert [number for _, number, _ in tools.log] == [0, 1, 2]  # the first call never ran in the simulation
-    assert len(engine.requests) == 3
-
-
-@pytest.mark.parametrize("has_tools", [False, True])
-def test_state_of_a_run_with_other_tools_is_refused(has_tools):
-    pool = Pool(1, max_staleness=None, has_tools=has_tools)
-    pool.begin_round(0)
-    admit(pool, 0)
-    with pytest.raises(PoolError, match="saved without tools" if not has_tools else "saved with tools"):
-        restore(Pool(1, max_staleness=None, has_tools=not has_tools), [state_dict(pool)])
 
 
 # Random rounds

@@ -1,14 +1,11 @@
 """The watchdog: single streams that fall silent while others continue, on a simulated clock."""
 
-import logging
-
 import pytest
 
-from tests.rollout.arena import admit, assert_at_rest, assert_tokens, make_driver, make_pool, tokens
+from tests.rollout.arena import admit, assert_at_rest, assert_tokens, make_driver, make_pool
 from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, key_of, natural, simulate
-from trl_april.errors import EngineError, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.rollout.running_request import ABORT_SECONDS
 
 
@@ -79,42 +76,3 @@ def test_stream_that_ignores_its_abort_is_closed():
 def test_queued_and_slow_requests_are_left_alone(slow):
     engine, _ = beside_a_live_stream(slow, seconds=950)
     assert engine.aborts == []
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"abort_hangs": True}, "The server did not answer the abort."),
-        ({"abort_error": ServerError("The abort was not taken.")}, "The abort was not taken."),
-    ],
-)
-def test_abort_that_fails_does_not_end_the_round(fault: dict, message: str, caplog: pytest.LogCaptureFixture):
-    """The connection is closed instead, and other silent streams are aborted."""
-    silent = Attempt([Tokens(3), Silence()])
-    with caplog.at_level(logging.WARNING):
-        engine, done = beside_a_live_stream(silent, silent, seconds=200, **fault)
-    assert prefixes(engine) == [0, 3, 6]
-    assert done.broken_streams == 2 and engine.aborting == 0
-    assert message in caplog.text
-    assert "1 streams have been silent for 20 s; aborting them." in caplog.text
-
-
-def test_refused_abort_is_an_error():
-    """The abort at the end of the round would be refused, too."""
-    pool, engine = setup(Attempt([Tokens(3), Silence()]))
-    engine.abort_error = EngineError("The vLLM server answered 404 to /abort_requests.")
-    with pytest.raises(EngineError, match="404 to /abort_requests"):
-        run(pool, engine)
-    assert tokens(pool) == {0: 25 + 3}
-
-
-@pytest.mark.parametrize(
-    ("deaf_to", "message"),
-    [(0, "by the watchdog after silence.*weights"), (DEAF, "sample 1 of group 0 has been silent for 20 s.*weights")],
-)
-def test_silent_stream_on_a_restarted_server_is_not_requested_again(deaf_to: float, message: str):
-    pool, engine = setup(Attempt([Tokens(3), Silence()], tail=1, deaf_to=deaf_to), held=99)
-    with pytest.raises(ServerError, match=message):
-        run(pool, engine)
-    assert [len(sample) for group in pool for sample in group.samples][1] == (3 if deaf_to else 4)
-    assert len(engine.requests) == 2

@@ -95,7 +95,6 @@ def test_server_is_accepted(says, options):
         (ConfigError, {"options": {"config": config(num_experts=8)}}, ["has 8 experts", "on GPUs"]),
         (ConfigError, {"options": {"config": config(n_routed_experts=8)}}, ["has 8 experts"]),
         (ServerError, {"api_key": "secret"}, ["VLLM_API_KEY", "/v1/models"]),
-        (ServerError, {"answers": {"/weight_info": (404, "Not Found")}}, ["weight version", "0.30", "pip install"]),
         (ServerError, {"answers": {"/server_info": (500, "EngineCore died")}}, ["answered 500", "EngineCore died"]),
         (ServerError, {"answers": {"/v1/completions": (503, "try again later")}}, ["answered 503"]),
     ],

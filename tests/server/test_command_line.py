@@ -94,7 +94,7 @@ def test_user_flags_override_defaults_but_not_what_training_needs():
         (["--logprobs-mode", "raw_logits"], ["raw_logits", "raw_logprobs", "Leave the flag out"]),
         (["--port", "8000"], ["--port", "argument `port`"]),
         (["--host=0.0.0.0"], ["--host", "argument `host`"]),
-        ("--dtype float32", ["--dtype float32", "one entry per word", "['--dtype', 'float32']"]),
+        ("--dtype float32", ["--dtype float32", "sequence of words", "['--dtype', 'float32']"]),
     ],
 )
 def test_flag_that_makes_training_impossible_is_refused(arguments, words):
@@ -196,29 +196,3 @@ def test_latent_attention_keeps_no_old_weights():
     """vLLM 0.31 gives these paths new tensors at each reload, beside graphs that captured the old ones."""
     env = server_environment({"VLLM_ROCM_USE_AITER_FP4BMM": "1"}, platform="gpu")
     assert (env["VLLM_ROCM_USE_AITER_FP8BMM"], env["VLLM_ROCM_USE_AITER_FP4BMM"]) == ("0", "1")
-
-
-NVIDIA, AMD = ["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
-
-
-@pytest.mark.parametrize(
-    ("names", "env", "flags", "shares"),
-    [
-        (NVIDIA, None, [], ["0", "1"]),
-        (AMD, None, [], ["0", "1"]),
-        (NVIDIA, {"CUDA_VISIBLE_DEVICES": "5,2,7,1"}, ["--tensor-parallel-size", "2"], ["5,2", "7,1"]),
-        (AMD, {"HIP_VISIBLE_DEVICES": "3,2"}, [], ["3", "2"]),
-        (NVIDIA, None, ["--tensor-parallel-size=2", "--data-parallel-size", "2"], ["0,1,2,3", "4,5,6,7"]),
-    ],
-)
-def test_each_of_several_servers_gets_gpus_of_its_own(names, env, flags, shares, monkeypatch, tmp_path):
-    monkeypatch.setattr(command_line, "gpus_of_host", lambda: 8)
-    monkeypatch.setattr(command_line, "NVIDIA_GPUS", tmp_path if names is NVIDIA else tmp_path / "nowhere")
-    for name in AMD:
-        monkeypatch.delenv(name, raising=False)
-    found = command_line.gpu_shares(2, env, flags, platform="gpu")
-    assert found == [dict.fromkeys(names, share) for share in shares]
-    assert command_line.gpu_shares(1, env, flags, platform="gpu") == [{}]
-    assert command_line.gpu_shares(2, env, flags, platform="cpu") == [{}, {}]
-    with pytest.raises(ConfigError, match="count is 9 and each server takes .* GPUs, but there are"):
-        command_line.gpu_shares(9, env, flags, platform="gpu")

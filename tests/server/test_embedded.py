@@ -51,9 +51,9 @@ def test_more_gpus_than_there_are_is_refused():
 @pytest.mark.parametrize(
     ("devices", "memory", "eager", "words"),
     [
-        (Devices(), None, True, "on the CPU beside the trainer"),
+        (Devices(), None, True, "on the CPU, together with the trainer"),
         (Devices(("1", "2")), None, False, "on GPUs 1, 2, which the trainer leaves free"),
-        (Devices(("0",), shared=True), "0.3", False, "on GPU 0 beside the trainer"),
+        (Devices(("0",), shared=True), "0.3", False, "on GPU 0, together with the trainer"),
     ],
 )
 def test_flags_follow_the_devices(devices, memory, eager, words):

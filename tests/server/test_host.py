@@ -63,7 +63,7 @@ def test_name_means_its_ipv4_address_as_in_vllm(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", both)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for host in ("localhost", "127.0.0.1"):
-            with pytest.raises(ConfigError, match=f"cannot bind to {host}, .*choose another port"):
+            with pytest.raises(ConfigError, match=f"cannot bind to {host}, .*free port"):
                 bind(host, taken.getsockname()[1])
 
 

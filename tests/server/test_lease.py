@@ -47,7 +47,7 @@ def test_a_process_that_has_ended_holds_nothing():
     """Not even as a zombie. Where its pid may mean another process, its time must run out."""
     child = subprocess.Popen(["sleep", "60"])
     here, elsewhere = Claim(), Claim()
-    for claim, place in ((here, leases.place_of_pids()), (elsewhere, "another container")):
+    for claim, place in ((here, leases.pid_namespace()), (elsewhere, "another container")):
         assert claim.take("child", 30.0, child.pid, place) == {}
         assert claim.take("other", 30.0)["holder"] == "child"
     child.kill()

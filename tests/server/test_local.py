@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.test_process import wait_for
 from trl_april.errors import ConfigError, ServerError
-from trl_april.server.local import LocalServer, is_healthy, sees_our_devices
+from trl_april.server.local import LocalServer, sees_our_devices
 from trl_april.server.process import session_members
 
 
@@ -90,46 +90,6 @@ def test_server_runs_for_the_length_of_a_with_block(script, capsys, tmp_path):
         assert server.pid != pid and server.is_healthy()
 
 
-@pytest.fixture
-def program(script, monkeypatch):
-    """Lets `LocalServer` run a program instead of vLLM, on a port."""
-
-    def use(text: str) -> None:
-        path = str(script(text))
-        monkeypatch.setattr(
-            "trl_april.server.local.server_command", lambda model, host, port, *args: [sys.executable, path, str(port)]
-        )
-
-    return use
-
-
-def test_several_servers_run_for_the_length_of_a_with_block(program, tmp_path):
-    program(HEALTHY)
-    with LocalServer("model", count=3, quiet=True, log_file=tmp_path / "log") as servers:
-        assert servers.base_url == ",".join(servers.base_urls) and len(set(servers.base_urls)) == 3
-        assert all(is_healthy(url) for url in servers.base_urls)
-        second = servers._others[0]
-        os.killpg(second.pid, signal.SIGKILL)
-        wait_for(lambda: second._server.process.poll() is not None)
-        pid = servers.pid
-        servers.start()  # the dead one alone
-        assert all(is_healthy(url) for url in servers.base_urls) and servers.pid == pid
-        urls = servers.base_urls
-    assert not any(is_healthy(url) for url in urls)
-    assert sorted(path.name for path in tmp_path.glob("log*")) == ["log", "log.1", "log.2"]
-    with pytest.raises(ConfigError, match="count is 0.*at least 1"):
-        LocalServer("model", count=0)
-
-
-def test_all_servers_stop_if_one_does_not_start(program):
-    program(HEALTHY)
-    servers = LocalServer("model", count=2, quiet=True)
-    servers._others[0].command = lambda port: [sys.executable, "-c", "raise SystemExit(3)"]
-    with pytest.raises(ServerError, match="exit code 3"):
-        servers.start()
-    assert not servers.is_running and not servers._others[0].is_running
-
-
 def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, caplog):
     """On its port, without what it left behind; then it is given up with the cause."""
     child = "\n    import subprocess\n    subprocess.Popen(['sleep', '600'])\n"
@@ -147,7 +107,7 @@ def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, cap
         os.kill(second, signal.SIGKILL)
         wait_for(lambda: not server.is_running)
         assert server.log_path.read_text().count("\nline 149") == 3
-        assert caplog.text.count("did not start. It is started again") == 2
+        assert caplog.text.count("while it was starting. It is started again") == 2
         assert "Root cause: ValueError: the KV cache is too small" in str(server.failure)
         with pytest.raises(ServerError, match="the KV cache is too small"):
             server.wait()
@@ -157,7 +117,7 @@ def test_server_is_started_again_by_itself_until_it_no_longer_starts(script, cap
 
 def test_server_that_closes_its_port_without_an_exit_is_started_again(script, caplog, monkeypatch):
     """vLLM's API process waits for its clients after the death of its engine."""
-    monkeypatch.setattr("trl_april.server.host.CLOSED_SECONDS", 0.3)
+    monkeypatch.setattr("trl_april.server.local.CLOSED_SECONDS", 0.3)
     closing = HEALTHY.replace("serve_forever()", "handle_request()\n    import time; time.sleep(600)")
     with ScriptServer(script(closing), restart=True) as server:  # it answers once
         first = server.pid
@@ -201,9 +161,19 @@ def test_server_that_does_not_become_healthy_is_stopped(script):
     server = ScriptServer(script("import time; time.sleep(600)"), startup_timeout=0.5)
     with pytest.raises(ServerError, match="startup_timeout=0.5"):
         server.start()
-    assert not server.is_healthy()
+    assert not server.is_running
     with pytest.raises(ConfigError, match="startup_timeout is 0, .*positive"):
         LocalServer("m", startup_timeout=0)
+
+
+def test_server_that_dies_can_be_started_again(script):
+    with ScriptServer(script(HEALTHY)) as server:
+        first = server.pid
+        os.killpg(first, signal.SIGKILL)
+        wait_for(lambda: not server.is_running)
+        server.stop()  # waits for the end of its children
+        assert "was killed by SIGKILL" in str(server.failure) and server.exit_code == -signal.SIGKILL
+        assert server.start().is_healthy() and server.pid != first
 
 
 @pytest.mark.parametrize("rank, launched, refused", [("1", True, True), ("0", True, False), ("1", False, False)])

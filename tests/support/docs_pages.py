@@ -37,7 +37,8 @@ class Page:
 
 
 def page_names() -> list[str]:
-    return ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    docs = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+    return ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", *docs]
 
 
 @cache

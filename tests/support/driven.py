@@ -1,8 +1,10 @@
-"""A run without an engine: the pools of several processes in random rounds."""
+"""A run without an engine: the round loops of several processes, whose pools change at random."""
 
-import datetime
+import asyncio
 import json
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from trl_april.distributed.scatter import owner_of
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, SampleState, Score
 from trl_april.pool.state import state_dict
+from trl_april.rollout.loop import NewGroup, RoundLoop, RoundSteps
+from trl_april.rollout.record import Round
 
 
 BUDGET = 12
@@ -24,8 +28,7 @@ def row_of(group_id: int) -> dict[str, Any]:
         "prompt": [{"role": "user", "content": f"{group_id} + é"}],
         "number": group_id,
         "raw": bytes([group_id % 256, 0, 255]),
-        "when": datetime.datetime(2024, 2, 29, 23, 59, 59, group_id % 1000, tzinfo=datetime.UTC),
-        "day": datetime.date(2024, 1, 1) + datetime.timedelta(days=group_id),
+        "pair": (group_id, [None]),
         "array": np.arange(group_id % 4, dtype=np.float32),
         "nothing": None,
         "ratio": float("inf") if group_id % 3 else float("nan"),
@@ -60,10 +63,28 @@ class DrivenRun:
 
     def round(self) -> list[Group]:
         """Run a round and return its batch, which is in training until the next round."""
+
+        async def main() -> list[Round]:
+            self._barrier = asyncio.Barrier(len(self.pools))
+            processes = [Process(self, rank) for rank in range(len(self.pools))]
+            loops = [RoundLoop(process.pool, process, process) for process in processes]
+            return await asyncio.gather(*(loop.run(self.version) for loop in loops))
+
+        self.in_training = [done.groups for done in asyncio.run(main())]
+        self.version += self.rng.randint(0, self.options["versions_per_round"])
+        return [group for groups in self.in_training for group in groups]
+
+    async def alone(self, step: Callable[[], None]) -> None:
+        """Take a step of all processes once, when all are there."""
+        async with self._barrier as place:
+            if place == 0:
+                step()
+        await self._barrier.wait()
+
+    def generate(self) -> None:
+        """Let all pools generate until the batch is finished, and abort what is left."""
         rng = self.rng
-        for pool in self.pools:
-            pool.begin_round(self.version)
-        self._admit()
+        self.next_id = max(self.next_id, self.pools[0].schedule.last_id + 1)
         for pool in self.pools:
             for _, sample in pool.ready():
                 if rng.random() < 0.8:
@@ -79,8 +100,11 @@ class DrivenRun:
             if unfinished:
                 self._complete(*rng.choice(unfinished))
             self._score(1.0)
-            self._agree()
-            self._admit()
+            self.agree()
+            for _ in range(self.pools[0].schedule.room):
+                for pool in self.pools:
+                    self.admit(pool, self.next_id)
+                self.next_id += 1
         for pool in self.pools:  # at the abort, some samples have just finished and are not scored yet
             for group in pool:
                 if rng.random() < 0.2:
@@ -89,10 +113,6 @@ class DrivenRun:
                     if sample.state is SampleState.RUNNING:
                         pool.park(sample)
         self._score(0.5)
-        self._agree()
-        self.in_training = [pool.take() for pool in self.pools]
-        self.version += rng.randint(0, self.options["versions_per_round"])
-        return [group for groups in self.in_training for group in groups]
 
     def states(self, *, in_training: bool = True) -> list[dict[str, Any]]:
         """The state of each process in a checkpoint."""
@@ -106,17 +126,13 @@ class DrivenRun:
         batch = [group for groups in self.in_training for group in groups]
         return {group.group_id: group for group in [*batch, *(group for pool in self.pools for group in pool)]}
 
-    def _admit(self) -> None:
-        for _ in range(self.pools[0].schedule.room):
-            for pool in self.pools:
-                if pool is self.pool_of(self.next_id):
-                    pool.admit(
-                        self.next_id, row_of(self.next_id), [] if pool.has_environments else self._prompt_ids(),
-                        num_generations=self.samples, max_completion_length=BUDGET,
-                    )  # fmt: skip
-                else:
-                    pool.schedule.admit(self.next_id)
-            self.next_id += 1
+    def admit(self, pool: Pool, group_id: int) -> None:
+        """Admit a group to the pool that owns it, or its id to another one."""
+        if pool is not self.pool_of(group_id):
+            pool.schedule.admit(group_id)
+            return
+        prompt_ids = [] if pool.has_environments else self._prompt_ids()
+        pool.admit(group_id, row_of(group_id), prompt_ids, num_generations=self.samples, max_completion_length=BUDGET)
 
     def _prompt_ids(self) -> list[int]:
         return [self.rng.randrange(2**31) for _ in range(self.rng.randint(1, 3))]
@@ -173,10 +189,42 @@ class DrivenRun:
                         if other is not pool:
                             other.schedule.reject(group.group_id)
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         finished = [group_id for pool in self.pools for group_id in pool.finished_here]
         for pool in self.pools:
             pool.learn(finished)
+
+
+@dataclass
+class _Row:
+    run: DrivenRun
+    group_id: int
+
+    def admit_to(self, pool: Pool) -> None:
+        self.run.admit(pool, self.group_id)
+
+
+class Process(RoundSteps):
+    """The steps of a round in one process, and its driver."""
+
+    def __init__(self, run: DrivenRun, rank: int) -> None:
+        self.run, self.rank, self.pool = run, rank, run.pools[rank]
+
+    async def agree(self, pool: Pool) -> None:
+        await self.run.alone(self.run.agree)
+
+    def next_groups(self, count: int) -> Sequence[NewGroup]:
+        first = max(self.run.next_id, self.pool.schedule.last_id + 1)
+        return [_Row(self.run, group_id) for group_id in range(first, first + count)]
+
+    async def generate(self, driver: Any) -> None:
+        await self.run.alone(self.run.generate)
+
+    def open_round(self) -> None:
+        """Nothing runs."""
+
+    def take(self) -> Round:
+        return Round(self.run.version, self.pool.take())
 
 
 def canonical(state: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
-"""Trainers and a server in processes of their own, joined by gloo where training on GPUs uses NCCL.
+"""Trainers and servers in separate processes, joined by gloo where training on GPUs uses NCCL.
 
-The trainer runs `ServerGeneration`; the server runs the update session of vLLM's worker and its NCCL engine. Only the
-communicator, the CUDA streams, and the served model are replaced. Each process obeys commands from a pipe.
+The trainer runs `ServerGeneration`; a server runs the update sessions of vLLM's workers and their NCCL engines. Only
+the communicator, the CUDA streams, and the served model are replaced. Each process obeys commands from a pipe.
 """
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -21,7 +22,6 @@ from aiohttp import web
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from trl.generation import vllm_client
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.weight_transfer import packed_tensor
@@ -99,9 +99,8 @@ class GlooCommunicator:
 
 
 def replace_cuda(chunk_bytes: int) -> None:
-    nccl.CHUNK_BYTES, nccl.JOIN_SECONDS = chunk_bytes, 3
+    nccl.CHUNK_BYTES, nccl.JOIN_SECONDS, nccl.GRACE_SECONDS = chunk_bytes, 3, 0.1
     torch.set_num_threads(1)
-    vllm_client.get_ip = lambda: "192.0.2.1"  # as on hosts where vLLM finds an address that the server cannot reach
     pynccl.PyNcclCommunicator = GlooCommunicator
     stream = SimpleNamespace(synchronize=lambda: None)
     packed_tensor._get_streams = lambda index, count: (stream,) * count
@@ -163,67 +162,26 @@ class Received(torch.nn.Module):
                 fused.weight_loader(fused, weight, name)
 
 
-class GlooVLLM(FakeVLLM):
-    """vLLM's weight endpoints, in front of one worker that handles a request after the other."""
+class GlooWorker:
+    """A worker of a server: vLLM's, with a thread that handles one request after the other."""
 
-    def __init__(self, *, device: str, tie: bool) -> None:
+    def __init__(self, rank: int, workers: int, *, tie: bool) -> None:
         self.served = Received(tie=tie)
-        super().__init__(
-            vocab_size=self.served.inner.config.vocab_size, device=device, weight_transfer={"backend": "nccl"}
-        )
-        self.prompt_logprobs = lambda ids: trainer_logprobs(self.served.inner, ids, torch.device("cpu"))
-        self._thread_of_worker = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1)
         worker = self.worker = Worker.__new__(Worker)
-        worker.vllm_config = VllmConfig()
-        worker.vllm_config.model_config = SimpleNamespace(dtype=torch.float32)
+        config = worker.vllm_config = VllmConfig()
+        config.model_config = SimpleNamespace(dtype=torch.float32)
+        config.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=workers, rank=rank)
         worker._weight_update_active = worker._weight_update_is_draft = False
         worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
-        worker.weight_transfer_engine = NCCLWeightTransferEngine(
-            None, worker.vllm_config, torch.device("cpu"), self.served
-        )
+        worker.weight_transfer_engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), self.served)
 
-    async def _load(self, request: web.Request) -> web.Response:
-        folder = Path((await request.json())["kwargs"]["weights_path"])
-        weights = [item for file in sorted(folder.iterdir()) for item in load_file(file).items()]
-        try:
-            await self._loop.run_in_executor(self._thread_of_worker, self._reload, weights)
-        except RuntimeError as error:
-            return web.Response(status=500, text=str(error))
-        return web.json_response({"results": [None]})
-
-    def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def reload(self, folder: Path) -> None:
         """As `reload_weights` of vLLM's model runner."""
+        weights = [item for file in sorted(folder.iterdir()) for item in load_file(file).items()]
         initialize_layerwise_reload(self.served)
         self.served.load_weights(weights)
         finalize_layerwise_reload(self.served, self.worker.vllm_config.model_config)
-
-    async def _start(self) -> None:
-        self._more_routes = {
-            "init_weight_transfer_engine": lambda body: self._initialize(body["init_info"]),
-            "start_weight_update": lambda body: self.worker.start_weight_update(),
-            "update_weights": lambda body: self.worker.update_weights(body["update_info"]),
-            "finish_weight_update": lambda body: self.worker.finish_weight_update(),
-        }
-        await super()._start()
-
-    @web.middleware
-    async def _gate(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        name = request.path.lstrip("/")
-        if name == "get_world_size":
-            return web.json_response({"world_size": 1})
-        if name not in self._more_routes or request.path in self.answers:
-            return await super()._gate(request, handler)
-        if "update" in name and (refusal := self.refuse_unless_paused(request.path)):
-            return refusal
-        body = await request.json()
-        try:
-            await self._loop.run_in_executor(self._thread_of_worker, self._more_routes[name], body)
-        except Exception as error:
-            return web.Response(status=500, text=str(error))
-        return web.json_response({})
-
-    def _initialize(self, info: dict[str, Any]) -> None:
-        self.worker.init_weight_transfer_engine(info)
 
     def state(self) -> dict[str, Any]:
         parts = torch.cat([self.served.inner.get_parameter(name) for name in Fused.PARTS])
@@ -231,22 +189,66 @@ class GlooVLLM(FakeVLLM):
         return {name: param.detach().float().numpy() for name, param in whole_state(self.served.inner)}
 
 
-def serve(pipe: Any, chunk_bytes: int, device: str, tie: bool) -> None:
+REQUESTS = {
+    "init_weight_transfer_engine": lambda worker, body: worker.init_weight_transfer_engine(body["init_info"]),
+    "start_weight_update": lambda worker, body: worker.start_weight_update(),
+    "update_weights": lambda worker, body: worker.update_weights(body["update_info"]),
+    "finish_weight_update": lambda worker, body: worker.finish_weight_update(),
+}
+
+
+class GlooVLLM(FakeVLLM):
+    """vLLM's weight endpoints, in front of workers."""
+
+    def __init__(self, *, device: str, tie: bool, workers: int) -> None:
+        self.workers = [GlooWorker(rank, workers, tie=tie) for rank in range(workers)]
+        served = self.workers[0].served.inner
+        super().__init__(vocab_size=served.config.vocab_size, device=device, weight_transfer={"backend": "nccl"})
+        self.prompt_logprobs = lambda ids: trainer_logprobs(served, ids, torch.device("cpu"))
+
+    async def _load(self, request: web.Request) -> web.Response:
+        folder = Path((await request.json())["kwargs"]["weights_path"])
+        return await self._ask(lambda worker: worker.reload(folder))
+
+    async def _ask(self, question: Any) -> web.Response:
+        """Let all workers do something at once, and answer with the first error."""
+        try:
+            await asyncio.gather(
+                *(self._loop.run_in_executor(worker.thread, question, worker) for worker in self.workers)
+            )
+        except Exception as error:
+            return web.Response(status=500, text=str(error))
+        return web.json_response({"results": [None]})
+
+    @web.middleware
+    async def _gate(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        name = request.path.lstrip("/")
+        if name == "get_world_size":
+            return web.json_response({"world_size": len(self.workers)})
+        if name not in REQUESTS or request.path in self.answers:
+            return await super()._gate(request, handler)
+        if "update" in name and (refusal := self.refuse_unless_paused(request.path)):
+            return refusal
+        body = await request.json()
+        return await self._ask(lambda worker: REQUESTS[name](worker.worker, body))
+
+
+def serve(pipe: Any, chunk_bytes: int, device: str, tie: bool, workers: int) -> None:
     replace_cuda(chunk_bytes)
-    with GlooVLLM(device=device, tie=tie) as server:
+    with GlooVLLM(device=device, tie=tie, workers=workers) as server:
         communicator = GlooCommunicator
         communicator.is_blind, communicator.on_stop = False, lambda: pipe.send((None, "stopped"))
         obey(
             pipe,
             {
                 "url": lambda: server.base_url,
-                "state": server.state,
+                "states": lambda: [worker.state() for worker in server.workers],
                 "answer": server.answers.update,
                 "forget": server.answers.clear,
-                "fail at": lambda name: setattr(server.served, "fails_at", name),
+                "fail at": lambda name: setattr(server.workers[0].served, "fails_at", name),
                 "stop at": lambda number: setattr(communicator, "stops_at", number),
                 "be blind": lambda: setattr(communicator, "is_blind", True),
-                "start an update": server.worker.start_weight_update,
+                "start an update": lambda: [worker.worker.start_weight_update() for worker in server.workers],
             },
         )
 
@@ -328,7 +330,7 @@ def train(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "LOCAL_WORLD_SIZE": str(world)}
     replace_cuda(chunk_bytes)
     # Files would be chosen on a CPU.
-    sync.connected_transport = lambda *_, servers, **__: connected(servers, rank, kind)
+    sync.connected_transport = lambda *_, servers, group_port, **__: connected(servers, group_port, rank, kind)
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == world
     model = shard(build(kind, tie=tie), kind)
@@ -356,6 +358,14 @@ def train(
             generation.sync_weights()
         return len(versions)
 
+    passes, read = [], generation._parameters
+
+    def read_once_more() -> Any:
+        passes.append(True)
+        return read()
+
+    generation._parameters = read_once_more
+
     def cast(dtype: str) -> None:
         model.to(getattr(torch, dtype))
 
@@ -366,16 +376,20 @@ def train(
             "sync": send,
             "scale": lambda: scale(model),
             "cast": cast,
+            "passes": lambda: len(passes),
+            "serve from": lambda urls: setattr(generation, "_addresses", lambda: urls),
             "stop at": lambda number: setattr(GlooCommunicator, "stops_at", number),
             "is merged": lambda: any(getattr(module, "merged", False) for module in model.modules()),
         },
     )
 
 
-def connected(servers: list[Any], rank: int, kind: str) -> NcclTransport | FileTransport:
-    transport = FileTransport(None) if "files" in kind else NcclTransport(torch.device("cpu"))
+def connected(servers: list[Any], group_port: int, rank: int, kind: str) -> NcclTransport | FileTransport:
+    transport = FileTransport(None) if "files" in kind else NcclTransport(torch.device("cpu"), group_port)
     for server in servers if rank == 0 else ():
         transport.connect(server)
+    if rank == 0 and isinstance(transport, NcclTransport):
+        transport.join(servers)
     return transport
 
 

@@ -18,7 +18,7 @@ import psutil
 from datasets import Dataset
 
 from tests.trainer.test_tools_on_server import calling_tokenizer, distinct
-from tests.trainer.test_trainer import RecordingTrainer, distinct_characters, make_config, rows_of
+from tests.trainer.test_trainer import RecordingTrainer, make_config
 
 
 class Calls:
@@ -69,13 +69,13 @@ class JournalTrainer(RecordingTrainer):
         }
         self._journal.write(json.dumps(entry) + "\n")
 
-    def _open_session(self) -> Any:
-        session = super()._open_session()
+    def _april_open_session(self) -> Any:
+        session = super()._april_open_session()
         self.write("resumed", session.pool)
         return session
 
-    def _run_round(self) -> Any:
-        done = super()._run_round()
+    def _april_run_round(self) -> Any:
+        done = super()._april_run_round()
         self.write("trained", done.groups)
         return done
 
@@ -88,14 +88,11 @@ def results_of(sample: Any) -> list[str]:
 def train(spec: dict[str, Any], journal: Path) -> None:
     folder = Path(spec["folder"])
     args = make_config(SimpleNamespace(base_url=spec["url"]), folder, **spec["options"])
-    if spec["acts"]:
-        rows = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "number": n} for n in range(spec["rows"])]
-        trainer = JournalTrainer(
-            spec["model"], distinct, args, Dataset.from_list(rows), processing_class=calling_tokenizer(),
-            environment_factory=Calls, journal=journal,
-        )  # fmt: skip
-    else:
-        trainer = JournalTrainer(spec["model"], distinct_characters, args, rows_of(spec["rows"]), journal=journal)
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "number": n} for n in range(spec["rows"])]
+    trainer = JournalTrainer(
+        spec["model"], distinct, args, Dataset.from_list(rows), processing_class=calling_tokenizer(),
+        environment_factory=Calls, journal=journal,
+    )  # fmt: skip
     started = any(path.name == "trainer_state.json" for path in folder.glob("checkpoint-*/*"))
     trainer.train(resume_from_checkpoint=started)
     Path(f"{journal}.done").touch()
@@ -104,7 +101,7 @@ def train(spec: dict[str, Any], journal: Path) -> None:
 def kill_engine(url: str) -> None:
     """Kill vLLM's engine process. The server starts again, as another process."""
     port = int(url.rsplit(":", 1)[1])
-    (server,) = {one.pid for one in psutil.net_connections("tcp") if one.laddr.port == port and one.status == "LISTEN"}
+    (server,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"}
     children = psutil.Process(server).children(recursive=True)
     next(child for child in children if "EngineCore" in child.name() or "EngineCore" in child.cmdline()[0]).kill()
 
@@ -132,7 +129,7 @@ def main() -> None:
                 if os.waitpid(child, os.WNOHANG)[0]:
                     sys.exit(f"Attempt {attempt} ended before it was killed.")
             time.sleep(rng.uniform(0.0, spec["seconds"]))
-            if spec["acts"] and attempt % 5 == 4:
+            if attempt % 5 == 4:
                 kill_engine(spec["url"])
                 time.sleep(rng.uniform(0.0, spec["seconds"]))
             os.kill(child, signal.SIGKILL)

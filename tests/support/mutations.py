@@ -1,7 +1,7 @@
-"""Answers of a vLLM server with one fault each, made from a seed.
+"""Event streams of a vLLM server with one fault each, made from a seed.
 
-Each is a valid stream in vLLM 0.31's form with one mutation: of its events (`EVENTS`), of its bytes (`TEXTS`), or of
-the HTTP around it (`WIRES`). Some mutations are harmless; the reader decides which.
+Each is a valid stream in vLLM 0.31's form with one mutation, of its events (`EVENTS`) or of its bytes (`TEXTS`). Some
+mutations are harmless; the reader decides which.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any
-
-from tests.support.raw_server import Answer, Ending
 
 
 PROMPT = [11, 12, 13]
 BUDGET = 20
 VOCAB_SIZE = 1000
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
 
 REASONS = ["stop", "length", "abort", "error", "repetition"]
 PROMPTS = [PROMPT[1:], [*PROMPT, 5], [11, 12, 14]]
@@ -38,25 +34,6 @@ LIKELY = {
     None: [VOCAB_SIZE, True, None, 1.5],
 }
 Event = dict[str, Any]
-
-
-class Sight(Enum):
-    """How much of `Mutant.body` the client receives."""
-
-    ALL = auto()
-    PART = auto()  # its end may be lost, with or without an error
-    NONE = auto()  # the answer is refused
-    SILENCE = auto()  # all, unless the driver gives a silent stream up
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """An answer with one fault."""
-
-    answer: Answer
-    body: bytes  # the event stream in it
-    sight: Sight = Sight.ALL
-    kind: str = ""  # name of the mutation
 
 
 # A valid stream
@@ -194,110 +171,23 @@ TEXTS: list[Callable[[random.Random, bytes], bytes]] = [
 ]  # fmt: skip
 
 
-# Mutations of HTTP
+KINDS = [*EVENTS, *TEXTS]
 
 
-def framed(rng: random.Random, body: bytes) -> bytes:
-    """A proper answer with this body, which ends with the connection, after its length, or with an empty chunk."""
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in [*cut(rng, body), b""])
-    length = b"Content-Length: %d\r\n\r\n" % len(body)
-    return HEAD + rng.choice([b"\r\n" + body, length + body, b"Transfer-Encoding: chunked\r\n\r\n" + chunks])
-
-
-def cut(rng: random.Random, data: bytes) -> list[bytes]:
-    """`data` in up to six pieces, none of them empty."""
-    places = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(6)))
-    pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
-    return [piece for piece in pieces if piece]
-
-
-def sent(rng: random.Random, data: bytes) -> Answer:
-    return Answer(cut(rng, data) if rng.random() < 0.5 else [data])
-
-
-def odd_head(rng: random.Random, body: bytes) -> Mutant:
-    """A status line or a header that is invalid, or untrue of the body."""
-    good = b"HTTP/1.1 200 OK"
-    statuses = [
-        b"200", b"HTTP/1.1 \xff\xfe", b"HTTP/9.9 200 OK", b"HTTP/1.1 2000 OK", b"HTTP/1.1 -20 OK", b"ICY 200 OK", b"",
-        b"SSH-2.0-OpenSSH_9.6", rng.randbytes(50), good + b"x" * 9000,
-    ]  # fmt: skip
-    headers = [
-        b"no colon", b": no name", b"\xff\xfe: x", b"X: \xff\xfe", b"X: a\r\n b", b"X: " + b"x" * 9000, b"X\x00: y",
-        b"Content-Length: -5", b"Content-Length: abc", b"Content-Length: 99999999999999999999", b"Content-Length: 7",
-        b"Content-Length: 500000", b"Content-Length: 5\r\nContent-Length: 6", b"Transfer-Encoding: chunked",
-        b"Transfer-Encoding: nonsense", b"Content-Length: 5\r\nTransfer-Encoding: chunked", b"Upgrade: h2c",
-        b"Content-Encoding: gzip", b"Content-Encoding: nonsense", b"Content-Type: text/html; charset=nonsense",
-        b"Set-Cookie: \xff=\xfe; expires=nonsense", b"\r\n".join(b"X-%d: y" % number for number in range(500)),
-    ]  # fmt: skip
-    status, header = rng.choice([(rng.choice(statuses), b"X: y"), *[(good, rng.choice(headers))] * 2])
-    head = b"%b\r\nConnection: close\r\n%b\r\n\r\n" % (status, header)
-    return Mutant(sent(rng, head + body), body, Sight.PART)
-
-
-def other_status(rng: random.Random, body: bytes) -> Mutant:
-    """Refusals, redirections and the like, with bodies of all kinds."""
-    status = rng.choice([100, 101, 201, 204, 206, 301, 304, 307, 400, 401, 404, 422, 429, 500, 502, 503, 600, 999])
-    charset = rng.choice([b"utf-8", b"utf-16", b"nonsense", b"rot13", b"\xff", b""])
-    other = rng.choice([body, b"", b"\xff\xfe\xfd" * 50, b"<p>" * 5000, b'{"error": {"message": "no"}}'])
-    place = rng.choice([b"", b"http://", b"ftp://x/", b"/v1/completions", b"http://127.0.0.1:1/", b"\xff", b"//[::1"])
-    head = b"HTTP/1.1 %d Status\r\nConnection: close\r\nContent-Type: text/plain; charset=%b\r\n" % (status, charset)
-    head += b"Location: %b\r\n" % place if 300 <= status < 400 else b""
-    length = rng.choice([b"", b"Content-Length: %d\r\n" % len(other), b"Content-Length: 99999\r\n"])
-    return Mutant(sent(rng, head + length + b"\r\n" + other), b"", Sight.NONE)
-
-
-def endless_refusal(rng: random.Random, body: bytes) -> Mutant:
-    head = b"HTTP/1.1 %d Status\r\n\r\n" % rng.choice([400, 401, 404, 500, 503])
-    return Mutant(Answer([head], Ending.REPEAT, rng.choice([b"<p>", b"\xff"]) * 20_000), b"", Sight.NONE)
-
-
-def cut_answer(rng: random.Random, body: bytes) -> Mutant:
-    """The connection ends anywhere, in the headers too, or is reset at the end."""
-    whole = framed(rng, body)
-    part = whole[: rng.randrange(len(whole))]
-    data, ending = rng.choice([(whole, Ending.RESET), (part, Ending.RESET), (part, Ending.CLOSE)])
-    return Mutant(Answer(cut(rng, data), ending), body, Sight.PART)
-
-
-def silence(rng: random.Random, body: bytes) -> Mutant:
-    """Nothing more after some byte, on an open connection."""
-    head, seen = HEAD + b"\r\n", body[: rng.randrange(len(body))]
-    if rng.random() < 0.2:
-        return Mutant(Answer([head[: rng.randrange(1, len(head))]], Ending.SILENCE), b"", Sight.SILENCE)
-    return Mutant(Answer([head, *cut(rng, seen)], Ending.SILENCE), seen, Sight.SILENCE)
-
-
-def endless(rng: random.Random, body: bytes) -> Mutant:
-    """The same piece forever: tokens, events without tokens, lines without an event, or a line without an end."""
-    pieces = [
-        write([make_event([5], [-1.0])], done=False), write([make_event([], [])], done=False), b": still here\n\n",
-        b"\n", b'data: {"choices": []}\n\n', b"x" * 50_000, b": " + b"x" * 50_000,
-    ]  # fmt: skip
-    rest, seen = rng.choice(pieces), body[: body.index(b"\n\n") + 2]
-    if b'finish_reason":"' in seen:
-        seen = b""
-    # 30 repetitions are certain to arrive, and decide how the request ends.
-    return Mutant(Answer([HEAD + b"\r\n" + seen], Ending.REPEAT, rest), seen + rest * 30, Sight.SILENCE)
-
-
-WIRES: list[Callable[[random.Random, bytes], Mutant]] = [
-    *[odd_head] * 3, *[other_status] * 2, *[cut_answer] * 3, silence, endless, endless_refusal,
-]  # fmt: skip
-
-KINDS = [*EVENTS, *TEXTS, *WIRES]
-
-
-def mutant(seed: int) -> Mutant:
-    """The answer number `seed`: the kinds take turns, everything else is random."""
+def mutant(seed: int) -> tuple[str, bytes]:
+    """Return the name of a mutation and the stream number `seed`: the kinds take turns, everything else is random."""
     kind = KINDS[seed % len(KINDS)]
     rng = random.Random(f"answer {seed}")
     events = valid_events(rng, PROMPT, BUDGET)
-    if kind in WIRES:
-        return replace(kind(rng, write(events)), kind=kind.__name__)
     if kind in EVENTS:
         kind(rng, events)
-        body = write(events)
-    else:
-        body = kind(rng, write(events))
-    return Mutant(sent(rng, framed(rng, body)), body, kind=kind.__name__)
+        return kind.__name__, write(events)
+    return kind.__name__, kind(rng, write(events))
+
+
+def pieces(rng: random.Random, body: bytes) -> list[bytes]:
+    """Return an HTTP answer with this body in up to six pieces, none of them empty."""
+    data = HEAD + body
+    places = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(6)))
+    parts = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
+    return [part for part in parts if part]

@@ -200,8 +200,8 @@ def april(url: str) -> Callable[..., Any]:
         done: list[Any] = []
 
         class Recorded(APRILGRPOTrainer):
-            def _run_round(self) -> Any:
-                found = super()._run_round()
+            def _april_run_round(self) -> Any:
+                found = super()._april_run_round()
                 trained.update(int(group.row["number"]) for group in found.groups for _ in group.samples)
                 return found
 

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
-
-
-class Ending(Enum):
-    """How a connection ends after its answer."""
-
-    CLOSE = auto()
-    RESET = auto()
-    SILENCE = auto()  # nothing more until the client leaves
-    REPEAT = auto()  # `rest`, over and over, until the client leaves
 
 
 @dataclass(frozen=True)
@@ -26,8 +14,6 @@ class Answer:
     """An answer, status line and headers included; each piece is a write of its own."""
 
     pieces: list[bytes]
-    ending: Ending = Ending.CLOSE
-    rest: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -64,33 +50,16 @@ class RawServer:
             name = asked.name
             if name is not None:
                 self.live.append(name)
-            answer = self._answer(asked)
-            for piece in answer.pieces:
+            for piece in self._answer(asked).pieces:
                 writer.write(piece)
                 await writer.drain()
                 await asyncio.sleep(0)
-            await self._end(answer, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client has left
         finally:
             writer.close()
             if name is not None:
                 self.live.remove(name)
-
-    async def _end(self, answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        match answer.ending:
-            case Ending.RESET:
-                # A linger time of 0 makes the kernel send RST instead of FIN.
-                linger = struct.pack("ii", 1, 0)
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                writer.transport.abort()
-            case Ending.SILENCE:
-                await reader.read()
-            case Ending.REPEAT:
-                while not reader.at_eof():
-                    writer.write(answer.rest)
-                    await writer.drain()
-                    await asyncio.sleep(0.002)
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Asked:

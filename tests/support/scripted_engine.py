@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from trl_april.engine.protocol import Chunk, GenerationRequest
-from trl_april.tuning.simulated_clock import NothingWillHappen, SimulatedClockLoop, simulate  # noqa: F401
+from trl_april.tuning.simulated_clock import DeadlockError, SimulatedClockLoop, simulate  # noqa: F401
 
 
 Key = tuple[int, int]  # group id, index of the sample

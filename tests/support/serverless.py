@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from trl_april.distributed.processes import OneProcess
 from trl_april.pool.samples import Group
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.session import RolloutSession
 from trl_april.trainer import APRILGRPOTrainer
 from trl_april.training.correction import BatchCorrection
@@ -19,10 +20,9 @@ class GivenBatches(RolloutSession):
     def __init__(self) -> None:
         self.scorer, self.run_log, self._processes = None, RunLog(), OneProcess()
         self.correction = BatchCorrection(self._processes, self.run_log.note)
+        self.steps = SimpleNamespace(release_trained=lambda micro_steps: None)
 
     def save(self, checkpoint: Path) -> None: ...
-
-    def release_trained(self, micro_steps: int) -> None: ...
 
     def cut(self) -> None: ...
 
@@ -44,11 +44,11 @@ class ServerlessTrainer(APRILGRPOTrainer):
         finally:
             config.vllm_server_base_url = before
 
-    def _attach_server(self) -> None:
+    def _april_attach_server(self) -> None:
         self.use_vllm = True
         self._last_loaded_step = self.state.global_step
 
-    def _run_round(self) -> Round:
-        self._session = self._session or GivenBatches()
+    def _april_run_round(self) -> Round:
+        self._april_session = self._april_session or GivenBatches()
         self._last_loaded_step = self.state.global_step
         return Round(self.version, groups=list(self.groups))

@@ -4,12 +4,14 @@ Each step gives every running sample a token and takes as long as the step-time 
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
-from trl_april.rollout.round import RequestTrace, Round
+from trl_april.rollout.loop import NewGroup, RoundLoop, RoundSteps, run_blocking
+from trl_april.rollout.record import RequestTrace, Round
 
 
 LONGEST = 1000
@@ -45,8 +47,16 @@ def lognormal(sigma: float, *, seed: int = 0, median: float = 40.0, longest: int
     return length
 
 
-class SimulatedRounds:
-    """A pool and its server. All costs are in seconds; `curve` is the cost of a step, by running samples."""
+class Row(NamedTuple):
+    group_id: int
+    group_size: int
+
+    def admit_to(self, pool: Pool) -> None:
+        pool.admit(self.group_id, {}, PROMPT, num_generations=self.group_size, max_completion_length=LONGEST)
+
+
+class SimulatedRounds(RoundSteps):
+    """A pool, its driver and its server. Costs are in seconds; `curve` is that of a step, by running samples."""
 
     def __init__(
         self,
@@ -62,22 +72,32 @@ class SimulatedRounds:
         self.pool, self.lengths, self.curve, self.group_size, self.rows = pool, lengths, curve, group_size, rows
         self.prefill, self.overhead = prefill, overhead
         self.version = self.next_id = 0
+        self._loop = RoundLoop(pool, self, self)
 
     def run_round(self) -> Round:
         """Run one round and take its batch."""
-        pool = self.pool
-        pool.begin_round(self.version)
-        room = pool.schedule.room
-        for _ in range(room if self.rows is None else min(room, self.rows - self.next_id)):
-            pool.admit(self.next_id, {}, PROMPT, num_generations=self.group_size, max_completion_length=LONGEST)
-            self.next_id += 1
-        done = Round(self.version, over_provisioning=pool.schedule.over_provisioning)
-        if not pool.schedule.quota_met:
-            self._generate(done)
-        done.groups = pool.take()
-        pool.check()
+        done = run_blocking(self._loop.run(self.version))
         self.version += 1
         return done
+
+    def next_groups(self, count: int) -> Sequence[NewGroup]:
+        first = self.next_id
+        self.next_id += count if self.rows is None else min(count, self.rows - first)
+        return [Row(group_id, self.group_size) for group_id in range(first, self.next_id)]
+
+    async def generate(self, driver: object) -> None:
+        if not self.pool.schedule.quota_met:
+            self._generate(self.round)
+
+    # The driver
+
+    def open_round(self) -> None:
+        self.round = Round(self.version, over_provisioning=self.pool.schedule.over_provisioning)
+
+    def take(self) -> Round:
+        self.round.groups = self.pool.take()
+        self.pool.check()
+        return self.round
 
     def _generate(self, done: Round) -> None:
         pool = self.pool
@@ -88,7 +108,7 @@ class SimulatedRounds:
             held[key] = len(sample)
             waiting.append((self.lengths(*key) - len(sample), key, sample))
             pool.start(sample)
-        waiting.sort(key=lambda one: one[:2])
+        waiting.sort(key=lambda entry: entry[:2])
         stall = self.prefill * sum(len(PROMPT) + count for count in held.values())
         first = stall + self.curve(len(waiting))
         seconds, clock = stall, 0

@@ -170,7 +170,7 @@ class ByQuestion(ToolScript):
 class ScriptedStock(GRPOTrainer):
     """Stock GRPO whose completions are scripted."""
 
-    script, _user_code = ToolScript(), UserCode()
+    script, _april_user_code = ToolScript(), UserCode()
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         answers = [self.script.rest(ids, place % num_generations) for place, ids in enumerate(prompt_ids)]

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import textwrap
 import threading
 import time
 from contextlib import nullcontext
@@ -22,7 +23,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pandas
-import pytest
 import requests
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_april.server.local
+from tests.server.test_local import HEALTHY
 from tests.support.proxy import Proxy
 from tests.trainer import test_trainer
 from tests.trainer.test_trainer import distinct_characters, rows_of
@@ -64,16 +65,16 @@ class RecordingTrainer(APRILGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.longest = self.args.max_completion_length
 
-    def _run_round(self) -> Any:
-        done = super()._run_round()
+    def _april_run_round(self) -> Any:
+        done = super()._april_run_round()
         self.rounds.append(done)
         return done
 
 
 def limit_length(trainer: APRILGRPOTrainer, tokens: int) -> None:
     """Groups admitted from now on get `tokens` per sample. Users cannot change it during training."""
-    if trainer._session is None:
-        trainer.args.max_completion_length = trainer._fixed["trainer.args.max_completion_length"] = tokens
+    if trainer._april_session is None:
+        trainer.args.max_completion_length = trainer._april_fixed["trainer.args.max_completion_length"] = tokens
     else:
         trainer.pool.budget = replace(trainer.pool.budget, max_completion_length=tokens)
 
@@ -130,7 +131,7 @@ def outcome(trainer: RecordingTrainer) -> dict[str, Any]:
         "log": trainer.state.log_history,
         "completions": completions_of(trainer),
         "left": len(trainer.pool),
-        "server": trainer._server.pid if trainer._server is not None else None,
+        "server": trainer._april_server.pid if trainer._april_server is not None else None,
         "taken": trainer.pool.counters.groups_taken,
     }
 
@@ -151,18 +152,6 @@ def train(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     return outcome(trainer)
 
 
-def train_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Compares every token of this process with the weights of its version."""
-    trainer = make_trainer(spec, run, trainer_class=test_trainer.RecordingTrainer)
-    trainer.train()
-    generation = trainer.vllm_generation
-    return {
-        **outcome(trainer),
-        "compared": test_trainer.check_logprobs(trainer),
-        "weight_sync": generation.weight_sync,
-    }
-
-
 def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """In the third step no process reaches the server for a while, and meanwhile it loses its weights.
 
@@ -181,11 +170,11 @@ def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
         proxy.come_back()
 
     class UnluckyTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             limit_length(self, self.longest if self.state.global_step == 2 else 40)
             if self.state.global_step == 2:
-                threading.Thread(target=go_away, args=[self._session.driver], daemon=True).start()
-            return super()._run_round()
+                threading.Thread(target=go_away, args=[self._april_session.driver], daemon=True).start()
+            return super()._april_run_round()
 
     trainer = make_trainer({**spec, "url": proxy.url}, run, trainer_class=UnluckyTrainer)
     trainer.train()
@@ -200,17 +189,17 @@ def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any
     proxy = Proxy(spec["url"])
 
     class MarkingTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             limit_length(self, self.longest if self.state.global_step == 1 else 8)
             if self.state.global_step == 1:
                 threading.Thread(target=self.mark, daemon=True).start()
-            return super()._run_round()
+            return super()._april_run_round()
 
         def _all_have_begun(self) -> bool:
             return all(len(sample) > 0 for group in self.pool for sample in group.samples)
 
         def mark(self) -> None:
-            while not self._session.driver.in_flight or not run["freeze"] and not self._all_have_begun():
+            while not self._april_session.driver.in_flight or not run["freeze"] and not self._all_have_begun():
                 time.sleep(0.01)
             time.sleep(0.3)
             if run["freeze"]:
@@ -230,18 +219,18 @@ def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str,
     """
 
     class SignalledTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             is_long = run["when"] == "round" and self.state.global_step == 2
             limit_length(self, self.longest if is_long else 40)
             if RANK == 1 and self.state.global_step == 2:
                 if run["when"] == "round":
                     before = self.pool.counters.tokens_generated
                     threading.Thread(target=self.wait_for_tokens, args=[before], daemon=True).start()
-                    return super()._run_round()
-                done = super()._run_round()
+                    return super()._april_run_round()
+                done = super()._april_run_round()
                 os.kill(os.getpid(), run["signal"])
                 return done
-            return super()._run_round()
+            return super()._april_run_round()
 
         def wait_for_tokens(self, before: int) -> None:
             while self.pool.counters.tokens_generated == before:
@@ -291,8 +280,8 @@ def train_sharded(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     class LookingTrainer(RecordingTrainer):
-        def _run_round(self):
-            done = super()._run_round()
+        def _april_run_round(self):
+            done = super()._april_run_round()
             if self.state.global_step == 1:
                 seen.update(spread_of(self))
             return done
@@ -367,9 +356,9 @@ def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
                 yield chunk
 
     class SlowTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             time.sleep(pause())
-            return super()._run_round()
+            return super()._april_run_round()
 
     def slow_reward(completions, **kwargs):
         time.sleep(pause())
@@ -407,13 +396,13 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         return distinct_characters(completions)
 
     class FailingTrainer(RecordingTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             for server in self.vllm_generation.servers if proxy else ():
                 server.control.base_url = proxy.url
             if rank == 1 and how not in ("reward", "kill in reward") and self.state.global_step == 2:
                 # In the middle of the round: it takes longer than this.
                 threading.Timer(0.3, fail_now if how != "interrupt" else interrupt_main).start()
-            return super()._run_round()
+            return super()._april_run_round()
 
     def interrupt_main() -> None:
         marker.write_text(str(time.time()))
@@ -421,42 +410,14 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer = make_trainer(spec, run, reward=reward, trainer_class=FailingTrainer)
-    # A process that owns a server has to stop it, whoever has failed. Any server will do for that.
+    # A process that owns a server has to stop it, whichever process has failed. A web server is enough for that.
     trl_april.server.local.server_command = lambda model, host, port, *args, **kwargs: [
-        sys.executable,
-        "-c",
-        HEALTHY,
-        str(port),
+        *(sys.executable, "-c", textwrap.dedent(HEALTHY), str(port)),
     ]
     with LocalServer("any", quiet=True) if rank == 0 else nullcontext() as owned:
         if owned is not None:
             (Path(spec["folder"]) / f"{run['name']}-owned").write_text(owned.base_url)
         trainer.train()
-    return outcome(trainer)
-
-
-HEALTHY = """
-import http.server, sys
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
-"""
-
-
-def train_until_killed(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Process 0, which has a server of its own, writes its result in the third step and is killed."""
-
-    class KilledTrainer(RecordingTrainer):
-        def _run_round(self):
-            if RANK == 0 and self.state.global_step == 2:
-                Path(spec["folder"], f"{run['name']}-0.json").write_text(json.dumps(outcome(self)))
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super()._run_round()
-
-    trainer = make_trainer(spec, run, trainer_class=KilledTrainer)
-    trainer.train()
     return outcome(trainer)
 
 
@@ -496,7 +457,7 @@ def evaluate_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, 
     sizes = {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 2}
     sizes |= {"per_device_eval_batch_size": 8, "num_generations_eval": 2}
     trainer = trainer_with_tools(spec, sizes, eval_dataset=tool_calling.DATASET.select(range(8)))
-    return {"reward": trainer.evaluate()["eval_reward"], "lost": trainer.vllm_generation.servers.first.is_lost}
+    return {"reward": trainer.evaluate()["eval_reward"], "lost": not trainer.vllm_generation.servers.first.takes_part}
 
 
 def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -564,26 +525,6 @@ def train_in_turns_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dic
         "compared": test_trainer.check_logprobs(trainer),
         "turns": test_tools_on_server.check_turns(trainer),
     }
-
-
-def train_with_images_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Compares every token with the weights of its version and the images of its row."""
-    from tests.trainer import test_images
-    from tests.trainer.test_overlap import limit_lengths
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        # A round closes with its short completions. The others are cut, however fast the machine is.
-        limit_lengths(monkeypatch, lambda group_id: 300 if group_id % 3 else 30)
-        trainer = test_images.train(
-            SimpleNamespace(base_url=spec["url"]),
-            spec["model"],
-            Path(spec["folder"]) / "out",
-            per_device_train_batch_size=4,
-            generation_kwargs={"ignore_eos": True},
-            learning_rate=1e-3,
-            use_cpu=True,
-        )
-    return {**outcome(trainer), "compared": test_images.check_logprobs(trainer)}
 
 
 def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.simulated_rounds import Curve, Lengths, SimulatedRounds, bent, lognormal
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.batch import round_metrics
 from trl_april.training.run_log import RunLog
 
@@ -74,7 +74,7 @@ class WrittenRun:
         done = self.rounds.run_round()
         done.started = self.now
         done.in_flight = in_flight(done)
-        done.launched_lengths = [trace.held + trace.tokens for trace in done.traces]
+        done.launched_lengths = [trace.tokens_before + trace.tokens for trace in done.traces]
         samples = [sample for group in done.groups for sample in group.samples]
         done.carried_tokens = sum(s.length for one in samples for s in one.segments if s.version < done.version)
         done.abort_seconds = min(done.seconds, 0.01)

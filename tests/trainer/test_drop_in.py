@@ -85,7 +85,7 @@ def test_a_subclass_that_generates_itself_is_warned_once(tmp_path, caplog):
 
 def test_a_second_request_for_one_batch_is_refused(tmp_path):
     class Stubborn(ServerlessTrainer):
-        def _run_round(self):
+        def _april_run_round(self):
             raise ZeroDivisionError
 
         def _generate_and_score_completions(self, inputs):

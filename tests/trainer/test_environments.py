@@ -85,14 +85,14 @@ def test_samples_that_are_cut_and_resumed_keep_their_instances(fake, tmp_path, c
     changes = {"over_provisioning": 2.0, "max_steps": 6, "stream_interval": 5, "log_completions": True, **options}
     trainer = april(fake, tmp_path, **arguments(Counting, reward_funcs=None, tools=[]), **changes)
     rewards = []
-    trained = trainer._run_round
+    trained = trainer._april_run_round
 
     def run_round():
         done = trained()
         rewards.extend((group.row["start"], group.score.rewards) for group in done.groups)
         return done
 
-    trainer._run_round = run_round
+    trainer._april_run_round = run_round
     trainer.train()
     counts = [7, 4, 0, 0, 0, 6, 1, 3]
     assert rewards == [(start, [[start + count] for count in counts]) for start, _ in rewards] and len(rewards) == 6

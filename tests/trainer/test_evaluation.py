@@ -102,7 +102,7 @@ def test_environments_are_not_those_of_samples_in_flight(tmp_path):
 
     class Trainer(APRILGRPOTrainer):
         def evaluation_loop(self, *args, **kwargs):
-            environments = self._session._restorable
+            environments = self._april_session._restorable
             ours = [occupied.instance for occupied in environments._occupied.values()]
             output = super().evaluation_loop(*args, **kwargs)
             instances.append((len(ours), {*map(id, self._environment_pool[None])}))

@@ -7,8 +7,6 @@ import torch
 from datasets import Dataset, Features, Image, Value
 
 from tests.support.effort import until_shown
-from tests.support.preloaded import launch_preloaded
-from tests.support.tiny import build_tokenizer
 from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
 from tests.trainer.test_tools_on_server import calling_tokenizer
 from tests.trainer.test_trainer import RecordingTrainer, make_config, wait_until_idle
@@ -32,7 +30,6 @@ WITH_COLUMN = Dataset.from_list(
         for number in range(12)
     ]
 )
-AGAIN = build_tokenizer()("again?\n")["input_ids"]
 TEXT = Value("string")
 WITH_PARTS = Dataset.from_list(
     [
@@ -100,13 +97,6 @@ def check_training_pass(trainer: RecordingTrainer) -> None:
     assert differences and 0 < max(differences) < 1e-4
 
 
-async def look_twice(prompt, engine, row):
-    first = await engine.generate(engine.prompt_ids)
-    if first.finish_reason == "stop":
-        await engine.generate([*engine.prompt_ids, *first.token_ids, *AGAIN])
-    return {"shown": len(row["images"])}
-
-
 def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, arguments=None, **options):
     # Three times as many groups as a round needs, of long completions: some are always cut.
     defaults = {
@@ -157,17 +147,15 @@ def count(digits: int) -> list:
     return [{"type": "text", "text": "so"}, {"type": "image", "image": picture(100 + digits)}]
 
 
-@pytest.mark.parametrize("kv", ["recompute", "reuse"])
-def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path, kv):
-    """Prompts have one image or two, and the results of each turn another."""
-    rate = 1e-3 if kv == "recompute" else 0.0
+def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path):
+    """Prompts have an image or two, and the results of each turn a further image."""
     processor = build_processor()
     processor.tokenizer = calling_tokenizer(build_processor().tokenizer.backend_tokenizer)
     processor.chat_template = WITH_CALLS
 
     def trained() -> RecordingTrainer:
         return train(
-            server, vision_model_dir, tmp_path, resume_kv=kv, learning_rate=rate, max_tool_calling_iterations=3,
+            server, vision_model_dir, tmp_path, resume_kv="reuse", learning_rate=0.0, max_tool_calling_iterations=3,
             over_provisioning=3.0,  # more would be finished in the first round, and not be cut
             arguments={"processing_class": processor, "tools": [count]},
             eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
@@ -182,8 +170,7 @@ def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path, kv
     trainer = until_shown(trained, cut_after_an_image)
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
     assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
-    if not rate:
-        check_training_pass(trainer)
+    check_training_pass(trainer)
     # In an evaluation, too.
     assert any("eval_tools/call_frequency" in entry for entry in trainer.state.log_history)
     assert wait_until_idle(server) == 0
@@ -202,31 +189,6 @@ def test_images_in_prompts_and_a_resumed_training(server, vision_model_dir, tmp_
     # Their first tokens are of the weights of the first training.
     resumed.weights = {**first.weights, **resumed.weights}
     assert check_logprobs(resumed) == sum(len(s) for group in resumed.trained_groups for s in group.samples)
-
-
-def test_rollout_function_with_images(server, vision_model_dir, tmp_path):
-    trainer = train(
-        server, vision_model_dir, tmp_path, resume_kv="reuse", learning_rate=0.0, arguments={"rollout": look_twice},
-        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
-    )  # fmt: skip
-    samples = [sample for group in trainer.trained_groups for sample in group.samples]
-    assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
-    turns = [sum(one.version is None for one in sample.segments) for sample in samples]
-    assert max(turns) == 1 and any(len(one.segments) > 3 for one in samples)
-    check_training_pass(trainer)
-    assert any("eval_loss" in entry for entry in trainer.state.log_history)
-
-
-def test_two_processes_share_groups_with_images(server, forker, vision_model_dir, tmp_path):
-    """Each process trains a part of each group, and reads the images of its rows itself."""
-    run = {"name": "images", "kind": "train_with_images_and_compare"}
-    launched = launch_preloaded(forker, 2, [run], tmp_path, model=vision_model_dir, url=server.base_url)
-    assert launched.code == 0, launched.output[-4000:]
-    results = launched.results("images", 2)
-    assert min(one["compared"] for one in results) > 1000
-    groups = [group for one in results for done in one["rounds"] for group in done]
-    assert any(resumed for group in groups for resumed in group["resumed"])
-    assert wait_until_idle(server) == 0
 
 
 def test_requests_with_images_are_not_kept(server, vision_model_dir, tmp_path):

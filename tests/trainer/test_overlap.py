@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from tests.trainer.test_trainer import check_logprobs, make_trainer, wait_until_idle
 from trl_april.engine.protocol import RequestMaker
 from trl_april.rollout.driver import RolloutDriver
-from trl_april.rollout.rounds import Rounds
+from trl_april.rollout.loop import RoundLoop
 
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
@@ -41,23 +41,22 @@ class TestOverlap:
     def test_no_sample_finishes_between_agreement_and_delivery(self, server, tiny_model_dir, tmp_path, monkeypatch):
         """A sample that finished there would be finished in one process only."""
         trainer = make_trainer(server, tiny_model_dir, tmp_path, overlap_generation=True, max_steps=2)
-        may_close, take, passed = Rounds._may_close, RolloutDriver.take, []
+        agree, open_round, take, passed = RoundLoop._agree, RoundLoop._open, RolloutDriver.take, []
 
-        def agree(rounds):
-            rounds.loop.call(lambda: passed.append(True))
-            return may_close(rounds)
+        async def agree_and_note(loop):
+            loop.steps.loop.call(lambda: passed.append(True))
+            await agree(loop)
 
         def take_then(driver):
             assert not passed
             return take(driver)
 
-        def begin(rounds, version):
+        async def begin(loop, version):
             passed.clear()
-            return open_round(rounds, version)
+            await open_round(loop, version)
 
-        open_round = Rounds._open
-        monkeypatch.setattr(Rounds, "_may_close", agree)
-        monkeypatch.setattr(Rounds, "_open", begin)
+        monkeypatch.setattr(RoundLoop, "_agree", agree_and_note)
+        monkeypatch.setattr(RoundLoop, "_open", begin)
         monkeypatch.setattr(RolloutDriver, "take", take_then)
         trainer.train()
         assert passed and len(trainer.rounds) == 2

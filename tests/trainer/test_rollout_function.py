@@ -98,7 +98,7 @@ def double(number: int) -> int:
 )
 def test_more_groups_are_in_flight_by_default_where_samples_act(fake, tmp_path, arguments, factor):
     trainer = trainer_of(fake, tmp_path, arguments=arguments, over_provisioning=None)
-    assert trainer._options.over_provisioning == factor
+    assert trainer._april_options.over_provisioning == factor
 
 
 def test_training_resumes_with_its_rollouts(fake, tmp_path):

@@ -25,7 +25,7 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
     trainer = make_trainer(
         reached, tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100, vllm_server_timeout=4.0, **options,
     )  # fmt: skip
-    run_round = trainer._run_round
+    run_round = trainer._april_run_round
 
     def break_off_in_round():
         wait_for_tokens(trainer)
@@ -36,7 +36,7 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
             threading.Thread(target=break_off_in_round).start()
         return run_round()
 
-    trainer._run_round = run_round_and_break_off
+    trainer._april_run_round = run_round_and_break_off
     with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=4"):
         trainer.train()
     trained = trainer.trained_groups

@@ -49,16 +49,6 @@ def test_a_checkpoint_is_written_in_the_middle_of_a_round(forker, server, tiny_m
     assert wait_until_idle(server) == 0
 
 
-def test_no_checkpoint_without_the_option(forker, server, tiny_model_dir, tmp_path):
-    """SIGTERM kills the process; Ctrl-C without the option is in `tests/trainer/test_trainer.py`."""
-    process = start(forker, server, tiny_model_dir, tmp_path, save_on_signal=False)
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.returncode == -signal.SIGTERM
-    assert not list(tmp_path.glob("told-out/checkpoint-*"))
-    assert wait_until_idle(server) == 0
-
-
 @pytest.mark.parametrize("save_on_signal", [False, True])
 def test_a_second_signal_stops_at_once(forker, server, tiny_model_dir, tmp_path, save_on_signal):
     """The server is unreachable, so the first signal waits in vain for its tokens."""
@@ -107,20 +97,3 @@ def test_a_signal_during_a_step_writes_a_checkpoint_that_stays(server, tiny_mode
 def falling(completions, trainer_state, **kwargs) -> list[float]:
     """The first evaluation is the best."""
     return [-float(trainer_state.global_step)] * len(completions)
-
-
-def test_a_signal_after_the_last_step_stops_all_processes(server, tiny_model_dir, tmp_path, monkeypatch):
-    """Only another process received it."""
-    trainer = make_trainer(server, tiny_model_dir, tmp_path, max_steps=1, save_on_signal=True)
-    train, reduce_max = trainer._train, trainer._processes.reduce_max
-
-    def train_then(*args, **kwargs):
-        output = train(*args, **kwargs)
-        monkeypatch.setattr(
-            trainer._processes, "reduce_max", lambda values: [max(one, signal.SIGINT) for one in reduce_max(values)]
-        )
-        return output
-
-    monkeypatch.setattr(trainer, "_train", train_then)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()

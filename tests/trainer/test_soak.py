@@ -15,11 +15,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import psutil
-import pytest
 
-from tests.rollout.arena import USEFUL, USELESS, Arena, admit, assert_at_rest, assert_tokens, make_driver, make_pool
+from tests.rollout.arena import USEFUL, USELESS, Arena, assert_tokens
 from tests.support.effort import cases
-from tests.support.scripted_engine import Attempt, Break, End, ScriptedEngine, Tokens, simulate
+from tests.support.scripted_engine import Attempt, Break, End, Tokens, simulate
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.errors import ServerError
 
@@ -44,8 +43,8 @@ class Usage:
         return cls()
 
 
-def soak(rounds: int, *, dynamic: bool) -> tuple[Usage, Usage, dict[str, int]]:
-    """Run so many rounds of one pool and one driver, with random lengths and broken streams."""
+def soak(rounds: int) -> tuple[Usage, Usage, dict[str, int]]:
+    """Run rounds of a pool and a driver under dynamic sampling, with random lengths and broken streams."""
     logging.disable(logging.WARNING)  # one per broken stream
     rng = random.Random(1)
     seen = {"broken": 0, "aborted": 0, "rejected": 0}
@@ -62,25 +61,13 @@ def soak(rounds: int, *, dynamic: bool) -> tuple[Usage, Usage, dict[str, int]]:
                 return Attempt([*steps, Break(ServerError("The connection broke."))])
         return Attempt([*steps, End("stop")], tail=rng.randint(0, left))
 
-    if dynamic:
-        rewards = lambda group: USEFUL if rng.random() < 0.8 else USELESS  # noqa: E731
-        arena = Arena(rewards, quota=QUOTA, factor=2.0, max_staleness=3, max_rejected=4 * QUOTA)
-        pool, engine, driver = arena.pool, arena.engine, arena.driver
-        engine._default = attempt
-    else:
-        pool = make_pool(QUOTA, max_staleness=3)
-        engine = ScriptedEngine(default=attempt)
-        driver = make_driver(pool, engine)
+    rewards = lambda group: USEFUL if rng.random() < 0.8 else USELESS  # noqa: E731
+    arena = Arena(rewards, quota=QUOTA, factor=2.0, max_staleness=3, max_rejected=4 * QUOTA)
+    pool, engine = arena.pool, arena.engine
+    engine._default = attempt
 
     async def run_round(version: int) -> None:
-        if dynamic:
-            done = await arena.round(version)
-        else:
-            pool.begin_round(version)
-            first = pool.counters.groups_admitted
-            admit(pool, *range(first, first + pool.schedule.room), samples=2)
-            done = await driver.run_round()
-            assert_at_rest(pool, engine)
+        done = await arena.round(version)
         assert len(done.groups) == QUOTA
         for group in done.groups:
             assert_tokens(group)
@@ -88,9 +75,8 @@ def soak(rounds: int, *, dynamic: bool) -> tuple[Usage, Usage, dict[str, int]]:
             trained[group.group_id] = 1
         seen["aborted"] += done.aborted_requests
         # What the fakes remember would grow.
-        for kept in (engine.requests, engine.aborts, engine.live_at_abort, engine._asked, engine._position):
-            kept.clear()
-        for kept in (arena.taken, arena.calls, arena.replaced) if dynamic else ():
+        of_engine = (engine.requests, engine.aborts, engine.live_at_abort, engine._asked, engine._position)
+        for kept in (*of_engine, arena.taken, arena.calls, arena.replaced):
             kept.clear()
 
     async def main() -> tuple[Usage, Usage]:
@@ -106,13 +92,12 @@ def soak(rounds: int, *, dynamic: bool) -> tuple[Usage, Usage, dict[str, int]]:
     return *simulate(main()), seen
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_nothing_grows_and_nothing_is_lost(dynamic: bool):
-    rounds = cases(2_000, 4_000)
+def test_nothing_grows_and_nothing_is_lost():
+    rounds = cases(1_500, 4_000)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        warm, end, seen = process.submit(soak, rounds, dynamic=dynamic).result()
+        warm, end, seen = process.submit(soak, rounds).result()
     assert seen["broken"] > rounds / 20 and seen["aborted"] > rounds / 2
-    assert (seen["rejected"] > rounds / 4) is dynamic
+    assert seen["rejected"] > rounds / 4
     assert end.memory - warm.memory < 0.05 * warm.memory
     assert abs(end.objects - warm.objects) < 500, "one small object that is kept per round is more"
     assert (end.tasks, end.threads, end.files) == (warm.tasks, warm.threads, warm.files)

@@ -53,8 +53,8 @@ class RecordingTrainer(APRILGRPOTrainer):
         self.surplus_shares = []
         super().__init__(*args, **kwargs)
 
-    def _run_round(self):
-        done = super()._run_round()
+    def _april_run_round(self):
+        done = super()._april_run_round()
         self.rounds.append(done)
         self.surplus_shares.append(self.pool.schedule.surplus_share)
         self.weights[done.version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -234,8 +234,10 @@ class TestDropIn:
                 seen.append(state.global_step)
                 folder = tmp_path / f"checkpoint-of-my-own-{state.global_step}"
                 folder.mkdir()
-                trainer._session.save(folder)
-                assert not trainer._session._in_training, "what this step has trained would be trained again"
+                trainer._april_session.save(folder)
+                assert not trainer._april_session.steps.in_training, (
+                    "what this step has trained would be trained again"
+                )
 
         async def numbers_arrive(prompts, completions, number, completion_ids, trainer_state, log_metric, **kwargs):
             assert [f"{n}+{n}=" for n in number] == prompts

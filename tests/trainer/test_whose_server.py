@@ -84,7 +84,7 @@ def test_a_judge_at_the_default_address_is_left_alone(judge, fake, own, tmp_path
         trainer.train()
         assert trainer.vllm_generation.base_url == fake.base_url and fake.weight_version == "1"
         assert there.received == []
-    assert not trainer._server.has_base, "it got merged weights"
+    assert not trainer._april_server.has_base, "it got merged weights"
 
 
 def changes(fake):

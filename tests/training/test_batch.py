@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from trl_april.bridge.hand_over import rollout_output
+from trl_april.bridge.hand_over import HandOver, rollout_output
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.batch import (
     batch_rows,
     length_bins,
     length_quantile,
-    masking_stale,
     round_metrics,
 )
 
@@ -96,11 +95,11 @@ def test_rows_prompts_tokens_and_log_probabilities_are_aligned():
 
 def test_old_tokens_leave_the_loss_one_by_one():
     """The sibling of one version alone loses all tokens, the others only the old ones."""
-    generated = [], [], None, "more"
+    generated = [], [], None, "more", None, []
     for none_older in (None, 3, -2):
-        assert masking_stale(lambda prompts: generated, groups(), none_older)([]) == generated
-    masked = masking_stale(lambda prompts: generated, groups(), 5)([])
-    assert masked == ([], [], [[0, 0, 0, 1, 1], [0], [0, 1, 1, 1, 1], [1, 1]], "more")
+        assert HandOver(groups(), mask_below=none_older).generate(lambda prompts: generated, []) == generated
+    masked = HandOver(groups(), mask_below=5).generate(lambda prompts: generated, [])
+    assert masked == ([], [], [[0, 0, 0, 1, 1], [0], [0, 1, 1, 1, 1], [1, 1]], "more", None, [])
     # TRL would log the lengths of what the mask leaves.
     assert "env_mask" not in rollout_output(groups())
 

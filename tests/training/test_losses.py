@@ -19,14 +19,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from tests.support.serverless import ServerlessTrainer
-from trl_april.bridge.compatibility import can_be_regrouped
 from trl_april.bridge.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH
-from trl_april.bridge.training_pass import rows_in_blocks
+from trl_april.bridge.training_pass import SCORING_TO_LOSS, can_be_regrouped, can_correct, rows_in_blocks
 from trl_april.config import APRILGRPOConfig
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
 from trl_april.trainer import APRILGRPOTrainer
-from trl_april.training.correction import METHODS, can_correct_in_training
 from trl_april.training.forward_pass import base_attention
 
 
@@ -378,7 +376,7 @@ class TestMicroBatches:
         trainer.groups = groups
         monkeypatch.setattr("trl_april.training.blocks.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
         ours = optimisation_step(trainer, policies)
-        monkeypatch.setattr("trl_april.bridge.compatibility.can_be_regrouped", lambda *args, **kwargs: False)
+        monkeypatch.setattr("trl_april.bridge.training_pass.can_be_regrouped", lambda *args: False)
         return ours, optimisation_step(trainer, policies, in_blocks=False)
 
     @pytest.mark.parametrize("loss_type", ["sapo", "luspo", "vespo", *(loss for loss in LOSSES if loss != "bnpo")])
@@ -414,16 +412,15 @@ class TestMicroBatches:
             assert (gradient - of_trl[1][name]).norm() <= TOLERANCE * of_trl[1][name].norm(), name
 
     def test_trls_micro_batches_are_kept_for_the_auxiliary_loss_of_experts_and_a_loss_of_a_subclass(self):
-        args = APRILGRPOConfig("out", bf16=False, use_cpu=True)
-
-        ours = APRILGRPOTrainer
-
         def regrouped(cls=MixedTrainer, has_aux_loss=False) -> bool:
-            return can_be_regrouped(cls, ours, args, has_entropy_bonus=False, has_aux_loss=has_aux_loss)
+            trainer = cls.__new__(cls)
+            trainer.args = APRILGRPOConfig("out", bf16=False, use_cpu=True)
+            trainer._entropy_bonus_enabled, trainer.aux_loss_enabled = False, has_aux_loss
+            return can_be_regrouped(trainer, APRILGRPOTrainer)
 
         assert regrouped() and not regrouped(has_aux_loss=True)
         for name in ("_compute_loss", "compute_loss"):
-            assert not regrouped(type("Own", (ours,), {name: lambda self, *args, **kwargs: None}))
+            assert not regrouped(type("Own", (APRILGRPOTrainer,), {name: lambda self, *args, **kwargs: None}))
 
 
 # One forward pass
@@ -474,7 +471,7 @@ class TestTrainingPass:
         options = {"steps_per_generation": ACCUMULATION, **options}
         trainer = make_april(loss_type, tiny_model_dir, tmp_path, **options)
         loss, gradients, metrics, passes = self.train(trainer, policies, groups)
-        monkeypatch.setattr("trl_april.trainer.can_correct_in_training", lambda *args: False)
+        monkeypatch.setattr("trl_april.bridge.training_pass.can_correct", lambda *args: False)
         expected_loss, expected, expected_metrics, two_passes = self.train(trainer, policies, groups)
 
         assert passes == [True] * ACCUMULATION and len(two_passes) > len(passes)
@@ -504,9 +501,9 @@ class TestTrainingPass:
     def test_two_passes_remain_if_the_policy_moves_or_a_subclass_may_read_the_first(self):
         def corrects(cls=MixedTrainer, **options) -> bool:
             args = APRILGRPOConfig("out", bf16=False, use_cpu=True, gradient_accumulation_steps=4, **options)
-            return can_correct_in_training(cls, APRILGRPOTrainer, args)
+            return can_correct(cls, APRILGRPOTrainer, args)
 
         assert corrects() and corrects(steps_per_generation=2)
         assert not corrects(steps_per_generation=8) and not corrects(num_iterations=2)
-        for name in METHODS:
+        for name in SCORING_TO_LOSS:
             assert not corrects(type("Own", (MixedTrainer,), {name: lambda self, *args: None}))

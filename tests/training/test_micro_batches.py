@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_april.bridge.compatibility import sees_images
+from trl_april.bridge.training_pass import sees_images
 from trl_april.distributed.processes import OneProcess
 from trl_april.training.micro_batches import (
     SHARE,

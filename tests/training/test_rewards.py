@@ -100,7 +100,7 @@ def test_a_reward_model_pads_no_tokenizer_of_another_thread():
         reward_funcs=[model], reward_func_names=["model"], reward_processing_classes=[tokenizer],
         processing_class=tokenizer, reward_weights=torch.ones(1), multi_objective_aggregation="sum_then_normalize",
         _has_async_funcs=False, chat_template_kwargs={}, accelerator=SimpleNamespace(device=torch.device("cpu")),
-        _user_code=UserCode(),
+        _april_user_code=UserCode(),
     )  # fmt: skip
     arguments = {"prompts": ["1+1=", "2="], "completions": ["2", "2"], "completion_ids": [[3], [3]]}
     scorer = reward_scorer(trainer)

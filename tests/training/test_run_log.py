@@ -12,7 +12,7 @@ from tests.support.written_run import WrittenRun
 from tests.training.test_correction import group, sample
 from trl_april.commands.report import read_run
 from trl_april.errors import ConfigError
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.training.run_log import (
     AGES,
     BINS,

@@ -13,7 +13,7 @@ import pytest
 
 from trl_april.engine.protocol import ServerLoad
 from trl_april.pool.pool import Pool
-from trl_april.rollout.round import Round
+from trl_april.rollout.record import Round
 from trl_april.tuning.admission_control import REST, ROUNDS, START, AdmissionControl, Change
 
 

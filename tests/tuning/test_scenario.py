@@ -170,7 +170,7 @@ def test_log_has_the_quantiles_that_the_trainer_logs():
     [
         *((read_speed, content, "calibration.py URL") for content in (None, "", "[]", "{}", '{"steps": 3}')),
         (read_speed, json.dumps({**SPEED, "steps": []}), r"are \(\)"),
-        *((read_histogram, content, "counts of at least 0, and one above 0") for content in ("", "{}", "10,0")),
+        *((read_histogram, content, "counts of at least 0, and a count above 0") for content in ("", "{}", "10,0")),
         (read_histogram, "length,count\n10,2", "without a header"),
         *((read_histogram, content, "a histogram") for content in (None, "10", '{"10": "many"}', '{"10": [1]}')),
         *((read_histogram, content, "lengths of at least 1") for content in ("0,1", "10,-1", "10,nan")),

@@ -6,7 +6,7 @@ import pytest
 
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.tuning.scenario import Lognormal, Scenario
-from trl_april.tuning.simulated_clock import NothingWillHappen, simulate
+from trl_april.tuning.simulated_clock import DeadlockError, simulate
 from trl_april.tuning.simulated_server import Job, SimulatedEngine, SimulatedServer
 from trl_april.tuning.step_time import StepTime
 
@@ -28,7 +28,7 @@ def scenario(step_time=CONSTANT, **settings):
 
 
 def test_waiting_for_nothing_is_an_error():
-    with pytest.raises(NothingWillHappen):
+    with pytest.raises(DeadlockError):
         simulate(asyncio.Event().wait())
 
 

@@ -92,7 +92,7 @@ def test_every_token_is_generated_once_and_trained_with_its_group(mode):
         return groups
 
     engine.forget, pool.take = note, checked
-    simulate(simulation.run())
+    simulate(simulation.simulate())
     if mode.can_be_trained:
         assert pool.counters.tokens_generated == engine.tokens
         samples = [sample for group in pool for sample in group.samples]
@@ -151,7 +151,7 @@ def test_kept_requests_are_sent_once():
     aborts = []
     abort = simulation.engine.abort
     simulation.engine.abort = lambda names: (aborts.append(simulation.pool.schedule.version), abort(names))[1]
-    simulate(simulation.run())
+    simulate(simulation.simulate())
     assert aborts == [settings.warmup + settings.rounds - 1], "only at the end"
     both, limit = (run(settings, mode, 2.0) for mode in (Mode.BOTH, Mode.UNINTERRUPTED))
     assert both.trained_per_second < simulation.result.generated_per_second < limit.trained_per_second

@@ -1,15 +1,14 @@
-"""TRL's client of the server: waiting for the server, cache salts and connections."""
+"""Waiting for a server."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from trl.generation.vllm_client import VLLMClient
 
 from tests.support.fake_vllm import FakeVLLM
 from trl_april.errors import ServerError
 from trl_april.weights import client as weight_client
-from trl_april.weights.client import ServerClient, ServerControl
+from trl_april.weights.client import ServerControl
 
 
 @pytest.fixture
@@ -18,34 +17,8 @@ def fake() -> Iterator[FakeVLLM]:
         yield running
 
 
-def connect(base_url: str, *, seconds: float = 0.0) -> ServerClient:
-    control = ServerControl(base_url, 1.0, {"Authorization": "Bearer key"})
-    return ServerClient(control, connection_timeout=seconds)
-
-
-def test_every_completion_has_the_cache_salt_where_the_server_reads_it(fake, monkeypatch):
-    """With images, TRL puts all options under `sampling_params`, where vLLM ignores the salt."""
-    client = connect(fake.base_url)
-    sent = []
-    choice = {
-        "token_ids": [5], "prompt_token_ids": [1, 2],
-        "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}],
-                     "content": [{"token": "token_id:5", "logprob": -1.0, "top_logprobs": []}]},
-    }  # fmt: skip
-
-    def post(self, url: str, json: dict) -> dict:
-        sent.append((url.removeprefix(fake.base_url), json["cache_salt"]))
-        return {"choices": [choice]}
-
-    monkeypatch.setattr(VLLMClient, "_post", post)
-    monkeypatch.setattr("trl.generation.vllm_client.parse_logprobs", lambda logprobs: ([], []))
-    for _ in range(2):
-        client.generate([[1, 2], [1, 2]], features=[{"image": 1}, None], generation_kwargs={"seed": 3})
-        client.generate([[1, 2]])
-        client.renew_cache_salt()
-    assert [path for path, _ in sent] == [*["/inference/v1/generate"] * 2, "/v1/completions"] * 2
-    salts = [salt for _, salt in sent]
-    assert len(set(salts[:3])) == len(set(salts[3:])) == 1 and salts[0] != salts[3]
+def wait(base_url: str, *, seconds: float = 0.0) -> None:
+    ServerControl(base_url, 1.0, {"Authorization": "Bearer key"}).wait_until_ready(seconds)
 
 
 def test_a_server_that_is_not_ready_is_waited_for(fake, monkeypatch, caplog):
@@ -56,9 +29,9 @@ def test_a_server_that_is_not_ready_is_waited_for(fake, monkeypatch, caplog):
 
     fake.answers = {"/health": (404, "its text")}
     monkeypatch.setattr(weight_client.time, "sleep", sleep)
-    assert connect(fake.base_url, seconds=60.0).model == fake.model
+    wait(fake.base_url, seconds=60.0)
     assert caplog.text.count("is not ready: /health answered 404 its text. Waiting for 60 s more") == 1
-    assert [request.path for request in fake.received] == ["/health"] * 4 + ["/v1/models"]
+    assert [request.path for request in fake.received] == ["/health"] * 4
     assert {request.headers["Authorization"] for request in fake.received} == {"Bearer key"}
 
 
@@ -77,7 +50,7 @@ def test_a_server_that_does_not_become_ready_is_an_error(fake, monkeypatch, capl
         fake.answers = {"/health": (status, "its text")}
         base_url, problem = fake.base_url, f"/health answered {status} its text"
     with pytest.raises(ServerError, match=f"No vLLM server was ready at .* within 50 s .*: {problem}.\\n.*trl-april"):
-        connect(base_url, seconds=50.0)
+        wait(base_url, seconds=50.0)
     assert [f"Waiting for {left} s more" in caplog.text for left in (50, 34, 18, 2, 3)] == [True] * 4 + [False]
     assert len(caplog.records) == 4
 
@@ -85,15 +58,12 @@ def test_a_server_that_does_not_become_ready_is_an_error(fake, monkeypatch, capl
 def test_an_address_ending_in_v1_is_refused_at_once(fake):
     fake.answers = {"/v1/health": (404, "")}
     with pytest.raises(ServerError, match=f"without /v1: {fake.base_url}$"):
-        connect(f"{fake.base_url}/v1", seconds=3600.0)
+        wait(f"{fake.base_url}/v1", seconds=3600.0)
 
 
 def test_proxies_of_the_environment_are_ignored_and_its_certificates_used(fake, monkeypatch):
-    """As for completions: aiohttp ignores proxies by default."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/some/bundle.pem")
-    client = connect(fake.base_url)
-    assert client.model == fake.model and client.session.verify == "/some/bundle.pem"
+    wait(fake.base_url)
+    assert ServerControl(fake.base_url, 1.0, {}).session.verify == "/some/bundle.pem"

@@ -20,7 +20,7 @@ from trl_april.weights.canary import server_logprobs, trainer_logprobs
 from trl_april.weights.client import ServerControl
 
 
-SECONDS = 30.0  # after which a process is taken to hang
+SECONDS = 90.0  # after which a process is taken to hang
 
 
 class Peer:
@@ -55,7 +55,7 @@ class Peer:
 
 
 class Run:
-    """A server, and the trainers that are started."""
+    """Servers, and the trainers that are started."""
 
     chunk_bytes = 40_000  # a tenth of the model
     group_port: int | None = None  # a free one
@@ -63,11 +63,14 @@ class Run:
     def __init__(self, context) -> None:
         self._context = context
         self._peers: list[Peer] = []
+        self.servers: list[Peer] = []
 
-    def serve(self, *, device: str = "cuda", tie: bool = True) -> None:
+    def serve(self, *workers: int, device: str = "cuda", tie: bool = True) -> None:
+        """Start servers with as many workers."""
         self.tie = tie
-        self.server = self._start(gloo_peers.serve, device, tie)
-        self.url = self.server.do("url")
+        self.servers = [self._start(gloo_peers.serve, device, tie, number) for number in workers or (1,)]
+        self.urls = [server.do("url") for server in self.servers]
+        self.server = self.servers[0]
 
     def train(self, kind: str = "whole", processes: int = 1) -> None:
         self.start_trainers(kind, processes)
@@ -77,7 +80,7 @@ class Run:
         self.kind, self.steps = kind, 0
         ports = free_port(), self.group_port or free_port()
         self.trainers = [
-            self._start(gloo_peers.train, rank, processes, ports, self.url, kind, self.tie)
+            self._start(gloo_peers.train, rank, processes, ports, ",".join(self.urls), kind, self.tie)
             for rank in range(processes)
         ]
 
@@ -99,13 +102,13 @@ class Run:
         (trainer,) = self.trainers
         return trainer.outcome()
 
-    def check(self, tolerance: float = 1e-6) -> None:
-        """The server has the trainers' weights."""
+    def check(self, tolerance: float = 1e-6, servers: list[Peer] | None = None) -> None:
+        """All workers of the servers have the trainers' weights."""
         expected = gloo_peers.expected_state(self.kind, tie=self.tie, steps=self.steps)
-        found = self.server.do("state")
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+        for state in (state for server in servers or self.servers for state in server.do("states")):
+            assert state.keys() == expected.keys()
+            for name, value in expected.items():
+                np.testing.assert_allclose(state[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
     def close(self) -> None:
         for peer in self._peers:
@@ -154,6 +157,57 @@ def test_the_server_gets_the_weights(run, kind, processes, of_server, chunk_byte
     assert not any(run.do("is merged"))
 
 
+@pytest.mark.parametrize(
+    ("workers", "kind", "processes"), [((1, 2), "whole", 1), ((2, 1, 1), "whole", 1), ((1, 2), "fsdp2", 2)]
+)
+def test_all_servers_get_the_weights_in_one_pass_over_the_parameters(run, workers, kind, processes):
+    run.serve(*workers)
+    run.train(kind, processes)
+    for passes in (2, 3, 4):  # the first sync reads them before, to announce them
+        run.scale()
+        run.do("sync")
+        run.check()
+        assert run.do("passes") == [passes] * processes
+
+
+def test_servers_leave_and_return(run):
+    """The group is formed anew with those that are there."""
+    run.serve(1, 2, 1)
+    run.train()
+    for present in ([0, 1, 2], [0, 2], [1], [0, 1, 2]):
+        run.do("serve from", [run.urls[number] for number in present])
+        run.scale()
+        run.do("sync")
+        run.check(servers=[run.servers[number] for number in present])
+
+
+def test_a_server_that_died_between_two_syncs_leaves_the_group(run):
+    run.serve(1, 1)
+    run.train()
+    run.do("sync")
+    run.servers[1].kill()
+    for _ in range(2):
+        run.scale()
+        run.do("sync")
+        run.check(servers=run.servers[:1])
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_server_that_dies_in_a_broadcast_makes_the_others_repeat_the_sync(run, dying):
+    run.serve(1, 1)
+    run.train()
+    run.do("sync")
+    run.servers[dying].do("stop at", 2)
+    run.scale()
+    run.trainers[0].begin("sync")
+    assert run.servers[dying].result() == "stopped"
+    run.servers[dying].kill()
+    name, message = run.error()
+    assert name == "ServerError" and "was lost during the weight sync" in message and run.urls[dying] in message
+    run.do("sync")
+    run.check(servers=[run.servers[1 - dying]])
+
+
 def test_data_types_that_an_evaluation_changes(run):
     """transformers casts the model for `bf16_full_eval`, and the announced sizes are no longer those that are sent."""
     run.serve()
@@ -173,7 +227,7 @@ def test_a_real_server_gets_the_weights(run, tiny_model_dir):
     env = {"GLOO_CHUNK_BYTES": str(run.chunk_bytes), "PYTHONPATH": str(ROOT)}
     token_ids = list(range(4, 80))
     with LocalServer(tiny_model_dir, vllm_args=vllm_args, env=env) as server:
-        run.url, run.tie = server.base_url, True
+        run.urls, run.tie = [server.base_url], True
         for kind, processes in (("real lora", 1), ("real fsdp2", 2)):
             run.train(kind, processes)
             for _ in range(2):

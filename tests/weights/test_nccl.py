@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.support.launch import free_port
 from tests.support.tiny import build_model
 from trl_april.errors import WeightSyncError
 from trl_april.weights import nccl
-from trl_april.weights.nccl import NcclTransport, packed
+from trl_april.weights.nccl import NcclTransport, common_address, packed
 from trl_april.weights.synced_server import for_each
 
 
@@ -26,23 +27,31 @@ SECONDS = 5.0  # after which a link is taken to hang
 
 
 class Link:
-    """A communicator of two threads. A broadcast hands the tensor itself over, and ends when it was copied."""
+    """A communicator of threads. A broadcast hands the tensor itself over, and ends when all have copied it."""
 
     def __init__(self) -> None:
-        self._chunks: queue.Queue[torch.Tensor] = queue.Queue()
+        self.group = SimpleNamespace(store=None, socket=None)
+        self._receivers: dict[object, queue.Queue[torch.Tensor]] = {}
         self._copied: queue.Queue[None] = queue.Queue()
         self._broken = threading.Event()
         self.num_chunks = 0
-        self.hung = False
+
+    def receiver(self) -> SimpleNamespace:
+        """The communicator of another worker."""
+        chunks = self._receivers.setdefault(object(), queue.Queue())
+
+        def receive(tensor: torch.Tensor, src: int) -> None:
+            tensor.copy_(self._get(chunks))
+            self._copied.put(None)
+
+        return SimpleNamespace(broadcast=receive)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: None) -> None:
         self.num_chunks += 1
-        self._chunks.put(tensor)
-        self._get(self._copied)
-
-    def receive(self, tensor: torch.Tensor, src: int) -> None:
-        tensor.copy_(self._get(self._chunks))
-        self._copied.put(None)
+        for chunks in self._receivers.values():
+            chunks.put(tensor)
+        for _ in self._receivers:
+            self._get(self._copied)
 
     def destroy(self) -> None:
         self._broken.set()
@@ -55,37 +64,46 @@ class Link:
                 return items.get(timeout=0.01)
             except queue.Empty:
                 pass
-        self.hung = True
         raise AssertionError("A broadcast has no peer.")
 
 
-class Worker:
-    """A server with one worker: vLLM's session of an update, and its receiver of packed tensors."""
+class Server:
+    """A server: vLLM's session of an update, and its receivers of packed tensors."""
 
-    def __init__(self) -> None:
-        self.base_url = "http://there"
-        self.control, self.client = self, SimpleNamespace(communicator=Link(), close_communicator=self.disconnect)
-        self.is_updating = self.is_incomplete = False
-        self.received: dict[str, torch.Tensor] = {}
+    takes_part = True
+    was_incomplete = False
+    info = SimpleNamespace(quantized=False, dtype="float32")
 
-    def disconnect(self) -> None:
-        self.client.communicator = None
+    def __init__(self, link: Link, workers: int = 1) -> None:
+        self.base_url, self.control, self.workers = f"http://there:{id(self)}", self, workers
+        self._link = link
+        self.is_updating = False
+        self.received: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
+
+    def request(self, method: str, path: str, **options: object) -> dict:
+        return {"world_size": self.workers}
+
+    def problem(self) -> None:
+        return None
 
     def load(self, path: str, body: dict) -> None:
-        if (path == "start_weight_update") is self.is_updating:
+        if path == "init_weight_transfer_engine":
+            self.init_info = body["init_info"]
+            self._groups = [self._link.receiver() for _ in range(self.workers)]
+        elif (path == "start_weight_update") is self.is_updating:
             raise WeightSyncError(f"The vLLM server answered 500 to /{path}: wrong order")
-        if path == "update_weights":
-            self._receive(**body["update_info"])
+        elif path == "update_weights":
+            for_each(lambda rank: self._receive(rank, **body["update_info"]), range(self.workers))
         else:
             self.is_updating = path == "start_weight_update"
 
-    def _receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
+    def _receive(self, rank: int, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
         dtypes = [getattr(torch, name) for name in dtype_names]
         packed_tensor.packed_nccl_broadcast_consumer(
             iterator=iter(zip(names, zip(shapes, dtypes, strict=True), strict=True)),
-            group=SimpleNamespace(broadcast=self.client.communicator.receive),
+            group=self._groups[rank],
             src=0,
-            post_unpack_func=lambda tensors: self.received.update({name: one.clone() for name, one in tensors}),
+            post_unpack_func=lambda tensors: self.received[rank].update({name: one.clone() for name, one in tensors}),
             buffer_size_bytes=nccl.CHUNK_BYTES,
             device="cpu",
         )
@@ -101,33 +119,70 @@ def receiver_on_the_cpu(monkeypatch):
 
 
 @pytest.fixture
-def worker() -> Worker:
-    return Worker()
+def link(monkeypatch) -> Link:
+    """The group that is formed with the servers."""
+    link = Link()
 
+    def form(self, info: dict, listener: socket.socket) -> Link:
+        listener.close()
+        while len(link._receivers) < info["world_size"] - 1:
+            time.sleep(0.001)
+        return link
 
-def send(transport: NcclTransport, worker: Worker, parameters, dtypes=(torch.float32,)) -> None:
-    with transport.stage(parameters, sends=True, dtypes=frozenset(dtypes)) as load:
-        load([worker], for_each)
+    monkeypatch.setattr(NcclTransport, "_open", form)
+    monkeypatch.setattr(nccl, "address_seen_by", lambda base_url: "127.0.0.1")
+    return link
 
 
 @pytest.fixture
-def transport() -> NcclTransport:
-    return NcclTransport(torch.device("cpu"))
+def server(link: Link) -> Server:
+    return Server(link)
 
 
-@pytest.mark.parametrize(("chunk", "is_one"), [(1, False), (40_000, False), (2**30, True)])
-def test_all_tensors_arrive_in_chunks_of_any_size(transport, worker, monkeypatch, chunk, is_one):
+@pytest.fixture
+def transport(server: Server) -> NcclTransport:
+    transport = NcclTransport(torch.device("cpu"), free_port())
+    transport.connect(server)
+    return transport
+
+
+def send(transport: NcclTransport, servers: list[Server], parameters, dtypes=(torch.float32,)) -> None:
+    with transport.stage(parameters, sends=True, dtypes=frozenset(dtypes)) as load:
+        load(servers, for_each)
+
+
+@pytest.mark.parametrize(("chunk", "is_whole"), [(1, False), (40_000, False), (2**30, True)])
+def test_all_tensors_arrive_in_chunks_of_any_size(transport, server, link, monkeypatch, chunk, is_whole):
     monkeypatch.setattr(nccl, "CHUNK_BYTES", chunk)
     model = build_model()
     model.model.embed_tokens.to(torch.bfloat16)  # several data types
-    send(transport, worker, model.named_parameters)
-    expected = dict(model.named_parameters())
-    assert worker.received.keys() == expected.keys() and not worker.is_updating
-    assert all(torch.equal(worker.received[name], param) for name, param in expected.items())
-    assert (worker.client.communicator.num_chunks == 1) is is_one
+    send(transport, [server], model.named_parameters)
+    expected, (received,) = dict(model.named_parameters()), server.received
+    assert received.keys() == expected.keys() and not server.is_updating
+    assert all(torch.equal(received[name], param) for name, param in expected.items())
+    assert (link.num_chunks == 1) is is_whole
 
 
-def test_gathered_parameters_arrive_although_their_memory_is_freed(transport, worker):
+def test_all_workers_of_several_servers_get_each_parameter_of_one_pass(transport, link):
+    servers = [Server(link, workers) for workers in (2, 1, 4)]
+    for server in servers:
+        transport.connect(server)
+    model, passes = build_model(), []
+
+    def parameters():
+        passes.append(True)
+        yield from model.named_parameters()
+
+    for number in (2, 3):  # the first time, they are announced
+        send(transport, servers, parameters)
+        assert len(passes) == number
+    ranks = [(server.init_info["rank_offset"], server.init_info["world_size"]) for server in servers]
+    assert ranks == [(1, 8), (3, 8), (4, 8)]
+    for received in (received for server in servers for received in server.received):
+        assert all(torch.equal(received[name], param) for name, param in model.named_parameters())
+
+
+def test_gathered_parameters_arrive_although_their_memory_is_freed(transport, server):
     """As FSDP1 does when the iteration continues with the next module."""
 
     def parameters():
@@ -136,8 +191,9 @@ def test_gathered_parameters_arrive_although_their_memory_is_freed(transport, wo
             yield f"p{number}", gathered
             gathered.fill_(torch.nan)
 
-    send(transport, worker, parameters)
-    assert [worker.received[f"p{number}"].unique().item() for number in range(20)] == list(range(20))
+    send(transport, [server], parameters)
+    (received,) = server.received
+    assert [received[f"p{number}"].unique().item() for number in range(20)] == list(range(20))
 
 
 def test_parameters_of_a_model_on_several_devices_share_a_chunk():
@@ -147,17 +203,18 @@ def test_parameters_of_a_model_on_several_devices_share_a_chunk():
     assert chunk.device == meta and chunk.numel() == 4 * 3 + 4 * 4 + 2 * 5
 
 
-def test_large_matrices_travel_in_the_servers_data_type(transport, worker):
+def test_large_matrices_travel_in_the_servers_data_type(transport, server, monkeypatch):
     """Unless the next tensor would not be aligned: vLLM reads them in place."""
     shapes = {"large": (600, 601), "odd": (601, 603), "narrow": (600, 8), "last": (520, 520)}
     parameters = {name: torch.randn(shape) for name, shape in shapes.items()}
-    transport._of_servers[worker.base_url] = torch.bfloat16
-    send(transport, worker, lambda: iter(parameters.items()))
+    monkeypatch.setattr(server, "info", SimpleNamespace(quantized=False, dtype="bfloat16"))
+    transport.connect(server)
+    send(transport, [server], lambda: iter(parameters.items()))
     dtypes = {name: torch.bfloat16 if name in ("large", "last") else torch.float32 for name in shapes}
-    assert all(torch.equal(worker.received[name], one.to(dtypes[name])) for name, one in parameters.items())
+    assert all(torch.equal(server.received[0][name], param.to(dtypes[name])) for name, param in parameters.items())
 
 
-def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, worker):
+def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, server):
     calls = []
 
     def parameters():
@@ -168,23 +225,24 @@ def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, worker)
             yield item
 
     with pytest.raises(MemoryError):
-        send(transport, worker, parameters)
+        send(transport, [server], parameters)
     for thread in threading.enumerate():
         if thread.name == "trl-april-nccl":
             thread.join(SECONDS)
             assert not thread.is_alive()
 
 
-def test_parameters_that_are_not_those_announced_are_refused(transport, worker):
+def test_parameters_that_are_not_those_announced_are_refused(transport, server, monkeypatch):
     model = build_model()
-    send(transport, worker, model.named_parameters)
+    send(transport, [server], model.named_parameters)
     model.to(torch.bfloat16)
     with pytest.raises(WeightSyncError, match="torch.bfloat16.*was announced .*torch.float32.*'filesystem'"):
-        send(transport, worker, model.named_parameters)
-    worker.client.communicator, worker.is_updating = Link(), False
+        send(transport, [server], model.named_parameters)
+    monkeypatch.setattr(NcclTransport, "_open", lambda self, info, listener: Link())
     first = next(iter(build_model().named_parameters()))
-    with pytest.raises(WeightSyncError, match="was announced to the server and is no longer one.*'filesystem'"):
-        send(transport, worker, lambda: iter([first]))
+    server.is_updating = False
+    with pytest.raises(WeightSyncError, match="has left the model.*'filesystem'"):
+        send(transport, [server], lambda: iter([first]))
 
 
 # Where a group meets
@@ -198,11 +256,12 @@ def connect(server: socket.socket, group_port: int, heard: list) -> None:
         heard.append((body["init_info"]["master_address"], body["init_info"]["master_port"]))
         socket.create_connection(heard[-1], timeout=SECONDS).close()  # refused if nobody listens there
 
-    client = SimpleNamespace(base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}", communicator=None)
-    client.group_port, client.get_world_size = group_port, lambda: 1
-    info = SimpleNamespace(quantized=False, dtype="float32")
-    server = SimpleNamespace(client=client, control=SimpleNamespace(load=load), base_url=client.base_url, info=info)
-    NcclTransport(torch.device("cuda")).connect(server)
+    control = SimpleNamespace(load=load, request=lambda *_, **__: {"world_size": 1})
+    base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    served = Mock(control=control, base_url=base_url, info=Server.info)
+    transport = NcclTransport(torch.device("cuda"), group_port)
+    transport.connect(served)
+    transport.join([served])
 
 
 @pytest.fixture
@@ -227,6 +286,12 @@ def test_a_server_is_told_an_address_that_it_reaches_and_a_port_that_is_bound(he
     assert heard[0][0] == (host if ":" in host else "127.0.0.1")
 
 
+def test_servers_elsewhere_do_not_reach_the_loopback():
+    assert common_address(["127.0.0.1", "192.0.2.7", "127.0.0.1"]) == "192.0.2.7"
+    assert common_address(["::1", "2001:db8::7"]) == "2001:db8::7"
+    assert common_address(["127.0.0.1"] * 2) == "127.0.0.1"
+
+
 def test_the_address_may_be_given(heard, monkeypatch):
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.3")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -244,7 +309,7 @@ def test_a_port_that_another_program_has(heard, monkeypatch, caplog):
         with pytest.raises(WeightSyncError, match=f"Address already in use.*{taken}.*vllm_group_port={taken} must be"):
             connect(server, taken, heard)
         assert not heard
-        monkeypatch.setattr(nccl, "DEFAULT_PORTS", [taken])
+        monkeypatch.setattr(nccl.GRPOConfig, "vllm_group_port", taken)
         connect(server, taken, heard)
         assert heard[0][1] != taken
     assert f"Port {taken} of 127.0.0.1 (vllm_group_port) is in use" in caplog.text

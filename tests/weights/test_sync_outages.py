@@ -19,6 +19,7 @@ from tests.support.tiny import build_model
 from trl_april.errors import ConfigError, ServerError, WeightSyncError
 from trl_april.weights import sync as weight_sync
 from trl_april.weights.canary import NUM_TOKENS, Canary, trainer_logprobs
+from trl_april.weights.server_state import ServerState
 from trl_april.weights.sync import ServerGeneration
 from trl_april.weights.synced_server import INCOMPLETE
 
@@ -116,9 +117,7 @@ def paths(fake: MortalVLLM) -> list[str]:
 
 
 def test_a_sync_to_a_running_server_does_not_repeat_the_checks(fake, generation):
-    salt = generation.vllm_client._salt
     generation.sync_weights()
-    assert generation.vllm_client._salt != salt, "evaluation must not find cached blocks of other weights"
     assert paths(fake) == [
         "weight_info", "pause", "weight_info", "update_weight_version", "collective_rpc", "reset_prefix_cache",
         "update_weight_version", "weight_info", "resume", "v1/completions",
@@ -217,9 +216,10 @@ def test_a_server_that_is_down_before_the_sync_gets_nothing(fake, generation):
     """Requests are stopped all the same, and the outage of one sync is forgotten by the next."""
     fake.alive = False
     quiesced = []
-    generation.before_sync = lambda: quiesced.append(True)
     with pytest.raises(ServerError, match="was lost during the weight sync.*Connection") as caught:
-        generation.sync_weights()
+        with generation.sync() as sync:
+            quiesced.append(True)
+            sync.load()
     assert fake.base_url in str(caught.value) and isinstance(caught.value.__cause__, ServerError)
     assert not generation.servers.holds_weights() and quiesced == [True]
     fake.alive = True
@@ -268,7 +268,9 @@ def test_a_restarted_server_is_checked_and_connected_to_again(trainer, fake, gen
     generation.sync_weights()
     assert "was restarted" in caplog.text and connected == [True]
     asked = [path for path in paths(fake) if path != "resume"]  # it may still be paused
-    assert asked[:5] == ["weight_info", "health", "weight_info", "server_info", "v1/models"]
+    assert asked[:3] == ["weight_info", "health", "health"] and asked.index("server_info") < asked.index(
+        "collective_rpc"
+    )
     assert (generation.server_info.max_model_len, generation.server_info.model) == (1234, "renamed")
     assert fake.received_at("/v1/completions")[-1].body["model"] == "renamed"
     assert generation.servers.holds_weights()
@@ -341,19 +343,6 @@ def test_loading_has_a_longer_time_limit_and_keeps_its_files_until_the_answer(tr
     assert seen and not any(path.exists() for path in seen)
 
 
-@pytest.mark.parametrize(("status", "error"), [(503, ServerError), (500, WeightSyncError), (None, ServerError)])
-def test_an_nccl_request_is_sent_once_and_has_a_time_limit(trainer, fake, status, error):
-    """TRL's session would retry without a limit, but tensors are not broadcast again."""
-    generation = connect(trainer, fake)
-    if status is None:
-        fake.stalls, generation.server.session.seconds = "/update_weights", 0.03
-    else:
-        fake.answers = {"/update_weights": (status, "busy")}
-    with pytest.raises(error, match=f"{status} to /update_weights .*busy" if status else "did not answer"):
-        generation.vllm_client._post(f"{fake.base_url}/update_weights", json={"update_info": 1})
-    assert len(fake.received_at("/update_weights")) == (1 if status else 0)  # a stalled request is not recorded
-
-
 # Weights that are incomplete
 
 
@@ -382,29 +371,33 @@ def test_a_server_with_other_weights_is_resumed(fake, generation, monkeypatch):
 # Which errors are outages
 
 
-def test_only_an_error_that_an_outage_explains_is_noted_as_one(generation, monkeypatch):
+@pytest.mark.parametrize("down", [None, "down"])
+def test_only_an_error_that_an_outage_explains_is_noted_as_one(fake, generation, monkeypatch, down):
+    """A missing answer is an outage; any other error only if the server is down afterwards."""
     (server,) = generation.servers
+    monkeypatch.setattr(server.control, "problem", lambda: down)
 
-    def fail(server: object) -> None:
+    def raises(error: Exception) -> None:
         raise error
 
-    for error in (WeightSyncError("a"), ConfigError("b"), requests.JSONDecodeError("c", "", 0), OSError("d")):
-        with pytest.raises(type(error)):
-            generation.servers.each(fail)
-        assert server.outage is None
-    for error in (ServerError("e"), requests.ConnectionError("f"), requests.Timeout("g")):
-        server.outage = None
-        generation.servers.each(fail)
-        assert server.outage is error
-    monkeypatch.setattr(generation.server, "problem", lambda: "down")
-    for error in (WeightSyncError("a"), requests.ConnectionError("b"), OSError("c")):
-        server.outage = None
-        generation.servers.each(fail)
-        assert server.outage is error
+    def is_outage(error: Exception) -> bool:
+        server.life.state = ServerState.READY
+        with (
+            nullcontext()
+            if down or isinstance(error, ServerError | requests.ConnectionError | requests.Timeout)
+            else pytest.raises(type(error))
+        ):
+            generation.servers.each(lambda server: raises(error))
+        return server.life.state is ServerState.DOWN and server.outage is error
+
+    answers = (WeightSyncError("a"), ConfigError("b"), requests.JSONDecodeError("c", "", 0), OSError("d"))
+    assert [is_outage(error) for error in answers] == [down is not None] * 4
+    missing = (ServerError("e"), requests.ConnectionError("f"), requests.Timeout("g"))
+    assert [is_outage(error) for error in missing] == [True] * 3
     generation.servers.each(lambda server: pytest.fail("no step follows an outage"))
-    server.outage, error = None, ValueError("d")
     with pytest.raises(ValueError):
-        generation.servers.each(fail)
+        server.life.state = ServerState.READY
+        generation.servers.each(lambda server: raises(ValueError("h")))
 
 
 # The server's weights

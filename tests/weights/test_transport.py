@@ -14,7 +14,7 @@ import torch
 from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
-from trl_april.weights import files, transport
+from trl_april.weights import files, nccl, transport
 from trl_april.weights.files import FileTransport
 from trl_april.weights.ipc import SharedMemoryTransport
 from trl_april.weights.nccl import NcclTransport
@@ -87,7 +87,7 @@ def test_files_are_used_where_a_connection_by_nccl_fails(monkeypatch, caplog):
     monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
     monkeypatch.setattr(NcclTransport, "connect", Mock(side_effect=WeightSyncError("Duplicate GPU.")))
     servers = [SimpleNamespace(base_url="http://127.0.0.1:8000", info=info())]
-    common = {"device": torch.device("cuda"), "servers": servers, "processes": OneProcess()}
+    common = {"device": torch.device("cuda"), "servers": servers, "processes": OneProcess(), "group_port": 0}
     assert connected_transport("auto", None, **common).name == "filesystem"
     assert "Duplicate GPU. So files are used" in caplog.text
     with pytest.raises(WeightSyncError, match="Duplicate GPU"):
@@ -99,7 +99,7 @@ def test_files_that_the_server_cannot_see_are_not_written(monkeypatch, tmp_path,
     """Its reload would fail when its parameters are gone."""
     remote = [SimpleNamespace(base_url="http://192.0.2.1:8000", info=info())]
     device = torch.device("cuda" if "NCCL" in asked else "cpu")
-    common = {"device": device, "servers": remote, "processes": OneProcess()}
+    common = {"device": device, "servers": remote, "processes": OneProcess(), "group_port": 0}
     monkeypatch.setattr(NcclTransport, "connect", Mock(side_effect=WeightSyncError("no open port.")))
     says = "192.0.2.1:8000 is on another host.*weight_sync_dir.*same path.*'nccl'"
     with pytest.raises(ConfigError, match=f"no open port. For files: .*{says}" if "NCCL" in asked else says):
@@ -113,7 +113,8 @@ def test_files_are_used_where_an_embedded_server_cannot_share_memory(monkeypatch
     monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
     monkeypatch.setattr(SharedMemoryTransport, "connect", Mock(side_effect=ConfigError("It is on the device 2.")))
     servers = [SimpleNamespace(base_url="http://127.0.0.1:8000", info=info(device=device))]
-    common = {"device": torch.device(device), "servers": servers, "processes": OneProcess(), "shares_device": True}
+    common = {"device": torch.device(device), "servers": servers, "processes": OneProcess(), "group_port": 0}
+    common["shares_device"] = True
     monkeypatch.setattr(FileTransport, "connect", Mock())
     assert connected_transport("auto", None, **common).name == "filesystem"
     assert ("on the device 2. So files are used" in caplog.text) == (device == "cuda")
@@ -128,7 +129,12 @@ def test_an_impossible_choice_is_refused(tmp_path):
         choose("nccl", device="cpu")
     with pytest.raises(ConfigError, match="nowhere.*not a folder"):
         connected_transport(
-            "auto", str(tmp_path / "nowhere"), device=torch.device("cpu"), servers=[], processes=OneProcess()
+            "auto",
+            str(tmp_path / "nowhere"),
+            device=torch.device("cpu"),
+            servers=[],
+            processes=OneProcess(),
+            group_port=0,
         )
 
 
@@ -152,7 +158,7 @@ class Parameters:
 class Loads:
     """A server that loads files, or fails."""
 
-    takes_part, is_incomplete = True, False
+    takes_part, was_incomplete = True, False
 
     @property
     def control(self):
@@ -201,7 +207,7 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
 
 @pytest.mark.parametrize(
     ("made", "iterations"),
-    [(FileTransport(None), 1), (SharedMemoryTransport(None), 1), (NcclTransport(None), 2)],
+    [(FileTransport(None), 1), (SharedMemoryTransport(None), 1), (NcclTransport(None, 0), 2)],
 )
 def test_other_processes_read_the_same_parameters_and_send_none(parameters, everything, made, iterations):
     """Gathering takes all processes. With a server of `None`, sending would fail."""
@@ -237,19 +243,17 @@ def test_a_sync_through_files_needs_memory_for_one_parameter_and_not_for_the_mod
     "error", [RuntimeError("NCCL error: invalid usage"), OSError(113, "No route to host")], ids=["gpu", "network"]
 )
 def test_a_failed_nccl_connection_names_its_remedies(monkeypatch, error):
-    ended = []
-    client = SimpleNamespace(
-        base_url="http://there", group_port=51216, get_world_size=lambda: 1,
-        communicator=SimpleNamespace(destroy=lambda: ended.append("broadcasts")),
-        close_communicator=lambda: ended.append("port"),
-    )  # fmt: skip
     answer = threading.Event()
-    server = SimpleNamespace(client=client, control=SimpleNamespace(load=lambda *_: answer.wait()))
+    server = Mock(base_url="http://there", info=info())
+    server.control.request.return_value = {"world_size": 1}
+    server.control.load = lambda *_: answer.wait()
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     monkeypatch.setattr(NcclTransport, "_open", Mock(side_effect=error))
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.0)
+    transport = NcclTransport(torch.device("cuda"), 51216)
+    transport.connect(server)
     with pytest.raises(WeightSyncError) as caught:
-        NcclTransport(torch.device("cuda")).connect(server)
+        transport.join([server])
     answer.set()
     for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
         assert words in str(caught.value)
-    assert ended == ["broadcasts", "port"], "the previous connection still uses the port"

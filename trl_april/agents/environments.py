@@ -1,7 +1,7 @@
 """The environments of samples: an instance for each, from the sample's reset until its group is scored.
 
-Invariant: an instance belongs to one sample at a time, and to the next one only after the rewards of the first were
-computed. An instance that took too long is never used again.
+Invariant: an instance belongs to a single sample at a time, and is free again only after the rewards of that sample
+were computed. An instance that took too long is never used again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..errors import ConfigError
 from ..pool.samples import Group, Sample
 from ..rollout.acting import Full, Places, ResetResult
 from ..rollout.user_code import DaemonThreads, UserCode
-from .tools import Message, RunCalls, ToolCalls, Tools, is_json
+from .tools import Message, RunCalls, ToolCalls, Tools, complete_turns, is_json
 
 
 logger = get_logger(__name__)
 
-NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's, of rows without one: the environment provides it
+NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's, of a row whose environment provides the prompt
 NOT_TOOLS = ("reset", "get_reward")  # public methods
 MAX_RESETS = 3  # instances that are tried for a sample while each takes too long
 
@@ -38,15 +38,15 @@ class Occupied:
     name: str | None  # of its factory, if there are several
     instance: Any
     tools: Tools = field(default_factory=lambda: Tools({}, {}))
-    is_new: bool = False  # and was not reset yet
-    is_late: bool = False  # one of its methods took too long, and may still run
+    is_new: bool = False  # not yet reset
+    is_late: bool = False  # a method took too long, and may still run
 
     def mark_late(self) -> None:
         self.is_late = True
 
 
 class Restorable:
-    """What samples have beside their tokens, and must have again when training resumes."""
+    """State of samples that checkpoints store partly or not at all, and that is rebuilt when training resumes."""
 
     lost_because = ""
     user_code: UserCode
@@ -54,7 +54,7 @@ class Restorable:
     num_restarted = 0  # since the last `take_restarted`
 
     def restore(self, groups: Sequence[Group]) -> list[Sample]:
-        """Bring it back for unscored groups from a checkpoint; returns samples that must start again."""
+        """Rebuild the state of unscored groups from a checkpoint; returns the samples that must start again."""
         lacking = [
             (group, sample)
             for group in groups
@@ -85,13 +85,13 @@ class Restorable:
             return False
 
     def _restore(self, group: Group, sample: Sample) -> bool:
-        """Bring it back for one sample, in a thread. Returns whether that was possible."""
+        """Rebuild the state of a sample, in a thread. Returns whether that was possible."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)
 class Environments(Restorable):
-    """Resets, restores and reuses the environment instances of one process. Its methods run in any thread."""
+    """Resets, restores and reuses the environment instances of a process. Its methods run in any thread."""
 
     lost_because = (
         "the checkpoint does not hold the states of their environments (`_april_state`, `replay_environments`)"
@@ -101,8 +101,8 @@ class Environments(Restorable):
     by_name: bool  # whether the column `environment` of a row names its factory
     places: dict[str | None, Places]  # the instances of each factory, which an evaluation shares with training
     evaluates: bool
-    waits: bool  # whether other samples continue, so that theirs become free
-    tools: Sequence[Callable[..., Any]]  # of all samples, beside those of their environments
+    waits: bool  # whether other samples continue, so that their instances become free
+    tools: Sequence[Callable[..., Any]]  # of all samples, in addition to the methods of their environments
     calls: ToolCalls
     tokenize: Callable[[list[Message], str | None], list[int]]  # of a prompt, with the tools of an environment
     run_calls: RunCalls
@@ -114,7 +114,7 @@ class Environments(Restorable):
         self.user_code, self.threads = self.calls.user_code, self.calls.threads
 
     def reset(self, group: Group, sample: Sample) -> ResetResult:
-        """Reset an instance for a new sample with its dataset row, and another one if that takes too long."""
+        """Reset an instance for a new sample with its dataset row, or another instance if that takes too long."""
         attempt = 0
         while True:
             try:
@@ -124,11 +124,12 @@ class Environments(Restorable):
             except Full as full:
                 if not self.waits:
                     raise ConfigError(
-                        f"{full} An evaluation needs one for each row of its batch beside those of samples in flight. "
-                        "Raise their limit, or lower per_device_eval_batch_size or over_provisioning."
+                        f"{full} An evaluation needs an environment for each row of its batch, in addition to those "
+                        "that samples in flight use. Raise their limit, or lower per_device_eval_batch_size or "
+                        "over_provisioning."
                     ) from full
             except TimeoutError as error:
-                if not occupied.is_late:  # an error of its own
+                if not occupied.is_late:  # raised by the environment itself
                     raise
                 self._put_back(occupied)
                 attempt += 1
@@ -145,7 +146,7 @@ class Environments(Restorable):
         return self._occupied[sample.key].tools
 
     def state_of(self, sample: Sample) -> Any:
-        """What checkpoints save of the sample's environment; `None` if it cannot be saved."""
+        """The state of the sample's environment for checkpoints; `None` if it cannot be saved."""
         occupied = self._occupied[sample.key]
         if not self.saves_states or occupied.is_late or not hasattr(type(occupied.instance), "_april_state"):
             return None
@@ -169,8 +170,8 @@ class Environments(Restorable):
             self.places[self._name_of(group)].release(self._key(group))
 
     def close(self) -> None:
-        """End the threads of instances in use. Idle ones serve the next training or evaluation."""
-        self.user_code.release(one.instance for one in self._occupied.values())
+        """End the threads of instances in use. Idle instances keep theirs for the next training or evaluation."""
+        self.user_code.release(occupied.instance for occupied in self._occupied.values())
 
     def _key(self, group: Group) -> tuple[bool, int]:
         return not self.evaluates, group.group_id  # evaluations first
@@ -190,8 +191,8 @@ class Environments(Restorable):
         if instance is None:
             occupied.instance = self._open(occupied, self.factories[name])
         shared = self.calls.by_kind(self.tools)
-        own = self.calls.by_kind(tool_methods(occupied.instance), occupied.instance, occupied.mark_late)
-        occupied.tools = Tools(shared[0] | own[0], shared[1] | own[1], name)
+        methods = self.calls.by_kind(tool_methods(occupied.instance), occupied.instance, occupied.mark_late)
+        occupied.tools = Tools(shared[0] | methods[0], shared[1] | methods[1], name)
         return occupied
 
     def _open(self, occupied: Occupied, call: Callable[[], Any]) -> Any:
@@ -205,8 +206,8 @@ class Environments(Restorable):
             if not was_known:
                 logger.warning_once(
                     f"No more than {places.limit} environments (factory {occupied.name!r}) can be open at once: "
-                    f"{error!r:.300}. Further samples wait until one is free. For all samples in flight, raise the "
-                    "limit (max_concurrent_envs of an OpenEnv server), or lower over_provisioning."
+                    f"{error!r:.300}. Further samples wait for a free environment. To have enough for all samples in "
+                    "flight, raise the limit (max_concurrent_envs of an OpenEnv server), or lower over_provisioning."
                 )
             self.user_code.release([occupied.instance])
             raise Full(f"All {places.limit} environments are in use.") from error
@@ -234,8 +235,7 @@ class Environments(Restorable):
         """The prompt, unless it is the dataset row's, and its token ids."""
         row = copy.deepcopy(group.row)
         arguments = {key: value for key, value in row.items() if key != "environment" or not self.by_name}
-        reset = partial(self._in_thread(occupied, "reset"), **arguments)
-        observation = self._open(occupied, reset)
+        observation = self._open(occupied, partial(self._in_thread(occupied, "reset"), **arguments))
         self._mark_open(occupied)
         prompt = with_observation(copy.deepcopy(group.row.get("prompt", NO_PROMPT)), observation)
         try:
@@ -276,33 +276,17 @@ class Environments(Restorable):
                 turns[-1].append(message)
             else:
                 turns.append([message])
-        for (message, *results), end in zip(turns, _ends_of_turns(sample), strict=False):
-            done = self.run_calls(
-                conversation.prompt_ids or [],
-                token_ids[:end],
-                message,
-                group.budget_of(sample),
-                occupied.tools,
-            )
-            if done.messages != results:
+        ends = [end for _, end, _ in complete_turns(sample)]
+        ends += [len(token_ids)] * (conversation.iterations - len(ends))  # the last results may not have fitted
+        prompt_ids, budget = conversation.prompt_ids or [], group.budget_of(sample)
+        for (message, *results), end in zip(turns, ends, strict=False):
+            if self.run_calls(prompt_ids, token_ids[:end], message, budget, occupied.tools).messages != results:
                 return False
         return not occupied.is_late
 
 
-def _ends_of_turns(sample: Sample) -> list[int]:
-    """The numbers of tokens after which calls were made."""
-    ends, length = [], 0
-    for segment in sample.segments:
-        if segment.version is None:
-            ends.append(length)
-        length += segment.length
-    assert sample.conversation is not None
-    # The last results may not have fitted.
-    return ends + [length] * (sample.conversation.iterations - len(ends))
-
-
 def with_observation(prompt: list[Message], observation: Any) -> list[Message]:
-    """The prompt with what `reset` returned, as TRL joins them."""
+    """The prompt followed by the observation that `reset` returned, as TRL joins them."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

@@ -1,14 +1,14 @@
-"""Rollouts of the user's own: a coroutine per sample, which generates its turns one after the other.
+"""User-defined rollouts: a coroutine per sample, which generates its turns in sequence.
 
 Invariant: a coroutine sees every token of its sample once and in order, however often requests are cut. A checkpoint
-holds no coroutine; it starts anew and is given the recorded turns, as long as it asks for the same ones.
+holds no coroutine; on resume it starts anew and is given the recorded turns, as long as it asks for the same turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +21,7 @@ from ..rollout.acting import ResetResult, TurnResult
 from ..rollout.event_loop import BackgroundLoop
 from ..rollout.user_code import UserCode
 from .environments import Restorable
-from .tools import is_json
+from .tools import complete_turns, is_json
 
 
 CANCEL_SECONDS = 1.0  # for coroutines to end
@@ -29,11 +29,11 @@ CANCEL_SECONDS = 1.0  # for coroutines to end
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model generated in one turn.
+    """A turn that the model generated.
 
     Attributes:
         token_ids (`list[int]`):
-            The new tokens, the one that ended the turn included.
+            The new tokens, including the end token of the turn.
         logprobs (`list[float]`):
             Their log-probabilities in nats, each under the policy version that sampled it.
         finish_reason (`str`):
@@ -54,7 +54,7 @@ class Returned:
 
 
 class TurnEngine:
-    """Generates the turns of one sample, for its rollout coroutine.
+    """Generates the turns of a sample, for its rollout coroutine.
 
     Attributes:
         prompt_ids (`list[int]`):
@@ -70,9 +70,9 @@ class TurnEngine:
     async def generate(self, token_ids: Sequence[int]) -> Turn:
         """Generates a turn after `token_ids`, and returns it when it is complete, possibly several rounds later.
 
-        In the first call, `token_ids` is the prompt. In each further one it continues the sample: everything so far,
-        and then at least one token that the model did not generate, which is masked in the loss. Where these leave no
-        token of `max_completion_length`, they are dropped, and the turn is empty with the finish reason `"length"`.
+        In the first call, `token_ids` is the prompt. Each further call continues the sample: everything so far, and
+        then at least a token that the model did not generate, which is masked in the loss. If these tokens use up
+        `max_completion_length`, they are dropped, and the turn is empty with the finish reason `"length"`.
 
         Args:
             token_ids (`Sequence[int]`):
@@ -82,7 +82,7 @@ class TurnEngine:
             ConfigError: If another turn is being generated.
         """
         if self._turn is not None:
-            raise ConfigError("generate was called during another call. Await the turns of a sample one by one.")
+            raise ConfigError("generate was called during another call. Await the turns of a sample in sequence.")
         self._turn = asyncio.get_running_loop().create_future()
         try:
             self._events.put(list(token_ids))
@@ -100,7 +100,7 @@ Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] |
 
 
 class _Episode:
-    """The coroutine of one sample. Its methods are called in other threads than that of the event loop."""
+    """The coroutine of a sample. Its methods are called outside of the event loop's thread."""
 
     def __init__(self, rollout: Rollout, row: dict[str, Any], engine: TurnEngine, loop: BackgroundLoop) -> None:
         self._loop, self.engine = loop, engine
@@ -109,7 +109,7 @@ class _Episode:
             event: Returned | BaseException
             try:
                 event = Returned(checked_columns(await rollout(row["prompt"], self.engine, row)))
-            except BaseException as error:  # an exit that it asks for, too, would end the event loop
+            except BaseException as error:  # including exits, which would end the event loop
                 event = error
             self.engine._events.put(event)
 
@@ -119,7 +119,7 @@ class _Episode:
         loop.call(start)
 
     def next(self) -> list[int] | Returned:
-        """Wait for what it does next: the ids after which it wants a turn, or its end. Raises its errors."""
+        """Wait for its next request, the ids before a turn, or for its end. Raises its errors."""
         event = self.engine._events.get()
         if isinstance(event, BaseException):
             raise event
@@ -128,7 +128,7 @@ class _Episode:
     def answer(
         self, token_ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason
     ) -> list[int] | Returned:
-        """Return a turn from `generate`, and wait for what it does next."""
+        """Return a turn from `generate`, and wait for its next request."""
         turn = Turn([*token_ids], [*logprobs], str(reason))
         self._loop.call(lambda: self.engine._answer(turn))
         return self.next()
@@ -144,7 +144,7 @@ class RolloutTurns(Restorable):
     `tokenize` returns the token ids of a prompt, in any thread.
     """
 
-    lost_because = "given the recorded turns, their rollouts did not ask for the same ones"
+    lost_because = "given the recorded turns, their rollouts did not ask for the same turns"
 
     def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]], user_code: UserCode) -> None:
         self._rollout, self._tokenize = rollout, tokenize
@@ -175,7 +175,7 @@ class RolloutTurns(Restorable):
         return TurnResult([], [], columns=event.columns)
 
     def close(self) -> None:
-        """Cancel the coroutines, without waiting for one that blocks."""
+        """Cancel the coroutines, without waiting for those that block."""
         for episode in self._episodes.values():
             episode.cancel()
         self._loop.call(lambda: asyncio.get_running_loop().call_later(CANCEL_SECONDS, asyncio.get_running_loop().stop))
@@ -194,20 +194,21 @@ class RolloutTurns(Restorable):
             )
         if event != episode.engine.prompt_ids and images_in(prompt_of(group.row)):
             raise ConfigError(
-                f"The rollout of group {group.group_id} began with token ids of its own, but its row has images, and "
-                "only engine.prompt_ids has their places. Begin with engine.generate(engine.prompt_ids)."
+                f"The rollout of group {group.group_id} began with other token ids than engine.prompt_ids, but its "
+                "row has images, and only engine.prompt_ids has their places. Begin with "
+                "engine.generate(engine.prompt_ids)."
             )
         check_prompt(group.budget, len(event), prompt_name(group.row, group.row_index))
         return event
 
     def _restore(self, group: Group, sample: Sample) -> bool:
-        """Give a new coroutine the recorded turns. Returns whether it asked for the same ones."""
+        """Give a new coroutine the recorded turns. Returns whether it asked for the same turns."""
         if sample.finish_reason is not None:
             return True
         prompt_ids, token_ids, logprobs = group.prompt_ids_of(sample), sample.token_ids, sample.logprobs
         episode = self._begin(group)
         is_same = episode.next() == prompt_ids
-        for start, end, next_start in _complete_turns(sample):
+        for start, end, next_start in complete_turns(sample):
             if is_same:
                 asked = episode.answer(token_ids[start:end], logprobs[start:end], FinishReason.STOP)
                 is_same = asked == [*prompt_ids, *token_ids[:next_start]]
@@ -223,23 +224,13 @@ def _added(sample: Sample, known: list[int], asked: list[int]) -> list[int]:
     if len(asked) <= len(known) or asked[: len(known)] != known:
         raise ConfigError(
             f"The rollout of {sample} asked for a turn after {len(asked)} tokens, which do not continue its "
-            f"{len(known)} tokens. Pass the prompt, every token of the turns so far, and at least one more."
+            f"{len(known)} tokens. Pass the prompt, every token of the turns so far, and at least a token more."
         )
     return asked[len(known) :]
 
 
-def _complete_turns(sample: Sample) -> Iterator[tuple[int, int, int]]:
-    """Start and end of every turn but the last one, and the start of the next."""
-    start = position = 0
-    for segment in sample.segments:
-        if segment.version is None:
-            yield start, position, position + segment.length
-            start = position + segment.length
-        position += segment.length
-
-
 def checked_columns(returned: Any) -> dict[str, Any]:
-    """What a rollout returned, as columns for reward functions."""
+    """The columns for reward functions that a rollout returned."""
     columns = {} if returned is None else returned
     if not isinstance(columns, dict) or "prompt" in columns or not is_json(columns):
         raise ConfigError(

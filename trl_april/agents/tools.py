@@ -1,4 +1,4 @@
-"""What follows a turn of the model that may call tools, and finished conversations in TRL's form.
+"""The step after a model turn that may call tools, and finished conversations in TRL's form.
 
 Invariant: a tool is called once for each call in a turn, and never again when the batch is handed to TRL.
 """
@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import iscoroutinefunction, signature
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.row_json import Message, decode_messages, encode_messages
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 Tool = Callable[..., Any]
 
-NEVER_WORKED, DIFFERENT = 64, 8  # failed calls, and different arguments among them, of a tool that is broken
-NOT_OF_ARGUMENTS = (OSError, RuntimeError, ImportError, NameError)  # errors that are rarely due to arguments
-
 
 class CallResults(NamedTuple):
     """The results of the calls in a turn."""
@@ -36,7 +33,7 @@ class CallResults(NamedTuple):
     messages: list[Message]  # in the form of `data.row_json`
     calls: int
     failures: int
-    fit: bool  # whether they fit into the remaining budget; without that, tokens and messages are empty
+    fit: bool  # whether they fit into the remaining budget; otherwise tokens and messages are empty
 
 
 class Tools(NamedTuple):
@@ -44,7 +41,7 @@ class Tools(NamedTuple):
 
     functions: dict[str, Tool]
     coroutines: dict[str, Tool]
-    environment: str | None = None  # whose methods are among them, if there are several
+    environment: str | None = None  # the name of their environment, if there are several
 
 
 # Of prompt ids, the completion so far, the message that ends it, the token budget of the completion, and the tools.
@@ -52,10 +49,10 @@ RunCalls = Callable[[list[int], list[int], Message, int, Tools], CallResults]
 
 
 class ToolTurns:
-    """Parses the last turn of a sample and calls its tools, as one iteration of TRL's loop; an `Act` of the driver.
+    """Parses the last turn of a sample and calls its tools, as an iteration of TRL's loop; an `Act` of the driver.
 
-    `parse` returns the message of a turn's token ids after those of its prefix, in the environment of a name. With
-    `environments`, a new sample has its own reset first.
+    `parse` returns the message of a turn from its token ids, the ids before them and the name of an environment. With
+    `environments`, each new sample first resets an instance.
     """
 
     def __init__(
@@ -101,19 +98,15 @@ class ToolTurns:
 
 
 class ToolCalls:
-    """Calls tools with a time limit, and finds errors that TRL's loop would take for results.
+    """Calls tools with a time limit, and keeps errors that TRL's loop would take for results.
 
-    These are exits that a tool asks for, methods of an environment that need two threads, and a tool that never works:
-    `NEVER_WORKED` calls with various arguments have failed for one reason, which is one of `NOT_OF_ARGUMENTS`, and no
-    call has worked. A weak model gives arguments that are wrong, and sees that in results; it is not stopped for it.
+    These errors are exits that a tool asks for, and methods of an environment that work in a single thread only.
     """
 
     def __init__(self, user_code: UserCode, timeout: float | None) -> None:
         self.user_code, self.timeout = user_code, timeout
         self.threads = user_code.threads("tools")
         self._error: BaseException | None = None
-        self._failed: dict[tuple[str, str], list[str]] = {}  # arguments of calls, by tool and kind of error
-        self._worked: set[str] = set()
 
     def by_kind(
         self, tools: Iterable[Tool], of: Any = None, on_late: Callable[[], None] = lambda: None
@@ -128,7 +121,7 @@ class ToolCalls:
         return functions, coroutines
 
     def in_time(self, function: Tool, name: str, of: Any, on_late: Callable[[], None]) -> Tool:
-        """`function` with the time limit, in the thread of its environment if it has one."""
+        """`function` with the time limit, in the thread of its environment `of`, if any."""
         threads = None if self.timeout is None else self.threads
         wrapped = self.user_code.wrapped
         return wrapped(function, name, of=of, threads=threads, timeout=self.timeout, on_late=on_late)
@@ -142,56 +135,40 @@ class ToolCalls:
         function = self.in_time(tool, tool.__name__, of, on_late)
 
         def call(**arguments: Any) -> Any:
-            with self._noted(tool, arguments, is_method=of is not None):
+            with self._noted(tool, is_method=of is not None):
                 return function(**arguments)
 
         return call
 
     def _coroutine(self, tool: Callable[..., Coroutine[Any, Any, Any]], on_late: Callable[[], None]) -> Tool:
-        async def in_time(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
-            task = asyncio.ensure_future(noted(coroutine, arguments))
-            await asyncio.wait({task}, timeout=self.timeout)  # `wait_for` would wait for one that ignores its end
+        async def in_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            task = asyncio.ensure_future(noted(coroutine))
+            await asyncio.wait({task}, timeout=self.timeout)  # `wait_for` waits for coroutines that ignore their end
             if not task.done():
                 task.cancel()
                 on_late()
                 raise TimeoutError(f"{tool.__name__} did not return within {self.timeout:g} seconds.")
             return task.result()
 
-        async def noted(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
-            with self._noted(tool, arguments):
+        async def noted(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            with self._noted(tool):
                 return await coroutine
 
         # Wrong arguments are an error of the call and not of the coroutine, as without a limit.
-        return lambda **arguments: in_time(tool(**arguments), arguments)
+        return lambda **arguments: in_time(tool(**arguments))
 
     @contextmanager
-    def _noted(self, tool: Tool, arguments: dict[str, Any], *, is_method: bool = False) -> Iterator[None]:
-        name = tool.__qualname__
+    def _noted(self, tool: Tool, *, is_method: bool = False) -> Iterator[None]:
         try:
             yield
-            self._worked.add(name)
         except (KeyboardInterrupt, SystemExit) as error:  # which would end the event loop of all coroutines
             self._error = self._error or error
             raise RuntimeError(repr(error)) from error
         except Exception as error:
             if is_method and needs_thread(error):
                 self._error = self._error or ConfigError(
-                    f"{name} works only in the thread that trains, and its environment was made in another one: "
-                    f"{error} Open connections in the call, or limit its time without signals."
-                )
-            if not isinstance(error, NOT_OF_ARGUMENTS):
-                raise
-            # The text of an error of the network may have the arguments in it.
-            is_of_network = isinstance(error, OSError) and error.filename is None
-            kind = type(error).__name__ if is_of_network else repr(error)
-            calls = self._failed.setdefault((name, kind), [])
-            calls.append(repr(arguments)[:1000])
-            varied = len(set(calls)) >= DIFFERENT or not signature(tool).parameters
-            if name not in self._worked and len(calls) >= NEVER_WORKED and varied:
-                self._error = self._error or ConfigError(
-                    f"The tool {tool.__name__!r} has never worked: {len(calls)} calls with different arguments have "
-                    f"failed. The last error is {error!r:.300}. Call it from a thread in a script of its own, and "
-                    "correct it, or start the service that it needs."
+                    f"{tool.__qualname__} works only in the thread that trains, but its environment was made in "
+                    f"another thread: {error} Open connections in the call, or limit its time without signals."
                 )
             raise
 
@@ -232,10 +209,17 @@ def is_json(value: Any) -> bool:
         return False
 
 
-# Finished samples in TRL's form
+def complete_turns(sample: Sample) -> Iterator[tuple[int, int, int]]:
+    """Start and end of every turn of the model but the last, and the start of the next turn, in tokens."""
+    start = position = 0
+    for segment in sample.segments:
+        if segment.version is None:
+            yield start, position, position + segment.length
+            start = position + segment.length
+        position += segment.length
 
 
 def messages_of(groups: Sequence[Group]) -> list[list[Message]]:
-    """The messages of each sample after its prompt, as TRL has them. Reward functions may change them."""
+    """The messages of each finished sample after its prompt, in TRL's form. Reward functions may change them."""
     conversations = [sample.conversation for group in groups for sample in group.samples]
     return [decode_messages(conversation.messages) for conversation in conversations if conversation is not None]

@@ -1,5 +1,5 @@
-"""The room in which internals of TRL's trainer are named, beside `trainer.py`.
+"""Everything between TRL's trainer and the other rooms: rows, prompts, rewards, the tool loop, batches.
 
-Rows, prompts, rewards, the tool loop and batches pass through here in both directions. What the other rooms get are
-plain values and callables.
+Only this room and `trainer.py` name internals of TRL's trainer; `contract.toml` lists them. The other rooms get plain
+values and callables.
 """

@@ -6,9 +6,9 @@ Invariant: arguments are refused before a model is loaded, with a remedy.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -31,21 +31,21 @@ from ..weights.adapters import is_quantized
 
 logger = get_logger(__name__)
 
-# Only transformers' own generation has them.
+# Options of transformers' own generation.
 OF_TRANSFORMERS = (
     "cache_implementation", "ds3_gather_for_generation", "transformers_continuous_batching_config",
     "use_transformers_continuous_batching",
 )  # fmt: skip
-# Options that samples in flight depend on. TRL's trainer has copies of those in its config.
+# Options that samples in flight depend on. TRL's trainer copies them from its config.
 FIXED = (
     *SAMPLING, "generation_kwargs", "num_generations", "max_completion_length", "num_iterations", "use_vllm",
     "vllm_mode", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
 )  # fmt: skip
-# Options of models that an attention leaves out in silence, and a server applies. Others (sinks, ALiBi, chunks) are in
-# masks and scales, or transformers refuses the attention.
+# Model options that an attention omits silently and a server applies. Others (sinks, ALiBi, chunks) are in masks and
+# scales, or transformers refuses the attention.
 LEFT_OUT = {"sdpa": ("attn_logit_softcapping",)}
-LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is ours
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gspo")  # gspo is added
 # TRL's methods that decide what is generated for which rows. APRIL does both itself.
 REPLACED_METHODS = ("_generate", "_generate_single_turn", "_tool_call_loop", "get_train_dataloader")
 
@@ -64,7 +64,7 @@ def why_stock(args: GRPOConfig, rollout_func: Any = None, overridden: Sequence[s
 
 
 def names_server(args: GRPOConfig) -> bool:
-    """Whether the user has a vLLM server for training, rather than one that the trainer starts."""
+    """Whether the user gives a vLLM server for training, so that the trainer starts none."""
     return args.vllm_mode == "server" if args.vllm_mode else given_address(args) is not None
 
 
@@ -84,8 +84,8 @@ def has_images(train_dataset: Dataset | IterableDataset | None) -> bool | None:
 def check_images(options: AprilOptions) -> None:
     """Raise [`ConfigError`] if requests with images would be kept through a weight sync."""
     if options.resume_kv == "keep":
-        # Loading weights clears the encoder cache of vLLM's worker alone; its scheduler does not know, and a request
-        # whose prompt is not computed yet ends the engine ("Encoder cache miss").
+        # Loading weights clears the encoder cache of vLLM's worker but not of its scheduler. A request whose prompt is
+        # not computed yet then ends the engine ("Encoder cache miss").
         raise ConfigError(
             "resume_kv is 'keep', but requests with images cannot continue through a weight sync: vLLM drops the "
             "embeddings of their images. Set resume_kv='reuse' or 'recompute'."
@@ -96,15 +96,16 @@ def without_effect(args: GRPOConfig) -> str:
     """Sentences, each after a space, about options that need APRIL and the server that stock GRPO needs."""
     options = args if isinstance(args, AprilOptions) else AprilOptions()
     ignored = [name for name, default in vars(AprilOptions()).items() if getattr(options, name) != default]
-    said = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
+    sentences = f" Without APRIL these have no effect: {', '.join(ignored)}." if ignored else ""
     if args.use_vllm is not False and names_server(args):
-        said += " Stock GRPO needs a vLLM server with its own GPUs and without an API key; of several it uses one."
-    return said
+        sentences += " Stock GRPO needs a vLLM server with its own GPUs and without an API key, and uses the first."
+    return sentences
 
 
-def ignored_overrides(trainer_class: type[GRPOTrainer]) -> list[str]:
-    """Methods that a subclass overrides without an effect on training."""
-    return [name for name in REPLACED_METHODS if getattr(trainer_class, name) is not getattr(GRPOTrainer, name)]
+def ignored_overrides(trainer_class: type[GRPOTrainer], april_class: type[GRPOTrainer]) -> list[str]:
+    """Methods that a subclass or mixin of `april_class` overrides without an effect on training."""
+    foreign = [cls for cls in trainer_class.__mro__ if cls is not april_class and cls not in GRPOTrainer.__mro__]
+    return [name for name in REPLACED_METHODS if any(name in vars(cls) for cls in foreign)]
 
 
 def check_processes(args: GRPOConfig) -> None:
@@ -125,7 +126,7 @@ def check_dataset(train_dataset: Dataset | IterableDataset | None, groups_per_ro
         return  # TRL refuses it, or it is a stream
     if len(train_dataset) < groups_per_round:
         raise ConfigError(
-            f"The training dataset has {len(train_dataset)} rows, but one generation batch needs {groups_per_round} "
+            f"The training dataset has {len(train_dataset)} rows, but a generation batch needs {groups_per_round} "
             "prompts (generation_batch_size / num_generations). Add rows, lower per_device_train_batch_size or "
             "steps_per_generation, or raise num_generations."
         )
@@ -162,7 +163,7 @@ def check_model(model: torch.nn.Module) -> None:
         kind = model.active_peft_config.peft_type.value
         raise ConfigError(
             f"The model has an adapter of the type {kind}, which cannot be merged into the weights for the vLLM "
-            "server. Use one that can, such as LoRA, or run stock GRPO with use_vllm=False."
+            "server. Use LoRA or another type that can, or run stock GRPO with use_vllm=False."
         )
 
 
@@ -175,8 +176,8 @@ def option_left_out(config: PreTrainedConfig, attention: str) -> str | None:
 def compare_with_server(model: torch.nn.Module, *, disable_dropout: bool) -> None:
     """Warn of an attention and of dropout by which a trained model differs from the server.
 
-    With `disable_dropout`, all dropout is set to 0. TRL's option reaches only that of `nn.Dropout`, and Seed-OSS, OPT,
-    Llama and many others drop by a number.
+    With `disable_dropout`, all dropout is set to 0. TRL's option reaches `nn.Dropout` only, and Seed-OSS, OPT, Llama
+    and many others drop by a number.
     """
     attention = str(model.config.get_text_config()._attn_implementation)
     if (name := option_left_out(model.config, attention)) is not None:
@@ -185,12 +186,12 @@ def compare_with_server(model: torch.nn.Module, *, disable_dropout: bool) -> Non
             "their probabilities is wrong. Load the model with attn_implementation='eager' or, on GPUs, "
             "'flash_attention_2' (in model_init_kwargs of the trainer's arguments, or in from_pretrained)."
         )
-    found = list(random_numbers(model))
+    random = list(random_numbers(model))
     if disable_dropout:
-        for owner, name, _ in found:
+        for owner, name, _ in random:
             setattr(owner, name, 0.0)
-    elif found:
-        numbers = ", ".join(sorted({f"{type(owner).__name__}.{name} = {value:g}" for owner, name, value in found}))
+    elif random:
+        numbers = ", ".join(sorted({f"{type(owner).__name__}.{name} = {value:g}" for owner, name, value in random}))
         logger.warning(
             f"The trained model drops values at random ({numbers}), and the server does not, so the ratio of their "
             "probabilities has noise of that size. Set disable_dropout=True, or lora_dropout of an adapter to 0."
@@ -206,7 +207,7 @@ def check_arguments(
 ) -> None:
     """Raise [`ConfigError`] for processes, a dataset or options that training cannot use."""
     if args.loss_type not in LOSS_TYPES:
-        raise ConfigError(f"loss_type is {args.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}.")
+        raise ConfigError(f"loss_type is {args.loss_type!r}; it must be among {', '.join(LOSS_TYPES)}.")
     check_processes(args)
     if args.vllm_mode not in (None, "server", "colocate"):
         raise ConfigError(f"vllm_mode is {args.vllm_mode!r}; it must be 'server' or 'colocate'.")
@@ -236,7 +237,7 @@ def check_arguments(
         logger.warning(f"Without effect, since vLLM generates and not transformers: {', '.join(ignored)}.")
     if args.vllm_importance_sampling_correction:
         if args.loss_type == "vespo" and not correction_mode(args).startswith("token_"):
-            # TRL skips this check of its own while vLLM is off in its constructor.
+            # TRL skips its own check while vLLM is off in its constructor.
             raise ConfigError(
                 f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but loss_type='vespo' "
                 "needs 'token_truncate' or 'token_mask'."
@@ -256,19 +257,19 @@ def check_arguments(
 
 
 def end_tokens(trainer: GRPOTrainer) -> list[int]:
-    """Every token that the trainer, its model or its tokenizer names by now as an end token."""
-    named = list(trainer.eos_token_ids)
+    """Every end token that the trainer, its model or its tokenizer has now."""
+    tokens = list(trainer.eos_token_ids)
     for config in (trainer.model.generation_config, trainer.generation_config, trainer._tokenizer):
-        named += config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return [token_id for token_id in dict.fromkeys(named) if token_id is not None]
+        tokens += config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [token_id for token_id in dict.fromkeys(tokens) if token_id is not None]
 
 
 def fixed_options(trainer: GRPOTrainer) -> dict[str, Any]:
-    """The present values of options that must not change while samples are in flight, by their place."""
+    """Current values of the options that must not change while samples are in flight, by place."""
     owners = [("trainer", trainer, FIXED), ("trainer.args", trainer.args, FIXED)]
     owners += [("trainer.vllm_generation", trainer.vllm_generation, SAMPLING), ("trainer", trainer, ("rollout_func",))]
     values = {f"{place}.{name}": getattr(owner, name) for place, owner, names in owners for name in names}
-    of_model = trainer.generation_config.to_dict().items()  # which generates in stock GRPO without vLLM
+    of_model = trainer.generation_config.to_dict().items()  # used by stock GRPO without vLLM
     values |= {f"trainer.generation_config.{name}": value for name, value in of_model if name != "eos_token_id"}
     values["trainer.eos_token_ids"] = end_tokens(trainer)
     return {name: copy.deepcopy(value) if isinstance(value, dict) else value for name, value in values.items()}
@@ -285,36 +286,6 @@ def check_fixed(before: dict[str, Any], now: dict[str, Any]) -> None:
             )
 
 
-def sees_images(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch, or the arguments of its forward pass, has tensors that are not by sample and token.
-
-    Where the model has sampled an image token, TRL removes all images and leaves the types of tokens.
-    """
-    return any(batch.get(name) is not None for name in ("num_images", "token_type_ids", "mm_token_type_ids"))
-
-
-def can_be_regrouped(
-    trainer_class: type[GRPOTrainer],
-    ours: type[GRPOTrainer],
-    args: GRPOConfig,
-    *,
-    has_entropy_bonus: bool,
-    has_aux_loss: bool,
-) -> bool:
-    """Whether the gradient of an optimiser step does not depend on which micro-batch a sample is in.
-
-    It depends where TRL takes a mean or a quantile over a micro-batch, and may where a subclass of `ours` has its own
-    loss.
-    """
-    return (
-        all(getattr(trainer_class, name) is getattr(ours, name) for name in ("_compute_loss", "compute_loss"))
-        and args.loss_type != "bnpo"
-        and args.top_entropy_quantile == 1.0
-        and not has_entropy_bonus
-        and not has_aux_loss
-    )
-
-
 def check_rollout(rollout: Any, stock_because: str | None, tools: Any) -> None:
     """Raise [`ConfigError`] if a rollout function cannot be used."""
     if rollout is None:
@@ -322,10 +293,10 @@ def check_rollout(rollout: Any, stock_because: str | None, tools: Any) -> None:
     if not iscoroutinefunction(rollout):
         raise ConfigError(f"rollout is {rollout!r:.200}; it must be a function that is defined with `async def`.")
     if stock_because:
-        raise ConfigError(f"rollout is given, but APRIL is off: {stock_because}. Leave one of them out.")
+        raise ConfigError(f"rollout is given, but APRIL is off: {stock_because}. Omit rollout, or the reason.")
     if tools:
         raise ConfigError(
-            "rollout is given beside tools or environment_factory. Call tools in the rollout, or leave one out."
+            "rollout is given together with tools or environment_factory. Call tools in the rollout, or omit either."
         )
 
 
@@ -339,56 +310,49 @@ def check_scoring(reward_funcs: Sequence[Any], processes: int, *, sharded: bool)
         )
 
 
-@dataclass
 class RequestedBatch:
-    """Checks the generation batch that TRL asks for against what a subclass of the trainer makes of it.
+    """Compares the generation batch that TRL asks for with the batch that a subclass of the trainer wants generated.
 
     Invariant: a request is answered at most once, with the prompts and columns that TRL asked for. The rows of partial
     rollouts come from the dataset and live for several batches, so a batch cannot change them.
     """
 
-    name: str  # of the trainer
-    _asked_for: list[Any] | None = None
-    _is_answered: bool = False
-
-    def ask(self, rows: Sequence[dict[str, Any]] | None) -> None:
-        """TRL may ask for a batch of these rows, which may be changed in place; `None` for an evaluation."""
-        self._asked_for = None if rows is None else _questions(rows)
+    def __init__(self, trainer: str) -> None:
+        self._trainer = trainer
+        self._requested: str | None = None
         self._is_answered = False
 
+    def request(self, rows: Sequence[dict[str, Any]] | None) -> None:
+        """Record the rows that TRL is about to pass, which may be modified in place; `None` in an evaluation."""
+        self._requested, self._is_answered = _fingerprint(rows) if rows else None, False
+
     def answer(self, rows: Sequence[dict[str, Any]]) -> None:
-        """A batch is generated for these rows. Raises [`ConfigError`] if it is not the one that was asked for."""
-        if self._asked_for is None:
+        """A batch is generated for these rows. Raises [`ConfigError`] if it is not the requested batch."""
+        if self._requested is None:
             return
         if self._is_answered:
             raise ConfigError(
-                f"{self.name} asks twice for one generation batch, but the rows of a second one were not planned. "
+                f"{self._trainer} asks twice for the same generation batch, but no rows are planned for a second. "
                 "Use `dynamic_sampling=True` to replace groups without a learning signal."
             )
-        if self._asked_for != _questions(rows):
+        if self._requested != _fingerprint(rows):
             raise ConfigError(
-                f"{self.name} changes the prompts or columns of a generation batch, but partial rollouts keep the "
+                f"{self._trainer} changes the prompts or columns of a generation batch, but partial rollouts keep the "
                 "rows of the dataset for several batches. Change the dataset instead: train_dataset.map(...) or "
                 "with_transform(...)."
             )
         self._is_answered = True
 
     def warn_if_unanswered(self) -> None:
-        """TRL has its batch: warn once if a subclass generated it without APRIL."""
-        if self._asked_for and not self._is_answered:
+        """Warn once if TRL has its batch and a subclass generated it without APRIL."""
+        if self._requested and not self._is_answered:
             logger.warning_once(
-                f"{self.name} generates training batches itself: its _generate_and_score_completions does not call "
-                "that of APRILGRPOTrainer. Training runs as stock GRPO, and the options of APRILGRPOConfig have no "
+                f"{self._trainer} generates training batches itself: its _generate_and_score_completions does not "
+                "call APRILGRPOTrainer's. Training runs as stock GRPO, and the options of APRILGRPOConfig have no "
                 "effect."
             )
 
 
-def _questions(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The prompts and the column names of rows. Images are not copied: this is done at every micro-step."""
-    return [(_copied(row.get("prompt")), sorted(row)) for row in rows]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value
+def _fingerprint(rows: Sequence[dict[str, Any]]) -> str:
+    """Prompts and column names as text, with the identities of images instead of their contents."""
+    return json.dumps([(row.get("prompt"), sorted(row)) for row in rows], default=id)

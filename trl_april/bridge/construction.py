@@ -1,7 +1,7 @@
-"""TRL's constructor: the arguments that it sees, and the server that is started before it and connected after it.
+"""Construction of TRL's trainer: its arguments, and the server, which starts before it and is connected after it.
 
-TRL would connect to vLLM by itself, and has no factory for the connection. It knows GSPO (arXiv 2507.18071, equation
-7: one importance ratio per sequence) as its `grpo` aggregation with sequence-level importance sampling.
+TRL would connect to vLLM by itself, and has no factory for the connection. Its name for GSPO (arXiv 2507.18071,
+equation 7: an importance ratio per sequence) is the `grpo` aggregation with sequence-level importance sampling.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def trl_options(args: GRPOConfig, *, april_enabled: bool) -> dict[str, Any]:
 
 
 def model_and_arguments(model: Any, args: GRPOConfig | None) -> tuple[Any, GRPOConfig]:
-    """A path as text, and the configuration of a trainer without one, as TRL's.
+    """The model with a path as text, and the configuration or, if it is `None`, TRL's default for the model.
 
     Raises [`ConfigError`] for the folder of an adapter, which TRL does not load.
     """
@@ -153,28 +153,15 @@ def arguments_for_trl(
             del model.config.image_token_id
 
 
-@contextmanager
-def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of a trainer for the length of a block. A method of its class is found again afterwards."""
-    before = {name: vars(trainer)[name] for name in attributes if name in vars(trainer)}
-    vars(trainer).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(trainer)[name]
-        vars(trainer).update(before)
-
-
 def start_server(
     trainer: object, args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any, processes: Processes
 ) -> EmbeddedServer | None:
-    """Start a server for the trainer, if it needs one, or take over that of an earlier trainer. A collective call.
+    """Start a server for the trainer if needed, or take over the server of an earlier trainer. A collective call.
 
-    On GPUs that the trainer uses too, all processes wait until it is ready: vLLM takes for its own what others
-    allocate while it measures how much memory the KV cache can have.
+    On GPUs that the trainer uses too, all processes wait until the server is ready: while vLLM measures how much
+    memory the KV cache can have, it counts the allocations of other processes as its own.
 
-    It is stopped when its last trainer is collected. Returns `None` in all processes but the first.
+    The server stops when its last trainer is collected. Returns `None` in all processes but the first.
     """
     if names_server(args):
         return None
@@ -190,22 +177,22 @@ def start_server(
 def needs_server(args: GRPOConfig) -> bool:
     """Whether this process has to start a server.
 
-    No server is looked for where the user named none: one at the default address may be a judge, whose weights would
-    be overwritten.
+    A server at the default address is not used unless the user named it: it may be a judge, whose weights would be
+    overwritten.
     """
     if names_server(args):
         return False
     if args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
         raise ConfigError(
             f"The {args.world_size} processes run on several hosts, and no server is given. A server that the trainer "
-            "starts is reached from its own host only: start one with `trl-april serve MODEL --host ADDRESS`, and set "
+            "starts is reached from its own host only: run `trl-april serve MODEL --host ADDRESS`, and set "
             "vllm_server_base_url."
         )
     return args.process_index == 0
 
 
 def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_config: Any = None) -> EmbeddedServer:
-    """The server for `model` in the trainer's precision, on GPUs that its processes do not use or beside them."""
+    """The server for `model` in the trainer's precision, on GPUs that its processes do not use, or else shared."""
     gpus, variables = visible_gpus() if args.device.type == "cuda" else ([], [])
     used = max(args.n_gpu, args.world_size)
     devices = choose_devices(gpus, used, args.vllm_tensor_parallel_size)
@@ -216,7 +203,7 @@ def embedded_server(args: GRPOConfig, model: Any, processing_class: Any, peft_co
         tensor_parallel=args.vllm_tensor_parallel_size,
         max_model_length=args.vllm_max_model_length,
     )
-    if args.temperature != 1.0:  # raw ones are of temperature 1
+    if args.temperature != 1.0:  # raw log-probabilities have temperature 1
         flags += ["--logprobs-mode", PROCESSED_LOGPROBS]
     if args.vllm_model_impl != GRPOConfig.vllm_model_impl:
         flags += ["--model-impl", args.vllm_model_impl]
@@ -286,8 +273,8 @@ def connect_server(
 ) -> ServerGeneration:
     """Connect to the server as TRL's constructor would, with our own weight sync. A collective call.
 
-    `server` is the embedded one, in the process that started it. The trainer adds what it alone has: its model and
-    accelerator.
+    `server` is the embedded server, in the process that started it. `of_trainer` are the trainer's model, accelerator
+    and the like.
     """
 
     def wait() -> tuple[int | None, bool]:
@@ -317,7 +304,7 @@ def connect_server(
             top_k=args.top_k,
             min_p=args.min_p,
             max_completion_length=args.max_completion_length,
-            logprobs=0,  # only those of the sampled tokens
+            logprobs=0,  # of the sampled tokens only
             generation_kwargs=args.generation_kwargs,
             **of_trainer,
         )
@@ -339,7 +326,7 @@ def check_memory(trainer: GRPOTrainer) -> None:
     is_offloaded = plugin is not None and plugin.offload_optimizer_device not in (None, "none")
     if args.device.type == "cpu" or len(places) > 1 or is_offloaded:
         return
-    others = [one for one in (trainer.ref_model, *trainer.reward_funcs) if isinstance(one, torch.nn.Module)]
+    others = [model for model in (trainer.ref_model, *trainer.reward_funcs) if isinstance(model, torch.nn.Module)]
     given = trainer.optimizer
     needed = training_memory(
         [trainer.model, *others],
@@ -362,13 +349,16 @@ def addresses_in(args: GRPOConfig) -> list[str]:
     return server_addresses(args.vllm_server_base_url or [])
 
 
-def model_card(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer], *, april_enabled: bool) -> dict[str, Any]:
-    """Attributes of the model card: it cites APRIL beside the method that it is used with, or not at all."""
-    other = super(ours, trainer_class)  # GRPOTrainer, or another one that a subclass mixes in
+def model_card(
+    trainer_class: type[GRPOTrainer], april_class: type[GRPOTrainer], *, april_enabled: bool
+) -> dict[str, Any]:
+    """Attributes of the model card: it cites APRIL and the method that it is used with, or not APRIL at all."""
+    other = super(april_class, trainer_class)  # GRPOTrainer, or another trainer that a subclass mixes in
     if not april_enabled:
         names = ("_tag_names", "_name", "_paper")
-        return {name: getattr(other, name) for name in names if getattr(trainer_class, name) is getattr(ours, name)}
-    papers = (trainer_class._paper, ours._paper, other._paper)
+        inherited = [name for name in names if getattr(trainer_class, name) is getattr(april_class, name)]
+        return {name: getattr(other, name) for name in inherited}
+    papers = (trainer_class._paper, april_class._paper, other._paper)
     citations = dict.fromkeys(paper["citation"] for paper in papers if "citation" in paper)
     return {
         "_paper": {**trainer_class._paper, "citation": "\n\n".join(citations)},

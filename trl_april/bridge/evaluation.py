@@ -9,31 +9,32 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trl import GRPOConfig, GRPOTrainer
 
 from ..agents.rollout_function import RolloutTurns
 from ..agents.tools import ToolTurns
-from ..data.admission import check_prompt, prompt_name
+from ..data.admission import NewGroup, check_prompt, prompt_name
 from ..data.source import Row
 from ..distributed.processes import Processes
 from ..engine.protocol import ImagesOf
 from ..engine.sampling import SamplingOptions
 from ..engine.servers import ServersEngine
-from ..errors import ServerError
+from ..errors import RoundSuspended, ServerError
 from ..pool.budget import Budget
 from ..pool.pool import Pool
 from ..pool.samples import Group
 from ..rollout.driver import RolloutDriver
 from ..rollout.event_loop import BackgroundLoop
+from ..rollout.loop import RoundLoop, RoundSteps, run_blocking
+from ..rollout.record import Round
 from ..server.host import reserve_connections
 from ..training.batch import batch_rows
 from ..weights.recovery import Recovery
 from ..weights.servers import SyncedServers
-from .construction import replaced, rollout_engine
-from .hand_over import handed_over
+from .construction import rollout_engine
+from .hand_over import HandOver, replaced
 from .rows import budget_of, sample_images, sampling, tokenize_prompts
 from .tool_loop import tool_turns
 
@@ -42,8 +43,8 @@ class Evaluation:
     """Generates the completions of one evaluation, one sample for each row that TRL asks for.
 
     `act`, if there is one, is called after each turn of the model. `tokenize` returns the prompt ids of dataset rows,
-    `images_of` the images that a sample has seen. `has_tools` says whether TRL's trainer has any, and `version` is the
-    policy version to evaluate. After [`Evaluation.close`], only idle environments are left.
+    `images_of` the images that a sample has seen. `version` is the policy version to evaluate. After
+    [`Evaluation.close`], only idle environments are left.
     """
 
     def __init__(
@@ -56,13 +57,12 @@ class Evaluation:
         budget: Budget,
         tokenize: Callable[[list[Row]], list[list[int]]],
         images_of: ImagesOf,
-        has_tools: bool,
         servers: SyncedServers,
         processes: Processes,
         version: int,
     ) -> None:
         self._args, self._act, self._engine, self._sampling = args, act, engine, sampling
-        self._budget, self._tokenize, self._images_of, self._has_tools = budget, tokenize, images_of, has_tools
+        self._budget, self._tokenize, self._images_of = budget, tokenize, images_of
         self._servers, self._processes, self._version = servers, processes, version
         self._environments = act.environments if isinstance(act, ToolTurns) else None
         self._run_id = secrets.token_hex(6)
@@ -70,11 +70,10 @@ class Evaluation:
         self._groups: list[Group] = []  # the last batch, whose environments are still in use
         self._loop = BackgroundLoop("trl-april-evaluation")
 
-    def generate(self, rows: list[Row], recovery: Recovery) -> dict[str, Any]:
+    def generate(self, rows: list[Row], recovery: Recovery) -> HandOver:
         """Generate a completion for each row. A collective call; after an outage, samples continue where they were.
 
-        Observations of environments and columns of rollout functions are added to the rows. Returns the attributes
-        that the trainer needs while TRL takes and scores the completions.
+        Observations of environments and columns of rollout functions are added to the rows.
         """
         self._release()
         reserve_connections(len(rows))
@@ -86,11 +85,6 @@ class Evaluation:
             has_tools=self._act is not None,
             has_environments=self._environments is not None or isinstance(self._act, RolloutTurns),
         )
-        pool.begin_round(self._version)
-        for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
-            check_prompt(self._budget, len(prompt_ids), prompt_name(row))
-            pool.admit(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1)
-            self._next_id += 1
         driver = RolloutDriver(
             pool,
             self._engine,
@@ -103,26 +97,18 @@ class Evaluation:
             threads=None if self._act is None else self._act.threads,
         )
         try:
-            recovery.with_weights(lambda: self._run(driver))
-            with self._loop.paused():
-                self._groups = driver.take().groups
+            self._groups = run_blocking(
+                RoundLoop(pool, driver, _Steps(self, recovery, rows)).run(self._version)
+            ).groups
         finally:
             self._loop.run(driver.close())
         rows[:] = batch_rows(self._groups)
-        attributes = handed_over(
+        environments = self._environments
+        return HandOver(
             self._groups,
-            has_tools=self._has_tools,
-            factories=None if self._environments is None else self._environments.factories,
+            factories=None if environments is None else environments.factories,
+            environments=None if environments is None else environments.of(self._groups),
         )
-        if self._environments is not None:
-            instances, give = self._environments.of(self._groups), attributes["rollout_func"]
-
-            def with_instances(prompts: list[Any], trainer: Any) -> Any:
-                trainer.environments = instances  # for rewards; TRL would reset those that it had before
-                return give(prompts, trainer)
-
-            attributes["rollout_func"] = with_instances
-        return attributes
 
     def close(self) -> None:
         """Close connections and threads."""
@@ -131,8 +117,17 @@ class Evaluation:
             rest.callback(lambda: self._loop.run(self._engine.close()))
             self._release()
 
-    def _run(self, driver: RolloutDriver) -> None:
-        """Run or continue the only round. Raises [`ServerError`] in all processes if one has lost the server."""
+    def new_groups(self, rows: list[Row]) -> list[NewGroup]:
+        """A group of one sample for each row, in this process."""
+        groups = []
+        for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
+            check_prompt(self._budget, len(prompt_ids), prompt_name(row))
+            groups.append(NewGroup(self._next_id, copy.deepcopy(row), prompt_ids, num_generations=1))
+            self._next_id += 1
+        return groups
+
+    def run(self, driver: RolloutDriver) -> None:
+        """Run or continue the round. Raises [`ServerError`] in all processes if one of them has lost the server."""
         servers, error = self._servers, None
         self._loop.run(self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes))
         try:
@@ -152,11 +147,32 @@ class Evaluation:
         self._groups = []
 
 
+class _Steps(RoundSteps):
+    """The only round of an evaluation batch, in the calling thread. Processes share no groups."""
+
+    def __init__(self, evaluation: Evaluation, recovery: Recovery, rows: list[Row]) -> None:
+        self._evaluation, self._recovery, self._rows = evaluation, recovery, rows
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self._evaluation._loop.paused()
+
+    def next_groups(self, count: int) -> list[NewGroup]:
+        return self._evaluation.new_groups(self._rows)
+
+    async def generate(self, driver: RolloutDriver) -> None:
+        self._recovery.restore_weights()
+        self._evaluation.run(driver)
+        self._recovery.progress_was_made()
+
+    async def recover(self, error: ServerError | RoundSuspended, record: Round) -> None:
+        self._recovery.wait_for_server(error)
+
+
 @contextmanager
 def evaluation(trainer: GRPOTrainer) -> Iterator[None]:
     """Let the completions of an evaluation be generated by the driver of training."""
-    server, options, processes = trainer.vllm_generation, trainer._options, trainer._processes
-    turns = tool_turns(trainer, options, trainer._rollout, evaluates=True)
+    server, options, processes = trainer.vllm_generation, trainer._april_options, trainer._april_processes
+    turns = tool_turns(trainer, options, trainer._april_rollout, evaluates=True)
     sampled = sampling(trainer)
     vocab_size = trainer.model.config.get_text_config().vocab_size
     found = Evaluation(
@@ -167,17 +183,16 @@ def evaluation(trainer: GRPOTrainer) -> Iterator[None]:
         budget=budget_of(trainer, sampled),
         tokenize=tokenize_prompts(trainer, turns),
         images_of=sample_images(trainer),
-        has_tools=bool(trainer.tools),
         servers=server.servers,
         processes=processes,
         version=trainer.state.global_step,
     )
     try:
-        with replaced(trainer, _evaluation=found):
+        with replaced(trainer, _april_evaluation=found):
             yield
     finally:
         found.close()
         if turns is not None:
             turns.close()
-        if trainer._session is None:  # outside of training
+        if trainer._april_session is None:  # outside of training
             server.servers.give_up()

@@ -1,47 +1,100 @@
-"""A finished batch on its way to TRL, which would call the tools again and reset the environments again."""
+"""The hand-over of a finished batch to TRL, for the length of a `super()` call.
+
+Invariant: TRL scores and trains exactly these samples. It calls no tool again and resets no environment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
+from trl import GRPOTrainer
+
 from ..agents.tools import messages_of
-from ..engine.images import images_in
+from ..engine.images import images_in, returning_images
 from ..pool.samples import Group, Sample
 from ..training.batch import loss_mask
 
 
-def handed_over(
-    groups: Sequence[Group],
-    *,
-    has_tools: bool,
-    factories: dict[str | None, Any] | None = None,
-) -> dict[str, Any]:
-    """The trainer's attributes while TRL takes a batch.
+@contextmanager
+def replaced(trainer: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of a trainer for the length of a block. A method of its class is found again afterwards."""
+    before = {name: vars(trainer)[name] for name in attributes if name in vars(trainer)}
+    vars(trainer).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(trainer)[name]
+        vars(trainer).update(before)
 
-    It would reset environments again, which the rewards, computed before, do not need any more. It would also call
-    the tools again, and generate after them. The `factories` of environments are back after that, when TRL renders
-    prompts with images, each with the tools of its own environment.
+
+class HandOver:
+    """Finished groups, which TRL takes instead of generating. The object is TRL's `rollout_func` meanwhile.
+
+    `factories` make the trainer's environments, and `environments` are the instances that reward functions get.
+    Tokens of policy versions before `mask_below` are left out of the loss.
     """
 
-    output = rollout_output(groups)
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        factories: dict[str | None, Any] | None = None,
+        environments: list[Any] | None = None,
+        mask_below: int | None = None,
+    ) -> None:
+        self._groups, self._factories, self._environments = groups, factories, environments
+        self._mask_below, self._output = mask_below, rollout_output(groups)
 
-    def rollout_func(prompts: list[Any], trainer: Any) -> Any:
-        if factories is not None:
-            names = [group.row.get("environment") for group in groups for _ in group.samples]
-            trainer.environment_factories = factories
+    @contextmanager
+    def given_to(self, trainer: GRPOTrainer, **attributes: Any) -> Iterator[None]:
+        """Let a trainer take the batch in this context, in which it has these attributes too.
+
+        Environments are hidden until TRL asks for the completions, since it would reset them before.
+        """
+        hidden = {"environments": None, "environment_factories": None}
+        with replaced(trainer, _april_hand_over=self, rollout_func=self, **hidden, **attributes):
+            yield
+
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[list[Any]]]:
+        """The batch in the form of TRL's `rollout_func`; with tools, what their loop starts with."""
+        if self._factories is not None:  # TRL renders prompts with images with the tools of their environments
+            names = [group.row.get("environment") for group in self._groups for _ in group.samples]
+            trainer.environment_factories = self._factories
             trainer._batch_environments = names if trainer._multi_environment else [None] * len(names)
-        return first_turns(output, groups) if has_tools else output
+        if self._environments is not None:
+            trainer.environments = self._environments
+        return first_turns(self._output, self._groups) if trainer.tools else self._output
 
-    attributes = {"environment_factories": None, "environments": None, "rollout_func": rollout_func}
-    return {**attributes, "_tool_call_loop": lambda *args: loop_results(output, groups)} if has_tools else attributes
+    def generate(self, generate: Callable[[list[Any]], tuple[Any, ...]], prompts: list[Any]) -> tuple[Any, ...]:
+        """TRL's `_generate`, with the images that it drops and without stale tokens in the mask of the loss.
+
+        The mask is applied here so that TRL logs whole lengths.
+        """
+        prompt_ids, completion_ids, mask, *rest = returning_images(generate)(prompts)
+        if self._mask_below is not None:
+            fresh = loss_mask(self._groups, self._mask_below)
+            mask = mask if all(map(all, fresh)) else fresh
+        return prompt_ids, completion_ids, mask, *rest
+
+    def tool_results(self) -> tuple[Any, ...]:
+        """The result of TRL's `_tool_call_loop` for tools that were called already."""
+        return loop_results(self._output, self._groups)
+
+    def rewards(self) -> list[list[float]] | None:
+        """The rewards of each sample by function, if its group was scored during generation."""
+        scores = [group.score for group in self._groups if group.score is not None]
+        return [rewards for score in scores for rewards in score.rewards] or None
 
 
 def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
-    """The batch in the form of TRL's `rollout_func`: a list per key, with one entry per sample, group-major.
+    """The batch in the form of TRL's `rollout_func`: a list per key, with an entry per sample, group by group.
 
-    `logprobs` are those of the completion's tokens, under the version that sampled each. `env_mask` is 0 for tokens of
-    tools. It is there only if tools may be called.
+    `logprobs` are the log-probabilities of the completion's tokens under the versions that sampled them. `env_mask` is
+    0 for tokens of tools, and absent without tools.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     output = {
@@ -55,7 +108,7 @@ def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
 
 
 def first_turns(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
-    """TRL's batch before its tool loop: of every completion, the tokens before the first result of a tool."""
+    """The tokens of every completion before its first tool result."""
     lengths = [_first_turn(sample) for group in groups for sample in group.samples]
     cut = {
         name: [values[:length] for values, length in zip(output[name], lengths, strict=True)]
@@ -65,7 +118,7 @@ def first_turns(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> 
 
 
 def loop_results(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> tuple[Any, ...]:
-    """What TRL's `_tool_call_loop` returns for a batch whose tools were called already."""
+    """Masks, conversations, tokens and counts of a batch, as TRL's `_tool_call_loop` returns them."""
     conversations = [sample.conversation for group in groups for sample in group.samples if sample.conversation]
     messages = messages_of(groups)
     return (
@@ -75,14 +128,9 @@ def loop_results(output: dict[str, list[list[Any]]], groups: Sequence[Group]) ->
         output["logprobs"],
         sum(conversation.calls for conversation in conversations),
         sum(conversation.failures for conversation in conversations),
-        [images_in(one) or [] for one in messages],
+        [images_in(conversation) or [] for conversation in messages],
     )
 
 
 def _first_turn(sample: Sample) -> int:
-    length = 0
-    for segment in sample.segments:
-        if segment.version is None:
-            break
-        length += segment.length
-    return length
+    return sum(segment.length for segment in takewhile(lambda s: s.version is not None, sample.segments))

@@ -32,7 +32,7 @@ def reward_scorer(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns | None =
         async_loop=trainer.async_loop if trainer._has_async_funcs else None,
         chat_template_kwargs=trainer.chat_template_kwargs,
         device=trainer.accelerator.device,
-        user_code=trainer._user_code,
+        user_code=trainer._april_user_code,
         environments=turns.environments if isinstance(turns, ToolTurns) else None,
     )
 
@@ -41,10 +41,10 @@ def use_threads_of_environments(trainer: GRPOTrainer) -> None:
     """Let the rewards that environments own be computed in the threads of their instances."""
 
     def in_threads(kind: type) -> Callable[..., list[Any]]:
-        call = partial(trainer._user_code.wrapped, name=f"get_reward of {kind.__name__}")
+        call = partial(trainer._april_user_code.wrapped, name=f"get_reward of {kind.__name__}")
         # As TRL's function, whose default is the class.
         return lambda environments, **kwargs: [
-            call(one.get_reward, of=one)() if type(one) is kind else None for one in environments
+            call(instance.get_reward, of=instance)() if type(instance) is kind else None for instance in environments
         ]
 
     for place, function in enumerate(trainer.reward_funcs):

@@ -1,7 +1,7 @@
 """From the rows of TRL's trainer to requests: datasets, prompts, sampling options and limits.
 
-Invariant: work in threads uses a tokenizer of its own. One that another thread truncates or pads meanwhile renders
-other tokens, without an error.
+Invariant: threads use their own tokenizer. A tokenizer that another thread truncates or pads meanwhile renders other
+tokens, without an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..engine.sampling import SamplingOptions, sampling_of
 from ..errors import ConfigError
 from ..pool.budget import Budget
 from . import compatibility
-from .construction import replaced
+from .hand_over import replaced
 
 
 def read_once(trainer: GRPOTrainer) -> AbstractContextManager[None]:
@@ -74,7 +74,7 @@ def tokenize_prompts(
 def begun(prompt_ids: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Prompts with a first token where they are empty, since a vLLM server refuses no tokens.
 
-    As in transformers it is BOS. A model without one was trained on texts that follow EOS.
+    As in transformers it is BOS. A model without BOS was trained on texts that follow EOS.
     """
     first = next((id for id in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id is not None), None)
     if first is None and not all(prompt_ids):
@@ -119,7 +119,7 @@ def check_evaluation_rows(trainer: GRPOTrainer, turns: ToolTurns | RolloutTurns 
 
 
 def sample_images(trainer: GRPOTrainer, options: AprilOptions | None = None) -> SampleImages:
-    """The images of samples, as the engine takes them. Those of training must suit its `options`."""
+    """The images of samples, as the engine takes them. In training, `options` must allow images."""
 
     def check() -> None:
         if not trainer._is_vlm:

@@ -1,6 +1,6 @@
-"""TRL's tool loop, one turn of one sample at a time.
+"""TRL's tool loop, turn by turn and sample by sample.
 
-Invariant: it runs in threads, on a view of the trainer that has a processing class of its own.
+Invariant: it runs in threads, on a view of the trainer with its own processing class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rewards import use_threads_of_environments
 class ToolLoop:
     """Parses, calls, renders and tokenizes as a trainer does.
 
-    Its view of the trainer is a shallow copy that makes one iteration of the loop and generates nothing.
+    Its view of the trainer is a shallow copy that makes a single iteration of the loop and generates nothing.
     """
 
     def __init__(self, trainer: GRPOTrainer, calls: ToolCalls) -> None:
@@ -92,10 +92,10 @@ def tool_turns(
     """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
     if rollout is None and not trainer.tools and trainer.environment_factories is None:
         return None
-    calls = ToolCalls(trainer._user_code, options.tool_timeout)
+    calls = ToolCalls(trainer._april_user_code, options.tool_timeout)
     loop = ToolLoop(trainer, calls)
     if rollout is not None:
-        return RolloutTurns(rollout, loop.tokenize, trainer._user_code)
+        return RolloutTurns(rollout, loop.tokenize, trainer._april_user_code)
     environments = None
     if trainer.environment_factories is not None:
         environments = _environments(trainer, options, loop, calls, evaluates=evaluates)
@@ -106,18 +106,18 @@ def tool_turns(
 def _environments(
     trainer: GRPOTrainer, options: AprilOptions, loop: ToolLoop, calls: ToolCalls, *, evaluates: bool
 ) -> Environments:
-    """The environments of the trainer's factories. An evaluation beside training shares the instances."""
+    """The environments of the trainer's factories. An evaluation during training shares the instances."""
     args = trainer.args
     use_threads_of_environments(trainer)
-    if not evaluates or trainer._session is None:
+    if not evaluates or trainer._april_session is None:
         worth = max(args.num_generations, args.generation_batch_size // args.world_size)
-        trainer._places = {
+        trainer._april_places = {
             name: Places(idle, worth, grows=args.world_size == 1) for name, idle in trainer._environment_pool.items()
         }
     return Environments(
         factories=trainer.environment_factories,
         by_name=trainer._multi_environment,
-        places=trainer._places,
+        places=trainer._april_places,
         evaluates=evaluates,
         waits=not evaluates or groups_finish_beside_evaluations(trainer),
         tools=trainer._standalone_tools,
@@ -131,8 +131,8 @@ def _environments(
 
 def groups_finish_beside_evaluations(trainer: GRPOTrainer) -> bool:
     """Whether groups of training finish and give their environments back during an evaluation. A collective call."""
-    options, servers = trainer._options, trainer.vllm_generation.servers
-    keeps = trainer._processes.decide(lambda: servers.keeps_requests)  # known to the first process alone
+    options, servers = trainer._april_options, trainer.vllm_generation.servers
+    keeps = trainer._april_processes.decide(lambda: servers.keeps_requests)  # known to the first process alone
     has_models = any(isinstance(function, torch.nn.Module) for function in trainer.reward_funcs)
-    overlaps = bool(trainer._session and options.overlap_generation)
+    overlaps = bool(trainer._april_session and options.overlap_generation)
     return overlaps and keeps and not options.dynamic_sampling and not has_models

@@ -1,7 +1,7 @@
 """The checkpoints of a training run: where it resumes from, and where it saves.
 
-Invariant: at no moment is there less to resume from than before. A folder that is rewritten is no checkpoint until it
-is complete again; one that is complete for this step only gets the newer rollouts and the newer trainer state.
+Invariant: a save never leaves less to resume from than before. A folder that is rewritten is no checkpoint until it is
+complete again. A complete checkpoint of the current step gets only the newer rollouts.
 """
 
 from __future__ import annotations
@@ -9,29 +9,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..distributed.processes import Processes, get_logger
+from ..distributed.processes import Processes
 from ..errors import CheckpointError
 from ..pool.samples import Group, SampleState
 from .rollouts import SavedRollouts, load_rollouts
 
 
-logger = get_logger(__name__)
-
-
 class RunCheckpoints:
-    """The rollouts in the checkpoints of one training run, which resumes from the folder `resumed_from`, if any.
+    """The checkpoints of a training run, which resumes from the folder `resumed_from`, if any.
 
-    `run_dir` returns the folder of a trial's checkpoints, in which `save` writes; the first process searches
-    `output_dir` for the last checkpoint. One that is incomplete or damaged raises `CheckpointError`.
+    `run_dir` returns the folder in which `save` writes the checkpoints of a trial; the first process searches
+    `output_dir` for the last checkpoint. An incomplete or damaged checkpoint raises `CheckpointError`.
     """
 
     def __init__(
@@ -47,22 +42,20 @@ class RunCheckpoints:
         self._complete_step: int | None = None  # the step of a complete checkpoint with the current weights
         self.resumed_from = processes.decide(lambda: resolve_checkpoint(resume_from, output_dir))
         if self.resumed_from is not None:
-            found = Path(self.resumed_from)
-            self._rollouts = load_rollouts(found)
+            checkpoint = Path(self.resumed_from)
+            self._rollouts = load_rollouts(checkpoint)
             has_none = self._rollouts is None
             if processes.any(has_none) is not has_none:
                 raise CheckpointError(
-                    f"Process {processes.rank} finds partial samples in {found}, and another process finds none. "
+                    f"Process {processes.rank} finds partial samples in {checkpoint}, and another process finds none. "
                     "output_dir must be a folder that all hosts share."
                 )
-            if has_none:
-                logger.info(f"{found} holds no partial samples, like a checkpoint of stock GRPO.")
-            step = found.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-            if step.isdecimal() and found.resolve() == self.folder(int(step), None).resolve():
+            step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+            if step.isdecimal() and checkpoint.resolve() == self.folder(int(step), None).resolve():
                 self._complete_step = int(step)
 
     def take_rollouts(self) -> SavedRollouts | None:
-        """The rollouts of the checkpoint; released here, since they are large."""
+        """Return the rollouts of the checkpoint, and drop the reference: they are large."""
         rollouts, self._rollouts = self._rollouts, None
         return rollouts
 
@@ -72,54 +65,29 @@ class RunCheckpoints:
 
     def has_weights(self, step: int, trial: Any = None) -> bool:
         """Whether a complete checkpoint of `step` exists, which must not be overwritten. A collective call."""
-        # A callback may have moved it elsewhere.
+        # A callback may have moved the folder.
         return self._processes.decide(lambda: self._complete_step == step and is_complete(self.folder(step, trial)))
 
     def save(
-        self,
-        state: TrainerState,
-        trial: Any,
-        *,
-        rollouts: Callable[[Path], None] | None,
-        everything: Callable[[], None],
-        stateful: Iterable[Any],
-        writes_state: bool,
+        self, step: int, trial: Any, *, rollouts: Callable[[Path], None] | None, everything: Callable[[], None]
     ) -> None:
         """Write a checkpoint: rollouts first, since the file that completes a checkpoint comes last.
 
-        `rollouts` and `everything` write the rollouts and everything else. `stateful` are the callbacks and control,
-        whose states the trainer saves, in the process that `writes_state`.
+        `rollouts` writes the rollouts, and `everything` all other files, unless a complete checkpoint has them.
         """
-        has_weights = self.has_weights(state.global_step, trial)
-        folder = self.folder(state.global_step, trial)
+        has_weights, folder = self.has_weights(step, trial), self.folder(step, trial)
         if self._processes.rank == 0 and not has_weights:
-            # Until this save is complete, the files of an earlier run are no checkpoint either.
+            # Until this save is complete, the files of an earlier run must not count as a checkpoint.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         if rollouts is not None:
             rollouts(folder)
-        if has_weights:
-            self._update_state(folder, state, stateful, writes=writes_state)
-        else:
+        if not has_weights:
             everything()
-            self._complete_step = state.global_step
-
-    def _update_state(self, folder: Path, state: TrainerState, stateful: Iterable[Any], *, writes: bool) -> None:
-        """Rewrite the trainer's state in a complete checkpoint, as `Trainer` would."""
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(folder)
-        for callback in stateful:
-            # Several callbacks of one class share a list, which is left unchanged.
-            name = type(callback).__name__
-            if isinstance(callback, ExportableState) and not isinstance(state.stateful_callbacks[name], list):
-                state.stateful_callbacks[name] = callback.state()
-        if writes:
-            temporary = folder / f".{TRAINER_STATE_NAME}.tmp"
-            state.save_to_json(str(temporary))
-            os.replace(temporary, folder / TRAINER_STATE_NAME)
+            self._complete_step = step
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written completely: the trainer's own state is written last."""
+    """Whether a checkpoint was written completely: the trainer's state is written last."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     except (OSError, RecursionError, ValueError):
@@ -130,7 +98,8 @@ def is_complete(checkpoint: Path) -> bool:
 def resolve_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output_dir: str) -> str | None:
     """The folder to resume from, or `None`. `True` takes the last complete checkpoint of `output_dir`.
 
-    Without one, and for a folder that is not complete, it raises `CheckpointError`.
+    Raises:
+        CheckpointError: If there is no complete checkpoint, or the named folder is incomplete.
     """
     if resume_from is None or resume_from is False:
         return None
@@ -146,17 +115,17 @@ def resolve_checkpoint(resume_from: str | os.PathLike[str] | bool | None, output
         )
     path = os.fspath(resume_from)
     if not is_complete(Path(path)):
-        others = f"Complete are: {', '.join(complete)}." if complete else f"There is none in {output_dir!r}."
+        others = f"Complete: {', '.join(complete)}." if complete else f"{output_dir!r} has no complete checkpoint."
         raise CheckpointError(
             f"{path!r} is no complete checkpoint: {TRAINER_STATE_NAME}, which is written last, is missing or cut "
-            f"short. {others} resume_from_checkpoint=True takes the last complete one of output_dir."
+            f"short. {others} resume_from_checkpoint=True takes the last complete checkpoint of output_dir."
         )
     return path
 
 
 def _checkpoints(output_dir: str) -> list[str]:
-    """The checkpoints of a training run, complete or not, the last one first."""
-    # By name, as in transformers: with a limit on their number, an older one may have been written later.
+    """The checkpoints of a training run, complete or not, the latest first."""
+    # By name, as in transformers: with save_total_limit, an older checkpoint may have been written later.
     names = [path.name for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(names, key=lambda name: int(name.removeprefix("checkpoint-")), reverse=True)
 
@@ -164,8 +133,8 @@ def _checkpoints(output_dir: str) -> list[str]:
 def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None:
     """`--resume_from_checkpoint` of a command line as a value for [`~transformers.Trainer.train`].
 
-    `"true"`, `"false"` and a folder are as for `train`. `"auto"` takes the last complete checkpoint of `output_dir`,
-    if any, so that a requeued job resumes and a new one starts.
+    `"true"`, `"false"` and a folder mean the same as for `train`. `"auto"` takes the last complete checkpoint of
+    `output_dir`, if any, so that a requeued job resumes and a new job starts.
     """
     if not isinstance(value, str):
         return value
@@ -175,7 +144,7 @@ def resume_point(value: str | bool | None, output_dir: str) -> str | bool | None
 
 
 def account_of(groups: Sequence[Group], before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What came back from a checkpoint, and which settings differ from those `before`, as a sentence or two."""
+    """Describe the groups restored from a checkpoint, and the settings that differ from the settings `before`."""
     samples = [sample for group in groups for sample in group.samples]
     finished = sum(sample.state is SampleState.FINISHED for sample in samples)
     text = (

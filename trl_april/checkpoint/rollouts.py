@@ -1,13 +1,13 @@
-"""Partial samples in checkpoints: a folder `april` inside of TRL's `checkpoint-N`, one file per process.
+"""Partial samples in checkpoints: a folder `april` in TRL's `checkpoint-N`, a file per process.
 
 ```
 checkpoint-12/april/index.json                                    names the files that belong together
-checkpoint-12/april/pool-3f9c21d07b5e-00000-of-00002.safetensors  token ids, log-probabilities, and everything else
-checkpoint-12/april/pool-3f9c21d07b5e-00001-of-00002.safetensors  as JSON
+checkpoint-12/april/pool-3f9c21d07b5e-00000-of-00002.safetensors  token ids, log-probabilities, and the rest as JSON
+checkpoint-12/april/pool-3f9c21d07b5e-00001-of-00002.safetensors
 ```
 
-A checkpoint is whole or it is none: the index is written once all files are on the disk, and what is read equals what
-was written, or an error names the file. No pickle.
+Invariant: a checkpoint is complete or absent. The index is written once all files are on the disk. The content that is
+read equals the content that was written, or an error names the file. No pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import reprlib
 import shutil
 from array import array
 from collections.abc import Callable, Iterator
@@ -31,70 +30,77 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from ..data.row_json import decode_row, encode_row
-from ..errors import CheckpointError
+from ..distributed.processes import OneProcess, Processes
+from ..errors import CheckpointError, ConfigError
 from ..pool.packing import plain
 
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 1
 FOLDER = "april"
 INDEX = "index.json"
 UNFINISHED = "unfinished"  # marks a folder whose first save has not been completed
 _ARRAYS = {"token_ids": ("i", np.dtype("<i4")), "logprobs": ("f", np.dtype("<f4"))}
 _OTHER_CHECKSUM = "its content does not have the checksum that it was written with"
+_ALONE = OneProcess()
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRollouts:
-    """Rollouts of a checkpoint: the pool state of each process, and the position of the row source.
+    """Rollouts of a checkpoint."""
 
-    `settings` are those that the groups were generated under, as plain values.
-    """
-
-    pools: list[dict[str, Any]]
-    source: dict[str, int]
-    settings: dict[str, Any] = field(default_factory=dict)
+    pools: list[dict[str, Any]]  # the pool state of each process
+    source: dict[str, int]  # position of the row source
+    settings: dict[str, Any] = field(default_factory=dict)  # of the run that generated the groups, as plain values
 
 
 def save_rollouts(
     checkpoint: Path,
-    pool: dict[str, Any],
-    source: dict[str, int],
+    rollouts: SavedRollouts,
     *,
-    settings: dict[str, Any] | None = None,
     save_id: str,
-    rank: int = 0,
-    processes: int = 1,
-    barrier: Callable[[], None] = lambda: None,
+    processes: Processes = _ALONE,
 ) -> None:
-    """Write the rollouts of all processes into a checkpoint. Each process calls it with the state of its own pool.
+    """Write the rollouts of all processes into a checkpoint. A collective call.
 
-    `save_id` is new for every save; it, `source` and `settings` are the same in all processes. A row of a stream that
-    holds a value that cannot be written raises `ConfigError`.
+    `rollouts` has the pool of this process alone; all else is the same in every process, and `save_id` is new for
+    every save. If a row of a stream cannot be written, a warning names its column, and the checkpoint gets no
+    rollouts.
     """
     folder = checkpoint / FOLDER
+    (state,) = rollouts.pools
+    error = None
+    try:
+        state = {**state, "rows": [encode_row(row) if isinstance(row, dict) else row for row in state["rows"]]}
+    except ConfigError as caught:
+        error = caught
+        logger.warning("%s %s is written without partial samples.", error, checkpoint)
+    if processes.any(error is not None):
+        if processes.rank == 0:
+            remove_rollouts(checkpoint)
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / INDEX).exists():  # to tell an index that was never written from one that is lost
+    if not (folder / INDEX).exists():  # to tell an index that was never written from a lost index
         (folder / UNFINISHED).touch()
         _flush(folder)
-    name = _file_name(save_id, rank, processes)
-    _write(folder / name, lambda path: _save_pool(path, name, pool))
-    barrier()
-    if rank == 0:
-        index = {"format": FORMAT, "save_id": save_id, "processes": processes, "source": source}
-        index["settings"] = settings or {}
+    name = _file_name(save_id, processes.rank, processes.count)
+    _write(folder / name, lambda path: _save_pool(path, name, state))
+    processes.barrier()
+    if processes.rank == 0:
+        index = {"format": FORMAT, "save_id": save_id, "processes": processes.count}
+        index |= {"source": rollouts.source, "settings": rollouts.settings}
         index["digest"] = _digest_of_index(index)
         _write(folder / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
-        # Files of earlier saves, of the same step or of a run that was killed, but no files of others.
-        current = {INDEX, *(_file_name(save_id, number, processes) for number in range(processes))}
+        # Files of earlier saves, of the same step or of a killed run, but no files of others.
+        current = {INDEX, *(_file_name(save_id, rank, processes.count) for rank in range(processes.count))}
         for left in set(os.listdir(folder)) - current:
             if left == UNFINISHED or re.fullmatch(r"pool-.*\.safetensors|\..*\.tmp", left):
                 (folder / left).unlink(missing_ok=True)
 
 
 def remove_rollouts(checkpoint: Path) -> None:
-    """Remove the rollouts of an earlier run from a checkpoint that is rewritten without any: all of them, or none."""
+    """Remove all rollouts of an earlier save from a checkpoint, or none of them if the process is killed."""
     removed = checkpoint / f".{FOLDER}-removed"
     shutil.rmtree(removed, ignore_errors=True)  # left by a kill
     with suppress(FileNotFoundError):
@@ -103,7 +109,7 @@ def remove_rollouts(checkpoint: Path) -> None:
 
 
 def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
-    """Read the rollouts of all processes that wrote a checkpoint; `None` if it has none, as those of stock GRPO.
+    """Read the rollouts of all processes from a checkpoint; `None` if it has none, like a checkpoint of stock GRPO.
 
     Raises:
         CheckpointError: If a file is missing, damaged, or of another format.
@@ -116,7 +122,8 @@ def load_rollouts(checkpoint: Path) -> SavedRollouts | None:
         return None
     with _reading(folder / INDEX):
         index = json.loads((folder / INDEX).read_bytes())
-        _check_format(index["format"])
+        if index["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}; resume with the version of trl_april that wrote it")
         if index.pop("digest") != _digest_of_index(index):
             raise ValueError(_OTHER_CHECKSUM)
     names = [_file_name(index["save_id"], rank, index["processes"]) for rank in range(index["processes"])]
@@ -131,7 +138,7 @@ def _file_name(save_id: str, rank: int, processes: int) -> str:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let a file appear under its name only once all of it is on the disk."""
+    """Write a file, which gets its name once all of it is on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -139,7 +146,7 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _flush(path.parent)  # the name is on the disk, too
+    _flush(path.parent)  # writes the name to the disk
 
 
 def _flush(path: Path) -> None:
@@ -153,13 +160,12 @@ def _flush(path: Path) -> None:
 def _save_pool(path: Path, name: str, state: dict[str, Any]) -> None:
     tensors = {name: np.frombuffer(state[name], dtype=kind) for name, (_, kind) in _ARRAYS.items() if state[name]}
     rest = {key: value for key, value in state.items() if key not in _ARRAYS}
-    rest["rows"] = [encode_row(row) if isinstance(row, dict) else row for row in rest["rows"]]
     tensors["state"] = np.frombuffer(json.dumps(rest, default=plain).encode(), dtype=np.uint8)
-    save_file(tensors, path, {"format": str(FORMAT), "digest": _digest(name, tensors)})
+    save_file(tensors, path, {"digest": _digest(name, tensors)})
 
 
 def _digest(file_name: str, tensors: dict[str, np.ndarray]) -> str:
-    # Including the name, so that a file of another save or process is not mistaken for this one.
+    # With the name, so that a file of another save or process is noticed.
     digest = hashlib.blake2b(file_name.encode(), digest_size=16)
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype.str} {tensors[name].shape} ".encode())
@@ -189,21 +195,12 @@ def _reading(path: Path, *, missing: str = "") -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be used: {str(error)[:300]}. {remedy}") from error
 
 
-def _check_format(found: Any) -> None:
-    if found != FORMAT:
-        raise ValueError(
-            f"it has format {reprlib.repr(found)}, and this version of trl_april reads format {FORMAT}; resume "
-            "with the version that wrote it"
-        )
-
-
 def _load_pool(path: Path) -> dict[str, Any]:
     shared = "Every process must see the files of all processes: output_dir must be a folder that all hosts share. "
     with _reading(path, missing=shared):
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        _check_format(int(metadata["format"]))
         if metadata["digest"] != _digest(path.name, tensors):
             raise ValueError(_OTHER_CHECKSUM)
         state: dict[str, Any] = json.loads(tensors["state"].tobytes())

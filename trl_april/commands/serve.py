@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,10 +17,9 @@ import httpx
 from huggingface_hub import HfApi, try_to_load_from_cache
 
 from ..errors import ConfigError
-from ..server.command_line import check_model, flag_value, server_command, server_environment
-from ..server.host import ClosedPort, bind_when_free, check_address, warn_if_exposed
-from ..server.local import DEFAULT_HOST, DEFAULT_PORT, HEALTH_POLL, RESTARTS, is_healthy, url_of
-from ..server.process import ServerProcess, describe_exit
+from ..server.command_line import check_model, flag_value
+from ..server.host import bind_when_free, check_address
+from ..server.local import DEFAULT_HOST, DEFAULT_PORT, HEALTH_POLL, LocalServer
 
 
 DESCRIPTION = """\
@@ -58,11 +57,18 @@ def main(argv: Sequence[str]) -> int:
     check_address(options.host, None)
     bind_when_free(options.host, options.port)
     check_model(options.model, vllm_args)
-    command = server_command(options.model, options.host, options.port, vllm_args)
+    server = LocalServer(
+        options.model,
+        host=options.host,
+        port=options.port,
+        vllm_args=vllm_args,
+        log_file="-",
+        startup_timeout=math.inf,
+        quiet=True,
+        restart=not options.no_restart,
+    )
     check_hub(options.model, vllm_args)
-    warn_if_exposed(options.host)
-    address = None if options.no_restart else (options.host, options.port)
-    return run_in_foreground(command, server_environment(None, vllm_args), address)
+    return run_in_foreground(server)
 
 
 def check_hub(model: str, vllm_args: Sequence[str]) -> None:
@@ -87,14 +93,11 @@ def check_hub(model: str, vllm_args: Sequence[str]) -> None:
         ) from error
 
 
-def run_in_foreground(
-    command: Sequence[str], environment: Mapping[str, str], address: tuple[str, int] | None = None
-) -> int:
-    """Run a command until it ends or a signal stops it with all its children.
+def run_in_foreground(server: LocalServer) -> int:
+    """Run a server until it ends or is given up, or a signal stops it with all its children.
 
-    A server that was ready at `address` is started again when it ends, until as many starts in a row have failed as in
-    [`LocalServer`]. Must be called from the main thread. A second signal skips the grace period and raises
-    `KeyboardInterrupt`. Returns the exit code as a shell reports it (128 + number of a signal).
+    Must be called from the main thread. A second signal skips the grace period and raises `KeyboardInterrupt`. Returns
+    the exit code as a shell reports it (128 + number of a signal).
     """
     stop_requested = False
 
@@ -105,27 +108,17 @@ def run_in_foreground(
             raise KeyboardInterrupt
         stop_requested = True
 
-    starts = 1  # the first one is not repeated: an option may be wrong
     with _stop_signals_call(request_stop):
-        while True:
-            server = ServerProcess(command, environment)
-            port = None  # of a server that is ready, unless it stays down when it ends
-            try:
-                while (code := server.process.poll()) is None and not stop_requested:
-                    if port is not None and port.is_for_good():
-                        break
-                    if port is None and address is not None and is_healthy(url_of(*address)):
-                        port, starts = ClosedPort(*address), RESTARTS + 1
-                    time.sleep(HEALTH_POLL)
-            finally:
-                server.end()
-            end = "has closed its port" if code is None and not stop_requested else ""
-            code = server.process.wait()
-            starts -= 1
-            if stop_requested or not starts or address is None:
-                return 128 - code if code < 0 else code
-            sys.stderr.write(f"trl-april serve: the server {end or describe_exit(code)} and is started again.\n")
-            bind_when_free(*address, stopped=lambda: stop_requested)
+        try:
+            server.start(wait=False)
+            while server.is_running and not stop_requested:
+                time.sleep(HEALTH_POLL)
+        finally:
+            server.stop()
+    if isinstance(server.failure, ConfigError):  # another program has taken the port
+        raise server.failure
+    code = server.exit_code or 0
+    return 128 - code if code < 0 else code
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Dataset rows on their way into the pool: tokenized, and checked against the server's context.
+"""Admission of dataset rows to the pool: tokenized, and checked against the server's context.
 
-Invariant: every process reads the same rows in the same order and takes its own, so a row is admitted once over all
-processes. Each process also knows the rows of the others' outstanding groups, which it may have to train.
+Invariant: every process reads the same rows in the same order and admits its share, so each row is admitted by a
+single process. Each process also keeps the rows of other processes' outstanding groups, which it may have to train.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..pool.pool import Pool
 from ..pool.samples import Group
 from .order import TrainingRows
 from .plan import TrainingPlan
-from .row_json import encode_row
 from .source import Row, RowRef, RowSource
 
 
@@ -25,12 +24,11 @@ logger = get_logger(__name__)
 
 CHECKED_PROMPTS = 256  # the longest of a dataset, before the first round
 Tokenize = Callable[[list[Row]], list[list[int]]]
-_CONTINUE_WITHOUT = "remove the folder `april` from the checkpoint to continue without its partial samples."
 
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A dataset row ready to be admitted; see [`Pool.admit`]. A group of another process has only an id."""
+    """A dataset row ready for [`Pool.admit`]. A group of another process has only an id."""
 
     group_id: int
     row: Row | None = None
@@ -43,11 +41,7 @@ class NewGroup:
             pool.schedule.admit(self.group_id)
             return
         pool.admit(
-            self.group_id,
-            self.row,
-            self.prompt_ids,
-            num_generations=self.num_generations,
-            row_index=self.row_index,
+            self.group_id, self.row, self.prompt_ids, num_generations=self.num_generations, row_index=self.row_index
         )
 
 
@@ -56,14 +50,14 @@ def check_prompt(budget: Budget, length: int, whose: str) -> None:
     if budget.check(length, whose) is not None:
         logger.warning_once(
             f"Prompts leave less than max_completion_length={budget.max_completion_length} of the server's context of "
-            f"{budget.context_length} tokens, at the end of which their completions end."
+            f"{budget.context_length} tokens. Completions end where the context ends."
         )
 
 
 def check_longest(
     budget: Budget, rows: TrainingRows, tokenize: Tokenize, dataset: str = "training", *, silent: bool = True
 ) -> None:
-    """Check the longest prompts of a dataset, which would otherwise end training when they are due, hours later."""
+    """Check the longest prompts of a dataset now: a prompt without room would otherwise end training hours later."""
     indices = rows.longest_prompts(CHECKED_PROMPTS, silent=silent)
     if not indices:
         return
@@ -74,16 +68,16 @@ def check_longest(
 
 
 def prompt_name(row: Row, row_index: int | None = None) -> str:
-    """A prompt in messages for users."""
+    """Name a prompt in messages for users."""
     number = "" if row_index is None else f" of row {row_index}"
     return f"The prompt{number} ({str(row.get('prompt'))[:200]!r})"
 
 
 class Admission:
-    """Makes groups of dataset rows. `owns` says whether a group belongs to this process.
+    """Makes groups from dataset rows. `owns` returns whether a group belongs to this process.
 
-    `tokenize` returns the token ids of the prompts of rows, the same as in stock GRPO and in evaluation. With
-    environments it returns no ids yet, since the reset of a sample's environment has a part in its prompt.
+    `tokenize` returns the token ids of the prompts of rows, the same ids as in stock GRPO and in evaluation. With
+    environments it returns empty prompts, since the reset of a sample's environment completes its prompt.
     """
 
     def __init__(
@@ -99,10 +93,10 @@ class Admission:
         self._elsewhere: dict[int, Row] = {}  # rows of the outstanding groups of other processes
 
     def next_groups(self, count: int) -> list[NewGroup]:
-        """The groups of the next dataset rows, at most `count` over all processes; those of this process tokenized.
+        """Make groups from the next dataset rows, at most `count` over all processes. Tokenizes this process's rows.
 
         Raises:
-            ConfigError: If a prompt leaves no room for a completion, or the row cannot be written to a checkpoint.
+            ConfigError: If a prompt leaves no room for a completion.
         """
         rows = [(group_id, ref, self._read_row(ref)) for group_id, ref in self._source.next_rows(count)]
         tokenized = iter(self._prompt_ids([row for group_id, _, row in rows if self._owns(group_id)]))
@@ -116,32 +110,26 @@ class Admission:
         return groups
 
     def replacements(self, rejected: int) -> list[NewGroup]:
-        """As many groups as were rejected, of rows beyond those that training was planned with."""
+        """Make as many groups as were rejected, from rows beyond the planned rows."""
         self._source.replace(rejected)
         return self.next_groups(rejected)
 
     def resume(self, groups: Iterable[Group], elsewhere: Iterable[Group], columns: Collection[str]) -> None:
-        """Check the groups of a checkpoint against this training run, and keep the rows of those `elsewhere`.
+        """Check the groups of a checkpoint against this training run, and keep the rows of the groups `elsewhere`.
 
-        Columns that the training dataset does not have are removed: all rows of a batch need the same ones.
+        Columns that the training dataset does not have are removed: all rows of a batch need the same columns.
 
         Raises:
             CheckpointError: If the groups cannot be trained, or not be resumed on this server.
         """
-        groups, elsewhere = list(groups), list(elsewhere)
+        elsewhere = list(elsewhere)
         for group in (*groups, *elsewhere):
-            if missing := [column for column in columns if column not in group.row]:
-                raise CheckpointError(
-                    f"Group {group.group_id} of the checkpoint has no column {', '.join(map(repr, missing))}, which "
-                    f"the training dataset has. Resume with the dataset of the checkpoint, or {_CONTINUE_WITHOUT}"
-                )
+            self._check_resumed(group, columns)
             group.row = {column: value for column, value in group.row.items() if column in columns}
         self._elsewhere = {group.group_id: group.row for group in elsewhere}
-        for group in groups:
-            self._check_resumed(group)
 
     def row_of(self, group_id: int) -> Row:
-        """The row of another process's outstanding group."""
+        """The row of an outstanding group of another process."""
         return self._elsewhere[group_id]
 
     def forget(self, group_ids: Iterable[int]) -> None:
@@ -161,22 +149,21 @@ class Admission:
                 f"{name} has token id {largest}, and the model has embeddings for ids below "
                 f"{plan.vocab_size}. Call model.resize_token_embeddings(len(tokenizer)), or leave the token out."
             )
-        if plan.saves_checkpoints and row_index is None:
-            encode_row(row)  # fails now, not at the first checkpoint
         return NewGroup(group_id, row, prompt_ids, plan.num_generations, row_index)
 
-    def _check_resumed(self, group: Group) -> None:
-        plan, name = self._plan, f"Group {group.group_id} of the checkpoint"
+    def _check_resumed(self, group: Group, columns: Collection[str]) -> None:
+        plan = self._plan
         prompts = (group.prompt_ids_of(sample) for sample in group.samples)
         tokens = (*prompts, *(sample.token_ids for sample in group.samples))
-        largest = max(max(ids, default=0) for ids in tokens)
-        if len(group.samples) != plan.num_generations:
-            raise CheckpointError(
-                f"{name} has {len(group.samples)} samples, and num_generations is {plan.num_generations}. Resume with "
-                f"the num_generations of the checkpoint, or {_CONTINUE_WITHOUT}"
-            )
-        if largest >= plan.vocab_size:
-            raise CheckpointError(
-                f"{name} holds token id {largest}, and the model has a vocabulary of {plan.vocab_size}. Resume with "
-                f"the model of the checkpoint, or {_CONTINUE_WITHOUT}"
-            )
+        if missing := [column for column in columns if column not in group.row]:
+            same, problem = "dataset", f"no column {', '.join(map(repr, missing))}, which the training dataset has"
+        elif (size := len(group.samples)) != plan.num_generations:
+            same, problem = "num_generations", f"{size} samples, and num_generations is {plan.num_generations}"
+        elif (largest := max(max(ids, default=0) for ids in tokens)) >= plan.vocab_size:
+            same, problem = "model", f"token id {largest}, and the model has a vocabulary of {plan.vocab_size}"
+        else:
+            return
+        raise CheckpointError(
+            f"Group {group.group_id} of the checkpoint has {problem}. Resume with the {same} of the checkpoint, or "
+            "remove the folder `april` from the checkpoint to continue without its partial samples."
+        )

@@ -1,7 +1,7 @@
 """The order in which TRL trains a dataset's rows.
 
-Invariant: the rows come from TRL's own sampler, or its own view of a stream, each once where TRL repeats it for every
-generation and use. No order is computed here.
+Invariant: the rows come from TRL's sampler, or TRL's view of a stream. A row that TRL repeats for every generation and
+use is read once. No order is computed here.
 """
 
 from __future__ import annotations
@@ -35,42 +35,32 @@ class TrainingRows:
         return not isinstance(self.dataset, Dataset)
 
     def read(self, ref: RowRef) -> Row:
-        """The row of an index, as it comes to training; the row of a stream as it is."""
+        """The collated row of an index; the row of a stream unchanged."""
         return self.collate(self.dataset.__getitems__([ref]))[0] if isinstance(ref, int) else ref
 
     def columns(self) -> list[str]:
-        """The columns of a row in training, as a transform or the collator may change them."""
+        """The columns of a row in training, after transforms and the collator."""
         first = first_row(self.dataset)
         return list(self.collate([first])[0]) if first else []
 
     def longest_prompts(self, count: int, *, silent: bool) -> list[int]:
         """Indices of the rows with the longest prompts, as text.
 
-        None of a stream, where a transform makes them, or with images, whose number of tokens the text does not tell.
+        Empty for a stream, for a transform that makes prompts, and for images, whose tokens the text does not show.
         """
         dataset = self.dataset
-        if (
-            not isinstance(dataset, Dataset)
-            or dataset.format["type"] == "custom"
-            or "prompt" not in dataset.column_names
-        ):
+        if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
             return []
-        if {"image", "images"} & {*dataset.column_names} or "Image(" in str(dataset.features["prompt"]):
+        columns = {*dataset.column_names}
+        if "prompt" not in columns or {"image", "images"} & columns or "Image(" in str(dataset.features["prompt"]):
             return []
         prompts = dataset.select_columns(["prompt"]).with_format(None)
-        bar = tqdm(total=len(prompts), desc="length of prompts", unit="row", leave=False, disable=silent or None)
-        with bar:
-            sizes = []
-            for batch in prompts.iter(1000):
-                sizes += [len(str(prompt)) for prompt in batch["prompt"]]
-                bar.update(len(batch["prompt"]))
+        batches = tqdm(prompts.iter(1000), "length of prompts", leave=False, disable=silent or None)
+        sizes = [len(str(prompt)) for batch in batches for prompt in batch["prompt"]]
         return nlargest(count, range(len(sizes)), key=sizes.__getitem__)
 
     def open(self, plan: TrainingPlan) -> tuple[int | None, Callable[[int], Iterator[RowRef]]]:
-        """Rounds per epoch, `None` if unknown, and a function that returns an epoch in training order.
-
-        An epoch has the indices of its rows, or in a stream the rows themselves.
-        """
+        """Rounds per epoch, `None` if unknown, and a function that returns the rows of an epoch in training order."""
         if isinstance(self.dataset, SharedStream):
             reader = self.dataset.reader()
             return None, lambda epoch: (self.collate([row])[0] for row in reader(epoch))
@@ -80,9 +70,9 @@ class TrainingRows:
         per_round = per_batch * plan.micro_steps_per_round
 
         def open_permutation(epoch: int) -> Iterator[RowRef]:
-            # The sampler repeats every index per generation and every batch per use: too many to hold at once.
+            # The sampler repeats every index per generation and every batch per use: too many to hold in memory.
             repeated = iter(sampler)
-            first = list(islice(repeated, 1))  # now the sampler draws the permutation of this epoch
+            first = list(islice(repeated, 1))  # the sampler draws the permutation of the epoch at its first index
             return (
                 int(index)
                 for position, index in enumerate(chain(first, repeated))
@@ -95,7 +85,7 @@ class TrainingRows:
 
 
 def first_row(dataset: Dataset | SharedStream) -> Row:
-    """The first row as a data loader reads it, since a transform may change its columns; none without rows."""
+    """The first row as a data loader reads it, since a transform may change its columns; empty without rows."""
     if isinstance(dataset, SharedStream):
         return dataset.first_row()
     row: Row = dataset.__getitems__([0])[0] if len(dataset) else {}
@@ -103,7 +93,7 @@ def first_row(dataset: Dataset | SharedStream) -> Row:
 
 
 def make_source(rows: TrainingRows, plan: TrainingPlan, start_step: int) -> RowSource:
-    """The row source of a training run that starts at optimiser step `start_step`."""
+    """The row source of a training run that starts at optimizer step `start_step`."""
     rounds_per_epoch, open_epoch = rows.open(plan)
     return RowSource(open_epoch, plan, rounds_per_epoch=rounds_per_epoch, start_step=start_step)
 
@@ -120,8 +110,8 @@ def resumed_source(
 ) -> tuple[RowSource, int]:
     """The row source of a training run that resumes at `step`, and the number of groups that it can no longer use.
 
-    The source continues after the `held` groups of the checkpoint, and those `rejected` before it. `cursor` is the
-    [`RowSource.state_dict`] in the checkpoint, and `next_id` the least id for the next group. All groups can be used
+    The source continues after the `held` groups of the checkpoint, and the groups `rejected` before. `cursor` is the
+    [`RowSource.state_dict`] in the checkpoint, and `next_id` the lowest id for the next group. All groups can be used
     unless the arguments of training changed.
 
     Raises:
@@ -130,36 +120,23 @@ def resumed_source(
     if cursor["origin"] > step:
         raise CheckpointError(
             f"The partial samples of the checkpoint belong to a training run that began at step {cursor['origin']}, "
-            f"but its weights are those of step {step}. Resume from another checkpoint, or remove its folder `april` "
-            "to continue without partial samples."
+            f"but its weights are of step {step}. Resume from another checkpoint, or remove its folder `april` to "
+            "continue without partial samples."
         )
-    from_origin = None
-    _kept = rows.dataset.reader() if isinstance(rows.dataset, SharedStream) else None  # both sources read an epoch
-    if plan.skip_trained_rows:
-        # `Trainer` cannot tell where a stream ended before, and starts its next epoch anew. A run that began inside of
-        # a batch has other batches than its step count suggests. The cursor counts rows, so they are found here, as
-        # long as a round has the size it had.
-        began = make_source(rows, plan, cursor["origin"])
-        is_same = began.state_dict() | {"handed_out": cursor["handed_out"]} == cursor
-        if is_same and (rows.is_stream or began.offset):
-            from_origin = began
-    if from_origin is not None and _is_between_rounds(cursor, step, ahead=held + rejected):
-        return from_origin, from_origin.pass_over(cursor["handed_out"], rejected=rejected, next_id=next_id)
-
+    _kept = rows.dataset.reader() if isinstance(rows.dataset, SharedStream) else None  # two sources read an epoch
     source = make_source(rows, plan, step)
-    # The groups in the checkpoint are ahead of where stock GRPO resumes.
+    # The groups in the checkpoint are ahead of the row where stock GRPO resumes.
     unused = source.pass_over(held + rejected, rejected=rejected, next_id=next_id)
-    if from_origin is not None:
-        # Count the rows where stock GRPO is, and read them where this run was.
-        source.delegate_to(from_origin, cursor["handed_out"], rejected=rejected)
-    elif rows.is_stream and not plan.skip_trained_rows:
-        source.delegate_to(make_source(rows, plan, step), 0, rejected=0)  # none that the groups have overtaken is lost
+    if not plan.skip_trained_rows:
+        if rows.is_stream:
+            source.delegate_to(make_source(rows, plan, step))  # from the first row: stock GRPO skips none either
+        return source, unused
+    # `Trainer` cannot tell where a stream ended before, and starts its next epoch anew. A run that began inside a
+    # batch has other batches than its step count suggests. So count the rows like stock GRPO, but read on where this
+    # run stopped, if a round has the same size.
+    origin = make_source(rows, plan, cursor["origin"])
+    if (rows.is_stream or origin.offset) and origin.state_dict() | {"handed_out": cursor["handed_out"]} == cursor:
+        origin.replace(rejected)
+        origin.read_past(cursor["handed_out"])
+        source.delegate_to(origin)
     return source, unused
-
-
-def _is_between_rounds(cursor: dict[str, int], step: int, *, ahead: int) -> bool:
-    """Whether only whole rounds were trained so far, in steps that divide them evenly."""
-    micro_steps, accumulation = cursor["micro_steps_per_round"], cursor["gradient_accumulation_steps"]
-    rounds, rest = divmod((step - cursor["origin"]) * accumulation, micro_steps)
-    trained = rounds * cursor["groups_per_round"]
-    return micro_steps % accumulation == 0 and rest == 0 and cursor["handed_out"] == trained + ahead

@@ -1,4 +1,4 @@
-"""What a training run asks of its rollouts, as plain values."""
+"""The numbers of a training run that rollouts depend on, as plain values."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 from ..pool.budget import Budget
 
 
-WIND_DOWN_ROUNDS = 8  # at the end of training, each with fewer groups in flight than the one before
+WIND_DOWN_ROUNDS = 8  # rounds at the end of training over which the groups in flight become fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The numbers of a training run that rollouts depend on."""
+    """Batch sizes, steps and token budget of a training run."""
 
     num_generations: int  # samples per group
     groups_per_round: int  # the quota N, over all processes: generation_batch_size / num_generations
-    micro_steps_per_round: int  # calls of `training_step` that train one round: steps_per_generation * num_iterations
-    gradient_accumulation_steps: int  # calls of `training_step` per optimiser step
-    max_steps: int  # optimiser steps at which training ends
-    epochs: float = math.inf  # after which training ends, too, unless the dataset is a stream
-    vocab_size: int  # token ids are below it
+    micro_steps_per_round: int  # calls of `training_step` per round: steps_per_generation * num_iterations
+    gradient_accumulation_steps: int  # calls of `training_step` per optimizer step
+    max_steps: int  # optimizer steps of the whole training
+    epochs: float = math.inf  # training also ends after them, unless the dataset is a stream
+    vocab_size: int  # token ids are smaller
     budget: Budget = Budget()  # of each sample
     skip_trained_rows: bool = True  # whether a resumed run skips the rows of the steps done (`not ignore_data_skip`)
-    saves_checkpoints: bool = False  # whether partial samples may be written into checkpoints
 
     @classmethod
     def of(cls, args: Any, **values: Any) -> TrainingPlan:
-        """The plan of a [`~trl.GRPOConfig`], with the values that it does not hold."""
+        """The plan of a [`~trl.GRPOConfig`] and further `values`."""
         return cls(
             num_generations=args.num_generations,
             groups_per_round=args.generation_batch_size // args.num_generations,
@@ -40,24 +39,24 @@ class TrainingPlan:
         )
 
     def until(self, max_steps: int, step: int) -> TrainingPlan:
-        """The plan with `max_steps` as a callback has set it after `step` steps. `Trainer` does at least one more."""
+        """The plan with the `max_steps` that a callback set after `step` steps. `Trainer` makes another step."""
         return replace(self, max_steps=max(max_steps, step + 1))
 
     @property
     def versions_per_round(self) -> int:
-        """The most policy versions between the start of one round and that of the next."""
+        """Upper bound of the policy versions between the starts of two consecutive rounds."""
         micro_steps, accumulation = self.micro_steps_per_round, self.gradient_accumulation_steps
         even = micro_steps % accumulation == 0 or accumulation % micro_steps == 0
-        # Where they do not divide evenly, an epoch can end with one more, shorter step.
+        # Otherwise an epoch can end with an additional, shorter step.
         return math.ceil(micro_steps / accumulation) + (0 if even else 1)
 
     def rounds_from(self, step: int) -> int:
-        """Rounds that training still has when `step` optimiser steps are done."""
+        """Remaining rounds after `step` optimizer steps."""
         micro_steps = (self.max_steps - step) * self.gradient_accumulation_steps
         return math.ceil(micro_steps / self.micro_steps_per_round)
 
     def surplus_share(self, step: int) -> float:
-        """Share of the groups beyond one batch that may be in flight when `step` optimiser steps are done, 0 to 1.
+        """Share of the surplus groups that may be in flight after `step` optimizer steps, from 0 to 1.
 
         The groups in flight at the end have the longest completions. If only the last batches trained them, they would
         change the final model. So the share falls to 0 over the last eight rounds, or the last quarter of a shorter

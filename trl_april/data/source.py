@@ -1,8 +1,8 @@
-"""The row source: the dataset row of every next group.
+"""The row source: the dataset rows of the groups, in order.
 
-Invariant: rows come in the order in which stock GRPO would train them, each exactly as often, and no row is handed out
-that no remaining optimiser step could train. The source counts optimiser steps as [`~transformers.Trainer`] does, so
-it knows the last round in advance, also for a stream of unknown length.
+Invariant: rows come in the order and exactly as often as stock GRPO would train them, and no row is handed out that no
+remaining optimizer step could train. The source counts optimizer steps like [`~transformers.Trainer`], so it knows the
+last round in advance, also for a stream of unknown length.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CURSOR = ("origin", "handed_out", "groups_per_round", "micro_steps_per_round", "
 class RowSource:
     """Hands out dataset rows, epoch after epoch, until training needs no more.
 
-    `open_epoch` returns the rows of an epoch in training order, and is called with 0, 1, 2, ... once each. A last,
-    incomplete chunk of `groups_per_round` rows is dropped, as by TRL. `rounds_per_epoch` are the complete chunks of an
-    epoch, if the dataset's length is known: `Trainer` then ends an epoch with a shorter optimiser step where it does
-    not divide evenly. `start_step` optimiser steps are already done.
+    `open_epoch` returns the rows of an epoch in training order, and is called once with each of 0, 1, 2, ... The last,
+    incomplete chunk of `groups_per_round` rows is dropped, as in TRL. `rounds_per_epoch` is the number of complete
+    chunks, if the dataset's length is known: `Trainer` then ends an uneven epoch with a shorter optimizer step.
+    `start_step` optimizer steps are already done.
     """
 
     def __init__(
@@ -45,23 +45,25 @@ class RowSource:
         self._accumulation = plan.gradient_accumulation_steps
         self._max_steps, self._epochs = plan.max_steps, plan.epochs
         self._has_length = rounds_per_epoch is not None
-        # `Trainer` takes no more of a stream than the steps that training began with, and then opens it again.
+        # `Trainer` reopens a stream after as many steps as training began with.
         self._epoch_micro_steps = sys.maxsize if self._has_length else plan.max_steps * self._accumulation
         self._epoch = 0
         self._steps_before_epoch = 0
-        self._chunk = 0  # chunks of this epoch that were read
-        self.offset = 0  # micro-steps by which rounds start later than in a run from step 0, as TRL shifts them
+        self._chunk = 0  # chunks read in this epoch
+        self.offset = 0  # micro-steps by which rounds start later than in a run from step 0, as in TRL
         self._next_id = 0
         self._origin = start_step
         self._handed_out = 0  # since `origin`
-        self._owed = 0  # rows that replace those of rejected groups
+        self._pending: list[RowRef] = []  # planned rows that were read and are not handed out yet
+        self._is_planned = False  # whether all rounds are read that training has steps for
+        self._owed = 0  # rows that are due as replacements of rejected groups
         self._delegate: RowSource | None = None
 
         if rounds_per_epoch is not None:
-            steps_per_epoch = max(1, self._optimiser_steps(rounds_per_epoch))
+            steps_per_epoch = max(1, self._optimizer_steps(rounds_per_epoch))
             self._epoch = start_step // steps_per_epoch
             for epoch in range(self._epoch):
-                open_epoch(epoch)  # draws its permutation, so that the next epoch gets its own
+                open_epoch(epoch)  # draws the permutation of the epoch
             self._steps_before_epoch = self._epoch * steps_per_epoch
             self._next_id = self._epoch * rounds_per_epoch * self._groups_per_round
         self._rows = open_epoch(self._epoch)
@@ -71,11 +73,14 @@ class RowSource:
         else:  # `Trainer` restarts the epoch at its first row
             self._next_id += -(-micro_steps // self._round) * self._groups_per_round
             self._steps_before_epoch = start_step
-        self._planned = self._plan_rows()
 
     def next_rows(self, count: int) -> list[tuple[int, RowRef]]:
         """Return `count` rows with the ids of their groups; fewer only when training needs no more."""
-        rows = list(islice(self._planned, count))
+        while len(self._pending) < count and not self._is_planned:
+            chunk = self._next_chunk()
+            self._pending += chunk
+            self._is_planned = not chunk
+        rows, self._pending = self._pending[:count], self._pending[count:]
         while len(rows) < count and self._owed:
             rows.append(self._read_replacement())
         if self._delegate is not None:
@@ -87,56 +92,57 @@ class RowSource:
     def follow(self, max_steps: int) -> None:
         """Plan rows for `max_steps` optimizer steps from now on: callbacks may prolong or shorten training."""
         if max_steps != self._max_steps:
-            self._max_steps = max_steps
-            self._planned = chain(self._planned, self._plan_rows())  # the former may have ended
+            self._max_steps, self._is_planned = max_steps, False
 
     def replace(self, count: int) -> None:
-        """Hand out `count` more rows after the planned ones, to replace as many rejected groups."""
+        """Hand out `count` more rows after the planned rows, to replace as many rejected groups."""
         self._owed += count
 
     def take_back(self, count: int) -> int:
-        """Undo `replace` for `count` groups; returns for how many it is too late."""
-        taken = min(count, self._owed)
-        self._owed -= taken
-        return count - taken
+        """Undo `replace` for `count` groups. Returns for how many groups it is too late."""
+        undone = min(count, self._owed)
+        self._owed -= undone
+        return count - undone
 
     def state_dict(self) -> dict[str, int]:
-        """Position of the source: rows handed out since its first step, and the sizes that it counts with."""
+        """Position of the source: rows handed out since its first step, and the sizes of rounds and steps."""
         if self._delegate is not None:
             return self._delegate.state_dict()
         numbers = (self._origin, self._handed_out, self._groups_per_round, self._round, self._accumulation)
         return dict(zip(CURSOR, numbers, strict=True))
 
     def pass_over(self, rows: int, *, rejected: int, next_id: int) -> int:
-        """Continue after `rows` that were handed out before a checkpoint, `rejected` of them without being trained.
+        """Continue after `rows` rows of a checkpoint, of which `rejected` belonged to rejected groups.
 
         The next group gets at least the id `next_id`. Returns how many of the rows training can no longer use: 0,
-        unless its arguments changed.
+        unless the arguments of training changed.
         """
         self.replace(rejected)
         passed = 0
-        while passed < rows and self.next_rows(1):  # one by one: a long run has too many to hold
+        while passed < rows and self.next_rows(1):  # row by row: a long run has too many to hold
             passed += 1
         self._next_id = max(self._next_id, next_id)
         return rows - passed
 
-    def delegate_to(self, other: RowSource, rows: int, *, rejected: int) -> None:
-        """Delegate rows to `other`, after `rows` that it handed out before; keep this source's count."""
-        other.replace(rejected)
+    def read_past(self, rows: int) -> None:
+        """Continue after `rows` rows, also beyond the planned rows."""
         for _ in range(rows):
-            other._next_unplanned()
+            self._next_unplanned()
+
+    def delegate_to(self, other: RowSource) -> None:
+        """Take the rows from `other`; keep the count of this source."""
         self._delegate = other
 
     def _next_unplanned(self) -> RowRef:
-        """The next row, also after the planned ones."""
+        """The next row, also beyond the planned rows."""
         if not (rows := self.next_rows(1)):
             self.replace(1)
             rows = self.next_rows(1)
         return rows[0][1]
 
     def _skip(self, micro_steps: int, start_step: int) -> None:
-        """Skip the rows of this epoch that were trained before."""
-        # A checkpoint may fall inside a round: TRL starts its rounds from there, `offset` later.
+        """Skip the trained rows of this epoch."""
+        # A checkpoint may fall inside a round: TRL's rounds then start `offset` later.
         chunks, self.offset = divmod(micro_steps, self._round)
         for chunk in range(chunks + (self.offset > 0)):
             rows = self._read_chunk()
@@ -151,43 +157,41 @@ class RowSource:
                 self._rows = chain(rows, self._rows)
             return
 
-    def _plan_rows(self) -> Iterator[RowRef]:
-        """Rows of all rounds that training still has steps for."""
-        while True:
+    def _next_chunk(self) -> list[RowRef]:
+        """Read the rows of the next round; none if training has no steps left for it."""
+        while not self._has_length or self._epoch < self._epochs:
             position = self._chunk * self._round + self.offset
-            steps = self._steps_before_epoch + position // self._accumulation
-            if steps >= self._max_steps and not self.offset or self._has_length and self._epoch >= self._epochs:
-                return
-            is_left = position >= self._epoch_micro_steps  # with an offset: unless its rows have ended before
+            is_trained = self._steps_before_epoch + position // self._accumulation >= self._max_steps
+            if is_trained and not self.offset:
+                return []
+            # With an offset, the round after an epoch's last round starts in the next epoch, where steps count anew.
+            # Only the rows show whether this epoch has another round.
             is_used_up = self._chunk * self._round >= self._epoch_micro_steps
-            # With an offset, the round after the last one of an epoch starts in the next epoch, where steps count
-            # anew. Only its rows tell whether this epoch has another round.
             rows = [] if is_used_up else self._read_chunk()
             is_whole = len(rows) == self._groups_per_round
-            if is_whole and steps >= self._max_steps:
+            if is_whole and is_trained:
                 self._rows = chain(rows, self._rows)  # they may replace rejected groups
-                return
-            if is_used_up or is_left and is_whole:
+                return []
+            if is_whole and position < self._epoch_micro_steps:
+                self._chunk += 1
+                return rows
+            if is_whole or is_used_up:
                 self.offset = position - self._epoch_micro_steps
                 self._steps_before_epoch += self._epoch_micro_steps // self._accumulation
-                self._chunk = 0
-                self._open_next_epoch()
-            elif is_whole:
-                self._chunk += 1
-                yield from rows
             elif self._chunk == 0:
                 raise ConfigError(
-                    f"The training dataset has {len(rows)} rows, but one generation batch needs "
+                    f"The training dataset has {len(rows)} rows, but a generation batch needs "
                     f"{self._groups_per_round} prompts. Add rows, or lower generation_batch_size (or "
                     "per_device_train_batch_size * steps_per_generation), or raise num_generations."
                 )
             else:
-                self._steps_before_epoch += self._optimiser_steps(self._chunk)
-                self._chunk = 0
-                self._open_next_epoch()
+                self._steps_before_epoch += self._optimizer_steps(self._chunk)
+            self._chunk = 0
+            self._open_next_epoch()
+        return []
 
     def _read_chunk(self) -> list[RowRef]:
-        """The rows of one round, or the rest of the epoch."""
+        """Read the rows of a round, or the rest of the epoch."""
         return list(islice(self._rows, self._groups_per_round))
 
     def _read_replacement(self) -> RowRef:
@@ -205,7 +209,7 @@ class RowSource:
         self._epoch += 1
         self._rows = self._open_epoch(self._epoch)
 
-    def _optimiser_steps(self, chunks: int) -> int:
-        """Optimiser steps of an epoch with this many chunks."""
+    def _optimizer_steps(self, chunks: int) -> int:
+        """Optimizer steps of an epoch with this many chunks."""
         done, rest = divmod(chunks * self._round, self._accumulation)
         return done + (1 if rest and self._has_length else 0)

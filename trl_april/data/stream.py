@@ -1,7 +1,7 @@
 """A stream that TRL's data loader and the row source read together.
 
-Invariant: an epoch of the stream is opened once and each of its rows is taken once, since some streams cannot repeat
-them: a queue, or a generator that costs money. Rows are kept until the last reader has them.
+Invariant: each epoch of the stream is opened once and each row is read once. Some streams cannot repeat rows: a queue,
+or a generator that costs money. Rows are kept until the last reader has read them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class StreamReader:
 
     def __call__(self, epoch: int) -> Iterator[dict[str, Any]]:
         rows = self._stream.rows(epoch)
-        self.epoch = epoch  # has its place now
+        self.epoch = epoch
         return rows
 
 
 class SharedStream(TorchDataset):  # type: ignore[misc]
-    """Chunks of `groups_per_round` rows of a stream, without the rows at its end that fill none.
+    """Chunks of `groups_per_round` rows of a stream, without an incomplete chunk at its end.
 
-    Iterated, it is an epoch in TRL's order: each row `num_generations` times, and each chunk `uses` times. `skipped`
-    returns the number of rows that a resumed training skips; their content is not kept. `is_loaded` says whether the
-    data loader reads in this process: with several, accelerate lets the first one read a stream for all.
+    Iteration gives an epoch in TRL's order: each row `num_generations` times, and each chunk `uses` times. `skipped`
+    returns the number of rows that a resumed training skips; their content is not kept. `is_loaded` tells whether the
+    data loader reads in this process: accelerate may let the first process read a stream for all processes.
     """
 
     def __init__(
@@ -51,34 +51,34 @@ class SharedStream(TorchDataset):  # type: ignore[misc]
         self._stream = repeat_iterable_dataset(stream, 1, groups_per_round, 1)
         self._groups_per_round, self._num_generations, self._uses = groups_per_round, num_generations, uses
         self._skipped = skipped
-        self._begun: dict[int, Iterator[dict[str, Any]]] = {}  # epochs from their first row, for readers to come
+        self._begun: dict[int, Iterator[dict[str, Any]]] = {}  # epochs from their first row, for later readers
         self._first: dict[str, Any] | None = None
-        self._lock = RLock()  # rows that replace rejected ones are read by another thread
+        self._lock = RLock()  # replacements of rejected groups are read in another thread
         self._loader, self._loader_epoch = StreamReader(self), 0
         self._expected = [StreamReader(self)]  # the row source comes after the data loader
         self._readers = WeakSet([self._loader, *self._expected] if is_loaded else self._expected)
 
     def reader(self) -> StreamReader:
-        """A further reader. Until it opens an epoch, or is garbage, the rows are kept for it."""
+        """Add a reader. Rows are kept for it until it opens an epoch or is garbage-collected."""
         reader = self._expected.pop() if self._expected else StreamReader(self)
         self._readers.add(reader)
         return reader
 
     def first_row(self) -> dict[str, Any]:
-        """The first row, with no columns if there is none."""
+        """The first row; empty if the stream is empty."""
         if self._first is None:
             next(self.rows(0), None)
         return self._first or {}
 
     def rows(self, epoch: int) -> Iterator[dict[str, Any]]:
-        """An epoch from its first row, as copies."""
+        """Iterate over copies of the rows of an epoch."""
         with self._lock:
             if epoch not in self._begun:
                 (self._begun[epoch],) = tee(self._read(epoch), 1)
             return self._copies(copy.copy(self._begun[epoch]))
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader before it iterates."""
+        """Set the epoch of the next iteration. Called by the data loader."""
         self._loader_epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -99,7 +99,7 @@ class SharedStream(TorchDataset):  # type: ignore[misc]
         while True:
             with self._lock:
                 row = next(rows, None)
-                if self._begun:  # no longer than until all readers have a place in it
+                if self._begun:  # drop the starts of epochs that all readers have opened
                     opened = min(reader.epoch for reader in self._readers)
                     self._begun = {epoch: begun for epoch, begun in self._begun.items() if epoch > opened}
             if row is None:

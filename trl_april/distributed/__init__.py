@@ -1,1 +1,1 @@
-"""Several trainer processes: one quota, shards of a batch, one error everywhere, signals."""
+"""Several trainer processes: a shared quota, shards of a batch, errors, signals."""

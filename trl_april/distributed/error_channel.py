@@ -1,8 +1,9 @@
-"""The error channel between the processes of a training run: an error of one is raised in all of them, at once.
+"""The error channel between the processes of a training run: an error of any process is raised in all, at once.
 
 A process that fails leaves a report in a `torch.distributed` store, which a thread of each process polls. The thread
-also reports its neighbour in a ring if that exited without a report. The main thread raises the error in `check`. If
-it waits in a collective call instead, the thread interrupts it, aborts the process group, and last ends the process.
+also reports its neighbor in a ring if the neighbor exited without a report. The main thread raises the error in
+`check`. If it waits in a collective call instead, the thread interrupts it, then aborts the process group, and finally
+ends the process.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from .signals import Stopped
 
 logger = logging.getLogger(__name__)
 
-POLL = 0.5  # seconds between two looks at the store, each with a heartbeat
+POLL = 0.5  # seconds between two polls of the store, each with a heartbeat
 SILENCE = 120.0  # seconds without a heartbeat after which a process of another host counts as dead
-HEARD = 3.0  # seconds that a process waits for the others to read a report
-HOLD_BACK = 2.0  # seconds that a RuntimeError, or a SIGTERM, waits for the report of its cause
+HEARD = 3.0  # seconds for which a process waits until the others have read its report
+HOLD_BACK = 2.0  # seconds for which a RuntimeError, or a SIGTERM, waits for the report of its cause
 INTERRUPT, ABORT, END = 3.0, 2.0, 3.0  # seconds until the thread interrupts, then aborts, then ends the process
-CLEAN_UP = 20.0  # seconds that the main thread may take to clean up once it has the error
+CLEAN_UP = 20.0  # seconds in which the main thread may clean up after the error
 
 
 class ErrorChannel:
-    """Raises errors of other processes in this one, and reports its own. The store is for this object alone."""
+    """Reports the errors of this process, and raises the errors of others. The store is for this object alone."""
 
     def __init__(self, store: Store, rank: int, num_processes: int) -> None:
         self._store, self._rank, self._count = store, rank, num_processes
         self._watch = 0  # number of the watch, the same in all processes
         self._report: list[str] = []  # the first error of another process
         self._reported = threading.Event()
-        self._raised_at = 0.0  # when the main thread got its own error, or another's; 0 before
+        self._raised_at = 0.0  # when the main thread got an error; 0 before
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Share errors of the body with the other processes. All enter it equally often; it does not nest.
+        """Share errors of the body with the other processes. All must enter it equally often; it does not nest.
 
         Raises:
-            The error of the process that failed first, as the same class if that is a builtin or of
-            `trl_april.errors`, otherwise as `PeerError`. Its cause holds the traceback of the other process.
+            The error of the process that failed first. It has the same class if that is a builtin or from
+            `trl_april.errors`, otherwise it is a `PeerError`. Its cause holds the traceback of the other process.
         """
         self._watch += 1
         self._report, self._raised_at, self._reported, ended = [], 0.0, threading.Event(), threading.Event()
@@ -67,12 +68,12 @@ class ErrorChannel:
         except Stopped:  # all processes stop together
             raise
         except BaseException as error:
-            self._raised_at = self._raised_at or time.monotonic()  # from here on, no SIGTERM replaces the error
-            if isinstance(error, RuntimeError):  # a collective call may fail before the report of its cause is here
+            self._raised_at = self._raised_at or time.monotonic()  # now no SIGTERM replaces the error
+            if isinstance(error, RuntimeError):  # a collective call may fail before the report of its cause arrives
                 self._reported.wait(HOLD_BACK)
             ended.set()
             if not self._reported.is_set():
-                self._tell(error)
+                self._report_own(error)
             self._wait_until_heard()
             self.check()
             raise
@@ -89,28 +90,28 @@ class ErrorChannel:
             self._raised_at = time.monotonic()
             raise _as_error(self._report)
 
-    def _tell(self, error: BaseException) -> None:
+    def _report_own(self, error: BaseException) -> None:
         name, text = type(error).__name__, "".join(traceback.format_exception(error))
         try:
             if not self._publish(self._rank, f"failed with {name}: {error}", type(error).__module__, name, text):
                 self._store.add(self._key("heard"), 1)
         except Exception:
-            logger.warning("Process %d could not report its error. End the processes that do not exit.", self._rank)
+            logger.warning("Process %d could not report its error. End the other processes manually.", self._rank)
 
     def _wait_until_heard(self) -> None:
-        """Wait until all processes have read the report, since the exit of this one may end the store."""
+        """Wait until all processes have read the report, since the exit of this process may end the store."""
         deadline = time.monotonic() + HEARD
         with suppress(Exception):  # the store is gone
             while time.monotonic() < deadline and self._store.add(self._key("heard"), 0) < self._count - 1:
                 time.sleep(POLL / 5)
 
     def _publish(self, rank: int, message: str, module: str = "", kind: str = "", text: str = "") -> bool:
-        """Leave a report in the store; whether it is the first one."""
+        """Write a report to the store, unless it has a report. Returns whether it was written."""
         report = json.dumps([f"Process {rank} {message}", module, kind, text])
         return bool(self._store.compare_set(self._key("report"), "", report) == report.encode())
 
     def _handle_signals(self) -> Callable[[], None]:
-        """Let SIGURG interrupt the main thread, and let no SIGTERM of a launcher hide the error. Returns the undo."""
+        """Let SIGURG interrupt the main thread, and no SIGTERM hide the error. Returns a function that undoes it."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
         urgent = signal.signal(signal.SIGURG, signal.default_int_handler)
@@ -126,7 +127,7 @@ class ErrorChannel:
         return restore
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        # A launcher ends all processes when one has failed: wait for the reason, then let this process clean up.
+        # A launcher ends all processes after a failure: wait for the reason, then let this process clean up.
         if self._raised_at and time.monotonic() - self._raised_at < CLEAN_UP:
             return
         if self._reported.wait(HOLD_BACK) and not self._raised_at:
@@ -136,24 +137,24 @@ class ErrorChannel:
 
     def _poll(self, ended: threading.Event) -> None:
         host, beats, silent, last = _host(), 0, 0, b""
-        neighbour = (self._rank + 1) % self._count
+        neighbor = (self._rank + 1) % self._count
         while not self._report:
             try:
                 beats += 1
                 self._store.set(self._key("beat", self._rank), json.dumps([host, os.getpid(), beats]))
-                if self._store.check([self._key("beat", neighbour)]):
-                    beat = self._store.get(self._key("beat", neighbour))
+                if self._store.check([self._key("beat", neighbor)]):
+                    beat = self._store.get(self._key("beat", neighbor))
                     silent, last = (silent + 1 if beat == last else 0), beat
-                    found, pid, _ = json.loads(beat)
-                    # On the same host, a call that holds the interpreter for long stops the heartbeat, too.
-                    is_gone = _has_exited(pid) if found == host else silent * POLL > SILENCE
-                    if is_gone and not self._store.check([self._key("done", neighbour)]):
-                        self._publish(neighbour, f"exited without reporting an error (pid {pid})")
+                    its_host, pid, _ = json.loads(beat)
+                    # On the same host, silence proves nothing: a call may hold the interpreter for long.
+                    is_gone = _has_exited(pid) if its_host == host else silent * POLL > SILENCE
+                    if is_gone and not self._store.check([self._key("done", neighbor)]):
+                        self._publish(neighbor, f"exited without reporting an error (pid {pid})")
                 if self._store.check([self._key("report")]) and not ended.is_set():
                     self._report = json.loads(self._store.get(self._key("report")))
                     self._store.add(self._key("heard"), 1)
             except Exception as error:
-                message = f"Process {self._rank} lost the store of all processes, whose holder has exited: {error}"
+                message = f"Process {self._rank} lost the store of all processes, since its holder has exited: {error}"
                 self._report = [message, "", "", ""]
             if not self._report and ended.wait(POLL):
                 return
@@ -188,12 +189,12 @@ def _abort_process_group() -> None:
 
 
 def _as_error(report: list[str]) -> Exception:
-    """The error of a report, of its own class where that can be made of a message."""
+    """The error of a report, with the same class if its constructor takes a message."""
     message, module, name, text = report
     kind = {errors.__name__: vars(errors), "builtins": vars(builtins)}.get(module, {}).get(name)
     error: Exception = errors.PeerError(message)
     if kind is not None and issubclass(kind, Exception) and not issubclass(kind, StopIteration):
-        with suppress(TypeError):  # a class that takes more than a message
+        with suppress(TypeError):  # the constructor takes more than a message
             error = kind(message)
     error.__cause__ = errors.PeerError(f"Traceback of the other process:\n{text}") if text else None
     return error

@@ -1,10 +1,10 @@
-"""The processes of a training run, as the trainer uses them: a single one, or several with one quota.
+"""The processes of a training run: a single process, or several with a shared quota.
 
-[`OneProcess`] and [`ManyProcesses`] have the same methods, so that nothing else asks how many there are. No call waits
-for another process without looking whether that has failed.
+[`OneProcess`] and [`ManyProcesses`] have the same methods, so that no other code asks how many there are. A call that
+waits for another process notices its failure.
 
-Invariant: what all processes must do alike is decided here, by the first one ([`OneProcess.decide`]) or by any
-([`OneProcess.any`]). Hosts, files, environment variables and errors of a single process decide nothing by themselves.
+Invariant: decisions that all processes must make alike go through [`OneProcess.decide`] (the first process) or
+[`OneProcess.any`]. They never depend on the host, files, environment variables or errors of a single process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _trainers = itertools.count(1)  # trainers of this process; the same count in al
 
 
 class ProcessLogger(MultiProcessAdapter):
-    """accelerate's logger of the main process, with its mark `[RANK 0]` only where there are several processes."""
+    """accelerate's logger of the main process, with its prefix `[RANK 0]` only if there are several processes."""
 
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
         marked, kwargs = super().process(msg, kwargs)
@@ -51,12 +51,12 @@ class ProcessLogger(MultiProcessAdapter):
 
 
 def get_logger(name: str) -> ProcessLogger:
-    """A logger whose messages come from the main process alone."""
+    """A logger for messages of the main process alone."""
     return ProcessLogger(logging.getLogger(name), {})
 
 
 class OneProcess:
-    """A run of one process, which has nothing to agree on."""
+    """A run of a single process, with nothing to agree on."""
 
     rank = 0
     count = 1
@@ -74,16 +74,16 @@ class OneProcess:
         return True
 
     def quota(self, schedule: Schedule, max_rejected: int | None = None) -> SharedQuota | None:
-        """The quota of all processes; `None` for a single one. All processes call it equally often."""
+        """The shared quota; `None` for a single process. All processes must call it equally often."""
         return None
 
     def barrier(self) -> None:
         """Wait until all processes have called it."""
 
     def decide(self, question: Callable[[], Answer]) -> Answer:
-        """The answer of the first process, in all of them; the others do not ask. A collective call.
+        """Return the first process's answer in all processes; the others do not ask. A collective call.
 
-        It is a value of JSON. An error of `trl_april` is raised in all processes, so they may recover from it.
+        The answer must be a JSON value. An error of `trl_april` is raised in all processes, so they can recover alike.
         """
         return question()
 
@@ -100,7 +100,7 @@ class OneProcess:
         return list(values)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of each process, which all give equally many. A collective call."""
+        """The values of each process, equally many from each. A collective call."""
         return [list(values)]
 
     def agree(self, pool: Pool) -> None:
@@ -113,24 +113,24 @@ class OneProcess:
     def scatter(
         self, groups: list[Group], batch: Sequence[int], row_of: Callable[[int], dict[str, Any]], num_generations: int
     ) -> list[Group]:
-        """Bring every group, or a shard of it, to the process that trains it. A collective call.
+        """Send every group, or its shards, to the processes that train it. A collective call.
 
-        `groups` are those that this process generated of the `batch` of group ids; `row_of` returns the dataset row of
-        any of them. Returns the shards that this process trains, in the order of the batch.
+        `batch` has the ids of all groups, and `groups` the groups of this process; `row_of` returns the dataset row of
+        any group. Returns the shards that this process trains, in the order of the batch.
         """
         return groups
 
 
 class ManyProcesses(OneProcess):
-    """A run of W processes, of which process k generates the groups k, k + W, k + 2W and so on.
+    """A run of W processes. Process k generates the groups k, k + W, k + 2W and so on.
 
-    Counters go through the store of the process group, sums and shards through a group of their own on the CPU.
+    Counters go through the store of the process group, sums and shards through a separate group on the CPU.
     """
 
     def __init__(self, state: PartialState) -> None:
         self.rank: int = state.process_index
         self.count: int = state.num_processes
-        # The store outlives a trainer, whose keys the next one must not find.
+        # The store outlives a trainer, and the next trainer must not find its keys.
         self._prefix = f"trainer-{next(_trainers)}"
         self._errors = ErrorChannel(connect(f"{self._prefix}/errors"), self.rank, self.count)
         self._quotas = 0
@@ -142,8 +142,8 @@ class ManyProcesses(OneProcess):
             yield
             return
         with self._errors.watched():
-            # One group per run, since an error may leave a call in it half done. It has no time-out of its own:
-            # callbacks and reward functions may take as long as they like.
+            # A new group per run, since an error may leave a call in it half done. It has no timeout, since callbacks
+            # and reward functions may take any time.
             group = self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
             try:
                 try:
@@ -151,7 +151,7 @@ class ManyProcesses(OneProcess):
                 except Stopped:
                     self.barrier()
                     raise
-                self.barrier()  # the process that ends first may hold the store
+                self.barrier()  # this process may hold the store that others still use
             finally:
                 self._group = None
             dist.destroy_process_group(group)  # not after an error: a call may be under way in it
@@ -200,14 +200,14 @@ class ManyProcesses(OneProcess):
 
     def agree(self, pool: Pool) -> None:
         outstanding, here = pool.schedule.ids, set(pool.finished_here)
-        # Of the same length in every process, whatever its pool contains, as a collective call needs it.
+        # Of the same length in every process, as a collective call requires.
         flags = [group_id in here for group_id in outstanding] + [False] * (pool.schedule.capacity - len(outstanding))
         checksum = zlib.crc32(repr(outstanding).encode())
         *finished, checksums = self.reduce_sum([*flags, checksum])
         if checksums != checksum * self.count:
             raise PoolError(
-                f"Process {self.rank} has the groups {outstanding} outstanding, and another process has others. This "
-                "should not happen: please report it."
+                f"Process {self.rank} has the groups {outstanding} outstanding, and another process has other groups. "
+                "Please report this bug."
             )
         pool.learn(group_id for group_id, flag in zip(outstanding, finished, strict=False) if flag)
 
@@ -226,16 +226,15 @@ class ManyProcesses(OneProcess):
         ]
 
     def _exchange(self, messages: list[bytes]) -> list[bytes]:
-        """Send each process its message, and return the messages for this one, by sender."""
+        """Send each process its message, and return the messages for this process, by sender."""
         sizes = torch.tensor([len(message) for message in messages])
         incoming = torch.empty_like(sizes)
         self._finish(dist.all_to_all_single(incoming, sizes, group=self._group, async_op=True))
         sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
-        found = torch.empty(int(incoming.sum()), dtype=torch.uint8)
-        self._finish(
-            dist.all_to_all_single(found, sent, incoming.tolist(), sizes.tolist(), group=self._group, async_op=True)
-        )
-        return [bytes(part.numpy()) for part in found.split(incoming.tolist())]
+        received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+        lengths = incoming.tolist(), sizes.tolist()
+        self._finish(dist.all_to_all_single(received, sent, *lengths, group=self._group, async_op=True))
+        return [bytes(part.numpy()) for part in received.split(incoming.tolist())]
 
     def _reduce(self, values: Sequence[float], how: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -243,7 +242,7 @@ class ManyProcesses(OneProcess):
         return tensor.tolist()
 
     def _finish(self, work: Any) -> None:
-        """Wait for a collective call, but not for a process that has failed."""
+        """Wait for a collective call, or raise the error of a process that has failed."""
         pause = 0.0002
         while not work.is_completed():
             self.check()
@@ -256,12 +255,12 @@ Processes = OneProcess | ManyProcesses
 
 
 def processes_of(state: PartialState) -> Processes:
-    """The processes that training runs in."""
+    """The processes of the training run."""
     return ManyProcesses(state) if state.num_processes > 1 else OneProcess()
 
 
 def connect(prefix: str) -> dist.Store:
-    """A new connection to the store of the process group, with a prefix of its own."""
+    """A new connection to the store of the process group, with a separate prefix."""
     store = dist.PrefixStore(f"trl_april/{prefix}", _get_default_store().clone())
     store.set_timeout(timedelta(seconds=30))
     return store

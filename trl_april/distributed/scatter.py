@@ -1,8 +1,7 @@
-"""Shards of a batch: which process trains which samples, and how groups travel to the process that trains them.
+"""Shards of a batch: which process trains which samples, and messages that bring groups to their trainers.
 
-The batch is one list of samples, group by group, and each process trains an equal run of it, as TRL's data loader
-would shard it. A shard may start or end inside a group. Rows do not travel: every process reads them. Standard library
-only.
+The batch is a list of samples, group by group. Each process trains an equal slice of it, like the shards of TRL's data
+loader. A shard may start or end inside a group. Rows do not travel: every process reads them. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Shard:
     stop: int
 
     def of(self, group: Group) -> Group:
-        """A copy of the group with these samples only."""
+        """A copy of the group with the samples of the shard."""
         score = group.score and Score(
             group.score.rewards[self.first : self.stop],
             {column: values[self.first : self.stop] for column, values in group.score.extra.items()},
@@ -42,7 +41,7 @@ def owner_of(group_id: int, num_processes: int) -> int:
 
 
 def shards(batch: Sequence[int], num_generations: int, num_processes: int) -> list[list[Shard]]:
-    """The shards that each process trains, in the order of the batch, whose group ids are given oldest first."""
+    """The shards that each process trains, in the order of the group ids in `batch`."""
     samples = len(batch) * num_generations
     if samples % num_processes:
         raise PoolError(f"{samples} samples do not divide into equal shards for {num_processes} processes.")
@@ -57,17 +56,17 @@ def shards(batch: Sequence[int], num_generations: int, num_processes: int) -> li
 
 
 def to_message(groups: Sequence[Group]) -> bytes:
-    """Finished groups, or shards of them, as one message: a JSON head, all token ids, all log-probabilities."""
+    """Pack finished groups, or shards of them: a JSON head, all token ids, all log-probabilities."""
     packed = pack(groups)
     head = json.dumps([packed.heads, len(packed.token_ids)], default=plain).encode()
     return b"".join((struct.pack("<q", len(head)), head, packed.token_ids.tobytes(), packed.logprobs.tobytes()))
 
 
 def from_message(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> list[Group]:
-    """The groups of a message, with the dataset rows of this process, which `row_of` returns by group id.
+    """Unpack the groups of a message. `row_of` returns the dataset row of a group by its id.
 
     Raises:
-        ConfigError: If another process has read other rows than this one.
+        ConfigError: If another process has read other rows.
         PoolError: If the message is malformed.
     """
     (length,) = struct.unpack_from("<q", message)
@@ -82,7 +81,6 @@ def from_message(message: bytes, row_of: Callable[[int], dict[str, Any]]) -> lis
             raise ConfigError(
                 f"This process read another row {group.group_id} of the training dataset than the process that "
                 f"generated its completions: {str(group.row.get('prompt'))[:200]!r}. Give every process the same "
-                "dataset: do not split it by process (the trainer does), and make what maps or shuffles it "
-                "deterministic."
+                "dataset: do not split it by process (the trainer does), and map and shuffle it deterministically."
             )
     return groups

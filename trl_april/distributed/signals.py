@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM as a request to write a checkpoint and stop.
 
-The first signal interrupts nothing; a later one leaves at once. The process exits as the signal asked for.
+The first signal interrupts nothing; a later signal exits at once. The exit code is the signal's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds within which another signal counts as the same one: a scheduler sends it to every process, and a launcher
-# forwards its own.
+# Seconds within which signals count as the same request: a scheduler sends the signal to every process, and a launcher
+# also forwards it.
 SAME_SECONDS = 1.0
 
 
 class Stopped(Exception):
-    """Training stops in all processes because of the signal `signal`."""
+    """Training stops in all processes because of a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"Training was stopped by {signal.Signals(number).name}.")
@@ -36,10 +36,9 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Notes the first signal that asks training to stop: `signal` here, `agreed` in all processes; 0 before.
+    """Records the first signal that asks training to stop: `signal` in this process, `agreed` in all; 0 before.
 
-    `check` is called at every signal. It raises if there is a better reason to stop, such as the error of another
-    process, after which a launcher sends signals to all.
+    `check` is called at every signal. It raises the error of another process, after which a launcher signals all.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
@@ -61,7 +60,7 @@ class StopRequest:
         before = {
             number: signal.signal(number, self._on_signal)
             for number in SIGNALS
-            # An ignored signal, as in the background of a shell, is not meant for this process.
+            # A shell ignores Ctrl-C for its background processes.
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
@@ -71,9 +70,9 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def agree(self, processes: Processes) -> int:
-        """The signal that any process received, in all of them; 0 if there is none. A collective call."""
+        """The signal that any process received; 0 if there is none. A collective call."""
         (number,) = processes.reduce_max([float(self.signal)])
-        if number:  # otherwise one may have arrived here since
+        if number:  # else keep a signal that arrived here during the call
             if not self.signal:
                 self._since = time.monotonic()
             self.signal = self.agreed = int(number)
@@ -87,15 +86,15 @@ class StopRequest:
             leave(number)
         self.signal, self._since = number, time.monotonic()
         logger.warning(
-            "%s: a checkpoint is written at the next opportunity, then training stops. A second one stops it now.",
+            "%s: a checkpoint is written at the next opportunity, then training stops. A second signal stops it now.",
             signal.Signals(number).name,
         )
 
 
 def leave(number: int) -> NoReturn:
-    """Exit as after the signal: by `KeyboardInterrupt`, or with the exit code that a shell reports.
+    """Exit by `KeyboardInterrupt`, or with the exit code that a shell reports for the signal.
 
-    Not by the signal itself, so that a server started in a `with` block is stopped.
+    An exception, not the signal, so that a server started in a `with` block is stopped.
     """
     if number == signal.SIGINT:
         raise KeyboardInterrupt

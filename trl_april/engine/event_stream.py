@@ -1,7 +1,7 @@
-"""The event stream of one completion: bytes in, chunks out.
+"""The event stream of a completion: bytes in, chunks out.
 
-Every token it yields stood in a valid event of this request, with its log-probability, and no event before it was
-skipped. Anything else is an error that quotes the received bytes. At most one line of bounded length is buffered.
+Invariant: every token it yields stood in a valid event of this request, with its log-probability, and no earlier event
+was skipped. Anything else is an error that quotes the received bytes. It buffers a line of bounded length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .protocol import Chunk, GenerationRequest
 
 
 # The longest line is an event with the echo of the whole prompt (7 bytes a token), or with all generated tokens (some
-# 100 bytes each, and their text). No valid line comes near this bound, and an endless one cannot fill the memory.
+# 100 bytes each, and their text). No valid line comes near this bound, and an endless line cannot fill the memory.
 BYTES_PER_TOKEN = 512
 BYTES_PER_LINE = 2**16
 
@@ -45,11 +45,11 @@ class EventStream:
                 continue
             self._tokens += len(chunk.token_ids)
             if chunk.finish_reason == "length" and self._tokens < self._request.max_tokens:
-                # The server's own limit would start anew after every abort.
+                # The server's limit would start anew after every abort.
                 raise EngineError(
                     f"The server ended request {self._request.request_id} for its length after {self._tokens} tokens, "
-                    f"but {self._request.max_tokens} were requested. Start it without a limit of its own "
-                    "(max_new_tokens in --override-generation-config), and set max_completion_length."
+                    f"but {self._request.max_tokens} were requested. Remove the server's limit (max_new_tokens in "
+                    "--override-generation-config), and set max_completion_length instead."
                 )
             self.ended = chunk.finish_reason is not None
             yield chunk
@@ -59,7 +59,7 @@ class EventStream:
 
     def _check_length(self, line: bytes) -> None:
         if len(line) > self._max_line:
-            raise self._error(f"got a line of over {self._max_line} bytes, more than any event of it has", line)
+            raise self._error(f"got a line of over {self._max_line} bytes, longer than any of its events", line)
 
     def _read_line(self, line: bytes) -> Chunk | None:
         """The chunk in a line, `None` for a line without a choice."""
@@ -90,13 +90,12 @@ class EventStream:
             return None  # usage statistics
         [choice] = choices
         if choice["index"] != 0:
-            raise ValueError("one completion was requested")
-        echo = choice.get("prompt_token_ids", echo)  # in the event itself where there are images
+            raise ValueError("a single completion was requested")
+        echo = choice.get("prompt_token_ids", echo)  # outside the choice if there are images
         if echo is not None and echo != self._request.token_ids:
             raise EngineError(
-                f"The server generated for other token ids than those of request {self._request.request_id}: it "
-                f"received {len(echo)} of {len(self._request.token_ids)}. If a proxy stands before it, let it pass "
-                "requests on unchanged."
+                f"The server generated for other token ids than request {self._request.request_id} has: it received "
+                f"{len(echo)} of {len(self._request.token_ids)}. If there is a proxy, let it forward bodies unchanged."
             )
         token_ids = choice["token_ids"]
         logprobs = choice.get("logprobs")
@@ -112,7 +111,7 @@ class EventStream:
         if type(logprobs) is not list or not types <= {float, int, type(None)}:
             raise TypeError("log-probabilities are a list of numbers")
         if type(None) in types:
-            # JSON has no NaN. The driver retries, in case it was an accident.
+            # vLLM writes NaN as null. The driver retries.
             raise ServerError(
                 f"The vLLM server computed NaN as the log-probability of a token of request "
                 f"{self._request.request_id}. If that happens again, the weights have diverged."
@@ -124,8 +123,8 @@ class EventStream:
             )
         return Chunk(token_ids, logprobs, choice.get("finish_reason"))
 
-    def _error(self, what: str, received: bytes) -> EngineError:
+    def _error(self, problem: str, received: bytes) -> EngineError:
         return EngineError(
-            f"Request {self._request.request_id} {what}: {received[:200]!r}. If a proxy stands before the vLLM "
-            "server, let it pass answers on unchanged."
+            f"Request {self._request.request_id} {problem}: {received[:200]!r}. If there is a proxy, let it forward "
+            "answers unchanged."
         )

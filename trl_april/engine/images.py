@@ -1,7 +1,7 @@
-"""Images of samples: as TRL finds them in messages, and as the features that a vLLM server takes with token ids.
+"""Images of samples: in messages as in TRL, and as the features that a vLLM server takes with token ids.
 
-Invariant: every request of a sample has the images of its prompt and of all its results so far, in this order. Their
-features are computed once, so a resumed sample continues with the images that it has seen.
+Invariant: every request of a sample has the images of its prompt and of all its tool results so far, in this order.
+Their features are computed once, so a resumed sample continues with the same images.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..pool.samples import Group, Sample
 
 
 Features = dict[str, Any]  # vLLM's: processed images, their hashes and their places among the token ids
-Place = Callable[[Features, list[int]], Features]  # points features at the image tokens among token ids
+Place = Callable[[Features, list[int]], Features]  # finds the positions of features among token ids
 Render = Callable[[list[Any]], Awaitable[Features]]  # asks a server for the features of a conversation
 
 
 def prompt_of(row: dict[str, Any]) -> Any:
-    """The prompt of a dataset row, with the images of its column `images` or `image` in its messages, as in TRL."""
+    """The prompt of a dataset row, with the images of the column `images` or `image` in its messages, as in TRL."""
     images = row["images"] if "images" in row else [row["image"]] if row.get("image") is not None else None
     if not images:
         return row.get("prompt")
     if not is_conversational(row):
         raise ConfigError(
-            f"A row has images, and its prompt is text: {str(row['prompt'])[:100]!r}. The chat template says where "
-            "images stand: make each prompt a list of messages, such as [{'role': 'user', 'content': ...}]."
+            f"A row has images, and its prompt is text: {str(row['prompt'])[:100]!r}. Make each prompt a list of "
+            "messages, such as [{'role': 'user', 'content': ...}], so that the chat template can place the images."
         )
     return prepare_multimodal_messages(row["prompt"], images=images)
 
@@ -49,20 +49,20 @@ def images_in(prompt: Any) -> list[Any] | None:
 
 
 def returning_images(generate: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """TRL's `_generate` with the images of the prompts, which it drops beside a `rollout_func`."""
+    """Wrap TRL's `_generate` to return the images of the prompts, which TRL drops if there is a `rollout_func`."""
 
     def generate_with_images(prompts: list[Any]) -> tuple[Any, ...]:
-        *found, _, tool_images = generate(prompts)
-        of_tools = tool_images or [[] for _ in prompts]  # TRL returns none without tools
-        both = zip(prompts, of_tools, strict=True)
-        images = [(images_in(prompt) or []) + new or None for prompt, new in both]
-        return (*found, images if any(images) else None, tool_images)
+        *output, _, tool_images = generate(prompts)
+        of_tools = tool_images or [[] for _ in prompts]  # TRL returns an empty list without tools
+        pairs = zip(prompts, of_tools, strict=True)
+        images = [(images_in(prompt) or []) + new or None for prompt, new in pairs]
+        return (*output, images if any(images) else None, tool_images)
 
     return generate_with_images
 
 
 class PlacedImages:
-    """Images among these `token_ids`, which are a sample's from token `start` of its prompt on."""
+    """Images among `token_ids`, which begin at token `start` of a sample's prompt and completion."""
 
     def __init__(self, images: list[Any], token_ids: list[int], start: int, place: Place) -> None:
         self._images, self._token_ids, self._start, self._place = images, token_ids, start, place
@@ -70,7 +70,7 @@ class PlacedImages:
         self._computed = asyncio.Lock()  # all samples of a group start at once
 
     async def features(self, render: Render) -> Features:
-        """The features of these images, at their places among all token ids of the sample."""
+        """The features of the images, with their positions among all token ids of the sample."""
         async with self._computed:
             if self._features is None:
                 features = self._place(await render(await asyncio.to_thread(self._message)), self._token_ids)
@@ -87,24 +87,24 @@ class PlacedImages:
 
 async def joined_features(images: Sequence[PlacedImages], render: Render) -> Features:
     """The features of all images of a request."""
-    found = [await one.features(render) for one in images]
+    parts = [await placed.features(render) for placed in images]
     return {
-        name: value and {kind: [item for one in found for item in one[name][kind]] for kind in value}
-        for name, value in found[0].items()
+        name: value and {kind: [item for part in parts for item in part[name][kind]] for kind in value}
+        for name, value in parts[0].items()
     }
 
 
 class SampleImages:
     """Finds the images of samples. `check` raises an error where images are unsupported.
 
-    Samples whose prompt is the group's share its images.
+    Samples with the group's prompt share its images.
     """
 
     def __init__(self, place: Place, check: Callable[[], None] = lambda: None) -> None:
         self._place, self._check = place, check
 
     def __call__(self, group: Group, sample: Sample) -> list[PlacedImages]:
-        """The images of the prompt, then those of the results of each turn."""
+        """The images of the prompt, then the images of the results of each turn."""
         prompt_ids, conversation = group.prompt_ids_of(sample), sample.conversation
         row, of_prompt = group.row, group.images
         if conversation is not None and conversation.prompt is not None:
@@ -112,21 +112,21 @@ class SampleImages:
         parts = [(of_prompt, 0, prompt_ids, images_in(prompt_of(row)))]
         for start, token_ids, results in _results(sample):
             parts.append((sample.images, len(prompt_ids) + start, token_ids, images_in(results)))
-        found = []
+        placed = []
         for known, start, token_ids, images in parts:
             if images is not None:
                 if start not in known:
                     known[start] = PlacedImages(images, token_ids, start, self._place)
-                found.append(known[start])
-        if found:
+                placed.append(known[start])
+        if placed:
             self._check()
-        return found
+        return placed
 
 
 def _results(sample: Sample) -> Iterator[tuple[int, list[int], list[Message]]]:
-    """The start in the completion, the token ids and the messages of the results of each turn."""
+    """Yield the results of each turn: start in the completion, token ids and messages."""
     messages = () if sample.conversation is None else sample.conversation.messages
-    runs = (list(run) for is_tool, run in groupby(messages, lambda one: one["role"] == "tool") if is_tool)
+    runs = (list(run) for is_tool, run in groupby(messages, lambda message: message["role"] == "tool") if is_tool)
     start = 0
     for segment in sample.segments:
         if segment.version is None:

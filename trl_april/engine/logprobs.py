@@ -1,8 +1,8 @@
-"""Whether the recorded log-probabilities and the trainer's are of the same distribution.
+"""Check that the recorded log-probabilities and the trainer's are of the same distribution.
 
-The trainer's are over the whole vocabulary, at the temperature of sampling. A server's `raw_logprobs` are over the
-whole vocabulary at temperature 1. Its `processed_logprobs` are at the temperature, over the tokens that truncation
-keeps: the ratio of the two has the probability of these tokens as a factor.
+The trainer's log-probabilities are over the whole vocabulary, at the sampling temperature. A server's `raw_logprobs`
+are over the whole vocabulary at temperature 1. Its `processed_logprobs` are at the sampling temperature, over the
+tokens that truncation keeps: their ratio to the trainer's has the probability of these tokens as a factor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..server.command_line import PROCESSED_LOGPROBS, RAW_LOGPROBS
 
 
-# What a mode means, for `trl-april doctor`.
+# Meanings of the modes, for `trl-april doctor`.
 MEANING = {
     RAW_LOGPROBS: "right for training at temperature 1, with top_p, top_k, min_p and repetition_penalty too; training "
     "at another temperature is refused",
@@ -23,7 +23,7 @@ MEANING = {
 }
 _TRUNCATING = ("top_p", "top_k", "min_p", "min_tokens", "allowed_token_ids", "bad_words")
 _SHIFTING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-_OFF = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}  # beside zero and nothing
+_OFF = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}  # other than 0 and `None`
 
 
 def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str | None:
@@ -39,7 +39,7 @@ def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str
             "log-probabilities are of temperature 1, so the off-policy correction would be wrong. Restart it with "
             f"--logprobs-mode {PROCESSED_LOGPROBS}, or set temperature=1.0."
         )
-    used = [one for one in (*_TRUNCATING, *_SHIFTING) if sampling.get(one) and sampling[one] != _OFF.get(one)]
+    used = [name for name in (*_TRUNCATING, *_SHIFTING) if sampling.get(name) and sampling[name] != _OFF.get(name)]
     if mode == RAW_LOGPROBS or not used:
         return None
     effect = dict.fromkeys(_TRUNCATING, "too small, by the probability of the tokens that it keeps")
@@ -49,7 +49,7 @@ def check_logprobs(mode: str, base_url: str, sampling: Mapping[str, Any]) -> str
     remedy = f"start the server with --logprobs-mode {RAW_LOGPROBS} (the default of `trl-april serve`)"
     return (
         f"The importance ratio of every token is biased. {'; '.join(effects)}. The vLLM server at {base_url} reports "
-        f"{mode}, after these options, and the trainer's are of the policy without them. The metric "
-        "april/correction/age_0/mean_log_ratio shows the bias; it is 0 without one. Leave the options out, or "
+        f"{mode}, which include these options, and the trainer's log-probabilities do not. The metric "
+        "april/correction/age_0/mean_log_ratio shows the bias; without bias it is 0. Leave the options out, or "
         f"{remedy}{', and sample at temperature=1.0' * (temperature != 1.0)}."
     )

@@ -1,7 +1,7 @@
-"""The interface between a round and a rollout engine: requests, chunks of their streams, and the engine itself.
+"""The interface between a round and a rollout engine: requests, chunks of their streams, and the engine.
 
-Request ids are never reused. An aborted request's stream still delivers the tokens generated so far and then ends
-with `finish_reason="abort"`; a request that finished in the same instant ends with its own reason.
+Request ids are never reused. The stream of an aborted request delivers the tokens generated so far and ends with
+`finish_reason="abort"`; a request that finished in the same instant ends with its finish reason.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..pool.samples import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request for one sample."""
+    """A request for a sample."""
 
     request_id: str  # unique, chosen by the caller
-    token_ids: list[int]  # the prompt, then the tokens that the sample already has
-    generated: int  # how many of `token_ids` the present turn has, 0 for a fresh one
-    max_tokens: int  # that may still be generated, at least 1
+    token_ids: list[int]  # the prompt and the tokens of the sample so far
+    generated: int  # tokens of the current turn among `token_ids`
+    max_tokens: int  # at least 1
     cache_salt: str  # requests share KV blocks only with requests of the same salt
-    min_tokens: int = 0  # that must be generated before a token may end the turn
-    seed: int | None = None  # of this request's sampling
-    sample: Sample | None = field(default=None, compare=False)  # whose requests share KV blocks
-    version: int = 0  # policy version of its weights
-    images: Sequence[Any] = ()  # among `token_ids`, if there are any: `engine.images.PlacedImages`
+    min_tokens: int = 0  # before a token may end the turn
+    seed: int | None = None
+    sample: Sample | None = field(default=None, compare=False)  # its requests can share KV blocks
+    version: int = 0  # policy version of the weights
+    images: Sequence[Any] = ()  # of type `engine.images.PlacedImages`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class Chunk:
 
 
 class ServerLoad(NamedTuple):
-    """The load of a server by all its clients, from its own gauges."""
+    """The load of a server by all its clients, from its gauges."""
 
     running: int = 0  # requests being decoded
-    waiting: int = 0  # requests without a slot or space in the KV cache, preempted ones included
+    waiting: int = 0  # requests without a slot or space in the KV cache, including preempted requests
     kv_usage: float = 0.0  # share of the KV cache in use
     preemptions: int = 0  # since the server started
 
 
-ImagesOf = Callable[[Group, Sample], Sequence[Any]]  # the images that a sample has seen, as the engine takes them
+ImagesOf = Callable[[Group, Sample], Sequence[Any]]  # returns the images of a sample in the engine's form
 
 
 def no_images(group: Group, sample: Sample) -> Sequence[Any]:
@@ -58,16 +58,16 @@ def no_images(group: Group, sample: Sample) -> Sequence[Any]:
 
 
 class ServerLost(ServerError):
-    """The server of a request went away, and others remain: its sample can be resumed on them at once."""
+    """The server of a request went away, and the sample can be resumed on another server at once."""
 
 
 class RequestMaker:
-    """Makes the requests of one process: no two share an id, and no two segments share a seed.
+    """Makes the requests of a process. Every request has a different id, and every segment a different seed.
 
     `run_id` is the prefix of request ids and cache salts. Under `resume_kv="recompute"` the salt is the current policy
     version, so KV blocks of other weights are never hit, even if a cache reset fails. Under `"reuse"` and `"keep"` a
-    resumed sample keeps the salt of its first segment and finds the blocks of all its segments, if the engine still
-    has them. `images_of` returns the images that a sample has seen.
+    resumed sample keeps the salt of its first segment, and finds the blocks of all its segments if the engine still
+    has them. `images_of` returns the images of a sample.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class RequestMaker:
         self._seed = seed
         self._images_of = images_of
         self._reuses_kv = resume_kv != "recompute"
-        self._made = 0
+        self._count = 0
 
     def make(self, group: Group, sample: Sample, version: int) -> GenerationRequest:
         """Request the rest of `sample` under policy `version`."""
-        self._made += 1
+        self._count += 1
         salt = sample.segments[0].version if self._reuses_kv and len(sample) else version
         turn_length = len(sample) - (sample.conversation.turn_start if sample.conversation else 0)
         remaining = group.remaining(sample)
         return GenerationRequest(
-            # The counter makes the id unique: each segment is a request, and so is each retry of a broken stream.
-            request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._made}",
+            # The counter makes the id unique: a sample has a request for each segment and each retry.
+            request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._count}",
             token_ids=[*group.prompt_ids_of(sample), *sample.token_ids],
             generated=turn_length,
             max_tokens=remaining,
@@ -106,24 +106,25 @@ class RequestMaker:
 
 
 def derive_seed(seed: int, sample: Sample) -> int:
-    """Seed for the next segment of `sample`. Equal seeds give equal completions, so no two segments share one."""
+    """Seed for the next segment of `sample`. Segments have different seeds, since equal seeds repeat completions."""
     key = f"{seed}/{sample.group_id}/{sample.index}/{len(sample)}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1  # vLLM takes signed 64-bit
 
 
 class RolloutEngine(Protocol):
-    """An engine that streams the tokens of requests and aborts them. All methods run on one event loop."""
+    """An engine that streams the tokens of requests and aborts them. All methods run on the same event loop."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Stream the tokens of `request`; the last chunk carries a finish reason.
+        """Stream the tokens of `request`; the last chunk has a finish reason.
 
-        Raises [`ServerLost`] if another server can continue at once; [`ServerError`] if the engine went away, and a
-        retry from the prefix that arrived may work; [`EngineError`] if it refuses the request or its answer is
-        invalid.
+        Raises:
+            ServerLost: If another server can continue at once.
+            ServerError: If the engine went away. A retry from the prefix that arrived may work.
+            EngineError: If the engine refuses the request, or its answer is invalid.
         """
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests, at least one; ids that are unknown or finished are ignored."""
+        """Abort these requests. Ids of unknown and finished requests are ignored; an empty list is an error."""
 
     async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
         """Number of tokens that each request has generated, streamed or not, while the engine is paused.

@@ -1,7 +1,7 @@
-"""The sampling options of requests, and the options that are refused.
+"""The sampling options of requests, and the refused options.
 
-A resumed sample is a new request whose prompt is the old prompt plus the tokens so far. An option is safe only if the
-server then treats those tokens as it would have without the cut. vLLM ignores fields that it does not know.
+The prompt of a resumed request contains the sample's earlier tokens. An option is safe only if the server then treats
+these tokens as if the request had not been cut. vLLM ignores unknown fields, so they are refused here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .stop_strings import Decode, StopStrings
 
 
 JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # `logit_bias` is by token id; sweeps set numpy numbers
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options of TRL's own
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of TRL's config
 _COUNTS_OUTPUT = "it counts only tokens of the same request, so its count would restart at every cut"
 _KEEPS_STATE = "the server keeps its state per request, and a resumed request would start without it"
 # Option -> (value that means "off", why a cut breaks it, remedy).
@@ -32,41 +32,37 @@ _BROKEN_BY_A_CUT: dict[str, tuple[Any, str, str]] = {
          "thinking_token_budget"), (None, _KEEPS_STATE, "leave it out, or train with GRPOTrainer"),
     ),
 }  # fmt: skip
-# The other fields of vLLM's `/v1/completions` that change which tokens are sampled.
+# All other fields of vLLM's `/v1/completions` that influence sampling.
 _PASSED_ON = (
     *SAMPLING, "logit_bias", "allowed_token_ids", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "watermarking", "vllm_xargs",
 )  # fmt: skip
-# Options of transformers, TRL and vLLM, by what replaces them.
+# Replacements of options of transformers and vLLM.
 _INSTEAD = {
     "set max_completion_length in the config": ("max_tokens", "max_new_tokens", "max_length"),
-    "set num_generations in the config": ("n", "num_return_sequences", "best_of"),
+    "set num_generations in the config": ("n", "num_return_sequences"),
     "set stream_interval of APRILGRPOConfig": ("stream_interval",),
-    "shorten the prompts of the dataset": ("truncate_prompt_tokens", "truncation_side"),
     "use min_tokens": ("min_new_tokens", "min_length"),
     "use logit_bias={TOKEN_ID: -100}": ("suppress_tokens", "bad_words_ids", "sequence_bias"),
-    "use repetition_penalty": ("no_repeat_ngram_size", "encoder_repetition_penalty"),
+    "use repetition_penalty": ("no_repeat_ngram_size",),
     "use stop": ("stop_strings",),
     "use stop_token_ids": ("eos_token_id",),
     "leave it out: rollouts are sampled": ("do_sample", "num_beams", "length_penalty"),
-    "leave it out, or train with GRPOTrainer and vllm_structured_outputs_regex": (
-        "guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar",
-    ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """The part of a request's body that all requests share, and the basis of the parts that differ."""
+    """The common part of all request bodies, and options that differ between requests."""
 
     body: dict[str, Any]  # fields of vLLM's `/v1/completions`
-    min_tokens: int = 0  # of a completion; a resumed request asks for the rest of it
-    seed: int | None = None  # each request's seed is derived from it
-    stop: StopStrings | None = None  # searched for here, too, since a match may straddle two requests
+    min_tokens: int = 0  # of a completion; a resumed request asks for the rest
+    seed: int | None = None  # the seeds of requests are derived from it
+    stop: StopStrings | None = None  # also searched for here, since a match may straddle two requests
 
 
 def _no_text(token_ids: list[int]) -> str:
-    raise EngineError("Stop strings are searched for in text, and `decode` was not given.")
+    raise EngineError("Stop strings need `decode`, which returns the text of token ids.")
 
 
 def sampling_options(
@@ -74,13 +70,13 @@ def sampling_options(
     stop_token_ids: Sequence[int | None] = (),
     decode: Decode = _no_text,
 ) -> SamplingOptions:
-    """Build the options of every rollout request, as TRL would send them; the defaults are TRL's.
+    """Build the options of every rollout request as in TRL, with TRL's defaults.
 
-    `stop_token_ids` may hold `None`, as the trainer's `eos_token_ids` do for a tokenizer without an end token. They
-    are not used under `ignore_eos`. `decode` returns the text of token ids, and is needed for stop strings.
+    `stop_token_ids` may contain `None`, like the trainer's `eos_token_ids` for a tokenizer without an end token.
+    `ignore_eos` disables them. `decode` returns the text of token ids, and is needed for stop strings.
 
     Raises:
-        ConfigError: If an option is unknown, is lost when a sample is cut and resumed, or is set in the wrong place.
+        ConfigError: If an option is unknown, belongs elsewhere, or does not survive a cut and a resume.
     """
     extra = {name: value for name, value in (generation_kwargs or {}).items() if (name, value) != ("do_sample", True)}
     for name, (off, reason, remedy) in _BROKEN_BY_A_CUT.items():
@@ -104,12 +100,12 @@ def sampling_options(
     stop = extra.pop("stop", None)
     strings = [stop] if isinstance(stop, str) else list(stop or ())
     if not all(isinstance(string, str) and string for string in strings):
-        raise ConfigError(f"generation_kwargs has stop={stop!r}; it must be a string that is not empty, or several.")
+        raise ConfigError(f"generation_kwargs has stop={stop!r}; it must be a non-empty string, or a list of them.")
     # Set explicitly, so that the server's defaults do not apply.
     body = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **extra}
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
     if not body.get("ignore_eos"):
-        # They too, so that they do not depend on how the server reads the model's generation config.
+        # Set explicitly, so that they do not depend on how the server reads the model's generation config.
         body["stop_token_ids"] = sorted({*stop_token_ids, *(body.get("stop_token_ids") or [])} - {None})
     search = StopStrings(strings, decode, min_tokens) if strings else None
     return SamplingOptions(body, min_tokens, None if seed is None else int(seed), search)
@@ -122,17 +118,17 @@ def sampling_of(
     decode: Decode = _no_text,
 ) -> SamplingOptions:
     """The sampling options of a [`~trl.GRPOConfig`] or a server's client; `generation_kwargs` override its fields."""
-    own = {name: getattr(config, name) for name in SAMPLING if getattr(config, name) is not None}
+    fields = {name: getattr(config, name) for name in SAMPLING if getattr(config, name) is not None}
     extra = generation_kwargs or {}
     if (given := extra.get("temperature", config.temperature)) != config.temperature:
         raise ConfigError(
-            f"generation_kwargs sets temperature={given!r}, but the trainer's log-probabilities and its loss are of "
-            f"temperature={config.temperature}. Set the option temperature={given!r} instead, which both use."
+            f"generation_kwargs sets temperature={given!r}, but the trainer's log-probabilities and loss use "
+            f"temperature={config.temperature}. Set the option temperature={given!r} instead, which applies to both."
         )
-    made, limit = sampling_options({**own, **extra}, stop_token_ids, decode), config.max_completion_length
-    if limit is not None and made.min_tokens > limit:
+    options, limit = sampling_options({**fields, **extra}, stop_token_ids, decode), config.max_completion_length
+    if limit is not None and options.min_tokens > limit:
         raise ConfigError(
-            f"generation_kwargs sets min_tokens={made.min_tokens}, but max_completion_length is {limit}. Raise "
+            f"generation_kwargs sets min_tokens={options.min_tokens}, but max_completion_length is {limit}. Raise "
             "max_completion_length, or lower min_tokens."
         )
-    return made
+    return options

@@ -1,8 +1,8 @@
-"""A rollout engine over several servers, each with an engine of its own.
+"""A rollout engine over several servers, with an engine for each server.
 
-A fresh sample goes to the server with the fewest of our requests. A resumed one stays where its KV blocks are, if they
-are used. Invariant: no request is sent to a server before it has confirmed the policy version, since the server was
-last without requests of ours. A single server is only passed on to.
+A fresh sample goes to the server with the fewest requests of this process. A resumed sample stays with its KV blocks,
+if they are used. Invariant: a server that had no request of this process must confirm the policy version before it
+gets a request. A single server is not asked.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from ..errors import EngineError, ServerError
+from ..errors import ServerError
 from ..pool.samples import Sample
 from .protocol import Chunk, GenerationRequest, RolloutEngine, ServerLost
 
 
 logger = logging.getLogger(__name__)
 
-ABORT_SECONDS = 10.0  # for the answer to an abort, before the server is asked whether it is there
+ABORT_SECONDS = 10.0  # until an abort without an answer counts as an error of the server
 
 
 @dataclass(slots=True, eq=False)
@@ -37,18 +37,18 @@ class Traffic:
 class _Server:
     address: str
     engine: RolloutEngine
-    running: int = 0  # requests of ours
+    running: int = 0  # requests of this process
     is_lost: bool = False
-    check: asyncio.Task[bool] | None = None  # whether it holds the weights, asked for several requests at once
+    check: asyncio.Task[bool] | None = None  # whether it holds the weights, shared by several requests
     traffic: Traffic = field(default_factory=Traffic)
 
 
 class ServersEngine:
-    """A [`~trl_april.engine.protocol.RolloutEngine`] on the servers at `addresses`, which `connect` makes engines for.
+    """A [`~trl_april.engine.protocol.RolloutEngine`] on the servers at `addresses`. `connect` makes their engines.
 
-    `is_sticky` says whether a resumed sample stays on its server. `rank` is the index of this process: each prefers
-    another server where all are equal. `on_lost` is called with the address of a server that leaves while others
-    remain; it is used again from the [`ServersEngine.route_to`] that says it holds the weights.
+    `is_sticky` tells whether a resumed sample stays on its server. `rank` is the index of this process: among equal
+    servers, each process prefers a different server. `on_lost` is called with the address of a server that is lost
+    while others remain. A lost server is used again after a [`ServersEngine.route_to`] with it among the `holding`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ServersEngine:
         self._server_of: dict[str, _Server] = {}  # by id of a running request
         self._homes = WeakKeyDictionary[Sample, _Server]()  # servers with the KV blocks of samples
         self._closing: set[asyncio.Task[None]] = set()
-        self._busy_seconds = 0.0  # with requests of ours on any server
+        self._busy_seconds = 0.0  # with requests of this process on any server
         self._counted_until = 0.0
 
     @property
@@ -80,20 +80,20 @@ class ServersEngine:
         return None if server is None else server.address
 
     async def take_traffic(self) -> tuple[list[Traffic], float]:
-        """The traffic of each server since the last call, and the seconds in which requests of ours were running."""
+        """The traffic of each server since the last call, and the seconds in which any request was running."""
         self._count_seconds()
-        taken, busy = [server.traffic for server in self._servers.values()], self._busy_seconds
+        traffic, busy = [server.traffic for server in self._servers.values()], self._busy_seconds
         for server in self._servers.values():
             server.traffic = Traffic()
         self._busy_seconds = 0.0
-        return taken, busy
+        return traffic, busy
 
     async def route_to(
         self, addresses: Sequence[str], holding: Iterable[str], version: int, causes: dict[str, str] | None = None
     ) -> None:
-        """Send requests to those of the `addresses` that are `holding` the weights of this policy version.
+        """Send requests to the servers at `addresses` that are `holding` the weights of this policy version.
 
-        The requests on others end, and their samples can be resumed elsewhere. `causes` are the errors that showed
+        Requests on other servers end, and their samples can be resumed elsewhere. `causes` are the errors that showed
         that a server was away, by address.
         """
         self._version = version
@@ -103,7 +103,7 @@ class ServersEngine:
         }
         held = set(holding)
         for server in self._servers.values():
-            server.check = None  # it was about the former version
+            server.check = None  # of the former version
             if server.is_lost and server.address in held:
                 server.is_lost = False
                 logger.warning("The vLLM server at %s is back, and has the weights.", server.address)
@@ -130,7 +130,7 @@ class ServersEngine:
                         self._homes[request.sample] = server
                     yield chunk
         except ServerError as error:
-            if await self._has_left(server, error):
+            if await self._is_lost_after(server, error):
                 raise ServerLost(str(error)) from error
             raise
         finally:
@@ -139,40 +139,33 @@ class ServersEngine:
             del self._server_of[request.request_id]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        if not self._has_several:
-            await next(iter(self._servers.values())).engine.abort(request_ids)
-            return
-        if not request_ids:
-            raise EngineError("abort() got no request ids, but it needs at least one.")
-        await self._ask_all(self._abort_on, request_ids)
+        async def abort_on(server: _Server, ids: list[str]) -> None:
+            try:
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await server.engine.abort(ids)
+            except TimeoutError:
+                raise ServerError(f"The vLLM server at {server.address} did not answer an abort.") from None
 
-    async def _abort_on(self, server: _Server, request_ids: list[str]) -> None:
-        try:
-            async with asyncio.timeout(ABORT_SECONDS):
-                await server.engine.abort(request_ids)
-        except TimeoutError:
-            raise ServerError(f"The vLLM server at {server.address} did not answer an abort.") from None
+        await self._ask_all(abort_on, request_ids)
 
     async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
-        if not self._has_several:
-            return await next(iter(self._servers.values())).engine.generated(request_ids)
-        found: dict[str, int] = {}
+        generated: dict[str, int] = {}
 
         async def ask(server: _Server, ids: list[str]) -> None:
-            found.update(await server.engine.generated(ids))
+            generated.update(await server.engine.generated(ids))
 
         await self._ask_all(ask, request_ids)
-        return found
+        return generated
 
     async def _ask_all(self, ask: Callable[[_Server, list[str]], Awaitable[None]], request_ids: Sequence[str]) -> None:
-        """Ask each server about its own of these requests, at once. One that has left is passed over."""
+        """Ask all servers at once, each about the requests that it has. Lost servers are skipped."""
         by_server: dict[_Server, list[str]] = {}
         for request_id in request_ids:
             if (server := self._server_of.get(request_id)) is not None and not server.is_lost:
                 by_server.setdefault(server, []).append(request_id)
         answers = await asyncio.gather(*(ask(*item) for item in by_server.items()), return_exceptions=True)
         for server, answer in zip(by_server, answers, strict=True):
-            if isinstance(answer, ServerError) and await self._has_left(server, answer):
+            if isinstance(answer, ServerError) and await self._is_lost_after(server, answer):
                 continue
             if isinstance(answer, BaseException):
                 raise answer
@@ -189,8 +182,6 @@ class ServersEngine:
     async def close(self) -> None:
         await asyncio.gather(*self._closing, *(server.engine.close() for server in self._servers.values()))
 
-    # One server
-
     @property
     def _has_several(self) -> bool:
         return len(self._servers) > 1
@@ -201,43 +192,40 @@ class ServersEngine:
             return home
         servers = list(self._servers.values())
         first = self._rank % len(servers)
-        # `min` takes the first of several, so each process has another order.
-        return min((server for server in servers[first:] + servers[:first] if not server.is_lost), key=_running)
+        # `min` takes the first of equal servers, so each process has a different order.
+        present = [server for server in servers[first:] + servers[:first] if not server.is_lost]
+        return min(present, key=lambda server: server.running)
 
     async def _confirm(self, server: _Server) -> None:
-        """Ask a server for its version before its first request: a restart while it had none broke no stream."""
+        """Ask a server for its version before its first request: a restart without requests breaks no stream."""
         if self._version is None or not (server.running == 1 or (server.check and not server.check.done())):
             return
         if not await self._holds(server):
             raise ServerError(f"The vLLM server at {server.address} does not answer, or lost its weights.")
 
     async def _holds(self, server: _Server) -> bool:
-        """Whether a server has the weights, asked once for all requests that want to know it now."""
+        """Whether a server has the weights. Concurrent calls share a request."""
         if self._version is None:
             return True
         if server.check is None or server.check.done():
             server.check = asyncio.create_task(server.engine.holds(self._version))
         return await asyncio.shield(server.check)
 
-    async def _has_left(self, server: _Server, error: Exception) -> bool:
-        """Whether others must continue the requests of a server that had this error."""
+    async def _is_lost_after(self, server: _Server, error: Exception) -> bool:
+        """Whether a server is lost after this error, so that others must continue its requests."""
         if not server.is_lost and self._has_several and not await self._holds(server):
             self._lose(server, str(error))
         return server.is_lost
 
     def _lose(self, server: _Server, cause: str) -> None:
-        """Send no more requests to a server, unless it is the last one, and end those that it has."""
+        """Send no more requests to a server and end its requests, unless it is the last server."""
         others = [other for other in self._servers.values() if other is not server and not other.is_lost]
         if server.is_lost or not others:
             return
         logger.warning(
-            "The vLLM server at %s is lost with %d requests, which %d other%s continue. It is used again after the "
-            "first weight sync that it answers. %s",
-            server.address,
-            server.running,
-            len(others),
-            "s" * (len(others) > 1),
-            cause,
+            f"The vLLM server at {server.address} is lost with {server.running} requests, which "
+            f"{len(others)} other{'s' * (len(others) > 1)} continue. It is used again after the first weight sync "
+            f"that it answers. {cause}"
         )
         self._leave(server)
         self._on_lost(server.address)
@@ -254,7 +242,3 @@ class ServersEngine:
         for server in self._servers.values():
             server.traffic.running_seconds += server.running * seconds
         self._busy_seconds += seconds if self._server_of else 0.0
-
-
-def _running(server: _Server) -> int:
-    return server.running

@@ -1,7 +1,7 @@
 """Stop strings, found in the text of a turn wherever its requests were cut.
 
-Invariant: a turn ends with the token that vLLM would end it with if it had been a single request. vLLM searches the
-text of one request at a time, so a string that straddles two is found here only.
+Invariant: a turn ends with the same token as in vLLM with a single request. vLLM searches the text of each request
+alone, so a string that straddles two requests is found only here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .protocol import Chunk, GenerationRequest
 
 Decode = Callable[[list[int]], str]  # the text of token ids, as vLLM writes it
 INCOMPLETE = "\ufffd"  # at the end of a text whose last character lacks bytes
-CONTEXT = 8  # characters before the searched text, since tokens may be written differently at the start of a text
+CONTEXT = 8  # characters before the searched text, since tokens can decode differently at the start of a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class StopStrings:
     min_tokens: int = 0
 
     def is_safe_on_server(self, token_ids: list[int]) -> bool:
-        """Whether the server may search the text after these tokens, too.
+        """Whether the server may also search the text after these tokens.
 
         After an incomplete character, vLLM takes the whole prompt for generated text, and would find strings there.
         """
@@ -34,23 +34,23 @@ class StopStrings:
 
 
 class StopSearch:
-    """Searches the text of `request` and of the turn that it continues. `cut` takes all its chunks, in order."""
+    """Searches the text of `request` and of the turn that it continues. Pass all its chunks to `cut`, in order."""
 
     def __init__(self, stop: StopStrings, request: GenerationRequest) -> None:
         self._stop, self._longest = stop, max(map(len, stop.strings))
         self._ids = list(request.token_ids)
-        self._turn = len(self._ids) - request.generated  # index of its first token
+        self._turn = len(self._ids) - request.generated  # index of the first token of the turn
         self._advance()
 
     def cut(self, chunk: Chunk) -> Chunk:
-        """The chunk up to the token that completes a stop string, if one does."""
+        """Cut a chunk after the token that completes a stop string, if any."""
         held = len(self._ids)
         self._ids += chunk.token_ids
         if self._find(self._text(len(self._ids))):
             for end in range(held + 1, len(self._ids) + 1):
                 text = self._text(end)
                 if text.endswith(INCOMPLETE):
-                    continue  # vLLM waits for the rest of the character, too
+                    continue  # like vLLM, wait for the rest of the character
                 if end - self._turn > self._stop.min_tokens and self._find(text):
                     return Chunk(chunk.token_ids[: end - held], chunk.logprobs[: end - held], "stop")
                 self._searched = len(text)
@@ -58,7 +58,7 @@ class StopSearch:
         return chunk
 
     def _find(self, text: str) -> bool:
-        """Whether a stop string ends beyond the searched part of the text, and begins in the turn."""
+        """Whether a stop string ends after the searched part of the text, and begins in the turn."""
         return any(
             text.find(string, max(self._before, self._searched - len(string) + 1)) >= 0
             for string in self._stop.strings
@@ -68,10 +68,10 @@ class StopSearch:
         return self._stop.decode(self._ids[self._window : end])
 
     def _advance(self) -> None:
-        """Everything so far is searched. Keep only as much text as a stop string can begin in."""
+        """Mark all text as searched, and keep only the text in which a stop string can begin."""
         end = len(self._ids)
         while end and self._stop.decode(self._ids[max(0, end - CONTEXT) : end]).endswith(INCOMPLETE):
-            end -= 1  # not searched yet, whatever else the token has
+            end -= 1  # the token with the rest of the character is not here yet
         size = self._longest + CONTEXT
         while True:
             self._window = max(0, end - size)

@@ -1,7 +1,7 @@
-"""The rollout engine for a vLLM server over HTTP: token ids in, token ids out, one streamed request per sample.
+"""The rollout engine for a vLLM server over HTTP: token ids in, token ids out, a streamed request per sample.
 
-It yields exactly the tokens that the server generated for these token ids, or raises an error that names what was
-wrong. Nothing is retried here: the caller knows from which token to resume.
+Invariant: it yields exactly the tokens that the server generated for the token ids of the request, or raises an error
+that names the problem. It never retries, since only the caller knows the token to resume from.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .stop_strings import StopSearch
 
 GENERATE_PATH, RENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/render"  # for prompts with images
 ANSWER_SECONDS = 10.0  # a healthy server answers short requests at once, however busy it is
-IDLE_SECONDS = 2.0  # that a connection is kept for another request; vLLM's server closes it after 5
-REST_SECONDS = 1.0  # for what follows the last tokens of a stream
+IDLE_SECONDS = 2.0  # for which a connection is kept for another request; vLLM's server closes it after 5
+REST_SECONDS = 1.0  # to read the rest of a stream after its last tokens
 
 
 class VLLMEngine:
     """A [`~trl_april.engine.protocol.RolloutEngine`] on the vLLM server at `base_url`.
 
-    The server serves its model as `model`, streams `stream_interval` tokens per chunk, and gets `api_key` as a bearer
-    token. A token id beyond the trained model's `vocab_size` is an error. `adapter` returns the name of the adapter of
-    a policy version, if requests are for an adapter.
+    The server calls its model `model`, streams `stream_interval` tokens per chunk, and gets `api_key` as a bearer
+    token. A token id outside the trained model's `vocab_size` is an error. `adapter` returns the name of the adapter
+    of a policy version, if requests are for an adapter.
     """
 
     def __init__(
@@ -56,25 +56,20 @@ class VLLMEngine:
         self._vocab_size = vocab_size
         self._adapter = adapter
         self._body = {"model": model, "stream": True, "return_token_ids": True}
-        self._sampling = {
-            **sampling.body,
-            "stream_interval": stream_interval,
-            "logprobs": 0,  # only the sampled token's
-        }
-        self._more_arguments = self._sampling.get("vllm_xargs") or {}
+        self._sampling = {**sampling.body, "stream_interval": stream_interval, "logprobs": 0}  # of sampled tokens only
         self._with_images: set[str] = set()  # ids of running requests
-        # Compression would hold tokens back until there are enough to compress.
+        # Compression would delay tokens until there are enough to compress.
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
-        self._streams: set[aiohttp.StreamReader] = set()  # being read
+        self._streams: set[aiohttp.StreamReader] = set()  # of running requests
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         if request.images:
             self._with_images.add(request.request_id)
         try:
-            path, body = await self._asked_for(request)
+            path, body = await self._build(request)
             data, headers = orjson.dumps(body, option=JSON), {"X-Request-Id": request.request_id}
             has_adapter = body["model"] != self._body["model"]
             async with self._request("POST", path, has_adapter=has_adapter, data=data, headers=headers) as response:
@@ -84,7 +79,7 @@ class VLLMEngine:
                         chunk = chunk if search is None else search.cut(chunk)
                         yield chunk
                         if chunk.finish_reason is not None:
-                            return  # if the server has not ended the request, it does when its connection is closed
+                            return  # closing the connection ends the request on the server
         finally:
             self._with_images.discard(request.request_id)
 
@@ -97,7 +92,7 @@ class VLLMEngine:
                 if events.ended:
                     return
         except aiohttp.ClientError:
-            # aiohttp has not handed out what arrived last; without it, more than a chunk could be lost.
+            # aiohttp withholds the last bytes that arrived. Without them, more than a chunk could be lost.
             for chunk in events.feed(response.content._read_nowait(-1)):
                 yield chunk
             if not events.ended:
@@ -107,34 +102,29 @@ class VLLMEngine:
                 await _read_rest(response)
             self._streams.discard(response.content)
 
-    async def _asked_for(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
+    async def _build(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
         """The path and the body of a request."""
-        body = {**self._body, "cache_salt": request.cache_salt}
-        sampling = {
-            **self._sampling,
-            "max_tokens": request.max_tokens,
-            "min_tokens": request.min_tokens,
-        }
+        # The adapter of the request's version: a sync may have come since the request was made.
+        model = self._adapter(request.version) or self._body["model"]
+        body = {**self._body, "model": model, "cache_salt": request.cache_salt}
+        sampling = {**self._sampling, "max_tokens": request.max_tokens, "min_tokens": request.min_tokens}
         if request.seed is not None:
             sampling["seed"] = request.seed
-        if self._stop is not None and not request.images and self._stop.is_safe_on_server(request.token_ids):
-            sampling["stop"] = self._stop.strings  # spares it the tokens until the next chunk
-        if not request.images:
-            # Spares the server the text of every log-probability, and of the completion (`middleware.TokenIdsOnly`).
-            spared = {"return_tokens_as_token_ids": True, "vllm_xargs": {**self._more_arguments, TOKEN_IDS_ONLY: 1}}
-            body = {**sampling, **body, "prompt": request.token_ids, **spared}
-        else:
+        arguments = sampling.pop("vllm_xargs", None) or {}
+        if request.images:
             features = await joined_features(request.images, self._render)
-            sampling["detokenize"] = False
-            if "vllm_xargs" in sampling:
-                sampling["extra_args"] = sampling.pop("vllm_xargs")  # its name there
-            body |= {"token_ids": request.token_ids, "features": features, "sampling_params": sampling}
-        # Not the present version: a sync may have come since the request was made.
-        body["model"] = self._adapter(request.version) or body["model"]
-        return GENERATE_PATH if request.images else "/v1/completions", body
+            sampling |= {"detokenize": False, **({"extra_args": arguments} if arguments else {})}
+            return GENERATE_PATH, body | {
+                "token_ids": request.token_ids, "features": features, "sampling_params": sampling,
+            }  # fmt: skip
+        if self._stop is not None and self._stop.is_safe_on_server(request.token_ids):
+            sampling["stop"] = self._stop.strings  # the server stops before the end of the chunk
+        # Keeps the server from detokenizing log-probabilities and the completion (`middleware.TokenIdsOnly`).
+        sampling |= {"return_tokens_as_token_ids": True, "vllm_xargs": {**arguments, TOKEN_IDS_ONLY: 1}}
+        return "/v1/completions", {**sampling, **body, "prompt": request.token_ids}
 
     async def _render(self, messages: list[Any]) -> dict[str, Any]:
-        """The features of the images in a conversation. They depend on the images alone."""
+        """The features of the images in a conversation, which depend on the images alone."""
         answer = await self._ask(RENDER_PATH, {"model": self._body["model"], "messages": messages, "max_tokens": 1})
         try:
             features: dict[str, Any] = orjson.loads(answer)["features"]
@@ -144,11 +134,9 @@ class VLLMEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:
-            # vLLM reads an empty list as all requests, other clients' included.
-            raise EngineError("abort() got no request ids, but it needs at least one.")
-        await self._ask(
-            "/abort_requests", {"request_ids": [self._vllm_name(request_id) for request_id in request_ids]}
-        )
+            # vLLM reads an empty list as all requests, including requests of other clients.
+            raise EngineError("abort() got no request ids, and would abort the requests of all clients.")
+        await self._ask("/abort_requests", {"request_ids": list(map(self._vllm_name, request_ids))})
 
     async def generated(self, request_ids: Sequence[str]) -> dict[str, int]:
         """Needs `trl_april.server.middleware.GeneratedTokens` on the server."""
@@ -169,14 +157,14 @@ class VLLMEngine:
             return False
 
     async def close(self) -> None:
-        for stream in self._streams:  # aiohttp would let their readers wait for ever
+        for stream in self._streams:  # otherwise their readers would wait forever
             stream.set_exception(aiohttp.ClientConnectionError("The connection was closed here."))
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> bytes:
-        """POST `body`, or GET without one, and return the whole answer."""
+        """POST `body`, or GET without a body, and return the whole answer."""
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=30)
         async with self._request(method, path, data=data, timeout=timeout) as response:
@@ -186,13 +174,13 @@ class VLLMEngine:
     async def _request(
         self, method: str, path: str, *, has_adapter: bool = False, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer with status 200; other ones, and a connection that breaks in the block, are our errors."""
+        """Open an answer with status 200. Other answers and a connection that breaks raise our errors."""
         try:
             async with self._open_session().request(method, f"{self._base_url}{path}", **options) as response:
                 await _raise_for_status(response, lost_adapter=has_adapter)
                 yield response
         except ServerError:
-            raise  # an OSError too, but it quotes the server
+            raise  # it is an OSError, too
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(
                 f"The vLLM server at {self._base_url} did not answer {path}, or broke the connection: {error!r:.500}."
@@ -203,15 +191,15 @@ class VLLMEngine:
         return f"generate-tokens-{request_id}" if request_id in self._with_images else f"cmpl-{request_id}-0"
 
     def _open_session(self) -> aiohttp.ClientSession:
-        # Created on first use, because a session belongs to the event loop it is created in.
+        # Created on first use, since a session belongs to the event loop that creates it.
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                # No limit: the server's scheduler decides what runs. With tools, connections were nearly half of the
-                # event loop's time when each request had its own. One that was idle for longer is not used again,
-                # because the server may be closing it with the request on its way.
+                # No limit: the server's scheduler decides which requests run. Connections are reused, since opening
+                # them took nearly half of the event loop's time with tools. An idle connection is not reused, since
+                # the server may be closing it when the request arrives.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=_ssl_context()),
-                # No total time-out: long completions are normal. The round driver's watchdog handles silence, because
-                # it knows whether other requests make progress.
+                # No total timeout: long completions are normal. The round driver's watchdog handles silence, since it
+                # knows whether other requests make progress.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers=self._headers,
             )
@@ -219,7 +207,7 @@ class VLLMEngine:
 
 
 async def _read_rest(response: aiohttp.ClientResponse) -> None:
-    """Read a stream to its end, after which its connection can serve another request."""
+    """Read a stream to its end, so that its connection can serve another request."""
     with suppress(aiohttp.ClientError, TimeoutError):
         async with asyncio.timeout(REST_SECONDS):
             async for _ in response.content.iter_any():
@@ -230,9 +218,7 @@ def _ssl_context() -> ssl.SSLContext | bool:
     path = certificates()
     if path is None:
         return True
-    if os.path.isdir(path):
-        return ssl.create_default_context(capath=path)
-    return ssl.create_default_context(cafile=path)
+    return ssl.create_default_context(**{"capath" if os.path.isdir(path) else "cafile": path})
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse, *, lost_adapter: bool) -> None:
@@ -250,7 +236,7 @@ async def _raise_for_status(response: aiohttp.ClientResponse, *, lost_adapter: b
     if response.status == 404 and response.url.path == RENDER_PATH:
         raise EngineError(f"{message} Prompts with images need it: restart the server with --enable-scale-out.")
     if response.status == 404 and lost_adapter:
-        raise ServerError(message)  # it was restarted, and does not know the adapter
+        raise ServerError(message)  # the server was restarted, and does not know the adapter
     if response.status >= 500 or response.status == 429:
         raise ServerError(message)
     raise EngineError(message)

@@ -19,7 +19,7 @@ LARGER_CONTEXT = "restart the server with a larger --max-model-len"
 class Budget:
     """Limits of a completion in tokens."""
 
-    max_completion_length: int | None = None  # over all turns; `None`: whatever the context leaves
+    max_completion_length: int | None = None  # over all turns; `None`: all that the context leaves
     context_length: int | None = None  # that the server takes, prompt and completion together; `None`: any length
     min_tokens: int = 0  # of each turn, unless the sample's budget ends before
     remedy: str = LARGER_CONTEXT  # for a context that is too short, in errors and warnings
@@ -30,7 +30,7 @@ class Budget:
         return min((limit for limit in (self.max_completion_length, room) if limit is not None), default=sys.maxsize)
 
     def least(self, turn_length: int, remaining: int) -> int:
-        """`min_tokens` of a request: its turn has `turn_length` tokens, and its sample `remaining` ones left."""
+        """`min_tokens` of a request: its turn has `turn_length` tokens, and its sample `remaining` tokens left."""
         return min(max(0, self.min_tokens - turn_length), remaining)
 
     def check(self, prompt_length: int, whose: str) -> str | None:

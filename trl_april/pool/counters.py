@@ -1,6 +1,6 @@
 """Counters of the groups and tokens that enter and leave a pool.
 
-Invariant: whatever was admitted or generated was taken, was rejected, or is still in the pool.
+Invariant: every admitted group and generated token was taken, was rejected, or is still in the pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def count_tool_tokens(groups: Sequence[Group]) -> int:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of one pool over the whole training run. Tokens are those of the model, unless they say otherwise."""
+    """Counts of a pool over the whole training run. Tokens are of the model, unless their name says otherwise."""
 
     groups_admitted: int = 0
     groups_taken: int = 0
@@ -34,7 +34,7 @@ class Counters:
 
     @property
     def tokens_held(self) -> int:
-        """Completion tokens of all groups in the pool, those of tools included."""
+        """Completion tokens of all groups in the pool, including tokens of tools."""
         return self._generated_held + self.tool_tokens_held
 
     @property
@@ -56,7 +56,7 @@ class Counters:
         self.tool_tokens_held -= sign * count_tool_tokens(groups)
 
     def continued_with(self, groups: Sequence[Group]) -> Counters:
-        """The counters of a pool that holds `groups` and took and rejected as much as this one."""
+        """The counters of a pool that holds `groups` and took and rejected as much as this pool."""
         return replace(
             self,
             groups_admitted=self.groups_taken + self.groups_rejected + len(groups),

@@ -1,4 +1,4 @@
-"""Groups as plain data: one head per group, which JSON can hold, and two arrays with all tokens and log-probabilities.
+"""Groups as plain data: a JSON head per group, and two arrays with all tokens and log-probabilities.
 
 In this form groups travel to another process and are stored in a checkpoint, without their dataset rows. What is
 unpacked equals what was packed, token by token, or an error is raised. Standard library only.
@@ -32,7 +32,7 @@ class PackedGroups:
 def pack(groups: Sequence[Group]) -> PackedGroups:
     """Groups as plain data, all of it copied.
 
-    Of a running sample, the tokens received so far are packed; of an acting one, the turn whose calls are pending.
+    A running sample is packed with the tokens received so far, an acting sample with its calls pending.
     """
     token_ids, logprobs = array("i"), array("f")
     heads = []
@@ -71,7 +71,7 @@ def pack(groups: Sequence[Group]) -> PackedGroups:
 def unpack(packed: PackedGroups, rows: Sequence[dict[str, Any]], budget: Budget | None = None) -> list[Group]:
     """The groups that were packed, with these dataset rows, and their unfinished samples parked or waiting.
 
-    They keep their `max_completion_length`; all else of their `budget` is that of this run.
+    They keep their `max_completion_length`; the rest of their `budget` is given by this run.
 
     Raises:
         PoolError: If a head is malformed, or the lengths do not add up.

@@ -1,7 +1,7 @@
 """The pool: every admitted group is here, in exactly one state, until it is taken for training.
 
 The cache of partial samples is not a second store: it is the pool's parked samples. So "nothing lost, nothing twice"
-is an invariant of one object. The pool never waits and reads no clock.
+is an invariant of a single object. The pool never waits and reads no clock.
 
 An illegal transition raises [`PoolError`] and changes nothing.
 """
@@ -15,45 +15,36 @@ from typing import Any
 from ..errors import PoolError
 from .budget import Budget
 from .counters import Counters
+from .sample_states import SampleStates
 from .samples import Conversation, Group, Sample, SampleState, Score
 from .schedule import Schedule
-from .transitions import Transitions
 
 
-class Pool(Transitions):
+class Pool(SampleStates):
     """The groups of one process between admission and training.
 
     Args:
-        quota (`int`):
-            Groups that a round delivers (N), over all processes.
-        over_provisioning (`float`, *optional*, defaults to `2.0`):
-            Target for outstanding groups as a factor of the quota (N'/N), at least 1.0. Finished surplus counts
-            against the target.
-        max_staleness (`int` or `None`, *optional*, defaults to `5`):
-            Bound on the staleness of a token in policy versions: version at training minus version at sampling. `None`
-            lifts it.
-        staleness_policy (`str`, *optional*, defaults to `"wait"`):
-            `"wait"` makes the bound a guarantee: a round stays open for the groups that fall due. `"mask"` and
-            `"ignore"` let tokens pass the bound; masking them is left to the trainer.
-        versions_per_round (`int`, *optional*, defaults to `1`):
-            The most that the policy version may advance from one round to the next.
-        dynamic_sampling (`bool`, *optional*, defaults to `False`):
-            Whether a finished group counts only once it is scored and accepted.
-        has_tools (`bool`, *optional*, defaults to `False`):
-            Whether samples have a conversation, so that they act at the end of each turn.
-        has_environments (`bool`, *optional*, defaults to `False`):
-            Whether each sample has an environment, which is reset first and gives the sample its prompt.
-        max_parked_tokens (`int`, *optional*):
-            Completion tokens that this pool may hold before groups that the batch does not need have to wait. No bound
-            by default.
-        budget ([`~trl_april.pool.budget.Budget`], *optional*):
-            Limits of each sample in tokens. None by default.
+        quota (`int`): Groups that a round delivers (N), over all processes.
+        over_provisioning (`float`, *optional*, defaults to `2.0`): Target for outstanding groups as a factor of the
+            quota (N'/N), at least 1.0. Finished surplus counts against the target.
+        max_staleness (`int` or `None`, *optional*, defaults to `5`): Bound on the staleness of a token in policy
+            versions: version at training minus version at sampling. `None` lifts the bound.
+        staleness_policy (`str`, *optional*, defaults to `"wait"`): `"wait"` makes the bound a guarantee: a round stays
+            open for the groups that fall due. `"mask"` and `"ignore"` let tokens pass the bound.
+        versions_per_round (`int`, *optional*, defaults to `1`): The most that the policy version may advance between
+            two rounds.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`): Whether a finished group counts only once it is
+            scored and accepted.
+        has_tools (`bool`, *optional*, defaults to `False`): Whether samples act at the end of each turn.
+        has_environments (`bool`, *optional*, defaults to `False`): Whether an environment gives each sample its
+            prompt, after a reset.
+        max_parked_tokens (`int`, *optional*): Completion tokens that this pool may hold before groups that the batch
+            does not need have to wait.
+        budget ([`~trl_april.pool.budget.Budget`], *optional*): Limits of each sample in tokens.
 
     Attributes:
-        schedule ([`~trl_april.pool.schedule.Schedule`]):
-            The outstanding groups of all processes: quota, target, policy version, room, and when a round may close.
-        counters ([`~trl_april.pool.counters.Counters`]):
-            Groups and tokens that entered and left this pool.
+        schedule ([`~trl_april.pool.schedule.Schedule`]): The outstanding groups of all processes.
+        counters ([`~trl_april.pool.counters.Counters`]): Groups and tokens that entered and left this pool.
 
     Raises:
         ConfigError: If an argument is out of range, or if `"wait"` cannot guarantee the bound with that many groups
@@ -93,14 +84,14 @@ class Pool(Transitions):
     def begin_round(self, version: int) -> None:
         """Enter the next round, whose tokens are sampled under `version`; see [`Schedule.begin_round`].
 
-        Running requests must have been held for this version: a segment has one version. Acting samples have none.
+        Running requests must have been held for this version: a segment has a single version.
         """
         current = self.schedule.version
         running = self.count(SampleState.RUNNING)
         if running and version not in (current, self.version_after_resume):
             raise PoolError(
                 f"The policy version cannot go from {current} to {version} while {running} requests run: a segment "
-                "has one version. Park, finish or hold them first."
+                "has a single version. Park, finish or hold them first."
             )
         self.schedule.begin_round(version)
         self.schedule.admits_surplus = not self.is_full
@@ -118,8 +109,8 @@ class Pool(Transitions):
     ) -> Group:
         """Add a group for the next dataset row; other processes add its id to their schedules.
 
-        Age is the order of the ids, so they must ascend. `max_completion_length` replaces that of the pool's budget,
-        and `row_index` is the row of the training dataset, by which checkpoints name it.
+        Age is the order of the ids, so they must ascend. `max_completion_length` replaces the limit of the pool's
+        budget. Checkpoints name the dataset row by `row_index`.
         """
         budget = self.budget
         if max_completion_length is not None:
@@ -140,14 +131,17 @@ class Pool(Transitions):
 
     def new_samples(self, group_id: int, count: int) -> list[Sample]:
         """Samples without tokens, for a new group."""
-        samples = [Sample(group_id, index) for index in range(count)]
-        if self.has_tools:
-            for sample in samples:
-                sample.conversation = Conversation(awaits_reset=self.has_environments)
-        return samples
+        return [
+            Sample(
+                group_id,
+                index,
+                conversation=Conversation(awaits_reset=self.has_environments) if self.has_tools else None,
+            )
+            for index in range(count)
+        ]
 
     def ready(self) -> list[tuple[Group, Sample]]:
-        """Samples to start: resumed ones first, each kind oldest first.
+        """Samples to start: resumed samples first, each kind oldest first.
 
         A full pool lists only samples that the round needs to close.
         """
@@ -185,7 +179,7 @@ class Pool(Transitions):
         self._rejected[group.group_id] = self._groups.pop(group.group_id)
 
     def readmit(self, count: int) -> int:
-        """Bring back the oldest `count` groups that this round rejected in all processes, as accepted ones.
+        """Bring back the oldest `count` groups that this round rejected in all processes, as accepted groups.
 
         Returns how many of them are in this pool.
         """
@@ -197,12 +191,14 @@ class Pool(Transitions):
     def withdraw(self, count: int) -> list[int]:
         """Remove the youngest `count` groups, which training can no longer use, and count them as rejected.
 
-        Returns their ids, including those of other processes.
+        Returns their ids, including groups of other processes.
         """
         youngest = self.schedule.ids[len(self.schedule) - count :]
         here = [self._groups[group_id] for group_id in youngest if group_id in self._groups]
         if count > len(self.schedule) or any(group.state is SampleState.RUNNING for group in here):
-            raise PoolError(f"{count} groups cannot be withdrawn: there are {len(self.schedule)}, or one is running.")
+            raise PoolError(
+                f"{count} groups cannot be withdrawn: there are {len(self.schedule)}, or a request is running."
+            )
         self.schedule.withdraw(youngest)
         self.counters.reject(here)
         for group in here:
@@ -217,7 +213,9 @@ class Pool(Transitions):
         for group_id in finished:
             group = self._groups.get(group_id)
             if group is not None and not self._can_be_taken(group):
-                raise PoolError(f"Group {group_id} is said to be finished, but is {group.state.value} here.")
+                raise PoolError(
+                    f"Another process reports group {group_id} as finished, but it is {group.state.value} here."
+                )
         self.schedule.learn(finished)
 
     def take(self) -> list[Group]:
@@ -238,7 +236,7 @@ class Pool(Transitions):
 
     @property
     def is_full(self) -> bool:
-        """Whether the pool holds `max_parked_tokens`, so that groups the batch does not need have to wait."""
+        """Whether groups that the batch does not need have to wait, since the pool holds `max_parked_tokens`."""
         return self.max_parked_tokens is not None and self.counters.tokens_held >= self.max_parked_tokens
 
     def not_needed(self) -> list[Sample]:
@@ -278,9 +276,9 @@ class Pool(Transitions):
         version: int | None,
         last_id: int,
     ) -> None:
-        """Put saved groups of all processes, by ascending id, into this empty pool, which keeps those that it `owns`.
+        """Put saved groups of all processes, by ascending id, into this empty pool, which keeps the groups it `owns`.
 
-        `counters` say how many were taken and rejected before. [`~trl_april.pool.state.restore`] checks the groups.
+        `counters` say how many were taken and rejected before.
         """
         if self.counters.groups_admitted or self.schedule.last_id >= 0:
             raise PoolError("A state can only be loaded into an empty pool.")
@@ -304,4 +302,4 @@ class Pool(Transitions):
         group.score = score
         for sample in group.samples:
             if sample.conversation is not None:
-                sample.conversation.environment = None  # of no use any more
+                sample.conversation.environment = None  # no longer needed

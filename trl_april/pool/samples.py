@@ -1,7 +1,7 @@
 """Groups, samples and segments: what a dataset row becomes on its way to a training batch.
 
 Invariant: tokens only append, and `len(token_ids) == len(logprobs) == sum(segment.length)` after every
-[`Sample.append`]. Transitions between states belong to [`~trl_april.pool.transitions.Transitions`].
+[`Sample.append`]. Transitions between states belong to [`~trl_april.pool.sample_states.SampleStates`].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 
 class SampleState(StrEnum):
-    """State of a sample, and of a group as derived from its samples. Transitions: [`~trl_april.pool.transitions`]."""
+    """State of a sample, and of a group as derived from its samples; see [`~trl_april.pool.sample_states`]."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -41,7 +41,7 @@ class SampleState(StrEnum):
 
 @dataclass(slots=True)
 class Segment:
-    """A run of `length` tokens that one request generated under one policy version, or that a tool returned.
+    """A run of `length` tokens that a request generated under a single policy version, or that a tool returned.
 
     A policy version is the `trainer.state.global_step` of a weight sync. Tokens of a tool or an environment have none:
     they have log-probability 0.0, and count for no staleness, loss or correction.
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns of a sample that alternates between the model and tools, and of its environment, if it has one."""
+    """The turns of a sample that alternates between the model and tools, and the state of its environment."""
 
     # After the prompt, of complete turns. Like the prompt, in the form of `data.row_json`.
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -82,11 +82,11 @@ class Conversation:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sample:
-    """One completion of a group's prompt, finished or not.
+    """A completion of a group's prompt, finished or not.
 
     `token_ids` (`int32`) are the completion tokens so far, as the engine returned them, and `logprobs` (`float32`,
     nats) the log-probability of each under the policy that sampled it. `segments` are the runs of tokens by policy
-    version, in order; with `segment_open` the last one belongs to the current request, and so still grows.
+    version, in order; with `segment_open` the last segment belongs to the current request, and still grows.
     `finish_reason` is set exactly when `state` is `FINISHED`. `conversation` has its turns, if tools may be called.
     """
 
@@ -109,7 +109,7 @@ class Sample:
         if len(token_ids) != len(logprobs):
             raise EngineError(
                 f"The engine sent {len(token_ids)} tokens and {len(logprobs)} log-probabilities for {self}; there "
-                "must be one per token."
+                "must be equally many."
             )
         if not token_ids:
             return
@@ -163,7 +163,7 @@ class Sample:
     @property
     def last_version(self) -> int | None:
         """Policy version of the youngest token that the model generated."""
-        return next((one.version for one in reversed(self.segments) if one.version is not None), None)
+        return next((segment.version for segment in reversed(self.segments) if segment.version is not None), None)
 
     @property
     def num_tool_tokens(self) -> int:
@@ -191,12 +191,12 @@ class Score:
     """Rewards of a group that was scored during generation."""
 
     rewards: list[list[float]]  # by sample and reward function; NaN where a function returned `None`
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that they logged, one value per sample
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that they logged, a value per sample
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One dataset row and its `num_generations` samples.
+    """A dataset row and its `num_generations` samples.
 
     `group_id` is the position of the row in training order, from 0, and `row_index` its index in the training dataset,
     or `None` for a row of a stream. `prompt_ids` are the token ids of the prompt; with environments they are empty,
@@ -221,7 +221,7 @@ class Group:
         states = {sample.state for sample in self.samples}
         if SampleState.RUNNING in states:
             return SampleState.RUNNING
-        # A finished or acting sample beside others is progress too: the group is resumed rather than started.
+        # A finished or acting sample among others is progress too: the group is resumed rather than started.
         return states.pop() if len(states) == 1 else SampleState.PARKED
 
     def prompt_ids_of(self, sample: Sample) -> list[int]:
@@ -230,7 +230,7 @@ class Group:
         return self.prompt_ids if own is None else own
 
     def budget_of(self, sample: Sample) -> int:
-        """The most completion tokens of `sample`, those of tools included."""
+        """The most completion tokens of `sample`, including tokens of tools."""
         return self.budget.after(len(self.prompt_ids_of(sample)))
 
     def remaining(self, sample: Sample) -> int:
@@ -286,7 +286,7 @@ class Group:
             if sample.conversation is not None and not 0 <= sample.conversation.turn_start <= length:
                 raise PoolError(f"The turn of {sample} starts at {sample.conversation.turn_start} of {length} tokens.")
             acts = sample.state is SampleState.ACTING
-            # After an error or a checkpoint, a parked sample has calls to run again; a new one waits for its reset.
+            # After an error or a checkpoint, a parked sample has calls to run again; a new sample waits for its reset.
             acts_next = sample.must_act and sample.state in (SampleState.PARKED, SampleState.WAITING)
             if sample.must_act != acts and not acts_next:
                 raise PoolError(f"{sample} is {sample.state.value} in {sample.conversation}.")

@@ -1,6 +1,6 @@
 """The schedule: which groups are outstanding in all processes, and when a round may close.
 
-A pool holds the groups of its own process. Target, quota and staleness bound hold for the groups of all processes, and
+A pool holds the groups of its process. Target, quota and staleness bound hold for the groups of all processes, and
 need only their ids, their start versions and which are finished. Invariant: processes that admitted the same ids and
 learned of the same finished groups compute the same room, the same requirements and the same batch.
 """
@@ -22,7 +22,7 @@ READY_MARGIN = 0.25  # of a batch: finished groups that a round may have left ov
 
 
 class Requirement(NamedTuple):
-    """`needed` groups with this `start_version` or an older one must be finished before a round may close."""
+    """`needed` groups with this `start_version` or older must be finished before a round may close."""
 
     start_version: int
     needed: int
@@ -49,14 +49,14 @@ class Schedule:
         self.versions_per_round = versions_per_round
         self._staleness_policy = staleness_policy
         self.target = self.capacity = 0  # groups that may be outstanding: now, and at most so far
-        self.aim_at(over_provisioning)
+        self.set_target(over_provisioning)
         self.version: int | None = None  # of the current round
         self.last_id = -1  # youngest group admitted so far
         self.finished: list[int] = []  # groups that can be taken, as far as known here, ascending
         self.rejected: dict[int, int] = {}  # start versions of the groups rejected in this round, by id
         self.delivered: list[int] = []  # the last batch, oldest first
         self.admits_surplus = True  # whether there is room for more groups than a batch has
-        self.surplus_share = 1.0  # of the groups beyond one batch that may be admitted; falls as training ends
+        self.surplus_share = 1.0  # of the groups beyond a batch that may be admitted; falls as training ends
         self.withheld = 0  # groups that the pool has fewer than its target, because the trainer is the bottleneck
         self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups beyond the batch, as the last rounds opened
         self._start_versions: dict[int, int] = {}  # of the outstanding groups; ids and versions ascend
@@ -79,7 +79,7 @@ class Schedule:
         """Policy version of the round that admitted the group."""
         return self._start_versions[group_id]
 
-    def aim_at(self, over_provisioning: float) -> None:
+    def set_target(self, over_provisioning: float) -> None:
         """Change the target between rounds, in all processes alike.
 
         Above a lowered target, no group is admitted until enough were delivered. A factor that the staleness bound
@@ -101,7 +101,7 @@ class Schedule:
                 raise PoolError(f"The policy version cannot go back from {self.version} to {version}.")
             if self.bound is not None and len(self) and version - self.version > self.versions_per_round:
                 raise PoolError(
-                    f"The policy version went from {self.version} to {version} in one round, more than the "
+                    f"The policy version went from {self.version} to {version} in a single round, more than the "
                     f"{self.versions_per_round} that the staleness bound was planned with."
                 )
         self.version, self.rejected = version, {}
@@ -143,7 +143,7 @@ class Schedule:
     def room_ahead(self) -> int:
         """Groups worth admitting between two rounds, to be generated while the last batch is trained.
 
-        They are one round older than groups admitted by the next round, so the bound allows one batch fewer.
+        They are a round older than groups admitted by the next round, so the bound allows a batch fewer.
         """
         if not self.admits_surplus:
             return 0
@@ -169,19 +169,19 @@ class Schedule:
         insort(self.finished, group_id)
 
     def learn(self, finished: Iterable[int]) -> None:
-        """Mark outstanding groups as finished, also those of other processes and those already known."""
-        found = set(finished)
-        for group_id in found:
+        """Mark outstanding groups of any process as finished, including groups already known."""
+        reported = set(finished)
+        for group_id in reported:
             if group_id not in self:
-                raise PoolError(f"Group {group_id} is said to be finished, but is not outstanding.")
-        self.finished = sorted(found.union(self.finished))
+                raise PoolError(f"A process reports group {group_id} as finished, but it is not outstanding.")
+        self.finished = sorted(reported.union(self.finished))
 
     def reject(self, group_id: int) -> None:
         """Remove a group that is not trained. It can be readmitted until the next round begins."""
         self.rejected[group_id] = self._remove(group_id)
 
     def readmit(self, count: int) -> list[int]:
-        """Bring back the oldest `count` groups that this round rejected, as finished ones, and return their ids."""
+        """Bring back the oldest `count` groups that this round rejected, as finished groups, and return their ids."""
         if not 0 <= count <= len(self.rejected):
             raise PoolError(f"{count} rejected groups cannot be readmitted; this round rejected {len(self.rejected)}.")
         oldest = sorted(self.rejected)[:count]
@@ -217,7 +217,7 @@ class Schedule:
         deadline first. If it holds at the end of every round it stays feasible, since admission keeps to the target.
         """
         assert self.version is not None
-        found = [Requirement(self.version, self.quota)]
+        requirements = [Requirement(self.version, self.quota)]
         if self.bound is not None:
             count = 0
             for start_version, outstanding in sorted(self._outstanding.items()):
@@ -225,8 +225,8 @@ class Schedule:
                 can_wait = (start_version + self.bound - self.version) // self.versions_per_round
                 must_finish = count - self.quota * can_wait
                 if must_finish > 0:
-                    found.append(Requirement(start_version, must_finish))
-        return found
+                    requirements.append(Requirement(start_version, must_finish))
+        return requirements
 
     def needed(self) -> list[int]:
         """The groups that the round cannot close without: the oldest unfinished, as many as it waits for."""
@@ -235,7 +235,7 @@ class Schedule:
         return [group_id for group_id in self._start_versions if group_id not in finished][: max(0, missing)]
 
     def num_finished(self, start_version: int) -> int:
-        """Finished groups with this start version or an older one, as far as known here."""
+        """Finished groups with this start version or older, as far as known here."""
         return bisect_right(self.finished, start_version, key=self._start_versions.__getitem__)
 
     @property

@@ -74,7 +74,7 @@ def restore(
     moments = sorted({(-1 if state["version"] is None else state["version"], state["last_id"]) for state in states})
     if len(moments) > 1:
         raise PoolError(
-            f"The pool states are not of one moment: their policy versions and last admitted groups are {moments}."
+            f"The pool states are of different moments: their policy versions and last admitted groups are {moments}."
         )
     saved_version, last_id = states[0]["version"], states[0]["last_id"]
     version = saved_version if version is None else version
@@ -99,7 +99,7 @@ def restore(
     # Saved in the middle of a step, the batch in training is delivered again by a round that ages nothing.
     again = len(in_training) if version == saved_version else 0
     if version is not None and not _fits(pool, groups, version, again):
-        # The batch in training is generated anew where one more round would make it, or what it delays, too old.
+        # The batch in training is generated anew where another round would make it, or the groups it delays, too old.
         for group_id in in_training:
             old, last_id = groups.pop(group_id), last_id + 1
             samples = pool.new_samples(last_id, len(old.samples))
@@ -108,7 +108,7 @@ def restore(
             raise PoolError(
                 f"The {len(groups)} groups of the pool state cannot all be trained within a staleness of "
                 f"{pool.schedule.bound} versions at {pool.schedule.quota} groups per round. Resume with the "
-                "max_staleness, staleness_policy, batch and optimiser steps per batch that they were saved under, or "
+                "max_staleness, staleness_policy, batch and optimizer steps per batch that they were saved under, or "
                 "with max_staleness=None."
             )
     for lost in restore_environments([group for group_id, group in groups.items() if owns(group_id)]):
@@ -122,7 +122,7 @@ def restore(
 
 
 def _groups_of(state: dict[str, Any], read_row: Callable[[int], dict[str, Any]] | None, budget: Budget) -> list[Group]:
-    """The groups of one state, with the rows that they were generated for."""
+    """The groups of a state, with the rows that they were generated for."""
     rows = [row if isinstance(row, dict) else _read(row, read_row) for row in state["rows"]]
     groups = unpack(PackedGroups(state["groups"], state["token_ids"], state["logprobs"]), rows, budget)
     for group, head, row in zip(groups, state["groups"], state["rows"], strict=True):

@@ -1,7 +1,7 @@
-"""The acting samples: those whose turn has ended, and whose calls run in threads, or whose environment is reset.
+"""Acting samples: their tool calls, or the resets of their environments, run in threads.
 
-The invariant owned here: whatever becomes of the round, each call of `act` lands once, on the event loop. A sample
-that has left the pool meanwhile is forgotten.
+Invariant: each call of `act` is delivered to the event loop exactly once, however the round ends. The result is
+dropped if the sample has left the pool meanwhile.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class _Step:
 
 
 class Acting:
-    """Runs the steps before and between the turns of the model, one per acting sample.
+    """Runs the steps before and between the turns of the model, a single step per acting sample.
 
-    `on_ended` is called for each that landed. Errors of `act` are passed to `on_error`, and the sample is parked with
-    its calls pending. The owner resets the counts.
+    `on_ended` is called after each delivered result. Errors of `act` are passed to `on_error`, and the sample is
+    parked with its calls pending. The owner resets the counts.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class Acting:
         result.add_done_callback(lambda result: self._finished(step))
 
     def begin(self, group: Group, sample: Sample) -> None:
-        """Run the reset of a new sample, or the pending calls of a parked one again."""
+        """Run the reset of a new sample, or again the pending calls of a parked sample."""
         self.num_repeated += sample.pending_calls
         self._pool.start(sample)
         self.start(group, sample)
 
     def land(self) -> None:
-        """Bring the results that are there into the pool. On the event loop, which may be another one since."""
+        """Deliver the available results to the pool, on the event loop, which may have changed since the start."""
         self._loop = asyncio.get_running_loop()
         while self._done:
             step = self._done.popleft()
@@ -149,11 +149,11 @@ class Full(Exception):
 
 
 class Places:
-    """The environments of one factory, and the groups that have places among them.
+    """The environments of a factory, and the groups that have places among them.
 
-    Beyond the first `worth`, one group after the other opens its own. A failure then means that there are no more, and
-    further groups wait, the least key first. Invariant: at most one group of several samples has environments for some
-    of them only, so all others can finish and give theirs back.
+    Beyond the first `worth`, groups open their environments in turn. A failure then means that the limit is reached,
+    and further groups wait, the least key first. Invariant: at most a single group of several samples has environments
+    for only a part of them, so all others can finish and return their environments.
     """
 
     def __init__(self, idle: list[Any], worth: int, *, grows: bool) -> None:
@@ -165,7 +165,7 @@ class Places:
         self._changed = threading.Condition()
 
     def take(self, key: Any, samples: int, *, waits: bool = True) -> Any | None:
-        """An idle one for a sample of a group, or `None` if the caller has to open one. Raises [`Full`]."""
+        """Return an idle environment for a sample, or `None` if the caller has to open it. Raises [`Full`]."""
         with self._changed:
             if not (waits or self.idle or self._can_open()):
                 raise Full(f"All {self.limit} environments are in use.")
@@ -185,7 +185,7 @@ class Places:
             return None
 
     def opened(self, count: int = 1) -> None:
-        """One was opened and reset, or with 0 it never was, and with -1 it is never used again."""
+        """Count an environment that was opened and reset; 0 ends a failed attempt, and -1 discards an environment."""
         with self._changed:
             self._opening -= count >= 0
             self._ready += count
@@ -194,7 +194,7 @@ class Places:
             self._changed.notify_all()
 
     def failed(self) -> bool:
-        """One could not be opened. Returns whether there are enough to wait for."""
+        """Note that an environment could not be opened. Returns whether there are enough to wait for."""
         with self._changed:
             self._opening -= 1
             self._changed.notify_all()
@@ -209,7 +209,7 @@ class Places:
             self._changed.notify_all()
 
     def release(self, key: Any) -> None:
-        """The samples of a group need none any more."""
+        """Free the places of a group whose samples are done."""
         with self._changed:
             self._held.pop(key, None)
             self._grows = True  # the other processes have theirs

@@ -1,14 +1,14 @@
 """The rollout driver: runs a round from its dispatch until its quota is met, and cuts what is not finished.
 
-The invariant owned here: a round closes in all processes or in none. When [`RolloutDriver.generate`] raises, or
-returns without `overlap`, no request of ours is running. Time is the event loop's, which may be simulated.
+Invariant: a round closes in all processes or in none. When [`RolloutDriver.generate`] raises, or returns without
+`overlap`, no request of this driver is running. The clock is that of the event loop, which may be simulated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 from ..distributed.quota import SharedQuota
@@ -18,9 +18,9 @@ from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
 from .acting import Act
 from .dynamic_sampling import DynamicSampling
-from .in_flight import InFlight
 from .lifecycle import RoundLifecycle, RoundState
-from .round import Round, RoundRecorder, drain_grace
+from .record import Round, RoundRecorder, drain_grace
+from .requests import Requests
 
 
 logger = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class RolloutDriver:
         self._idle_timeout = idle_timeout
         self._lifecycle = RoundLifecycle()
         self._enough_since: float | None = None  # when enough groups for a batch were finished
-        self._may_filter = asyncio.Event()  # a group finished, or no request is left that could finish one
+        self._may_filter = asyncio.Event()  # a group finished, or no request is left that could finish a group
         self._watching: set[asyncio.Task[None]] = set()  # tasks that may close the round, besides the requests
-        self._scoring: set[asyncio.Task[None]] = set()  # between two rounds; at most one
-        self._flight = InFlight(
+        self._scoring: set[asyncio.Task[None]] = set()  # between two rounds; at most a single task
+        self._requests = Requests(
             pool,
             engine,
             RequestMaker(run_id, seed, resume_kv=resume_kv, images_of=images_of),
@@ -76,22 +76,22 @@ class RolloutDriver:
             act=act,
             threads=threads,
         )
-        self._recorder = RoundRecorder(pool, self._flight, overlap=overlap)
+        self._recorder = RoundRecorder(pool, self._requests, overlap=overlap)
 
     @property
     def in_flight(self) -> int:
         """Number of running requests."""
-        return len(self._flight.running)
+        return len(self._requests.running)
 
     @property
     def acting(self) -> int:
         """Number of samples whose tools run."""
-        return len(self._flight.acting)
+        return len(self._requests.acting)
 
     @property
     def without_tokens(self) -> int:
-        """Number of running requests, queued ones among them, without any token yet."""
-        return sum(not request.received for request in self._flight.running.values())
+        """Number of running requests without any token yet, including queued requests."""
+        return sum(not request.received for request in self._requests.running.values())
 
     async def run_round(self) -> Round:
         await self.generate()
@@ -120,7 +120,7 @@ class RolloutDriver:
                 self._dynamic.replaced = 0
         # A satisfied round is not cut, so samples that end acting after it must not be requested without `overlap`.
         if self._lifecycle.error is None and (self._overlap or not is_satisfied):
-            self._flight.open()
+            self._requests.open()
         if self._quota is not None and not is_satisfied:
             self._quota.begin_round()
 
@@ -137,16 +137,16 @@ class RolloutDriver:
         is_satisfied = lifecycle.state is RoundState.SATISFIED
         if not is_satisfied:
             # Before the round runs: the last result in flight would close it before anything was requested.
-            self._flight.acting.land()
+            self._requests.acting.land()
             lifecycle.enter(RoundState.RUNNING)
         try:
             if not is_satisfied:
                 await self._run(self.round)
             elif isinstance(lifecycle.error, RoundSuspended):
                 lifecycle.take_error()  # nothing to suspend
-            # A satisfied round does not need the server. The error stays for the next one, unless a sync comes first.
+            # A satisfied round does not need the server. The error is for the next round, unless a sync comes first.
             if lifecycle.error is not None and not (is_satisfied and isinstance(lifecycle.error, ServerError)):
-                await self._flight.cut_off()
+                await self._requests.cut_off()
                 raise lifecycle.error
             lifecycle.enter(RoundState.CLOSED)
         except BaseException:
@@ -180,8 +180,8 @@ class RolloutDriver:
         If the server is away, the next round fails, unless a weight sync comes first.
         """
         if self._overlap and self._lifecycle.error is None:
-            self._flight.open()
-            await self._flight.dispatch_more()
+            self._requests.open()
+            await self._requests.dispatch_more()
             self._score_ahead()
 
     async def cut(self) -> None:
@@ -190,9 +190,9 @@ class RolloutDriver:
         Raises the error since the round closed, unless the server went away: the pool has all tokens that arrived.
         """
         try:
-            await self._flight.cut()
+            await self._requests.cut()
         finally:
-            await self._flight.cut_off()
+            await self._requests.cut_off()
         failure = self._lifecycle.take_error()
         if isinstance(failure, ServerError):
             logger.warning("%s", failure)
@@ -201,12 +201,12 @@ class RolloutDriver:
 
     async def stop_asking(self, servers: Sequence[str] = ()) -> list[int]:
         """Send no more requests until the next round. Returns how many have no tokens, and run on each server."""
-        self._flight.stop_asking()
-        return [self.without_tokens, *map(self._flight.servers.count, servers)]
+        self._requests.stop_asking()
+        return [self.without_tokens, *map(self._requests.servers.count, servers)]
 
-    async def free_slot(self, full: Collection[str | None]) -> None:
-        """Free a slot of each full server: abort queued requests, and the one that is cheapest to resume."""
-        await self._flight.free_slot(full)
+    async def free_slots(self, full: Mapping[str | None, int]) -> None:
+        """Free slots of each full server: abort queued requests, and the request that is cheapest to resume."""
+        await self._requests.free_slots(full)
 
     async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across the coming sync to policy version `version`, on a paused engine, or else cut them.
@@ -215,18 +215,18 @@ class RolloutDriver:
         """
         if self._lifecycle.error is None:
             try:
-                await self._flight.hold(version, oldest)
+                await self._requests.hold(version, oldest)
                 return
             except (ServerError, EngineError) as error:
                 logger.warning("%s Requests are cut instead.", str(error))
         await self.cut()
 
     async def close(self) -> None:
-        """End all requests within seconds, whatever the server does. Tokens that have arrived stay in the pool."""
+        """End all requests within seconds, even if the server hangs. Tokens that have arrived stay in the pool."""
         for task in self._scoring:
             task.cancel()
-        if not self._flight.is_cutting_off:  # it may be, after a second Ctrl-C
-            await self._flight.cut_off()
+        if not self._requests.is_cutting_off:  # it may be, after a second Ctrl-C
+            await self._requests.cut_off()
 
     def _sample_ended(self, group: Group) -> None:
         if not group.is_finished:
@@ -241,7 +241,7 @@ class RolloutDriver:
         return self.pool.schedule.quota_met if self._dynamic is None else self._dynamic.may_close(self.pool)
 
     def _groups_finished(self) -> None:
-        """Close the round if its groups suffice, or tell the other processes of those of this one."""
+        """Close the round if enough groups are finished, or notify the other processes."""
         self._note_enough()
         if self._quota is None:
             if self._lifecycle.state is RoundState.RUNNING and self._is_satisfied:
@@ -255,7 +255,7 @@ class RolloutDriver:
         if dynamic is None or not dynamic.between_rounds or not self._overlap or not is_idle:
             return
         if all(task.done() for task in self._scoring):
-            self._flight.track(self._score_between_rounds(dynamic), self._scoring)
+            self._requests.track(self._score_between_rounds(dynamic), self._scoring)
 
     async def _score_between_rounds(self, dynamic: DynamicSampling) -> None:
         while self._lifecycle.state is RoundState.IDLE and await dynamic.filter_finished(self.pool):
@@ -269,29 +269,29 @@ class RolloutDriver:
                 self._enough_since = asyncio.get_running_loop().time()
 
     def _task_ended(self) -> None:
-        if not len(self._flight):
+        if not len(self._requests):
             self._may_filter.set()
             if not self._watching:
                 self._lifecycle.close()  # nothing is left that could meet the quota
 
     def _fail(self, error: BaseException) -> None:
         self._lifecycle.fail(error)
-        self._flight.stop_asking()
+        self._requests.stop_asking()
 
     # A running round
 
     async def _run(self, record: Round) -> None:
         """Wait until the round may close or fails. Without `overlap`, cut its requests then."""
         clock = asyncio.get_running_loop().time
-        if self._flight.running:
-            self._flight.record_count()
+        if self._requests.running:
+            self._requests.record_count()
         self._enough_since = None
         self._note_enough()
-        self._flight.dispatch()
+        self._requests.dispatch()
         if self._dynamic is not None:
-            self._flight.track(self._filter_groups(self._dynamic), self._watching)
+            self._requests.track(self._filter_groups(self._dynamic), self._watching)
         if self._quota is not None:
-            self._flight.track(self._follow_quota(self._quota), self._watching)
+            self._requests.track(self._follow_quota(self._quota), self._watching)
         # Earlier requests may have finished or failed since the round opened.
         if self._lifecycle.error is not None or (self._quota is None and self.pool.schedule.quota_met):
             self._lifecycle.close()
@@ -306,7 +306,7 @@ class RolloutDriver:
                 await asyncio.sleep(drain_grace(clock() - record.started))
             closing_began = clock()
             if self._lifecycle.error is None and not self._overlap:
-                await self._flight.cut()
+                await self._requests.cut()
             record.abort_seconds = clock() - closing_began
             runs_on = self._overlap
         finally:
@@ -314,7 +314,7 @@ class RolloutDriver:
             for task in watching:
                 task.cancel()
             if not runs_on:
-                await self._flight.cut_off()
+                await self._requests.cut_off()
             await asyncio.gather(*watching, return_exceptions=True)
             if self._quota is not None:
                 self._agree_on_end(self._quota)
@@ -346,7 +346,7 @@ class RolloutDriver:
 
         After a long call, the next request may have had no time yet for a token.
         """
-        here = self.pool.counters.tokens_generated, self._flight.acting.num_landed
+        here = self.pool.counters.tokens_generated, self._requests.acting.num_landed
         return here, 0 if self._quota is None else self._quota.num_tokens
 
     def _agree_on_end(self, quota: SharedQuota) -> None:
@@ -367,7 +367,7 @@ class RolloutDriver:
             await self._replace_rejected(dynamic)  # groups rejected before an interruption
         while self._lifecycle.state is RoundState.RUNNING:
             self._may_filter.clear()
-            running = len(self._flight)
+            running = len(self._requests)
             if await dynamic.filter_finished(self.pool):
                 self._groups_finished()
                 if self._quota is None:
@@ -382,7 +382,7 @@ class RolloutDriver:
         if self._lifecycle.state is RoundState.RUNNING:
             changed = await dynamic.replace(self.pool) or self.pool.max_parked_tokens is not None
             if changed and self._lifecycle.state is RoundState.RUNNING:
-                await self._flight.dispatch_more()
+                await self._requests.dispatch_more()
 
     async def _follow_quota(self, quota: SharedQuota) -> None:
         """Count finished and rejected groups of all processes until they close the round."""
@@ -393,5 +393,5 @@ class RolloutDriver:
             if has_ended:
                 self._lifecycle.close()
             if self._dynamic is not None and (replacing is None or replacing.done()):
-                # In a task of its own: rows wait for a reward function, and events of the others must not.
-                replacing = self._flight.track(self._replace_rejected(self._dynamic), self._watching)
+                # In a separate task: rows wait for a reward function, and events of other processes must not.
+                replacing = self._requests.track(self._replace_rejected(self._dynamic), self._watching)

@@ -1,9 +1,8 @@
 """Dynamic sampling: score finished groups during generation, and replace groups without a learning signal.
 
 A group whose rewards are all equal has no advantage. DAPO (arXiv 2503.14476, section 3.2) samples until the batch is
-full of groups that have one. The invariant owned here: reward functions run in one thread, one call at a time, and
-each group is scored once. A call that outlives its round counts in the next one. Where no group is
-rejected, groups are only scored, and may be scored between two rounds, too.
+full of groups that have an advantage. Invariant: reward functions run in a single thread, call by call, and each group
+is scored once. A call that outlives its round counts in the next round.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class DynamicSampling:
-    """Filters finished groups by their rewards, and replaces the rejected ones.
+    """Filters finished groups by their rewards, and replaces rejected groups.
 
-    `score` and `replace` run in a thread, one call at a time. Groups that finish during a call of `score` are scored
-    together by the next one. `replace` returns as many new groups as were rejected, or fewer if the dataset ends. A
-    round of all processes that rejects `max_rejected` groups is filled with rejected ones, oldest first. Without
-    `has_signal` no group is rejected. Only then may they be scored `between_rounds`: a group rejected there would
+    `score` and `replace` run in a thread, call by call. Groups that finish during a call of `score` are scored
+    together by the next call. `replace` returns as many new groups as were rejected, or fewer if the dataset ends.
+    A round whose processes reject `max_rejected` groups is filled with rejected groups, oldest first. Without
+    `has_signal` no group is rejected. Only then can groups be scored `between_rounds`: a group rejected there would
     belong to the next round, whose replacements are not planned yet.
     """
 

@@ -13,7 +13,7 @@ class RoundState(StrEnum):
 
     | state         | meaning                                                  | next                        |
     |---------------|----------------------------------------------------------|-----------------------------|
-    | `IDLE`        | no round yet, or the batch of the last one was taken     | `OPEN`, `SATISFIED`         |
+    | `IDLE`        | no round yet, or the batch of the last round was taken   | `OPEN`, `SATISFIED`         |
     | `OPEN`        | finished groups count; its samples are not requested yet | `RUNNING`                   |
     | `SATISFIED`   | its batch was finished before it opened                  | `CLOSED`, `INTERRUPTED`     |
     | `RUNNING`     | its samples are requested; it waits for its quota        | `CLOSING`, `INTERRUPTED`    |
@@ -47,7 +47,7 @@ class RoundLifecycle:
 
     def __init__(self) -> None:
         self.state = RoundState.IDLE
-        self.error: BaseException | None = None  # the first since the last round ended; ends the present or next one
+        self.error: BaseException | None = None  # the first since the last round; ends the present or next round
         self.closing = asyncio.Event()  # set when the round enters `CLOSING`
 
     @property
@@ -65,7 +65,7 @@ class RoundLifecycle:
         self.check(state)
         self.state = state
         if state is RoundState.OPEN:
-            self.closing = asyncio.Event()  # its loop may be another one
+            self.closing = asyncio.Event()  # the event loop may have changed
         elif state is RoundState.CLOSING:
             self.closing.set()
 

@@ -1,4 +1,4 @@
-"""The progress bar of a round: nested under the trainer's bar in a terminal, beside it in a notebook."""
+"""The progress bar of a round: nested under the trainer's bar in a terminal, next to it in a notebook."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def notebook_bar() -> Any:
 class RoundProgress:
     """Shows finished groups of the quota, requests in flight, acting samples and tokens per second in a round.
 
-    With a shared `quota`, groups are counted over all processes, requests and tokens in this one.
+    With a shared `quota`, groups are counted over all processes, requests and tokens in this process.
     """
 
     def __init__(

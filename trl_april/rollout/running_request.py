@@ -1,6 +1,6 @@
-"""A running request: how much of it has arrived, when, and which policy version sampled each token.
+"""A running request: the tokens that have arrived, their times, and the policy version that sampled each of them.
 
-The invariant owned here: a token belongs to the version whose weights sampled it, whenever it arrives.
+Invariant: a token belongs to the version whose weights sampled it, even if it arrives after the next sync.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from ..engine.protocol import Chunk, GenerationRequest, RolloutEngine
 from ..errors import EngineError, ServerError
 from ..pool.samples import Sample, SampleState
-from .round import RequestTrace
+from .record import RequestTrace
 
 
 logger = logging.getLogger(__name__)
 
 # Seconds that an aborted stream has to deliver its last tokens before its connection is closed.
 ABORT_SECONDS = 10.0
-REPORT_SECONDS = 0.5  # streams that break within them are reported in one warning
+REPORT_SECONDS = 0.5  # streams that break within this time are reported in a single warning
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class RunningRequest:
     changes: list[tuple[int, int]] = field(default_factory=list)  # its number of tokens, and the version after these
     before: int = 0  # tokens generated before the round opened
     first: float | None = None  # when its first tokens arrived, or its round opened if it had tokens
-    head: int = 0  # number of these first tokens
+    first_tokens: int = 0  # number of these tokens
 
     @property
     def received(self) -> int:
@@ -56,10 +56,10 @@ class RunningRequest:
         self.changes.append((after, version))
 
     def receive(self, chunk: Chunk) -> Iterator[tuple[Chunk, int]]:
-        """Split the chunk into pieces of one policy version each, to be recorded before the next chunk."""
+        """Split the chunk by policy version into pieces, to be recorded before the next chunk."""
         self.heard = asyncio.get_running_loop().time()
         if self.first is None and chunk.token_ids:
-            self.first, self.head = self.heard, len(chunk.token_ids)
+            self.first, self.first_tokens = self.heard, len(chunk.token_ids)
         received = self.received
         start = 0
         while self.changes and self.changes[0][0] <= received + len(chunk.token_ids):
@@ -75,17 +75,17 @@ class RunningRequest:
         self.began = now
         self.before = self._generated_at_least
         if self.before:
-            self.first, self.head = now, 0
+            self.first, self.first_tokens = now, 0
 
     def trace(self, opened: float) -> RequestTrace:
-        """Its part in the round that opened then, as if it ended now."""
+        """The part of the request in the round that opened at this time, as if it ended now."""
         ended = asyncio.get_running_loop().time() - opened
         held = self.held + self.before
         return RequestTrace(
             self.sample.group_id, self.sample.index, self.began - opened,
-            ended if self.first is None else self.first - opened, self.head, ended,
+            ended if self.first is None else self.first - opened, self.first_tokens, ended,
             tokens=max(0, len(self.sample) - held),  # tokens of before may still be in transit
-            held=held,
+            tokens_before=held,
             finished=self.sample.state in (SampleState.ACTING, SampleState.FINISHED),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""The code of users: called in threads where it works there, and otherwise in the thread that trains.
+"""Calls of user code: in threads where possible, and otherwise in the training thread.
 
-Invariants: whatever it raises reaches the thread that trains as it was raised, carried past the futures and coroutines
-that would take it for their own; no thread that it runs in blocks the exit.
+Invariants: an exception of user code reaches the training thread unchanged, carried through futures and coroutines
+that would treat it as their own; no thread that runs user code blocks the exit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def result_of(call: Callable[[], Any]) -> Any:
 
 
 class _LazyLoop(asyncio.AbstractEventLoop):
-    """An event loop that is made at its first use: each opens three files, and few threads need one."""
+    """An event loop that is created at its first use: each opens three files, and few threads need a loop."""
 
     def __getattribute__(self, name: str) -> Any:
         made = object.__getattribute__(self, "__dict__")
@@ -70,8 +70,8 @@ class _LazyLoop(asyncio.AbstractEventLoop):
 class DaemonThreads(Executor):
     """Runs every call at once, in a thread that is idle or else new: a call that hangs delays no other.
 
-    With a `limit` of 1, all run in one lasting thread, one after the other. Threads call `prepare` first, and have an
-    event loop set, as the main thread of a script has. Calls have the context variables of their callers, as trackio.
+    With a `limit` of 1, all calls run in the same thread, in sequence. Threads call `prepare` first, and have an event
+    loop set, as the main thread of a script has. Calls have the context variables of their callers (trackio needs it).
     """
 
     def __init__(self, name: str, limit: int = sys.maxsize, prepare: Callable[[], None] = lambda: None) -> None:
@@ -99,7 +99,7 @@ class DaemonThreads(Executor):
                 self._calls.put(None)
 
     def _work(self) -> None:
-        _here.is_ours, loop = True, _LazyLoop()
+        _here.is_pooled, loop = True, _LazyLoop()
         self._prepare()
         while (call := self._calls.get()) is not None:
             asyncio.set_event_loop(loop)  # `asyncio.run` leaves none
@@ -111,7 +111,7 @@ class DaemonThreads(Executor):
 
 
 class _Here(threading.local):
-    is_ours = False  # whether the thread is one of `DaemonThreads`
+    is_pooled = False  # whether the thread is one of `DaemonThreads`
     bound_by: str | None = None  # why the call that runs works only in the thread that trains
 
 
@@ -123,7 +123,7 @@ def _settle(future: Future[Any], function: Callable[..., Any], args: Any, kwargs
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # whoever waits must learn of it
+        except BaseException as error:  # the waiting thread must learn of it
             future.set_exception(carried(error))
             return error
     return None
@@ -133,9 +133,9 @@ def _settle(future: Future[Any], function: Callable[..., Any], args: Any, kwargs
 
 
 class _SignalWatch:
-    """Notices `signal.signal` in our threads, also where its error is caught. No audit event tells of it.
+    """Notices `signal.signal` in these threads, also where its error is caught. There is no audit event for it.
 
-    While user code runs in them, the function of the module is one that notes the call and then does the same.
+    While user code runs in them, the function of the module is wrapped by a function that notes the call.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Futu
 
 @dataclass(eq=False, slots=True)
 class _Lasting:
-    """An environment and its thread, which is another one after a call that took too long."""
+    """An environment and its thread, which is replaced after a call that took too long."""
 
     instance: Any
     threads: DaemonThreads
@@ -213,7 +213,7 @@ class UserCode:
         timeout: float | None = None,
         on_late: Callable[[], None] = lambda: None,
     ) -> Callable[..., Any]:
-        """`function`, called in the thread of the environment `of`, else in `threads`, else in that of the caller.
+        """Wrap `function`: calls run in the thread of the environment `of`, else in `threads`, else in place.
 
         A call of more than `timeout` seconds raises `TimeoutError`, after `on_late`. A call that works only in the
         thread that trains is repeated there, without a limit, and so are later calls with the same `key`.
@@ -223,7 +223,7 @@ class UserCode:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             where = lasting.threads if lasting else threads
-            if key not in self._bound and (_here.is_ours or where is not None):
+            if key not in self._bound and (_here.is_pooled or where is not None):
                 if where is None:
                     outcome, bound_by = _attempt(function, args, kwargs)
                 else:
@@ -240,13 +240,13 @@ class UserCode:
                 if key not in self._bound:  # by another call meanwhile
                     self._bound.add(key)
                     logger.warning(
-                        "%s works only in the thread that trains: %s. The call is repeated there. Later ones wait "
-                        "until training waits for a round, and have no tool_timeout. For calls beside training, limit "
+                        "%s works only in the thread that trains: %s. The call is repeated there. Later calls wait "
+                        "until training waits for a round, and have no tool_timeout. For calls during training, limit "
                         "their time without signals, as by a child process, and open connections in the call.",
                         name,
                         bound_by,
                     )
-            if not _here.is_ours:
+            if not _here.is_pooled:
                 return function(*args, **kwargs)
             answer: Future[Any] = Future()
             self.calls.put(partial(_settle, answer, function, args, kwargs))
@@ -257,7 +257,7 @@ class UserCode:
     def factories(self, make: Any) -> Any:
         """Factories of environments, as TRL takes them, each of whose environments has a thread that it is made in."""
         if isinstance(make, dict):
-            return {name: self.factories(one) for name, one in make.items()}
+            return {name: self.factories(factory) for name, factory in make.items()}
         return None if make is None else self._factory(make)
 
     def _factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
@@ -276,7 +276,7 @@ class UserCode:
 
     def release(self, environments: Iterable[Any]) -> None:
         """End the threads of environments that are not used any more."""
-        _shut_down({id(one): self._lasting.pop(id(one)) for one in environments if id(one) in self._lasting})
+        _shut_down({key: self._lasting.pop(key) for key in map(id, environments) if key in self._lasting})
 
     def gather(self, futures: Iterable[Future[Any]]) -> list[Any]:
         """The results of calls in threads, for the thread that trains."""
@@ -290,7 +290,7 @@ class UserCode:
 
     def _wait(self, future: Future[Any], timeout: float | None) -> bool:
         """Wait for a call in a thread; whether it has ended. The thread that trains serves calls meanwhile."""
-        if _here.is_ours or timeout is not None:
+        if _here.is_pooled or timeout is not None:
             return bool(wait([future], timeout).done)
         future.add_done_callback(lambda _: self.calls.put(None))
         while not future.done():
@@ -299,12 +299,12 @@ class UserCode:
 
 
 def serve_next(calls: SimpleQueue[Callable[[], Any] | None], timeout: float | None) -> None:
-    """Run the next call that waits for this thread, if there is one in time. `None` only wakes it."""
+    """Run the next call that waits for this thread, if any arrives in time. `None` only wakes the thread."""
     with suppress(Empty):
         if (call := calls.get(timeout=timeout)) is not None:
             call()
 
 
 def _shut_down(lasting: dict[int, _Lasting]) -> None:
-    for one in lasting.values():
-        one.threads.shutdown()
+    for environment in lasting.values():
+        environment.threads.shutdown()

@@ -20,14 +20,14 @@ from ..pool.budget import LARGER_CONTEXT
 from .command_line import PROCESSED_LOGPROBS, RAW_LOGPROBS
 
 
-# Names that configurations use for the number of experts in a layer.
+# Fields for the number of experts in a layer.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's account of itself."""
+    """Configuration reported by a server."""
 
     model: str  # name under which the model is served
     path: str  # folder or id of the served model
@@ -36,15 +36,15 @@ class ServerInfo:
     quantized: bool
     device: str  # type, such as "cpu" or "cuda"
     has_weight_transfer: bool  # needed for `weight_sync="nccl"`
-    has_weights: bool = True  # not if it was started with `--load-format dummy`
-    stream_interval: int = 1  # tokens per chunk, at least; requests can ask for more
-    max_loras: int = 0  # adapters in one batch; 0 if none can be loaded while the server runs
-    max_sequences: int | None = None  # decoded at once by all engines, further ones wait; `None` if not reported
-    engines: int = 1  # data-parallel ones at its address
+    has_weights: bool = True  # false with `--load-format dummy`
+    stream_interval: int = 1  # minimum of tokens per chunk; requests can ask for more
+    max_loras: int = 0  # adapters in a batch; 0 if adapters cannot be loaded at runtime
+    max_sequences: int | None = None  # decoded at once by all engines; `None` if not reported
+    engines: int = 1  # data-parallel engines at its address
     logprobs_mode: str = RAW_LOGPROBS
 
     def has_name(self, name: str) -> bool:
-        """Whether the served model has this name, wherever its folder or its copy on the Hub is."""
+        """Return whether the served model has this name in its folder or on the Hub, whoever owns the copy."""
         return _last(name) in (_last(self.path), _last(self.model))
 
 
@@ -58,13 +58,11 @@ def check_server(
     larger_context: str = LARGER_CONTEXT,
     generates: bool = True,
 ) -> ServerInfo:
-    """Check a server that answers against the trainer's model, and return its account of itself.
+    """Check a server that answers against the trainer's model, and return its configuration.
 
-    The vocabulary is compared if the server `generates` now.
-
-    The trainer's tokenizer has `num_tokens` ids, of which the model may have no embedding for the last.
-    `larger_context` is the remedy for a short context. Raises [`ServerError`] if the server does not answer as vLLM
-    does, [`ConfigError`] if it cannot be trained with.
+    The vocabulary is compared if the server `generates` now. The trainer's tokenizer has `num_tokens` ids, which may
+    be more than the model has embeddings. `larger_context` is the remedy for a short context. Raises [`ServerError`]
+    if the server does not answer as vLLM does, [`ConfigError`] if it cannot be trained with.
     """
     try:
         described = server_info(session, base_url)
@@ -77,7 +75,7 @@ def check_server(
             dtype=str(model["dtype"]).removeprefix("torch."),
             quantized=model["quantization"] is not None,
             device=str(described["device_config"]["device"]).split(":")[0],
-            # Workers of other engines would not hear of a group.
+            # An NCCL group reaches only the engines of one address.
             has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl"
             and engines(described) == data_parallel_size(described),
             has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
@@ -92,11 +90,6 @@ def check_server(
             f"The program at {base_url} does not answer as a vLLM server does: {error!r}. Check "
             "vllm_server_base_url, and that the server is a version of vLLM that TRL supports."
         ) from error
-    if session.get(f"{base_url}/weight_info").status_code == 404:
-        raise ServerError(
-            f"The vLLM server at {base_url} does not report its weight version, as vLLM does from 0.30 on. "
-            "Start it with `trl-april serve`, or install a newer one: pip install 'trl-april[vllm]' says which."
-        )
     if info.logprobs_mode not in (RAW_LOGPROBS, PROCESSED_LOGPROBS):
         raise ConfigError(
             f"The vLLM server at {base_url} runs with --logprobs-mode {info.logprobs_mode}, but training needs "
@@ -116,68 +109,67 @@ def check_server(
 
 
 def max_sequences(described: dict[str, Any]) -> int | None:
-    """Sequences that all engines of a server with this configuration decode at once, if it reports it."""
+    """Return the number of sequences that all engines of a server with this configuration decode at once."""
     number = (described.get("scheduler_config") or {}).get("max_num_seqs")
     return None if number is None else int(number) * engines(described)
 
 
 def engines(described: dict[str, Any]) -> int:
-    """Data-parallel engines that share the address of a server with this configuration."""
+    """Return the number of data-parallel engines that share the address of a server with this configuration."""
     parallel = described.get("parallel_config") or {}
     if parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb"):
-        return 1  # the others have addresses of their own
+        return 1  # each engine has its own address
     return data_parallel_size(described)
 
 
 def data_parallel_size(described: dict[str, Any]) -> int:
-    """Data-parallel engines of a server with this configuration, at all its addresses."""
+    """Return the number of data-parallel engines of a server with this configuration, at all its addresses."""
     return int((described.get("parallel_config") or {}).get("data_parallel_size", 1))
 
 
 def max_loras(session: requests.Session, base_url: str, described: dict[str, Any]) -> int:
-    """Adapters in one batch of a server with this configuration, 0 if none can be loaded while it runs."""
+    """Return the number of adapters in a batch, 0 if adapters cannot be loaded at runtime."""
     number = int((described.get("lora_config") or {}).get("max_loras", 0))
     # The endpoint exists only with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
     return number if number and session.get(f"{base_url}/v1/load_lora_adapter").status_code != 404 else 0
 
 
 def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:
-    """The server's configuration (vLLM's `VllmConfig`). Raises [`ServerError`] if there is none."""
+    """Return the server's `VllmConfig`. Raises [`ServerError`] without development endpoints."""
     response = session.get(f"{base_url}/server_info", params={"config_format": "json"})
     if response.status_code == 404:
         raise ServerError(
             f"The vLLM server at {base_url} has no development endpoints, which weight syncs and aborts need. "
-            "Restart it with VLLM_SERVER_DEV_MODE=1 in its environment (`trl-april serve` does)."
+            "Restart it with VLLM_SERVER_DEV_MODE=1 in its environment (`trl-april serve` sets it)."
         )
     config: dict[str, Any] = _json(response)["vllm_config"]
     return config
 
 
 def check_architecture(info: ServerInfo, base_url: str, config: PretrainedConfig) -> None:
-    """Compare the served model with the trainer's, if the served one can be read from this machine.
+    """Compare the served model with the trainer's, if this machine can read the configuration of the served model.
 
-    A folder may be trained on a server of its base. Two models of the Hub are different ones, such as a judge.
+    A folder may be trained on a server of its base. Two models of the Hub are different, such as policy and judge.
     """
-    name = info.path
     try:
-        served = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+        served = AutoConfig.from_pretrained(info.path, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
         return  # a folder of another host; the vocabulary check and the canary remain
-    own = config.get_text_config()
+    trained = config.get_text_config()
     for field in _SHAPE:
-        theirs, ours = getattr(served, field, None), getattr(own, field, None)
-        if theirs != ours and None not in (theirs, ours):
+        value, expected = getattr(served, field, None), getattr(trained, field, None)
+        if value != expected and None not in (value, expected):
             raise ConfigError(
-                f"The vLLM server at {base_url} serves {name!r} with {field}={theirs}, but the trainer's model has "
-                f"{field}={ours}. Start it with the model that is trained."
+                f"The vLLM server at {base_url} serves {info.path!r} with {field}={value}, but the trainer's model "
+                f"has {field}={expected}. Start it with the model that is trained."
             )
-    own_name = config._name_or_path
-    on_hub = all(re.fullmatch(r"[\w.-]+/[\w.-]+", one) and not Path(one).exists() for one in (name, own_name))
-    if on_hub and not info.quantized and not info.has_name(own_name):
+    names = info.path, config._name_or_path
+    on_hub = all(re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() for name in names)
+    if on_hub and not info.quantized and not info.has_name(names[1]):
         raise ConfigError(
-            f"The vLLM server at {base_url} serves {name}, but the trainer's model is {own_name}, whose weights would "
-            f"replace its own. Give the address of a server of that model (`trl-april serve {own_name}`). If you mean "
-            f"this one, start it with --served-model-name {own_name}."
+            f"The vLLM server at {base_url} serves {names[0]}, but the trainer's model is {names[1]}, whose weights "
+            f"would overwrite it. Give the address of a server of that model (`trl-april serve {names[1]}`). If you "
+            f"mean this server, start it with --served-model-name {names[1]}."
         )
 
 
@@ -186,9 +178,9 @@ def _last(name: str) -> str:
 
 
 def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:
-    """Refuse a mixture of experts on a CPU: vLLM packs their weights only at its start, not when it reloads them.
+    """Refuse a mixture of experts on a CPU, where vLLM packs their weights at its start and not when it reloads them.
 
-    Its results are then so close to the right ones that the canary may not notice.
+    The wrong results are so close to the right results that the canary may not notice.
     """
     experts = max(getattr(config.get_text_config(), name, None) or 0 for name in _EXPERTS)
     if device == "cpu" and experts > 1:
@@ -201,9 +193,9 @@ def check_experts(device: str, base_url: str, config: PretrainedConfig) -> None:
 def check_vocabulary(
     session: requests.Session, base_url: str, model: str, config: PretrainedConfig, num_tokens: int = 0
 ) -> None:
-    """Check that the server knows the last token id of the trainer's vocabulary, and none beyond it."""
+    """Check that the server accepts the last token id of the trainer's vocabulary, and no id beyond it."""
     size = config.get_text_config().vocab_size
-    # vLLM accepts all ids of its tokenizer and the one that equals the vocabulary's size.
+    # vLLM accepts all ids of its tokenizer, and the id that equals the vocabulary's size.
     for token_id, known in ((size - 1, True), (max(size, num_tokens) + 1, False)):
         body = {"model": model, "prompt": [token_id], "max_tokens": 1}
         response = session.post(f"{base_url}/v1/completions", json=body)
@@ -218,7 +210,7 @@ def check_vocabulary(
 
 
 def get_json(session: requests.Session, url: str) -> Any:
-    """The answer to a GET. Raises [`ServerError`] unless the server answers 200."""
+    """Return the answer to a GET. Raises [`ServerError`] unless the status is 200."""
     return _json(session.get(url))
 
 
@@ -237,7 +229,7 @@ def _json(response: requests.Response) -> Any:
 
 
 def remedy_for_address(base_url: str) -> str:
-    """Remedy for an address at which something other than a vLLM server answers."""
+    """Return the remedy for an address at which something other than a vLLM server answers."""
     parts = urlsplit(base_url)
     if parts.path.strip("/"):
         return f"Give the address without {parts.path}: {parts.scheme}://{parts.netloc}"

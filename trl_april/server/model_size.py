@@ -1,8 +1,7 @@
 """The memory of GPUs, for servers and trainers, by the size of a model.
 
 `python -m trl_april.server.model_size MODEL GPUS` says how many servers fit on the GPUs of this host. The launchers
-call it, with vLLM's flags as further arguments. The size is that of the model's configuration, so neither weights nor
-a download of them are needed.
+call it, with vLLM's flags as further arguments. The size follows from the model's configuration, without its weights.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from .command_line import check_model, flag_name, flag_value
 
 
 WEIGHTS_SHARE = 0.6  # of the memory, at most; the rest is for KV blocks, activations and CUDA graphs
-ACTIVATIONS_SHARE = 0.1  # of the memory of a GPU, beside weights, gradients and optimizer states. A rule of thumb
-# States of an optimizer per parameter, by a word in its name, the first that is found. Where they are factored, paged
-# to the host, of a low rank, or not known, none are counted.
+ACTIVATIONS_SHARE = 0.1  # of the memory of a GPU, a rule of thumb
+# States of an optimizer per parameter, by the first of these words in its name. None are counted where they are
+# factored, paged to the host, of a low rank, or not known.
 STATES = {
     "paged": 0, "adafactor": 0, "galore": 0, "apollo": 0, "lomo": 0, "ademamix": 3, "adam": 2, "schedule_free": 1,
     "adagrad": 1, "lion": 1, "rmsprop": 1,
 }  # fmt: skip
-BYTES_OF_STATE = {"8bit": 1.0, "4bit": 0.5}  # by the same; otherwise as many as a weight
+BYTES_OF_STATE = {"8bit": 1.0, "4bit": 0.5}  # by a word in its name; otherwise as many as a weight
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Bytes that training needs on each GPU beside activations."""
+    """Bytes that training needs on each GPU, without activations."""
 
     weights: float
     gradients: float
@@ -38,7 +37,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """The sum of all."""
         return self.weights + self.gradients + self.states
 
     def __str__(self) -> str:
@@ -46,7 +45,7 @@ class TrainingMemory:
         return "{} per GPU ({} of weights, {} of gradients, {} of states of {})".format(*parts, self.optimizer)
 
     def divided(self, stage: int, gpus: int) -> TrainingMemory:
-        """Divided among `gpus` as by a stage of ZeRO: states, gradients too, weights too. FSDP is stage 3."""
+        """Divide among `gpus` as a stage of ZeRO does: states, then gradients, then weights. FSDP is stage 3."""
         weights, gradients, states, optimizer = astuple(self)
         return TrainingMemory(
             weights / (gpus if stage >= 3 else 1),
@@ -56,15 +55,15 @@ class TrainingMemory:
         )
 
     def fits(self, memory: float, left: float) -> bool:
-        """Whether it fits, with activations, into what is `left` of a GPU with so much `memory`."""
+        """Return whether training with activations fits into the bytes `left` of a GPU with this `memory`."""
         return self.total <= left - ACTIVATIONS_SHARE * memory
 
 
 def training_memory(models: Sequence[Any], optimizer: str, *, casts: bool = False) -> TrainingMemory:
-    """The memory of training the first of several models, as far as its parameters require gradients.
+    """Return the memory of training the first of several models, if its parameters require gradients.
 
-    With `casts`, as by DeepSpeed, it is trained in 16 bits, and the optimizer has it in 32 bits too. Quantized
-    parameters count with the bytes that they are packed in, and ZeRO-3's with all of their shards (`ds_numel`).
+    With `casts`, as in DeepSpeed, it is trained in 16 bits, and the optimizer has a copy in 32 bits. Quantized
+    parameters count with their packed bytes, and ZeRO-3's parameters with all of their shards (`ds_numel`).
     """
     weights = gradients = states = 0.0
     number = next((number for word, number in STATES.items() if word in optimizer), 0)
@@ -81,7 +80,7 @@ def training_memory(models: Sequence[Any], optimizer: str, *, casts: bool = Fals
 
 
 def left_of_gpu(device: Any) -> tuple[int, int]:
-    """Bytes of a GPU, and those that this process can use. Other processes, such as a server, have the rest."""
+    """Return the bytes of a GPU, and the bytes that this process can use. Other processes have the rest."""
     import torch
 
     module = torch.get_device_module(device)
@@ -90,15 +89,10 @@ def left_of_gpu(device: Any) -> tuple[int, int]:
 
 
 def servers_that_fit(weights: int, heads: int, memory: Sequence[int]) -> int:
-    """The largest number of servers, each on an equal part of the GPUs, that hold their weights.
+    """Return the largest number of servers, each on an equal part of the GPUs, that hold their `weights`, in bytes.
 
-    A server splits the model over its GPUs, and each of them gets as many attention heads. Where the weights do not
-    fit, a server gets as many GPUs as possible.
-
-    Args:
-        weights: Bytes of the weights.
-        heads: Number of attention heads.
-        memory: Bytes of each GPU.
+    A server divides its attention `heads` equally among its GPUs. If the weights do not fit, a server gets as many
+    GPUs as possible. `memory` has the bytes of each GPU.
     """
     gpus = len(memory)
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0 and heads % size == 0]
@@ -107,7 +101,7 @@ def servers_that_fit(weights: int, heads: int, memory: Sequence[int]) -> int:
 
 
 def model_size(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[int, int]:
-    """Number of parameters and of attention heads of a model in a folder or on the Hub.
+    """Return the number of parameters and of attention heads of a model in a folder or on the Hub.
 
     Raises [`ConfigError`] if transformers does not know the model.
     """
@@ -126,7 +120,7 @@ def model_size(model: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def gpu_memory(count: int) -> list[int]:
-    """Bytes of each of the first `count` GPUs. Raises [`ConfigError`] if torch cannot use as many."""
+    """Return the bytes of each of the first `count` GPUs. Raises [`ConfigError`] if torch has fewer GPUs."""
     import torch
 
     found, problem, accelerator = 0, ": it is built for CPUs", torch.accelerator.current_accelerator()

@@ -1,11 +1,11 @@
-"""The processes of a server: started as one session, found by it, and ended together.
+"""Processes of a server: started as one session, found by it, and ended together.
 
-A process started with `start_new_session=True` leads a session whose id is its own pid. Its descendants stay in that
+A process started with `start_new_session=True` leads a session whose id is its pid. Its descendants stay in that
 session even after their parents have ended, so the session finds all of them.
 
-Run as a script, this file is a watchdog: it ends a session after the process that started it has died, for whatever
-reason. After `kill -9` only another process can do that. (Linux's PR_SET_PDEATHSIG fires when the *thread* that
-started the child ends, reaches only the leader, and needs code between fork and exec.)
+Run as a script, this file is a watchdog: it ends a session after the process that started it has died. After `kill -9`
+only another process can do that. (Linux's PR_SET_PDEATHSIG fires when the *thread* that started the child ends,
+reaches only the leader, and needs code between fork and exec.)
 """
 
 import logging
@@ -23,9 +23,9 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL; vLLM needs about one
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL; vLLM needs about 1
 POLL = 0.05  # seconds between two checks whether a session has ended
-KILL_WAIT = 10.0  # seconds that the kernel gets to remove killed processes
+KILL_WAIT = 10.0  # seconds for the kernel to remove killed processes
 TRACKER_WAIT = 3.0  # of these, seconds for the resource tracker to free shared memory
 WATCH_POLL = 0.5  # seconds between two checks whether the owner of a session is alive
 
@@ -37,14 +37,14 @@ _ERROR = re.compile(
     r"(?:\n(?:\(\w+ pid=\d+\))? +Value error, .*)?)$",
     re.MULTILINE,
 )
-# Errors that only say that there was one. It may be below them in the log: vLLM inspects a model in a subprocess.
+# Errors that report another error. It may be below them in the log: vLLM inspects a model in a subprocess.
 _WRAPPERS = re.compile(
     r"subprocess\.CalledProcessError|RuntimeError: (Error raised in subprocess|Executor failed|.*See root cause above)"
 )
 
 
 class ServerProcess:
-    """A command in a session of its own, which also ends if this process dies.
+    """A command that leads a new session, and also ends if this process dies.
 
     The session keeps Ctrl-C in a terminal away from the command: its owner calls [`ServerProcess.end`].
     """
@@ -65,41 +65,40 @@ class ServerProcess:
         try:
             end_session(self.process.pid, GRACE)
         finally:
-            self.process.poll()  # reaps it, so that no zombie stays
+            self.process.poll()  # reaps it
             if self._watchdog is not None:
                 self._watchdog.kill()
                 self._watchdog.wait()
 
 
 def root_error(log: str) -> str | None:
-    """The error that made a vLLM server exit, by its log: the first one, since tracebacks begin with the cause."""
+    """Return the error that made a vLLM server exit: the first in its log, since tracebacks begin with the cause."""
     errors = [match[1] for match in _ERROR.finditer(log)]
-    error = next((one for one in errors if not _WRAPPERS.match(one)), errors[0] if errors else None)
+    error = next((text for text in errors if not _WRAPPERS.match(text)), errors[0] if errors else None)
     return None if error is None else re.sub(rf"\n{_PREFIX}", "\n", error)
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, as the predicate of a sentence."""
+    """Describe how a process ended, as the predicate of a sentence."""
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def session_members(session: int) -> list[psutil.Process]:
-    """Living processes of the session, with descendants that started sessions of their own."""
+    """Return the living processes of a session, including descendants that started further sessions."""
     members: dict[int, psutil.Process] = {}
     for pid in psutil.pids():
         try:
             if os.getsid(pid) == session:
-                found = [psutil.Process(pid)]
-                found += found[0].children(recursive=True)
-                members.update((process.pid, process) for process in found)
+                member = psutil.Process(pid)
+                members |= {process.pid: process for process in (member, *member.children(recursive=True))}
         except (ProcessLookupError, PermissionError, psutil.Error):
             continue
     return [process for process in members.values() if _is_alive(process)]
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    # A zombie has ended; its parent need not have reaped it. With more than one thread it only lost its first one and
-    # still holds memory and ports.
+    # A zombie has ended, although its parent may not have reaped it. A zombie with several threads has only lost its
+    # first thread, and still holds memory and ports.
     try:
         return bool(process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1))
     except psutil.NoSuchProcess:
@@ -123,10 +122,10 @@ def end_session(session: int, grace: float) -> None:
 
 def _kill(session: int, members: list[psutil.Process]) -> None:
     began = time.monotonic()
-    # Listed again each time, because a process that is shutting down may still start another one.
+    # Listed again each time, because a process that is shutting down may start further processes.
     while remaining := {p.pid: p for p in [*members, *session_members(session)] if _is_alive(p)}:
         seconds = time.monotonic() - began
-        if seconds > KILL_WAIT:  # stuck in a driver, say
+        if seconds > KILL_WAIT:  # stuck in a driver, for example
             logger.warning(
                 "These processes of the vLLM server could not be ended and keep their memory and ports: %s. End them "
                 "by hand, or restart the machine if that does not help.",
@@ -147,8 +146,8 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    # Python's resource tracker ignores SIGTERM. It frees the shared memory of the killed processes and then exits; if
-    # it were killed too, that memory would stay taken until a reboot.
+    # Python's resource tracker ignores SIGTERM, and exits after it has freed the shared memory of killed processes.
+    # Without it, that memory would stay taken until a reboot.
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -157,7 +156,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 def start_watchdog(session: int) -> subprocess.Popen[bytes]:
     """Start a process that ends `session` as soon as the calling process is gone. The caller ends the watchdog."""
-    # -P keeps this folder out of sys.path. The session of its own keeps Ctrl-C and a closing terminal away from it.
+    # -P keeps this folder out of sys.path. A new session keeps Ctrl-C and a closing terminal away.
     command = [sys.executable, "-P", __file__, str(os.getpid()), str(session)]
     silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     return subprocess.Popen(command, start_new_session=True, **silent)

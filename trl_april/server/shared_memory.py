@@ -1,7 +1,7 @@
 """Memory that trainer and server share: handles of it as JSON, and tensors in it.
 
-Invariant: a handle opens nothing but shared memory that torch made, and a malformed one is refused with a `ValueError`
-before anything is opened. Neither side unpickles anything.
+Invariant: a handle opens only shared memory that torch made. A malformed handle raises `ValueError` before anything is
+opened. Neither side unpickles anything.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DTYPES = (
 FOLDER = "/dev/shm"
 SEGMENT = re.compile(r"/torch_\d{1,20}_\d{1,20}_\d{1,20}")  # torch's names in that folder
 SEGMENT_HEADER = 64  # bytes before the content
-COUNTER_BYTES = 8  # of a counter of users
-# The fields of a handle by device, in the order of torch's functions. Memory of a GPU has no name, only its counter.
+COUNTER_BYTES = 8  # per reference counter
+# The fields of a handle by device, in the order of torch's functions. On a GPU, only the reference counter has a name.
 FIELDS: dict[str, dict[str, type]] = {
     "cpu": {"segment": str, "size": int},
     "cuda": {
@@ -39,12 +39,12 @@ FIELDS: dict[str, dict[str, type]] = {
 
 
 def identity(device: torch.device) -> str:
-    """The physical device, whatever number it has in this process: the UUID of a GPU (NVIDIA or AMD)."""
+    """Return an id of the physical device that is the same in all processes: the UUID of a GPU (NVIDIA or AMD)."""
     return device.type if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def shared_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """A buffer of bytes that another process can open by [`handle_of`]. On a CPU, it ends with this process."""
+    """Allocate bytes that another process can open by [`handle_of`]. On a CPU, they are freed with this process."""
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(size)  # type: ignore[no-untyped-call]
@@ -52,11 +52,10 @@ def shared_buffer(size: int, device: torch.device) -> torch.Tensor:
 
 
 def handle_of(buffer: torch.Tensor) -> dict[str, Any]:
-    """The handle of a shared buffer, to be opened once. On a GPU, its reader waits for what this stream has begun."""
+    """Return a handle that opens a shared buffer once. On a GPU, the reader waits for the work on this stream."""
     storage = buffer.untyped_storage()
-    on_cpu = buffer.device.type == "cpu"
-    # Without the first: torch's manager of shared memory, or the device's number, in this process.
-    _, *values = storage._share_filename_cpu_() if on_cpu else storage._share_cuda_()
+    # The first value, torch's shared-memory manager or the device's index, is valid in this process only.
+    _, *values = storage._share_filename_cpu_() if buffer.device.type == "cpu" else storage._share_cuda_()
     handle = {}
     for (name, kind), value in zip(FIELDS[buffer.device.type].items(), values, strict=True):
         if isinstance(value, bytes):
@@ -66,13 +65,13 @@ def handle_of(buffer: torch.Tensor) -> dict[str, Any]:
 
 
 def tensor_at(buffer: torch.Tensor, dtype: str, shape: Sequence[int], start: int) -> torch.Tensor:
-    """A contiguous tensor in a buffer of bytes."""
+    """Return the contiguous tensor at byte `start` of a buffer."""
     kind: torch.dtype = getattr(torch, dtype)
     return buffer[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
 def opened(handle: Any, entries: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the buffer of another process. All are checked before the first one is made."""
+    """Open the buffer of another process, and return its tensors. All entries are checked first."""
     values = _checked_handle(handle, device.type)
     if not isinstance(entries, list):
         raise ValueError(f"The tensors of a handle come in a list, but they are {entries!r}.")
@@ -86,7 +85,7 @@ def opened(handle: Any, entries: Any, device: torch.device) -> Iterator[tuple[st
 
 
 def _checked_handle(handle: Any, device: str) -> list[Any]:
-    """The values of a handle as torch takes them."""
+    """Return the values of a handle as torch takes them."""
     fields = FIELDS[device]
     if not isinstance(handle, dict) or handle.keys() != fields.keys():
         raise ValueError(f"A handle of memory on {device!r} has the fields {', '.join(fields)}, but it is {handle!r}.")
@@ -94,26 +93,22 @@ def _checked_handle(handle: Any, device: str) -> list[Any]:
         value = handle[name]
         if type(value) is not (str if kind is bytes else kind) or (kind is int and not 0 <= value < 2**63):
             raise ValueError(f"The field {name!r} of a handle is {value!r}.")
-    values = []
-    for name, kind in fields.items():
-        value = handle[name]
-        if kind is bytes:
-            value = base64.b64decode(value, validate=True)  # its error is a ValueError
-        elif kind is str:
-            needed = handle["size"] if device == "cpu" else (handle["counter_offset"] + 1) * COUNTER_BYTES
-            value = _checked_segment(value, needed)
-        values.append(value)
-    return values
+    size = handle["size"] if device == "cpu" else (handle["counter_offset"] + 1) * COUNTER_BYTES
+    checks = {
+        bytes: lambda text: base64.b64decode(text, validate=True),
+        str: lambda text: _checked_segment(text, size),
+    }
+    return [checks.get(kind, lambda value: value)(handle[name]) for name, kind in fields.items()]
 
 
 def _checked_segment(name: str, size: int) -> bytes:
     if not SEGMENT.fullmatch(name):
         raise ValueError(f"{name!r} is not a name that torch gives to shared memory.")
     try:
-        found = os.lstat(FOLDER + name)
+        status = os.lstat(FOLDER + name)
     except OSError as error:
-        raise ValueError(f"The shared memory {name!r} is not that of this host: {error.strerror}.") from None
-    if not stat.S_ISREG(found.st_mode) or found.st_size < SEGMENT_HEADER + size:
+        raise ValueError(f"The shared memory {name!r} does not exist on this host: {error.strerror}.") from None
+    if not stat.S_ISREG(status.st_mode) or status.st_size < SEGMENT_HEADER + size:
         raise ValueError(f"The shared memory {name!r} does not have {size} bytes.")
     return name.encode()
 
@@ -121,7 +116,7 @@ def _checked_segment(name: str, size: int) -> bytes:
 def _checked_entry(entry: Any, size: int) -> Entry:
     name, dtype, shape, start = entry if isinstance(entry, list) and len(entry) == 4 else (None,) * 4
     numbers = [*shape, start] if isinstance(shape, list) else [None]
-    if not isinstance(name, str) or dtype not in DTYPES or not all(type(one) is int and one >= 0 for one in numbers):
+    if not isinstance(name, str) or dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"A tensor has a name, a data type, a shape and a first byte, but it is {entry!r}.")
     itemsize = getattr(torch, dtype).itemsize
     if start % itemsize or start + math.prod(shape) * itemsize > size:

@@ -1,4 +1,4 @@
-"""A running vLLM server: connections to it, how many requests it has, and pausing them for a weight sync.
+"""Requests to a running vLLM server: connections, the number of requests in flight, and the pause for a weight sync.
 
 Every connection ignores proxies, trusts the same certificates and has a time-out.
 """
@@ -27,13 +27,13 @@ _GAUGES = {
     "vllm:num_preemptions_total": "preemptions",
 }
 _GAUGE = re.compile(rf"^({'|'.join(_GAUGES)})(?:\{{.*\}})? (\d[\d.e+-]*)$", re.MULTILINE)
-# These alone spare vLLM's API process the text of all others. Several API processes do not find metrics by name and
-# answer with none, so all are asked for then.
+# Selecting these metrics spares vLLM's API process the text of the others. Several API processes cannot select by name
+# and answer with none, so the second path asks for all.
 _METRICS = (f"/metrics?{'&'.join(f'name[]={name}' for name in _GAUGES)}", "/metrics")
 
 
 class TimedRequests(requests.Session):
-    """A session whose requests time out after `seconds` of silence unless they say otherwise."""
+    """A session whose requests by default time out after `seconds` of silence."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -52,26 +52,26 @@ def ask_directly(session: requests.Session) -> None:
 
 
 def certificates() -> str | None:
-    """File or folder of trusted certificates from the environment, by the same rule as in requests."""
+    """Return the file or folder of trusted certificates from the environment, by the same rule as requests."""
     return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or None
 
 
 def server_load(session: requests.Session, base_url: str, **options: Any) -> ServerLoad | None:
-    """The server's load over all engines, as of its last step; `None` if not reported (`--disable-log-stats`).
+    """Return the server's load over all engines as of its last step; `None` with `--disable-log-stats`.
 
     `options` go to the request.
     """
-    answers = (session.get(f"{base_url}{path}", **options) for path in _METRICS)
-    found = next(filter(None, (_GAUGE.findall(one.text) for one in answers if one.status_code == 200)), None)
-    if found is None:
-        return None
-    values = {field: [float(value) for name, value in found if _GAUGES[name] == field] for field in _GAUGES.values()}
-    usage = max(values.pop("kv_usage"), default=0.0)
-    return ServerLoad(**{field: int(sum(numbers)) for field, numbers in values.items()}, kv_usage=usage)
+    for path in _METRICS:
+        answer = session.get(f"{base_url}{path}", **options)
+        if answer.status_code == 200 and (gauges := _GAUGE.findall(answer.text)):
+            values = {field: [float(x) for name, x in gauges if _GAUGES[name] == field] for field in _GAUGES.values()}
+            usage = max(values.pop("kv_usage"), default=0.0)
+            return ServerLoad(**{field: int(sum(numbers)) for field, numbers in values.items()}, kv_usage=usage)
+    return None
 
 
 class ServerPause:
-    """Pauses a vLLM server for a weight sync: no step meets half of the weights, and requests continue with all.
+    """Pause of a vLLM server for a weight sync: no step runs on partly loaded weights, and requests continue after it.
 
     A server that was paused is always resumed, even if the answer to the pause was lost. `answer` sends a request,
     given method and path, and returns the answer; its errors are [`AprilError`].
@@ -83,7 +83,7 @@ class ServerPause:
         self._is_paused = self._may_be_paused = False
 
     def is_possible(self) -> bool:
-        """Whether the server reports the progress of paused requests. If not, they have to be aborted."""
+        """Return whether the server reports the progress of paused requests. If not, requests have to be aborted."""
         try:
             self._answer("GET", GENERATED_TOKENS_PATH.lstrip("/"))
         except AprilError as error:
@@ -99,20 +99,19 @@ class ServerPause:
         return True
 
     def end_foreign(self) -> None:
-        """Resume a server that another training run left paused because it was killed during a sync."""
+        """Resume a server that a killed training run left paused."""
         try:
-            if not self._answer("GET", "is_paused").get("is_paused"):
-                return
-            logger.warning("The vLLM server at %s is paused. It is resumed.", self._base_url)
-            self._answer("POST", "resume")
+            if self._answer("GET", "is_paused").get("is_paused"):
+                logger.warning("The vLLM server at %s is paused. It is resumed.", self._base_url)
+                self._answer("POST", "resume")
         except (AprilError, AttributeError, ValueError):
             pass  # check_server reports what is wrong with the server
 
     def begin(self) -> None:
-        """Pause the server, unless it is paused already. Raises [`AprilError`] if it does not confirm the pause."""
+        """Pause the server, unless it is already paused. Raises [`AprilError`] if it does not confirm the pause."""
         if not self._is_paused:
-            self._may_be_paused = True  # even if its answer is lost
-            self._answer("POST", "pause?mode=keep&clear_cache=false", seconds=None)  # after the steps that are running
+            self._may_be_paused = True  # even if the answer is lost
+            self._answer("POST", "pause?mode=keep&clear_cache=false", seconds=None)  # waits for the running steps
             self._is_paused = True
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Code that runs inside the workers of the vLLM server, added through vLLM's own option `--worker-extension-cls`."""
+"""Worker extension: code that runs in the workers of the vLLM server, added by vLLM's `--worker-extension-cls`."""
 
 from __future__ import annotations
 
@@ -16,35 +16,32 @@ RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 class WeightLoader:
     """Methods for `/collective_rpc` that load weights from memory which the trainer shares.
 
-    And one warning less in every weight sync: vLLM counts the tables of rotary embeddings as weights and warns that
-    they failed to load. They are computed from the model's configuration, and no checkpoint has them. The same warning
-    of any other layer stays.
+    The class also silences a warning of every weight sync: vLLM counts the tables of rotary embeddings as weights that
+    failed to load. They are computed from the configuration, and no checkpoint has them.
     """
 
     april_is_loading = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_of_a_table)
+        logging.getLogger(RELOAD_LOGGER).addFilter(_concerns_weights)
         return super().__new__(cls)
 
     def april_device(self: Any) -> str:
-        """The physical device of this worker."""
+        """Return the physical device of this worker."""
         return identity(self.device)
 
     def april_load(self: Any, handle: Any, entries: Any, *, first: bool = False, last: bool = False) -> None:
         """Load some of the weights, in checkpoint format, from shared memory (see [`opened`]).
 
-        The `first` and the `last` request of a sync say so. The server must be paused from one to the other. Without
-        tensors in the middle, the memory is only opened, as a trial.
+        `first` and `last` mark the ends of a sync, during which the server must be paused. Without tensors in the
+        middle of a sync, the memory is only opened, as a trial.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         tensors = opened(handle, entries, self.device)
         if not (first or self.april_is_loading) and (entries or last):
-            raise ValueError(
-                "The first weights of this sync have not been loaded: was the server restarted meanwhile?"
-            )
+            raise ValueError("The first weights of this sync have not been loaded: was the server restarted?")
         runner = self.model_runner
         model = runner.get_model()
         with set_current_vllm_config(self.vllm_config):
@@ -53,12 +50,12 @@ class WeightLoader:
                     finalize_layerwise_reload(model, runner.model_config)
                 initialize_layerwise_reload(model)
                 self.april_is_loading = True
-            # vLLM keeps tensors until their layer is complete, and the trainer writes the next ones into this memory.
+            # vLLM keeps tensors until their layer is complete, and the trainer overwrites this memory.
             model.load_weights((name, tensor.clone()) for name, tensor in tensors)
             if last:
                 finalize_layerwise_reload(model, runner.model_config)
                 self.april_is_loading = False
-                # As in vLLM's own `reload_weights`.
+                # As in vLLM's `reload_weights`.
                 runner.reset_lora_state()
                 runner.reset_encoder_cache()
                 runner.reset_mm_cache()
@@ -66,6 +63,6 @@ class WeightLoader:
             torch.accelerator.synchronize(self.device)
 
 
-def _is_not_of_a_table(record: logging.LogRecord) -> bool:
+def _concerns_weights(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not ("RotaryEmbedding: " in message and message.endswith(": Failed to load weights"))

@@ -17,11 +17,10 @@ from ..data.row_json import decode_messages
 from ..engine.servers import Traffic
 from ..pool.pool import Pool
 from ..pool.samples import Group, SampleState
-from ..rollout.round import Round
+from ..rollout.record import Round
 
 
 Reduction = Callable[[Sequence[float]], list[float]]  # over all processes, value by value
-Generate = Callable[[list[Any]], tuple[Any, ...]]
 
 # Lengths are counted in bins, since counts can be added over processes and quantiles cannot. With 16 bins per doubling
 # up to 2^20 tokens, a quantile is accurate to 2 %.
@@ -51,19 +50,6 @@ def loss_mask(groups: Sequence[Group], mask_below: float = -math.inf) -> list[li
     samples = [sample for group in groups for sample in group.samples]
     # Per token, so that each sample keeps its young ones.
     return [[int(v is not None and v >= mask_below) for v in sample.versions] for sample in samples]
-
-
-def masking_stale(generate: Generate, groups: Sequence[Group], mask_below: int | None) -> Generate:
-    """TRL's `_generate` with old tokens in the mask that it returns, so that the lengths that it logs are whole."""
-    if mask_below is None:
-        return generate
-
-    def generate_masked(prompts: list[Any]) -> tuple[Any, ...]:
-        prompt_ids, completion_ids, of_tools, *rest = generate(prompts)
-        mask = loss_mask(groups, mask_below)
-        return prompt_ids, completion_ids, of_tools if all(map(all, mask)) else mask, *rest
-
-    return generate_masked
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, list[str]]:

@@ -111,7 +111,7 @@ class StepCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if (session := self.session()) is not None:  # not at the end of the step: another callback may save first
-            session.release_trained(self.micro_step())
+            session.steps.release_trained(self.micro_step())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if (session := self.session()) is not None:

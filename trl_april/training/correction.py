@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from ..config import correction_mode
 from ..distributed.processes import OneProcess, Processes, get_logger
 from ..pool.samples import Group
-from ..rollout.round import Round
+from ..rollout.record import Round
 
 
 logger = get_logger(__name__)
@@ -30,26 +30,6 @@ AGES = ("age_0", "age_1", "age_2", "age_3+")
 LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.95, 0.05
 SMALL_BATCHES, RECENT_BATCHES = 2, 10
 ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
-
-# Between scoring and loss. A subclass that overrides one may read what only the second pass brings.
-METHODS = (
-    "_generate_and_score_completions",
-    "_prepare_inputs",
-    "_get_per_token_logps_and_entropies",
-    "_compute_loss",
-    "compute_loss",
-    "training_step",
-)
-
-
-def can_correct_in_training(trainer_class: type[GRPOTrainer], ours: type[GRPOTrainer], args: GRPOConfig) -> bool:
-    """Whether the training forward pass has the log-probabilities that the correction of its batch needs.
-
-    It has if the weights do not change between scoring a batch and its last use: TRL's own condition for training
-    without `old_per_token_logps`. `ours` is the trainer whose methods are known.
-    """
-    is_one_step = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0
-    return is_one_step and all(getattr(trainer_class, name) is getattr(ours, name) for name in METHODS)
 
 
 class TrainingPassCorrection:

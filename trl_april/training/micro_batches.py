@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from trl.trainer.utils import split_tensor_dict
 
 from ..distributed.processes import Processes
 
@@ -45,7 +44,9 @@ def regrouped(
     found = []
     for together in _by_step(micro_batches, gradient_accumulation_steps):
         order = widest_first(torch.cat([one["completion_mask"] for one in together]), multiple)
-        found += split_tensor_dict(_joined(together, order), len(together))
+        step, rows = _joined(together, order), len(order) // len(together)
+        for start in range(0, len(order), rows):
+            found.append({name: _rows(value, start, start + rows) for name, value in step.items()})
     return found
 
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
+from inspect import iscoroutinefunction
 from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
 from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template, is_conversational
-from trl.trainer.utils import is_async_callable, nanstd
 
 from ..agents.environments import Environments
 from ..agents.tools import messages_of
@@ -37,6 +37,7 @@ from .batch import batch_rows
 logger = get_logger(__name__)
 
 NOT_PASSED_ON = ("prompt", "completion", "completion_ids")  # columns of a row
+NO_DEVIATION = 1e-8  # up to which TRL takes a standard deviation for zero
 
 
 @dataclass(kw_only=True)
@@ -117,8 +118,8 @@ class RewardScorer:
         if not self.normalize_first:
             columns = (rewards * self.weights.to(rewards.device)).nansum(dim=1, keepdim=True)
             columns[rewards.isnan().all(dim=1)] = torch.nan
-        deviations = nanstd(columns, dim=0).nan_to_num(0.0)
-        return not torch.isclose(deviations, torch.zeros_like(deviations)).all()
+        known = [column[~column.isnan()] for column in columns.unbind(dim=1)]
+        return any(len(values) > 1 and float(values.std()) > NO_DEVIATION for values in known)
 
     def take_metrics(self) -> dict[str, list[float]]:
         """The scalars that reward functions logged since the last call, by name."""
@@ -130,7 +131,7 @@ class RewardScorer:
         prompts, completions = arguments["prompts"], arguments["completions"]
         found: list[Any] = []
         for function, tokenizer, name in zip(self.functions, self.processing_classes, self.names, strict=True):
-            if is_async_callable(function):  # runs on TRL's event loop, beside the others
+            if is_async(function):  # runs on TRL's event loop while others are called
                 coroutine = self._call_async(function, name, arguments)
                 found.append(asyncio.run_coroutine_threadsafe(coroutine, self.async_loop))
                 continue
@@ -180,11 +181,18 @@ def checked(functions: Sequence[Any], names: Sequence[str], *, whole_batch: bool
     return [_checked(function, name, refuses_nan) for function, name in zip(functions, names, strict=True)]
 
 
+def is_async(function: Any) -> bool:
+    """Whether a call of a reward function returns a coroutine."""
+    while isinstance(function, partial):
+        function = function.func
+    return iscoroutinefunction(function) or iscoroutinefunction(function.__call__)
+
+
 def _checked(function: Any, name: str, refuses_nan: bool) -> Any:
     if isinstance(function, nn.Module):
         return function
     named = wraps(function, updated=())  # in Python's errors about its arguments
-    if not is_async_callable(function):
+    if not is_async(function):
         return named(lambda **kwargs: _check_rewards(function(**kwargs), name, refuses_nan))
 
     @named
@@ -229,12 +237,6 @@ def decode_completions(
         return [[parse_response(tokenizer, ids, prefix=prefix)] for prefix, ids in pairs]
     contents = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
     return [[{"role": "assistant", "content": content}] for content in contents] if conversational else contents
-
-
-def trained_rewards(groups: Sequence[Group]) -> list[Callable[..., list[float]]]:
-    """Reward functions that return the rewards of `groups` as they were scored: one per original function."""
-    rows = [rewards for group in groups if group.score is not None for rewards in group.score.rewards]
-    return [lambda column=list(column), **kwargs: column for column in zip(*rows, strict=True)]
 
 
 def extra_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:

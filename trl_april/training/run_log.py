@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..pool.pool import Pool
-from ..rollout.round import Round
+from ..rollout.record import Round
 from .batch import DOUBLINGS, Reduction, length_bins
 
 
 if TYPE_CHECKING:
-    from trl.trainer.grpo_config import GRPOConfig
+    from trl import GRPOConfig
 
     from ..config import AprilOptions
 

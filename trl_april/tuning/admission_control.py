@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..engine.protocol import ServerLoad
 from ..pool.pool import Pool
-from ..rollout.round import Round
+from ..rollout.record import Round
 
 
 START = 3.0
@@ -63,7 +63,7 @@ class AdmissionControl:
         rounds = HIGHEST if schedule.max_staleness is None else schedule.max_staleness // schedule.versions_per_round
         self.highest = max(1.0, min(rounds + 1, HIGHEST, max_groups / schedule.quota))
         self.factor = min(max(START, len(schedule) / schedule.quota), self.highest)
-        schedule.aim_at(self.factor)
+        schedule.set_target(self.factor)
         self._before: float | None = None  # the factor before a step that is not yet judged
         self._rate = 0.0  # tokens per second at that factor
         self._rest = 0  # measurements until the next step
@@ -72,14 +72,13 @@ class AdmissionControl:
 
     def observe(self, done: Round, loads: Sequence[ServerLoad]) -> None:
         """Add a round, and the servers' loads at its end. A collective call."""
-        preemptions = sum(load.preemptions for load in loads)
-        preempted, self._preemptions = preemptions - self._preemptions, preemptions
+        before, self._preemptions = self._preemptions, sum(load.preemptions for load in loads)
         is_full = any(load.waiting or load.kv_usage >= FULL for load in loads)
         seconds = done.seconds + done.overlap_seconds if self._is_first else 0.0
         tokens, seconds, requests, outages, full, preempted = self._reduce_sum(
             [
                 *(done.generated_tokens + done.overlap_tokens, seconds, done.requests),
-                *(done.outages, is_full, max(0, preempted)),
+                *(done.outages, is_full, max(0, self._preemptions - before)),
             ]
         )
         if self._settling:
@@ -123,7 +122,7 @@ class AdmissionControl:
     def _change(self, factor: float, reason: str) -> Change:
         change = Change(self.factor, factor, reason)
         self.factor = factor
-        self._schedule.aim_at(factor)
+        self._schedule.set_target(factor)
         self._measure(settling=1 + math.ceil(abs(change.after - change.before)))
         return change
 

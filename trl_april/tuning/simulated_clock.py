@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class NothingWillHappen(RuntimeError):
+class DeadlockError(RuntimeError):
     """Every task waits, and no timer is set: on a real clock, this would hang."""
 
 
@@ -23,7 +23,7 @@ class _ClockSelector(selectors.DefaultSelector):
         events = super().select(0)
         if not events:
             if timeout is None:
-                raise NothingWillHappen("The event loop has nothing to run and no timer to wait for.")
+                raise DeadlockError("The event loop has nothing to run and no timer to wait for.")
             self.now += max(0.0, timeout)
         return events
 
@@ -40,7 +40,7 @@ class SimulatedClockLoop(asyncio.SelectorEventLoop):
 
 
 def simulate(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to completion on a simulated clock. Raises [`NothingWillHappen`] if it would wait forever."""
+    """Run `main` to completion on a simulated clock. Raises [`DeadlockError`] if it would wait forever."""
 
     def run() -> T:
         with asyncio.Runner(loop_factory=SimulatedClockLoop) as runner:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
+from typing import NamedTuple
 
 from ..engine.protocol import GenerationRequest
 from ..errors import ConfigError
 from ..pool.pool import Pool
 from ..pool.staleness import AUTO, factor_of
 from ..rollout.driver import RolloutDriver
-from ..rollout.round import Round
+from ..rollout.loop import NewGroup, RoundLoop, RoundSteps
+from ..rollout.record import Round
 from .admission_control import AdmissionControl
 from .scenario import Scenario
 from .simulated_clock import simulate
@@ -114,13 +116,24 @@ def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
     # Looking for reference cycles among some hundred thousand samples, which have none, would take half of the time.
     gc.disable()
     try:
-        simulate(simulation.run())
+        simulate(simulation.simulate())
     finally:
         gc.enable()
     return simulation.result
 
 
-class _Simulation:
+class _Row(NamedTuple):
+    """A row to admit. The pool's prompts have a single token: the engine knows the real prompts."""
+
+    group_id: int
+    group_size: int
+    longest: int
+
+    def admit_to(self, pool: Pool) -> None:
+        pool.admit(self.group_id, {}, [0], num_generations=self.group_size, max_completion_length=self.longest)
+
+
+class _Simulation(RoundSteps):
     def __init__(self, scenario: Scenario, mode: Mode, factor: float | str) -> None:
         self.scenario, self.mode = scenario, mode
         self._longest = scenario.units(scenario.lengths.longest)
@@ -132,6 +145,7 @@ class _Simulation:
         # Modes that leave nothing to the next round need no warm-up, but measure the same rows.
         self._first_round = scenario.warmup if mode in (Mode.SYNCHRONOUS, Mode.DISCARD) else 0
         self._next_id = self._first_round * self.pool.schedule.target
+        self._began = 0.0  # when the round opened
         self._measures = False
         self._before = (0.0, 0)  # seconds and tokens before the measurement
         self._factors: list[float] = []
@@ -156,69 +170,63 @@ class _Simulation:
             overlap=self.mode.overlaps,
             resume_kv=self.mode.resume_kv,
         )
+        self._loop = RoundLoop(self.pool, self._driver, self, overlap=self.mode.overlaps, keeps=self.mode is Mode.KEEP)
 
-    async def run(self) -> None:
+    async def simulate(self) -> None:
         await (self._uninterrupted() if self.mode is Mode.UNINTERRUPTED else self._rounds())
         await self._driver.close()
         await self.engine.close()
 
     async def _rounds(self) -> None:
-        """Rounds by the round driver, as in training."""
-        scenario, clock = self.scenario, asyncio.get_running_loop().time
-        for number in range(self._first_round, scenario.warmup + scenario.rounds):
+        """Rounds of the loop of training."""
+        scenario = self.scenario
+        version = self._first_round * scenario.updates_per_batch
+        for _ in range(self._first_round, scenario.warmup + scenario.rounds):
             if self.mode is Mode.DISCARD and len(self.pool):
                 for group in self.pool:
                     self.engine.forget(group.group_id)
                 await self._driver.close()
                 self._start_over()
-            driver = self._driver
-            self._start_measuring_at(number)
-            version = number * scenario.updates_per_batch
-            if self._control is not None:
-                self._control.choose()
-            self.pool.begin_round(version)
-            if self.mode.overlaps:
-                self.pool.schedule.withhold()
-            self._admit(self.pool.schedule.room)
-            start = clock()
-            if self.mode.overlaps:
-                driver.open_round()
-            await driver.generate()
-            done = driver.take()
-            if self._control is not None:
-                self._control.observe(done, [server.gauges for server in self.engine.servers])
-            self._count(done, clock() - start)
-            if self.mode.overlaps:
-                self._admit(self.pool.schedule.room_ahead)
-                await driver.dispatch_ahead()
+            await self._loop.run(version)
             await asyncio.sleep(scenario.train_seconds)
-            if self.mode is Mode.KEEP:
-                await driver.stop_asking()
-                await self.engine.pause()
-                await driver.hold(version + scenario.updates_per_batch)
-            elif self.mode.overlaps:
-                await driver.cut()
-            await asyncio.sleep(scenario.sync_seconds)
-            if self.mode is Mode.KEEP:
-                self.engine.resume()
+            version += scenario.updates_per_batch
+            await self._loop.sync(version)
         self._stop_measuring()
 
-    def _admit(self, number: int) -> None:
-        """Admit groups. The pool's prompts have a single token: the engine knows the real prompts."""
-        for group_id in self._new_ids(number):
-            self.pool.admit(
-                group_id, {}, [0], num_generations=self.scenario.group_size, max_completion_length=self._longest
-            )
+    # Steps of the loop
+
+    async def pause(self, *, keeps_weights: bool) -> bool:
+        await self._driver.stop_asking()
+        await self.engine.pause()
+        return True
+
+    async def load(self) -> None:
+        await asyncio.sleep(self.scenario.sync_seconds)
+
+    async def verify(self) -> None:
+        if self.mode is Mode.KEEP:
+            self.engine.resume()
+
+    def begin(self, version: int) -> None:
+        self._start_measuring_at(version / self.scenario.updates_per_batch)
+        if self._control is not None:
+            self._control.choose()
+        self._began = asyncio.get_running_loop().time()
+
+    def next_groups(self, count: int) -> Sequence[NewGroup]:
+        return [_Row(group_id, self.scenario.group_size, self._longest) for group_id in self._new_ids(count)]
+
+    def taken(self, done: Round) -> None:
+        if self._control is not None:
+            self._control.observe(done, [server.gauges for server in self.engine.servers])
+        self._count(done, asyncio.get_running_loop().time() - self._began)
 
     def _count(self, done: Round, seconds: float) -> None:
         if self._measures:
             self.result.rollout_seconds += seconds
             self._factors.append(done.over_provisioning)
             self._carried += done.carried_tokens
-            for sample in (sample for group in done.groups for sample in group.samples):
-                for segment in sample.segments:
-                    if segment.version is not None:
-                        self.result.ages[done.version - segment.version] += segment.length
+            self.result.ages += done.ages
         self._train(group.group_id for group in done.groups)
 
     async def _uninterrupted(self) -> None:

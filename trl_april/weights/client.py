@@ -1,4 +1,4 @@
-"""HTTP connections of the weight sync: TRL's client, and the server's control endpoints.
+"""The control endpoints of a vLLM server, as the weight sync uses them.
 
 Invariant: no request waits without a time limit.
 """
@@ -7,31 +7,26 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import requests
-from trl.generation.vllm_client import VLLMClient
 
 from ..errors import ServerError, WeightSyncError
 from ..server.check import remedy_for_address
-from ..server.traffic import TimedRequests, ask_directly
+from ..server.traffic import TimedRequests
 
 
 logger = logging.getLogger(__name__)
 
 # Time limit in seconds for an answer that needs no work.
 ANSWER_SECONDS = 10.0
+POLL_SECONDS = 2.0  # between two questions whether a server is ready
 LINE_SECONDS = 15.0  # between two lines about a server that is waited for
 SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 LOAD_PATIENCE = 10  # loading weights may take this many times as long as another answer
 UNAVAILABLE = (429, 502, 503, 504)  # from an overloaded server, or from a proxy before one that is down
-# Requests of TRL's weight sync. Everything else that TRL posts are completions, which may take any time.
-SYNC_PATHS = (
-    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-)  # fmt: skip
 
 
 class ServerControl:
@@ -87,8 +82,8 @@ class ServerControl:
         try:
             response = self.session.get(f"{self.base_url}/health", timeout=ANSWER_SECONDS)
         except requests.RequestException as error:
-            found = SYSTEM_ERROR.search(str(error))  # in several layers of other text
-            return found[1] if found else str(error)
+            reason = SYSTEM_ERROR.search(str(error))  # in several layers of other text
+            return reason[1] if reason else str(error)
         if response.status_code == 404 and self.base_url.endswith("/v1"):  # an address as OpenAI's clients take it
             raise ServerError(f"There is no /health at {self.base_url}. {remedy_for_address(self.base_url)}")
         return None if response.ok else f"/health answered {response.status_code} {response.text[:200]}".rstrip()
@@ -100,47 +95,20 @@ class ServerControl:
         except (WeightSyncError, requests.JSONDecodeError, KeyError, TypeError):
             return None
 
+    def wait_until_ready(self, patience: float) -> None:
+        """Wait until the server is ready, or raise [`ServerError`] after `patience` seconds.
 
-class ServerClient(VLLMClient):
-    """TRL's client, with the headers of `control`, a cache salt on every request, and time limits.
-
-    Its constructor raises [`ServerError`] if the server is not ready within `connection_timeout`, or at once if the
-    address ends in `/v1`.
-    """
-
-    def __init__(self, control: ServerControl, **kwargs: Any) -> None:
-        self.control = control
-        self.renew_cache_salt()
-        super().__init__(base_url=control.base_url, **kwargs)
-
-    def renew_cache_salt(self) -> None:
-        """Hide blocks of older weights in the prefix cache from evaluation. Called when the weights have changed."""
-        # Random, since policy versions repeat when `train` is called again.
-        self._salt = secrets.token_hex(6)
-
-    def _post(self, url: str, **kwargs: Any) -> Any:
-        if url.endswith(SYNC_PATHS):
-            # TRL's session has no time limit and retries, but a broadcast cannot be repeated.
-            return self.control.load(url.removeprefix(f"{self.base_url}/"), kwargs["json"])
-        kwargs["json"] = {"cache_salt": self._salt, **kwargs["json"]}
-        try:
-            return super()._post(url, **kwargs)
-        except requests.RequestException as error:  # after TRL's retries
-            raise ServerError(f"The vLLM server at {self.base_url} did not generate: {error}") from error
-
-    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server is ready; TRL's own method may wait without a limit."""
-        ask_directly(self.session)
-        self.session.headers.update(self.control.headers)
-        deadline = time.monotonic() + total_timeout
+        An address that ends in `/v1` is refused at once.
+        """
+        deadline = time.monotonic() + patience
         next_line = 0.0
-        while (problem := self.control.problem()) is not None:
+        while (problem := self.problem()) is not None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ServerError(
-                    f"No vLLM server was ready at {self.base_url} within {total_timeout:g} s "
-                    f"(vllm_server_timeout): {problem}.\nStart one there with `trl-april serve MODEL`, or leave its "
-                    "address and vllm_mode='server' out and the trainer starts one."
+                    f"No vLLM server was ready at {self.base_url} within {patience:g} s (vllm_server_timeout): "
+                    f"{problem}.\nStart one there with `trl-april serve MODEL`, or leave its address and "
+                    "vllm_mode='server' out and the trainer starts one."
                 )
             if time.monotonic() >= next_line:
                 logger.warning(
@@ -148,4 +116,4 @@ class ServerClient(VLLMClient):
                     "(vllm_server_timeout). A server is started with `trl-april serve MODEL`."
                 )
                 next_line = time.monotonic() + LINE_SECONDS
-            time.sleep(min(retry_interval, left))
+            time.sleep(min(POLL_SECONDS, left))

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -68,7 +68,7 @@ class FileTransport:
             )
         self._dtypes[server.base_url] = dtype_of(server)
         if self._parent is None:
-            common = common_dtype(self._dtypes)
+            common = common_dtype(self._dtypes.values())
             smaller = common.itemsize if common else 8
             size = sum(number * min(own.itemsize, smaller) for own, number in self._elements.items())
             self._place = place_for(size, self._place)
@@ -84,12 +84,12 @@ class FileTransport:
         with weight_folder(self._parent, self._place) if sends else nullcontext() as folder:
             with read_to_end(parameters()) as params:
                 if folder is not None:
-                    write_weights(params, folder, common_dtype(self._dtypes))
+                    write_weights(params, folder, common_dtype(self._dtypes.values()))
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
             def reload(server: SyncedServer) -> None:
                 # The first one after one that failed only ends it: vLLM keeps what it had of a layer.
-                for _ in range(2 if server.is_incomplete else 1):
+                for _ in range(2 if server.was_incomplete else 1):
                     server.control.load("collective_rpc", body)
 
             def load(servers: Sequence[SyncedServer], each: Each) -> None:
@@ -206,10 +206,10 @@ def dtype_of(server: SyncedServer) -> torch.dtype | None:
     return None if server.info.quantized else getattr(torch, server.info.dtype, None)
 
 
-def common_dtype(of_servers: dict[str, torch.dtype | None]) -> torch.dtype | None:
-    """The data type of all servers, given that of each; `None` if they have several."""
-    found = {*of_servers.values()}
-    return found.pop() if len(found) == 1 else None
+def common_dtype(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
+    """The data type of all servers; `None` if they have several, or none."""
+    distinct = {*dtypes}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def stored_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -74,7 +74,7 @@ class SharedMemoryTransport:
 
     def _send(self, params: Parameters, servers: Sequence[SyncedServer], each: Each) -> None:
         first = True
-        for buffer, entries, last in packed(params, self._device, common_dtype(self._dtypes)):
+        for buffer, entries, last in packed(params, self._device, common_dtype(self._dtypes.values())):
             if self._device.type != "cpu":
                 torch.accelerator.current_stream(self._device).synchronize()  # servers are asked by other threads
             each(partial(_load, buffer=buffer, entries=entries, first=first, last=last), servers)

@@ -1,8 +1,11 @@
 """Weight transfer over NCCL (RCCL on AMD), in the format of vLLM's packed broadcasts.
 
-Invariants: a server receives the values that the iteration over the parameters yielded, whatever its end does to them,
-a failure of either side ends the sync with an error within the time limit of loading weights, and the port of a group
-is bound before a server hears of it: it might join another training's group there.
+One group joins the trainer (rank 0) with the workers of all servers, so that each parameter is read and sent once.
+
+Invariants: a server receives the values that the iteration over the parameters yielded, even if they change when the
+iteration continues. A failure on either side closes the group and ends the sync with an error, within the time limit
+of loading weights. The port of a group is bound before a server hears of it: the server could join the group of
+another training there.
 """
 
 from __future__ import annotations
@@ -12,17 +15,17 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
 import torch
 from trl import GRPOConfig
-from trl.generation.vllm_client import VLLMClient
 
 from ..errors import ServerError, WeightSyncError
 from .client import ANSWER_SECONDS
@@ -33,57 +36,82 @@ from .synced_server import Each, Load, SyncedServer
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**28  # a worker holds two beside its share of the memory
+CHUNK_BYTES = 2**28  # a worker holds two chunks outside of its share of the memory
 ALIGNED = 4  # elements of 16 bits, which are as many bytes as the widest element has
-JOIN_SECONDS = 60  # for the workers of a running server to join a group
-DEFAULT_PORTS = range(GRPOConfig.vllm_group_port, GRPOConfig.vllm_group_port + 100)  # the next ones: of more servers
+JOIN_SECONDS = 60  # for the workers of running servers to join a group
+GRACE_SECONDS = 5.0  # for the request of a server to fail after the broadcast to it
 
 Converted = Iterable[tuple[torch.Tensor, torch.dtype]]  # parameters, and the data types to send them in
 
 
+@dataclass(frozen=True)
+class _Member:
+    """A server as a group knows it."""
+
+    workers: int
+    dtype: torch.dtype | None  # of its weights; `None` if it quantizes them
+    address: str  # of this host, as seen from the server
+
+
 class NcclTransport:
-    """TRL's weight-transfer group between GPUs: one for each server, used one after the other."""
+    """Broadcasts to all servers at once, through a group that is formed anew when the servers change."""
 
     name = "nccl"
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._metadata: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._dtypes: tuple[Any, ...] | None = None  # of model and servers when the metadata was read
-        self._of_servers: dict[str, torch.dtype | None] = {}  # what servers convert weights to, by address
-        self._joining: dict[int, Future[Any]] = {}  # groups that are being formed, by port
+    def __init__(self, device: torch.device, port: int) -> None:
+        self._device, self._port = device, port
+        self._announced: list[tuple[str, torch.Tensor]] = []  # names and meta tensors of the parameters
+        self._dtypes: frozenset[torch.dtype] | None = None  # of the model when the parameters were listed
+        self._known: dict[str, _Member] = {}  # by address; lost servers too
+        self._group: Any = None
+        self._joined: list[SyncedServer] = []  # by rank
+        self._joining: Future[Any] | None = None
 
     def connect(self, server: SyncedServer) -> None:
-        client = server.client
-        disconnect(client)  # its port would still be in use
+        workers = server.control.request("GET", "get_world_size", seconds=ANSWER_SECONDS)["world_size"]
+        self._known[server.base_url] = _Member(workers, dtype_of(server), address_seen_by(server.base_url))
+        self.close()  # a restarted server has left the group
+
+    def close(self) -> None:
+        """Abort the group's broadcasts and free its port, although the traceback of an error may hold the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()
+            group.group.store = group.group.socket = None
+
+    def join(self, servers: Sequence[SyncedServer]) -> None:
+        """Form the group with the workers of these servers, unless it exists."""
+        if self._group is not None and self._joined == list(servers):
+            return
+        self.close()
         try:
-            client.communicator = self._join(server)
-        except (ServerError, requests.RequestException):
+            self._form(servers)
+        except ServerError:
             raise  # an OSError too, but the server may be down
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(
-                f"The trainer on {self._device} and the vLLM server at {client.base_url} cannot be connected by "
-                f"NCCL (RCCL): {str(error).rstrip('.')}. They need different GPUs (CUDA_VISIBLE_DEVICES for each) and "
-                f"open ports between them; vllm_group_port={client.group_port} must be free on the trainer's host and "
-                "VLLM_HOST_IP, if it is set, an address of that host. weight_sync='filesystem' needs neither."
+                f"The trainer on {self._device} and {', '.join(server.base_url for server in servers)} cannot be "
+                f"connected by NCCL (RCCL): {str(error).rstrip('.')}. They need different GPUs (CUDA_VISIBLE_DEVICES "
+                f"for each) and open ports between them; vllm_group_port={self._port} must be free on the trainer's "
+                "host and VLLM_HOST_IP, if it is set, an address of that host. weight_sync='filesystem' needs neither."
             ) from error
-        self._of_servers[server.base_url] = dtype_of(server)
+        self._joined = list(servers)
 
-    def _join(self, server: SyncedServer) -> Any:
-        """Form a group with the server's workers. TRL's own method sees a refusal only after 300 seconds."""
-        client, port = server.client, server.client.group_port
-        wait([self._joining[port]] if port in self._joining else [])  # after a refusal, it holds the port for a while
-        info: dict[str, Any] = {"rank_offset": 1, "world_size": client.get_world_size() + 1, "packed": True}
+    def _form(self, servers: Sequence[SyncedServer]) -> None:
+        wait([self._joining] if self._joining else [])  # after a refusal, it holds the port for a while
+        members = [self._known[server.base_url] for server in servers]
+        first_ranks = accumulate((member.workers for member in members), initial=1)
+        listener = listen(common_address([member.address for member in members]), self._port)
+        info: dict[str, Any] = {"world_size": 1 + sum(member.workers for member in members), "packed": True}
         info |= {"packed_buffer_size_bytes": CHUNK_BYTES, "packed_num_buffers": 2}
-        listener = listen(address_seen_by(client.base_url), port)
         info["master_address"], info["master_port"] = listener.getsockname()[:2]
+        bodies = [{"init_info": {**info, "rank_offset": rank}} for rank in first_ranks]
         # The workers wait for this process while they handle the request.
-        answered = in_thread(lambda: server.control.load("init_weight_transfer_engine", {"init_info": info}))
-        joined = self._joining[port] = in_thread(lambda: self._open(info, listener))
-        _wait_for(joined, answered)
-        del self._joining[port]
-        answered.result()
-        return joined.result()
+        answers = _Answers("init_weight_transfer_engine", dict(zip(servers, bodies, strict=False)))
+        self._joining = in_thread(partial(self._open, info, listener))
+        self._group = answers.wait_for(self._joining)
+        self._joining = None
+        answers.wait()
 
     def _open(self, info: dict[str, Any], listener: socket.socket) -> Any:
         # Imported here, since TRL does without vLLM until a server is used.
@@ -113,57 +141,68 @@ class NcclTransport:
     def stage(
         self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
     ) -> Iterator[Load]:
-        # The server is told of all tensors before the first one is sent. Evaluation may change their data types.
-        if self._dtypes != (found := (dtypes, common_dtype(self._of_servers))):
-            self._metadata = [(name, self._sent_dtype(param), param.shape) for name, param in parameters()]
-            self._dtypes = found
+        # Servers are told of all tensors before the first one is sent. Evaluation may change their data types.
+        if self._dtypes != dtypes:
+            self._announced = [(name, torch.empty_like(param, device="meta")) for name, param in parameters()]
+            self._dtypes = dtypes
 
         def load(servers: Sequence[SyncedServer], each: Each) -> None:
-            with ExitStack() as rest:  # all servers' turns, even if one fails
-                for server in servers:
-                    rest.callback(self._take_turn, server, parameters, each, sends=sends)
+            with read_to_end(parameters()) as params:
+                if sends:
+                    self._send(servers, params, each)
 
         yield load
 
     def _sent_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Large matrices travel in the servers' data type. vLLM reads tensors in place, so all have to be aligned."""
         is_aligned = param.numel() % ALIGNED == 0
-        return stored_dtype(param, common_dtype(self._of_servers)) if is_aligned else param.dtype
+        common = common_dtype(member.dtype for member in self._known.values())
+        return stored_dtype(param, common) if is_aligned else param.dtype
 
-    def _take_turn(
-        self, server: SyncedServer, parameters: Callable[[], Parameters], each: Each, *, sends: bool
-    ) -> None:
-        with read_to_end(parameters()) as params:
-            if sends:
-                each(lambda server: self._send(server, params), [server])
+    def _send(self, servers: Sequence[SyncedServer], params: Parameters, each: Each) -> None:
+        each(_start_update, servers)
+        if not (present := [server for server in servers if server.takes_part]):
+            return
+        try:
+            self.join(present)
+            self._update(present, params)
+        except BaseException as error:
+            self.close()  # ends a broadcast that waits for a server
+            if not isinstance(error, Exception):
+                raise
+            failure = error
+        else:
+            each(lambda server: server.control.load("finish_weight_update", {}), present)
+            return
+        # The broadcast has ended for all, so one server that is down is an outage of all, and the sync is repeated.
+        for server in present:
+            if problem := server.control.problem():
+                failure = ServerError(f"The weight sync broke off: {server.base_url} is down ({problem}). {failure}")
 
-    def _send(self, server: SyncedServer, params: Parameters) -> None:
-        if server.client.communicator is None:  # after a failure
-            self.connect(server)
-        control = server.control
-        _start_update(server)
+        def fail(server: SyncedServer) -> None:
+            raise failure
+
+        each(fail, present)
+
+    def _update(self, servers: Sequence[SyncedServer], params: Parameters) -> None:
+        sent = [(name, str(self._sent_dtype(param)).removeprefix("torch."), param) for name, param in self._announced]
         info: dict[str, Any] = {
-            "names": [name for name, _, _ in self._metadata],
-            "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in self._metadata],
+            "names": [name for name, _, _ in sent],
+            "dtype_names": [dtype for _, dtype, _ in sent],
             # vLLM cannot view a tensor without dimensions, and loads one of a single element into it.
-            "shapes": [list(shape) or [1] for _, _, shape in self._metadata],
+            "shapes": [list(param.shape) or [1] for _, _, param in sent],
         }
         # The workers wait for the broadcasts while they handle the request.
-        received = in_thread(lambda: control.load("update_weights", {"update_info": info}))
-        try:
-            self._broadcast(server.client.communicator, self._as_announced(params), received)
-            received.result()
-        except BaseException:
-            disconnect(server.client)  # ends a broadcast that waits for its peer
-            raise
-        control.load("finish_weight_update", {})
+        answers = _Answers("update_weights", dict.fromkeys(servers, {"update_info": info}))
+        self._broadcast(self._as_announced(params), answers)
+        answers.wait()
 
-    def _broadcast(self, group: Any, params: Converted, received: Future[Any]) -> None:
-        """Broadcast chunk by chunk: while one is on its way, the next one is packed. Raises the error of `received`.
+    def _broadcast(self, params: Converted, answers: _Answers) -> None:
+        """Broadcast chunk by chunk: while a chunk is on its way, the next one is packed.
 
         All packing runs on the current stream, on which parameters are gathered, merged and unmerged.
         """
-        stream = self._stream
+        stream, group = self._stream, self._group
 
         def send(chunk: torch.Tensor) -> None:
             with nullcontext() if stream is None else torch.cuda.stream(stream):  # a thread's own device is the first
@@ -175,9 +214,11 @@ class NcclTransport:
         for chunk in packed(params, CHUNK_BYTES, self._device):
             if stream is not None:
                 torch.accelerator.current_stream(stream.device).synchronize()
-            _wait_for(sent, received)
-            sent = in_thread(lambda chunk=chunk: send(chunk))  # type: ignore[misc]
-        _wait_for(sent, received)
+            if sent is not None:
+                answers.wait_for(sent)
+            sent = in_thread(partial(send, chunk))
+        if sent is not None:
+            answers.wait_for(sent)
 
     @cached_property
     def _stream(self) -> Any:
@@ -186,21 +227,47 @@ class NcclTransport:
 
     def _as_announced(self, params: Parameters) -> Converted:
         """Check that parameters are those that were announced: the workers would wait for ever, or read garbage."""
-        expected = iter(self._metadata)
+        expected = iter(self._announced)
         for name, param in params:
-            announced, dtype = next(expected, None), self._sent_dtype(param)
-            if announced != (name, dtype, param.shape):
+            known, announced = next(expected, ("", torch.empty(0)))
+            if (known, announced.dtype, announced.shape) != (name, param.dtype, param.shape):
                 raise WeightSyncError(
-                    f"The parameter {name} ({param.dtype}, {tuple(param.shape)}) was announced to the server as "
-                    f"{announced}. The model must not change its parameters during training; "
-                    "weight_sync='filesystem' allows it."
+                    f"The parameter {name} ({param.dtype}, {tuple(param.shape)}) was announced to the servers as "
+                    f"{known or None} ({announced.dtype}, {tuple(announced.shape)}). The model must not change its "
+                    "parameters during training; weight_sync='filesystem' allows it."
                 )
-            yield param, dtype
+            yield param, self._sent_dtype(param)
         if (missing := next(expected, None)) is not None:
             raise WeightSyncError(
-                f"The parameter {missing[0]} was announced to the server and is no longer one of the model. The model "
-                "must not change its parameters during training; weight_sync='filesystem' allows it."
+                f"The parameter {missing[0]} was announced to the servers and has left the model. The model must not "
+                "change its parameters during training; weight_sync='filesystem' allows it."
             )
+
+
+class _Answers:
+    """Requests that servers answer when their workers have ended a collective operation with this process."""
+
+    def __init__(self, path: str, bodies: Mapping[SyncedServer, dict[str, Any]]) -> None:
+        self._futures = {in_thread(partial(server.control.load, path, body)) for server, body in bodies.items()}
+
+    def wait_for(self, own: Future[Any]) -> Any:
+        """Return the result of this process's part, or raise the error of a server that fails before it ends."""
+        pending = {own, *self._futures}
+        while own in pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            _raise_error(done - {own})
+        if own.exception() is not None:  # perhaps because a server died
+            _raise_error(wait(self._futures, GRACE_SECONDS, FIRST_EXCEPTION).done)
+        return own.result()
+
+    def wait(self) -> None:
+        """Wait for all servers, or raise the first error."""
+        _raise_error(wait(self._futures, return_when=FIRST_EXCEPTION).done)
+
+
+def _raise_error(done: Iterable[Future[Any]]) -> None:
+    for future in done:
+        future.result()
 
 
 def _start_update(server: SyncedServer) -> None:
@@ -208,7 +275,7 @@ def _start_update(server: SyncedServer) -> None:
     load = server.control.load
     with suppress(WeightSyncError):  # refused in the middle of an update
         load("start_weight_update", {})
-        if not server.is_incomplete:
+        if not server.was_incomplete:
             return
     with suppress(WeightSyncError):
         load("finish_weight_update", {})
@@ -225,13 +292,18 @@ def address_seen_by(base_url: str) -> str:
         return str(connection.getsockname()[0])
 
 
+def common_address(addresses: Sequence[str]) -> str:
+    """The address of this host that all servers reach: a server on this host reaches all, others not the loopback."""
+    return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])
+
+
 def listen(address: str, port: int) -> socket.socket:
     """Listen on the port. If another program has it and it is a default one, a free port is taken instead."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE or port not in DEFAULT_PORTS:
+        if error.errno != errno.EADDRINUSE or port != GRPOConfig.vllm_group_port:
             raise
     listener = socket.create_server((address, 0), family=family)
     logger.warning(
@@ -239,13 +311,6 @@ def listen(address: str, port: int) -> socket.socket:
         port, address, listener.getsockname()[1],
     )  # fmt: skip
     return listener
-
-
-def disconnect(client: VLLMClient) -> None:
-    """End the broadcasts of a group and free its port, although the traceback of an error may hold the group."""
-    if client.communicator is not None:
-        client.communicator.destroy()
-        client.close_communicator()
 
 
 def packed(params: Converted, chunk_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
@@ -278,13 +343,3 @@ def in_thread(work: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=run, name="trl-april-nccl", daemon=True).start()
     return future
-
-
-def _wait_for(sent: Future[None] | None, received: Future[Any]) -> None:
-    """Wait for a broadcast, unless the server fails before it arrives."""
-    if sent is None:
-        return
-    wait([sent, received], return_when=FIRST_COMPLETED)
-    if received.done() and received.exception() is not None:
-        received.result()
-    sent.result()

@@ -27,14 +27,26 @@ FIRST_INTERVAL, LONGEST_INTERVAL = 0.5, 10.0
 class Recovery:
     """Lets training survive an outage of its server. Its methods are collective calls.
 
-    They raise the same error in all processes: [`ServerError`] after `vllm_server_timeout` seconds without progress,
-    or if a server that the trainer started was given up, and [`Stopped`] if a signal asked one of the processes to
-    stop.
+    `sync` runs all steps of a weight sync once, as [`ServerGeneration.sync_weights`] does without requests; `route`
+    sends requests to the servers that hold the weights.
+
+    The methods raise the same error in all processes: [`ServerError`] after `vllm_server_timeout` seconds without
+    progress, or if a server that the trainer started was given up, and [`Stopped`] if a signal asked one of the
+    processes to stop.
     """
 
-    def __init__(self, generation: ServerGeneration, processes: Processes, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        generation: ServerGeneration,
+        processes: Processes,
+        stop: StopRequest,
+        *,
+        sync: Callable[[], None] | None = None,
+        route: Callable[[], None] = lambda: None,
+    ) -> None:
         self._generation = generation
         self._processes = processes
+        self._sync, self._route = sync or generation.sync_weights, route
         patience, local = generation.server_timeout, generation.local_server
         # A server of the main process is started again by itself.
         self._patience = processes.decide(lambda: max(patience, local.startup_timeout) if local else patience)
@@ -46,18 +58,22 @@ class Recovery:
         self._outage_began: float | None = None
         self._interval = FIRST_INTERVAL
 
-    def sync_weights(self) -> None:
-        """Sync the weights, and wait for the server if it is down."""
+    def repeated(self, work: Callable[[], Result]) -> Result:
+        """Return the result of a collective call, which is repeated after each outage."""
         while True:
             try:
-                self._generation.sync_weights()
-                return
+                return work()
             except ServerError as error:  # raised in all processes
                 self.wait_for_server(error)
+
+    def sync_weights(self) -> None:
+        """Sync the weights, and wait for the server if it is down."""
+        self.repeated(self._sync)
 
     def restore_weights(self) -> bool:
         """Sync the weights if a restart of the server lost them, and return whether it did."""
         if self._generation.servers.holds_weights():
+            self._route()
             return False
         self.sync_weights()
         return True
@@ -67,12 +83,14 @@ class Recovery:
 
         It is repeated after an outage.
         """
-        while True:
+
+        def attempt() -> Result:
             self.restore_weights()
-            try:
-                return generate()
-            except ServerError as error:  # raised in all processes
-                self.wait_for_server(error)
+            return generate()
+
+        result = self.repeated(attempt)
+        self.progress_was_made()
+        return result
 
     def wait_for_server(self, error: Exception | None = None) -> None:
         """Wait until every process reaches the server. `error` is how this process noticed the outage."""

@@ -24,15 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class SyncedServers:
-    """One or several servers that get the same weights. Some may be lost while the others continue.
-
-    `on_holding` is called in all processes when it is known which servers hold the weights.
-    """
+    """One or several servers that get the same weights. Some may be lost while the others continue."""
 
     def __init__(self, processes: Processes, *, keeps_requests: bool) -> None:
         self.holding: set[str] = set()  # addresses of servers with the weights of the last sync
         self.causes: dict[str, str] = {}  # why others left, by address
-        self.on_holding: Callable[[], None] | None = None
         self._all: list[SyncedServer] = []
         self._processes = processes
         self._is_main = processes.rank == 0
@@ -55,9 +51,14 @@ class SyncedServers:
         return ",".join(self.addresses)
 
     @property
+    def infos(self) -> list[ServerInfo]:
+        """The configuration of each server that was connected to."""
+        return [server.info for server in self if server.known_info is not None]
+
+    @property
     def info(self) -> ServerInfo:
-        """What all servers together can."""
-        return combined([server.info for server in self if server.is_connected])
+        """The configuration of all servers together."""
+        return combined(self.infos)
 
     @property
     def first(self) -> SyncedServer:
@@ -72,7 +73,7 @@ class SyncedServers:
         make: Callable[[str], SyncedServer],
         connect: Callable[[], object],
     ) -> None:
-        """Follow the addresses of the main process, let it connect to the servers, and learn its accounts of them.
+        """Follow the addresses of the main process, let it connect to the servers, and learn their configuration.
 
         Outages of an earlier sync are forgotten; lost servers that answer take part again. A collective call.
         """
@@ -85,16 +86,17 @@ class SyncedServers:
 
         def accounts() -> dict[str, dict[str, Any] | None]:
             follow(addresses())
+            self.causes.clear()
             for server in self:
                 server.begin_sync()
             connect()
-            return {server.base_url: asdict(server.info) if server.is_connected else None for server in self}
+            return {server.base_url: server.known_info and asdict(server.info) for server in self}
 
-        found = self._processes.decide(accounts)
-        follow(list(found))
+        infos = self._processes.decide(accounts)
+        follow(list(infos))
         for server in self:
-            if (account := found[server.base_url]) is not None:
-                server.info, server.is_connected = ServerInfo(**account), True
+            if (info := infos[server.base_url]) is not None:
+                server.known_info = ServerInfo(**info)
 
     def taking_part(self) -> list[SyncedServer]:
         """The servers of the present sync, in the main process; none in the others."""
@@ -114,7 +116,7 @@ class SyncedServers:
                 no_answer = isinstance(error, (ServerError, requests.ConnectionError, requests.Timeout))
                 if not no_answer and server.control.problem() is None:
                     raise
-                server.outage = error
+                server.fail(error)
 
         for_each(attempt, [server for server in self.taking_part() if servers is None or server in servers])
 
@@ -141,13 +143,9 @@ class SyncedServers:
 
     def announce(self, holding: Callable[[], list[str]]) -> bool:
         """Tell all processes which servers hold the weights, by address, if any. A collective call."""
-        found = set(self._processes.decide(holding))
-        if found:
-            self.holding = found
-            if self.on_holding is not None:
-                self.on_holding()
-            self.causes.clear()
-        return bool(found)
+        addresses = set(self._processes.decide(holding))
+        self.holding = addresses or self.holding
+        return bool(addresses)
 
     # Between syncs
 
@@ -155,10 +153,9 @@ class SyncedServers:
         """Whether a server still has the weights of the last sync; others are left out. A collective call."""
 
         def ask() -> list[str]:
-            asked = [server for server in self if not server.is_lost]
             holding: list[SyncedServer] = []
-            for_each(lambda server: server.holds_weights() and holding.append(server), asked)
-            for server in asked if holding else ():
+            for_each(lambda server: server.holds_weights() and holding.append(server), list(self))
+            for server in self if holding else ():
                 if server not in holding:
                     server.lose()
             return [server.base_url for server in holding]

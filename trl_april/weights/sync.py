@@ -1,6 +1,6 @@
 """Sync of the trainer's weights to the servers.
 
-Invariant: after `sync_weights` returns, every server in `holding` samples from the weights of the policy version that
+Invariant: after a sync, every server in `holding` samples from the weights of the policy version that
 it reports. If no server is left, all processes raise the same error.
 """
 
@@ -11,6 +11,9 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import requests
@@ -38,23 +41,31 @@ from .canary import (
     trainer_logprobs,
     why_otherwise,
 )
-from .client import ServerClient, ServerControl
+from .client import ServerControl
 from .files import elements_of
 from .names import check_complete, in_checkpoint_format, names_in_checkpoint, tied_names, with_native_adapters
+from .server_state import ServerState
 from .servers import SyncedServers
-from .synced_server import INCOMPLETE, SyncedServer
+from .synced_server import INCOMPLETE, Load, SyncedServer
 from .transport import connected_transport
 
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class WeightSync:
+    """The last steps of a sync, in this order. Collective calls."""
+
+    load: Callable[[], None]  # pause the servers, unless adapters are sent, and load the weights
+    verify: Callable[[], None]  # give the weights their version, resume the servers, and compare them with the trainer
+
+
 class ServerGeneration(VLLMGeneration):
     """TRL's server-mode generation with a choice of weight transport, a version stamp and a canary.
 
     TRL iterates over the parameters (FSDP, DeepSpeed, PEFT merging) and generates for evaluation. `trained_model`
-    returns the model that is trained, which some kinds of sharding replace. `before_sync` is called in all processes
-    just before the weights change, to abort requests or pause the servers. `local_server` is the server if this
+    returns the model that is trained, which some kinds of sharding replace. `local_server` is the server if this
     process owns it. `larger_context` says how users get a longer context.
 
     Of several servers, some may be lost while the sync continues with the others. `addresses` is called in the main
@@ -78,7 +89,6 @@ class ServerGeneration(VLLMGeneration):
         larger_context: str = LARGER_CONTEXT,
         **kwargs: Any,
     ) -> None:
-        self.before_sync: Callable[[], None] | None = None
         self._addresses = addresses
         self.larger_context = larger_context
         self.weight_sync = weight_sync
@@ -95,7 +105,6 @@ class ServerGeneration(VLLMGeneration):
         self.local_server = local_server
         self._keeps_cache = resume_kv != "recompute"
         self.servers = SyncedServers(processes, keeps_requests=resume_kv == "keep")
-        self._group_ports = 0  # given to servers so far
         self._is_first = True  # until a sync is complete
         super().__init__(mode="server", **kwargs)
 
@@ -119,6 +128,7 @@ class ServerGeneration(VLLMGeneration):
             self.weight_sync,
             self._weight_sync_dir,
             device=self.accelerator.device,
+            group_port=self.group_port,
             servers=list(self.servers),
             processes=self._processes,
             adapters=self._adapters(),
@@ -145,7 +155,7 @@ class ServerGeneration(VLLMGeneration):
             lambda: self.model,
             self._weight_sync_dir,
             version=self._policy_version,
-            servers=lambda: [server.info for server in self.servers if server.is_connected],
+            servers=lambda: self.servers.infos,
             run=self._processes.decide(lambda: secrets.token_hex(4)),
         )
 
@@ -180,38 +190,35 @@ class ServerGeneration(VLLMGeneration):
         """The control endpoints of the first server."""
         return self.servers.first.control
 
-    @property
-    def vllm_client(self) -> ServerClient:
-        """TRL's client of the first server, in the main process. TRL generates with it for evaluation."""
-        return self.servers.first.client
-
     def _new_server(self, base_url: str) -> SyncedServer:
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
-        self._group_ports += 1
-        return SyncedServer(base_url, self.server_timeout, headers, self.group_port + self._group_ports - 1)
+        return SyncedServer(base_url, self.server_timeout, headers)
 
     def _connect(self, server: SyncedServer, *, patience: float) -> None:
         """Wait until a server is ready, and check it, in the main process."""
-        server.client = ServerClient(server.control, group_port=server.group_port, connection_timeout=patience)
-        config = self.model.config
-        if self.local_server is None:
+        is_new, config = server.known_info is None, self.model.config
+        server.control.wait_until_ready(patience)
+        if is_new and self.local_server is None:
             server.reserve()
         is_complete = server.control.weight_version() != INCOMPLETE
-        if is_complete:
-            server.pause.end_foreign()  # a paused server would not answer the check
+        if is_complete:  # a paused server would not answer the check
+            server.pause.end()
+            server.pause.end_foreign()
         self._examine(server, generates=is_complete)
-        if self.local_server is None:
+        if is_new and self.local_server is None:
             own, served = config._name_or_path, server.info.path
             gets = f" and gets the weights of {own}" if own and not server.info.has_name(own) else ""
             sys.stderr.write(f"Training uses the vLLM server at {server.base_url}. It serves {served}{gets}.\n")
-        differs = differs_from_start(config, server.info.max_model_len)
-        server.canary = Canary(
-            config.get_text_config().vocab_size,
-            comparable=not (server.info.quantized or is_quantized(self.model) or differs),
-            on_cpu=server.info.device == self.accelerator.device.type == "cpu",
-            explain=lambda tokens: self._explain(server, tokens),
-        )
-        server.is_connected = True
+        if is_new:
+            differs = differs_from_start(config, server.info.max_model_len)
+            server.canary = Canary(
+                config.get_text_config().vocab_size,
+                comparable=not (server.info.quantized or is_quantized(self.model) or differs),
+                on_cpu=server.info.device == self.accelerator.device.type == "cpu",
+                explain=lambda tokens: self._explain(server, tokens),
+            )
+        server.version = ""
+        server.life.enter(ServerState.READY)
 
     def _explain(self, server: SyncedServer, tokens: int) -> str:
         """Why a server and the trainer may differ after a number of tokens."""
@@ -223,7 +230,7 @@ class ServerGeneration(VLLMGeneration):
         """Check a server, which `generates` or waits for weights, against the trainer's model."""
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         try:
-            server.info = check_server(
+            server.known_info = check_server(
                 server.control.session,
                 server.base_url,
                 config=self.model.config,
@@ -243,7 +250,7 @@ class ServerGeneration(VLLMGeneration):
             if biased and not self._has_warned_of_bias:
                 self._has_warned_of_bias = True
                 logger.warning(biased)
-        other = next((one for one in self.servers if one is not server and one.is_connected), server)
+        other = next((other for other in self.servers if other.known_info is not None and other is not server), server)
         if server.info.model != other.info.model:
             raise ConfigError(
                 f"The vLLM server at {server.base_url} serves {server.info.model!r}, and the one at {other.base_url} "
@@ -256,64 +263,88 @@ class ServerGeneration(VLLMGeneration):
     # The sync
 
     def sync_weights(self) -> None:
-        """Send the trainer's weights, stamp them with the policy version, and verify them. A collective call.
+        """Sync the weights where no requests run. A collective call, as all steps of [`ServerGeneration.sync`]."""
+        with self.sync() as sync:
+            sync.load()
+            sync.verify()
+
+    @contextmanager
+    def sync(self) -> Iterator[WeightSync]:
+        """Prepare a sync of the trainer's weights, and hand its other steps to the caller.
+
+        The caller stops or holds the requests on the servers, calls `load` and `verify`, and, after the block, sends
+        requests to the servers in `servers.holding`:
+
+        ```python
+        with generation.sync() as sync:
+            quiesce(generation.oldest_kept)
+            sync.load()
+            sync.verify()
+        route(generation.servers.holding)
+        ```
 
         Merged weights are loaded into paused servers only. After a failure, these stay paused until the next sync, or
         [`SyncedServers.give_up`] if their weights are complete: requests must continue with the new weights.
-        A server that is down is left out. If all are, all processes raise [`ServerError`], and the sync can be
-        repeated when one is back. It raises [`WeightSyncError`] if a server refuses the weights, or samples from other
-        weights afterwards.
+        A server that is down is left out. If all are, all processes raise [`ServerError`] from one of the steps, and
+        all steps can be repeated when one is back. [`WeightSyncError`] is raised if a server refuses the weights, or
+        samples from other weights afterwards.
         """
         started = time.perf_counter()
-        version = self._policy_version()
         assert self._addresses is not None
         self.servers.meet(self._addresses, self._new_server, lambda: self.servers.each(self._reattach))
         # Work that needs no server runs before the servers are paused. Reading sharded weights takes all processes.
         self.model = self._trained_model()
         if is_compiled_module(self.model):  # as under FSDP
             self.model = self.model._orig_mod
-        # Evaluation may change the model's data type. FSDP computes in its own.
-        mixes = self.accelerator.distributed_type == DistributedType.FSDP or needs_autocast(self.model)
-        as_weights = self.accelerator.mixed_precision in (None, "no") or not mixes
-        dtypes = frozenset(dtypes_of(self.model))
-        trainer_is_float32 = dtypes == {torch.float32} and as_weights
-        for server in self.servers.taking_part():
-            server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
-        adapts = isinstance(self._transport, AdapterTransport)
-        as_next = adapts or any(server.info.max_loras for server in self.servers if server.is_connected)
-        if version == 0 and self._is_first:  # with other weights, a server could not be told from a different one
-            own = self.model.config._name_or_path
-            self.servers.each(lambda server: server.look_before(own, self._sequences, as_next=as_next))
-        expected = [
-            trainer_logprobs(self.model, one, self.accelerator.device, as_next=as_next or place > 0)
-            for place, one in enumerate(self._sequences)
-        ]
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass
-        sends = any(self.servers.taking_part())
+        as_next = isinstance(self._transport, AdapterTransport) or any(info.max_loras for info in self.servers.infos)
+        expected = self._expected_logprobs(as_next=as_next)
+        sends, dtypes = any(self.servers.taking_part()), frozenset(dtypes_of(self.model))
         with self._transport.stage(self._parameters, sends=sends, dtypes=dtypes) as load:
-            if self.before_sync is not None:
-                self.before_sync()
-            self.servers.settle_outages(None if adapts else SyncedServer.begin_load)
-            load(list(self.servers), self.servers.each)
-            adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
-            options: dict[str, Any] = {
-                "as_next": as_next,
-                "keeps_cache": self._keeps_cache or adapter is not None,
-                "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
-                "adapter": adapter,
-            }
-            self.servers.each(lambda server: server.stamp_and_verify(version, expected, self._sequences, **options))
-            self.servers.settle_outages()  # no process may request tokens before a server has the weights
-        for server in self.servers.taking_part():
-            server.synced_version = server.announced_version
-            server.client.model = adapter or server.info.model
-            server.client.renew_cache_salt()
+            yield WeightSync(partial(self._load, load), partial(self._verify, expected, as_next=as_next))
         self._sequences, self._is_first = self._sequences[:1], False
         self.sync_mismatch = max((server.mismatch for server in self.servers.taking_part()), default=0.0)
         self.servers.announce(lambda: [server.base_url for server in self.servers.taking_part()])
         self.sync_seconds = time.perf_counter() - started
+
+    def _expected_logprobs(self, *, as_next: bool) -> list[list[float]]:
+        """The trainer's log-probabilities of the canary, and around the first sync of longer sequences."""
+        # Evaluation may change the model's data type. FSDP computes in its own.
+        mixes = self.accelerator.distributed_type == DistributedType.FSDP or needs_autocast(self.model)
+        as_weights = self.accelerator.mixed_precision in (None, "no") or not mixes
+        trainer_is_float32 = dtypes_of(self.model) == {torch.float32} and as_weights
+        for server in self.servers.taking_part():
+            server.canary.exact = trainer_is_float32 and server.info.dtype == "float32"
+        if self._policy_version() == 0 and self._is_first:  # other weights cannot be told from another computation
+            own = self.model.config._name_or_path
+            self.servers.each(lambda server: server.look_before(own, self._sequences, as_next=as_next))
+        expected = [
+            trainer_logprobs(self.model, sequence, self.accelerator.device, as_next=as_next or place > 0)
+            for place, sequence in enumerate(self._sequences)
+        ]
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass leaves the outermost layers gathered until a backward pass
+        return expected
+
+    def _load(self, load: Load) -> None:
+        def begin(server: SyncedServer) -> None:
+            server.life.enter(ServerState.LOADING)
+            server.begin_load()
+
+        self.servers.settle_outages(None if isinstance(self._transport, AdapterTransport) else begin)
+        load(self.servers.taking_part(), self.servers.each)
+
+    def _verify(self, expected: list[list[float]], *, as_next: bool) -> None:
+        adapter = self._transport.staged if isinstance(self._transport, AdapterTransport) else None
+        options: dict[str, Any] = {
+            "as_next": as_next,
+            "keeps_cache": self._keeps_cache or adapter is not None,
+            "sees_images": adapter is None and self.model.config.get_text_config() is not self.model.config,
+            "adapter": adapter,
+        }
+        version = self._policy_version()
+        self.servers.each(lambda server: server.stamp_and_verify(version, expected, self._sequences, **options))
+        self.servers.settle_outages()  # no process may request tokens before a server has the weights
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TRL's iteration over the parameters and all buffers, under the names that vLLM's loader knows."""
@@ -334,34 +365,30 @@ class ServerGeneration(VLLMGeneration):
                 pass
 
     def _reattach(self, server: SyncedServer) -> None:
-        """Check a server and connect to it again, unless it still has the weights of the last sync."""
+        """Check a server and connect to it again, unless it is the process of the last sync."""
         if self.local_server is None:
             server.lease.take(renews=True)
         elif not self.local_server.is_running:
             self.local_server.start()  # it was stopped for another trainer
-        if server.holds_weights():
-            return  # after one request: each waits for the server's API process, which is busy with streams
+        is_known = server.known_info is not None
+        # One request: each waits for the server's API process, which is busy with streams.
+        if is_known and (version := server.control.weight_version()) in (server.version, INCOMPLETE):
+            if server.life.state is not ServerState.READY:
+                server.life.enter(ServerState.READY)
+            return
         if problem := server.control.problem():
             raise ServerError(problem)
-        if not server.is_connected:  # a new address
-            self._connect(server, patience=0.0)
-            self._transport.connect(server)
-        if server.synced_version is None:
-            server.synced_version = server.announced_version = ""  # if the first sync fails, the next one checks
+        if server.life.state is ServerState.READY:
             return
-        if server.control.weight_version() in (server.synced_version, server.announced_version, INCOMPLETE):
-            return
-        if server.base_url in self.servers.holding or len(self.servers) == 1:
+        if is_known:
             logger.warning(
-                "The vLLM server at %s was restarted, or another client changed its weights. Sending the trainer's "
-                "weights again.",
+                "The vLLM server at %s was restarted, or another client changed its weights (version %s). Sending the "
+                "trainer's weights again.",
                 server.base_url,
+                version,
             )
-        # No server reports it, so a failed sync is checked again.
-        server.synced_version = server.announced_version = ""
-        server.pause.end()  # a paused server would not answer the check
-        self._examine(server)
-        if self._keeps_cache:
+        self._connect(server, patience=0.0)
+        if is_known and self._keeps_cache:
             # It may hold blocks of other weights under the salt of this version.
             server.control.request("POST", "reset_prefix_cache")
         self._transport.connect(server)

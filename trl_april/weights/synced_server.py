@@ -1,6 +1,6 @@
-"""One vLLM server in the weight sync: connections to it, its account of itself, and the weights that it has.
+"""One vLLM server in the weight sync: connections to it, its configuration, and the weights that it has.
 
-Invariant: a server that was lost takes no part in syncs until its watch has seen it answer.
+Invariant: a lost server takes no part in syncs until its watch has seen it answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..server.check import ServerInfo
 from ..server.lease import ServerLease
 from ..server.traffic import ServerPause, server_load
 from .canary import DECODED, Canary, decoded_logprobs, distance, next_logprobs, server_logprobs
-from .client import ANSWER_SECONDS, ServerClient, ServerControl
+from .client import ANSWER_SECONDS, ServerControl
+from .server_state import ServerLifecycle, ServerState
 
 
 Step = Callable[["SyncedServer"], object]
@@ -34,34 +35,40 @@ WATCH_SECONDS = 1.0  # between two health checks of a lost server
 
 
 class SyncedServer:
-    """A server as the main process sees it. The others know its address and, once it is connected, its `info`."""
+    """A server as the main process sees it. Other processes know its address and, once it is connected, its `info`."""
 
-    client: ServerClient
-    info: ServerInfo
     canary: Canary
 
-    def __init__(self, base_url: str, seconds: float, headers: Mapping[str, str], group_port: int = 0) -> None:
+    def __init__(self, base_url: str, seconds: float, headers: Mapping[str, str]) -> None:
         self.base_url = base_url
-        self.group_port = group_port  # where its NCCL group meets
         self.control = ServerControl(base_url, seconds, headers)
         answer = partial(self.control.request, seconds=ANSWER_SECONDS)
         self.pause, self.lease = ServerPause(answer, base_url), ServerLease(answer, base_url)
-        self.is_connected = False
+        self.life = ServerLifecycle()
+        self.known_info: ServerInfo | None = None  # once it was connected to
+        self.outage: Exception | None = None  # why it is down
+        self.version = ""  # the last weight version sent to it, even if its answer was lost
+        self.was_incomplete = False  # whether an earlier sync, of any run, left the weights incomplete
         self.mismatch = 0.0  # of server and trainer after the last sync, in nats
         self.values_before: list[list[float]] | None = None  # of the canary, before the first sync
-        self.synced_version: str | None = None  # of the last complete sync
-        self.announced_version: str | None = None  # last one sent to the server, even if its answer was lost
-        self.is_incomplete = False  # whether an earlier sync, of any run, left the weights incomplete
         self._syncs = 0
-        self.outage: Exception | None = None  # error of the present sync that showed that the server is down
-        self.is_lost = False  # while others continue
-        self._answers = threading.Event()  # set when a lost server answers
-        self._given_up = threading.Event()
+        self._watch: _Watch | None = None
+
+    @property
+    def info(self) -> ServerInfo:
+        """The configuration that the server reported."""
+        assert self.known_info is not None
+        return self.known_info
 
     @property
     def takes_part(self) -> bool:
         """Whether the present sync includes this server."""
-        return not self.is_lost and self.outage is None
+        return self.life.takes_part
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether the server was lost and answers again."""
+        return self.life.state is ServerState.LOST and (self._watch is None or self._watch.answers.is_set())
 
     def reserve(self) -> None:
         """Raise [`WeightSyncError`] if another training run uses the server, as far as can be seen."""
@@ -75,46 +82,44 @@ class SyncedServer:
             )
 
     def begin_sync(self) -> None:
-        """Forget the outage of an earlier sync; a lost server that answers takes part again."""
+        """Check the server in this sync, unless it was just connected to or is still lost."""
         self.outage = None
-        if self.is_lost and self._answers.is_set():
-            self.is_lost = False
+        begun, lost = (ServerState.READY, ServerState.CHECKING), self.life.state is ServerState.LOST
+        if self.life.state not in begun and (not lost or self.has_returned):
+            self.life.enter(ServerState.CHECKING)
+
+    def fail(self, outage: Exception) -> None:
+        """Leave the server out of the present sync."""
+        self.outage = outage
+        self.life.enter(ServerState.DOWN)
 
     def problem(self) -> str | None:
-        """Why the server is not ready to generate. A lost one that is takes part in the next sync."""
+        """Why the server is not ready to generate. A lost server that is ready rejoins at the next sync."""
         problem = self.control.problem()
-        if problem is None:
-            self._answers.set()
+        if problem is None and self._watch is not None:
+            self._watch.answers.set()
         return problem
 
     def lose(self) -> None:
-        """Leave the server out of syncs, and watch in the background for its return."""
-        if self.is_lost:
-            return
-        self.is_lost = True
-        self._answers.clear()
-        self._given_up = threading.Event()
-        watched = ServerControl(self.base_url, self.control.session.seconds, self.control.headers)
-        threading.Thread(
-            target=_watch, args=(watched.problem, self._answers, self._given_up), name="trl-april-watch", daemon=True
-        ).start()
+        """Leave the server out, and watch in the background for its return. A sync that is running decides itself."""
+        if self.life.lose():
+            self._watch = _Watch(ServerControl(self.base_url, self.control.session.seconds, self.control.headers))
 
     def give_up(self) -> None:
         """End the watch and the lease, and resume a server that was paused for a sync that will not be repeated.
 
         With incomplete weights, it stays paused: vLLM has not allocated all of them, and crashes at the first request.
         """
-        self._given_up.set()
-        if self.is_lost:
-            self._answers.set()  # the next sync asks it
-        elif self.announced_version != INCOMPLETE:
+        if self._watch is not None:
+            self._watch.end()
+        if self.life.state is not ServerState.LOST and self.version != INCOMPLETE:
             self.pause.give_up()
         self.lease.give_back()
 
     def holds_weights(self) -> bool:
         """Whether the server answers, and has the weights of its last sync."""
         try:
-            return self.synced_version is not None and self.control.weight_version() == self.synced_version
+            return self.life.state is ServerState.HOLDING and self.control.weight_version() == self.version
         except ServerError:
             return False
 
@@ -138,18 +143,18 @@ class SyncedServer:
 
     def _longer(self, model: str, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Values after sequences that are longer than the canary."""
-        return [next_logprobs(self.control, model, one) for one in sequences[1:]]
+        return [next_logprobs(self.control, model, sequence) for sequence in sequences[1:]]
 
     def begin_load(self) -> None:
         """Pause the server, and mark its weights as incomplete until they have their version."""
         self.pause.begin()
-        self.is_incomplete = self.control.weight_version() == INCOMPLETE
-        self.announced_version = INCOMPLETE
+        self.was_incomplete = self.control.weight_version() == INCOMPLETE
+        self.version = INCOMPLETE
         self.control.request("POST", "update_weight_version", {"new_version": INCOMPLETE})
 
     def end_load(self, version: str) -> None:
         """Give the loaded weights their version, and resume the server."""
-        self.announced_version = version
+        self.version = version
         self.control.request("POST", "update_weight_version", {"new_version": version})
         reported = self.control.weight_version()
         if reported != version:
@@ -173,8 +178,8 @@ class SyncedServer:
         """Give the loaded weights their version, resume the server, and compare it with the trainer.
 
         `expected` are the trainer's values of `sequences`: the canary (`as_next` as in [`next_logprobs`]), and around
-        the first sync longer ones. The version is the name of the `adapter` where only that was loaded. A model that
-        `sees_images` has embeddings of them in a cache of its own, by the hash of the image alone.
+        the first sync longer ones. The version is the name of the `adapter` if only the adapter was loaded. For a
+        model that `sees_images`, vLLM keeps embeddings in a separate cache, by the hash of the image alone.
         """
         if sees_images:
             self.control.request("POST", "reset_encoder_cache")
@@ -184,16 +189,17 @@ class SyncedServer:
         ask, model = next_logprobs if as_next else server_logprobs, adapter or self.info.model
         several = self.info.engines > 1
         ranks = [{"X-data-parallel-rank": str(rank)} if several else None for rank in range(self.info.engines)]
-        found = [ask(self.control, model, sequences[0], headers) for headers in ranks]
-        furthest = max(found, key=partial(distance, expected[0]))
+        values = [ask(self.control, model, sequences[0], headers) for headers in ranks]
+        furthest = max(values, key=partial(distance, expected[0]))
         after = [furthest, *self._longer(model, sequences)]
-        lengths = [len(one) for one in sequences]
+        lengths = [len(sequence) for sequence in sequences]
         self.mismatch = self.canary.compare_around(lengths, expected, self.values_before, after, version)
         self.values_before = None
-        if not as_next and (not self.synced_version or self._syncs % DECODES_EVERY == 0):
+        if not as_next and self._syncs % DECODES_EVERY == 0:
             for headers in ranks:
                 self._verify_decoding(version, sequences[0][:DECODED], headers)
         self._syncs += 1
+        self.life.enter(ServerState.HOLDING)
 
     def _verify_decoding(self, version: int, prompt: list[int], headers: dict[str, str] | None) -> None:
         """Compare tokens that the server decodes with the same ones in a prompt. Rollouts are decoded."""
@@ -202,18 +208,28 @@ class SyncedServer:
         self.canary.compare_decoded(decoded, prefilled, version, exact=self.info.dtype == "float32")
 
 
-def _watch(problem: Callable[[], str | None], answers: threading.Event, given_up: threading.Event) -> None:
-    while not given_up.wait(WATCH_SECONDS):
-        try:
-            if problem() is None:
-                answers.set()
-                return
-        except ServerError:
-            pass  # another program has its address
+class _Watch:
+    """Asks a lost server in the background until it answers, or the watch is ended."""
+
+    def __init__(self, control: ServerControl) -> None:
+        self.answers, self._ended = threading.Event(), threading.Event()
+        threading.Thread(target=self._ask, args=[control], name="trl-april-watch", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.answers.set()  # the next sync asks the server
+
+    def _ask(self, control: ServerControl) -> None:
+        while not self._ended.wait(WATCH_SECONDS):
+            try:
+                if control.problem() is None:
+                    return self.answers.set()
+            except ServerError:
+                pass  # another program has its address
 
 
 def combined(infos: Sequence[ServerInfo]) -> ServerInfo:
-    """The account of several servers together: what all of them can, and the sequences that they decode at once."""
+    """The configuration of several servers together: the smallest context, and the sum of their sequences."""
     sequences = [info.max_sequences for info in infos if info.max_sequences is not None]
     return replace(
         infos[0],

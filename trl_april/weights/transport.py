@@ -54,6 +54,7 @@ def connected_transport(
     folder: str | None,
     *,
     device: torch.device,
+    group_port: int,
     servers: Sequence[SyncedServer],
     processes: Processes,
     adapters: AdapterTransport | None = None,
@@ -72,7 +73,7 @@ def connected_transport(
     impossible was asked for, and [`WeightSyncError`] if a connection was asked for and fails.
     """
     transports: dict[str, WeightTransport] = {
-        "nccl": NcclTransport(device),
+        "nccl": NcclTransport(device, group_port),
         "ipc": SharedMemoryTransport(device),
         "filesystem": FileTransport(folder, elements),
     }
@@ -82,6 +83,8 @@ def connected_transport(
     def connect(name: str) -> str:
         for server in servers:
             transports[name].connect(server)
+        if isinstance(transport := transports[name], NcclTransport):
+            transport.join(servers)
         return name
 
     def choose() -> str:

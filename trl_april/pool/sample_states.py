@@ -1,4 +1,4 @@
-"""The states of samples in a pool, and the transitions between them.
+"""The states of the samples in a pool, and the transitions between them.
 
 ```
 admit -> WAITING -> start -> RUNNING -> finish -> FINISHED -> take
@@ -7,7 +7,7 @@ admit -> WAITING -> start -> RUNNING -> finish -> FINISHED -> take
                        +----- PARKED                                             reject
 ```
 
-With tools, a request ends a turn, which may not be the last one. A parked sample whose calls are pending acts again:
+With tools, a request ends a turn, which may not be the last. A parked sample whose calls are pending acts again:
 
 ```
 RUNNING -> finish -> ACTING -> act_ended -> FINISHED, or PARKED for the next turn
@@ -36,8 +36,8 @@ from .samples import FinishReason, Group, Sample, SampleState
 from .schedule import Schedule
 
 
-class Transitions:
-    """Groups of one process, whose samples change their states, as the schedule and the counters then show."""
+class SampleStates:
+    """The samples of one process and their states. Schedule and counters follow each transition."""
 
     def __init__(self, schedule: Schedule, *, dynamic_sampling: bool) -> None:
         self.schedule, self.counters = schedule, Counters()
@@ -73,8 +73,8 @@ class Transitions:
     ) -> None:
         """Append new tokens of a running sample, each with its log-probability when it was sampled.
 
-        `version` is the policy version that sampled them, by default that of the round; only a held request has
-        another. Malformed tokens raise [`EngineError`], and none of them is recorded.
+        `version` is the policy version that sampled the tokens. By default it is the version of the round; only held
+        requests have others. Malformed tokens raise [`EngineError`], and none of them is recorded.
         """
         group = self._expect(sample, SampleState.RUNNING)
         assert self.schedule.version is not None  # samples run only within a round
@@ -115,9 +115,8 @@ class Transitions:
     ) -> None:
         """Append what followed the turn of an acting sample, and mark it as complete or parked.
 
-        `messages` are the assistant's message and the results of its calls, and `token_ids` these results.
-        `environment` is the state of its environment to be saved, and `columns` what reward functions get. A sample
-        without remaining budget is complete.
+        `messages` are the assistant's message and the results of its calls; `token_ids` are these results. A sample
+        without remaining budget is complete. See [`~trl_april.rollout.acting.TurnResult`].
         """
         group = self._expect(sample, SampleState.ACTING)
         conversation = sample.conversation
@@ -159,7 +158,6 @@ class Transitions:
         return max(self.schedule.version or 0, self.version_after_resume or 0)
 
     def _expect(self, sample: Sample, *states: SampleState) -> Group:
-        """Return the group of `sample`, which must be in this pool and in one of `states`."""
         if not self.holds(sample):
             raise PoolError(f"The pool does not hold {sample}.")
         if sample.state not in states:
@@ -176,9 +174,9 @@ class Transitions:
         return group.is_finished and (group.score is not None or not self.dynamic_sampling)
 
 
-def _check_budget(group: Group, sample: Sample, count: int, what: str) -> None:
+def _check_budget(group: Group, sample: Sample, count: int, sender: str) -> None:
     if count > group.remaining(sample):
         raise PoolError(
-            f"{what} {count} tokens with {group.remaining(sample)} of the budget of {group.budget_of(sample)} "
+            f"{sender} {count} tokens with {group.remaining(sample)} of the budget of {group.budget_of(sample)} "
             f"left for {sample}."
         )

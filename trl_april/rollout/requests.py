@@ -1,8 +1,8 @@
 """The requests in flight: dispatched, streamed, repeated after a broken stream, and cut.
 
-The invariants owned here: between dispatch and cut every dispatched sample is running, about to be repeated, or ended.
-After a cut none is running, and every token that arrived is in the pool. Only our own requests are aborted, by their
-ids.
+Invariants: between dispatch and cut every dispatched sample is running, waiting for a retry, or finished. After a cut
+no sample is running, and every token that arrived is in the pool. Requests are aborted by their ids, and never the
+requests of other clients.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import aclosing, suppress
 from typing import Any
@@ -20,7 +20,7 @@ from ..errors import EngineError, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import FinishReason, Group, Sample, SampleState
 from .acting import Act, Acting
-from .round import RequestTrace
+from .record import RequestTrace
 from .running_request import BrokenStreams, RunningRequest, watch
 
 
@@ -30,10 +30,10 @@ CUT_OFF_SECONDS = 5.0  # for streams to deliver their last tokens after a failur
 POLL_SECONDS = 0.01  # between two questions about requests that the engine does not know
 
 
-class InFlight:
+class Requests:
     """Generates samples of a pool on an engine until they are finished or cut.
 
-    Errors that repeating a request does not help are passed to `on_error`. `on_sample_ended` is called when a sample
+    Errors that a retry cannot help are passed to `on_error`. `on_sample_ended` is called when a sample
     of the group is finished or no longer requested, and `on_task_ended` after each decrease of `len(in_flight)`. With
     `act`, a sample is in turn generated and `acting`, which no cut ends.
     `server_of` names the server of a running request, if there are several.
@@ -43,7 +43,7 @@ class InFlight:
         self,
         pool: Pool,
         engine: RolloutEngine,
-        requests: RequestMaker,
+        maker: RequestMaker,
         *,
         on_sample_ended: Callable[[Group], None],
         on_task_ended: Callable[[], None],
@@ -60,13 +60,13 @@ class InFlight:
         self.dispatched: dict[tuple[int, int], Sample] = {}  # samples requested in this round, by key
         self.broken_streams = BrokenStreams()
         self.aborted_requests = 0  # the owner resets it
-        self._pool, self._engine, self._requests = pool, engine, requests
+        self._pool, self._engine, self._maker = pool, engine, maker
         self._on_sample_ended, self._on_task_ended, self._on_error = on_sample_ended, on_task_ended, on_error
         self._idle_timeout, self._retries, self._sweep_interval = idle_timeout, retries, sweep_interval
         self._server_of = server_of
         self.acting = Acting(pool, act, on_ended=self._act_ended, on_error=on_error, threads=threads)
         self._watchdog: set[asyncio.Task[None]] = set()  # its task, if it runs
-        self._tasks: set[asyncio.Task[None]] = set()  # one per sample
+        self._tasks: set[asyncio.Task[None]] = set()  # by sample
         self._task_of: dict[tuple[int, int], asyncio.Task[None]] = {}  # tasks that may send requests, by sample
         self._trims: set[asyncio.Task[None]] = set()  # tasks that cut requests because the pool is full
         self._is_trimmed = False  # whether only samples that the round needs are running
@@ -98,7 +98,7 @@ class InFlight:
         self._is_trimmed = False
 
     def stop_asking(self) -> None:
-        """Send no more requests. Running ones continue."""
+        """Send no more requests. Running requests continue."""
         self._stopped.set()
 
     def dispatch(self) -> None:
@@ -135,26 +135,27 @@ class InFlight:
     async def cut(self) -> None:
         """Abort all requests, and wait until every stream has delivered its last tokens and ended.
 
-        After an error some may still run; [`~InFlight.cut_off`] ends them all the same.
+        After an error some may still run; [`~Requests.cut_off`] ends them all the same.
         """
         self._stopped.set()
         await self._drain(self._tasks)
 
-    async def free_slot(self, full: Collection[str | None]) -> None:
-        """On `full` servers, abort requests without tokens, and the one with the fewest. Sends none meanwhile."""
+    async def free_slots(self, full: Mapping[str | None, int]) -> None:
+        """On `full` servers, abort requests without tokens, and a number of the shortest. Send none meanwhile."""
         cut: list[asyncio.Task[None]] = []
-        shortest: dict[str | None, RunningRequest] = {}
-        for name, one in sorted(self.running.items(), key=lambda item: len(item[1].sample)):
+        left = dict(full)
+        for name, request in sorted(self.running.items(), key=lambda item: len(item[1].sample)):
             server = self._server_of(name)
-            if server in full and (not one.received or shortest.setdefault(server, one) is one):
-                cut.append(one.task)
+            if server in left and (not request.received or left[server] > 0):
+                cut.append(request.task)
+                left[server] -= bool(request.received)
         await self._drain(cut)
 
     async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across a weight sync: ask the paused engine after which token each has the new version.
 
         With `oldest`, the engine keeps the weights of that policy version and later ones, so nothing is paused:
-        requests stay on the weights that they were sent for, and only those of older versions are cut.
+        requests stay on the weights that they were sent for, and only requests of older versions are cut.
 
         Raises `ServerError` if some request is unknown, and `EngineError` if more tokens have arrived than reported.
         """
@@ -178,7 +179,7 @@ class InFlight:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def cut_off(self) -> None:
-        """Leave nothing running, whatever happened before. Raises nothing."""
+        """Leave nothing running. Raises nothing."""
         self._stopped.set()
         self.is_cutting_off = True
         try:
@@ -201,7 +202,7 @@ class InFlight:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.is_cutting_off = False
 
-    # One sample
+    # A single sample
 
     def _request(self, group: Group, sample: Sample, now: float, *, asks_server: bool = False) -> None:
         self._is_trimmed = False
@@ -268,8 +269,8 @@ class InFlight:
         return not self._stopped.is_set() and self._task_of.get(sample.key) is asyncio.current_task()
 
     async def _stream(self, group: Group, sample: Sample, asked: float) -> None:
-        """Send one request and record its tokens. Raises `ServerError` if its stream breaks."""
-        request = self._requests.make(group, sample, self._version)
+        """Send a request and record its tokens. Raises `ServerError` if its stream breaks."""
+        request = self._maker.make(group, sample, self._version)
         self._pool.start(sample)
         task, deadline, began = self._task_of[sample.key], asyncio.timeout(None), max(asked, self._round_began)
         running = RunningRequest(request, sample, len(sample), self._version, began, deadline, task)
@@ -352,7 +353,7 @@ class InFlight:
             while pending:
                 request_ids = [name for name, request in self.running.items() if request.task in pending]
                 if abort is None and request_ids:
-                    # In a task of its own: a server that does not answer must not delay streams that end.
+                    # In a separate task: a server that does not answer must not delay streams that end.
                     abort = asyncio.create_task(self._engine.abort(request_ids))
                 _, pending = await asyncio.wait(pending, timeout=self._sweep_interval)
                 if abort is not None and abort.done():

@@ -1,24 +1,24 @@
-"""The record of a round, which its metrics are computed from.
+"""The record of a round: log metrics, `april_rounds.jsonl`, `trainer.round_history` and the report are read from it.
 
-The invariants owned here: generated and carried tokens are counted apart, so no round is credited with another's work.
-An event between two rounds is counted once, in the round after it. Standard library only.
+Invariants: generated and carried tokens are counted separately, so no round is credited with another's work. An event
+between two rounds is counted once, in the round after it. Standard library only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..pool.pool import Pool
-from ..pool.samples import Group, SampleState
+from ..pool.samples import Group, Sample, SampleState
 
 
 if TYPE_CHECKING:
-    from .in_flight import InFlight
-
+    from .requests import Requests
 
 DRAIN_GRACE = 0.01  # as a fraction of the time until the quota was met
 MAX_DRAIN_GRACE = 1.0  # seconds
@@ -31,28 +31,29 @@ def drain_grace(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """One request of a round. Times are seconds since the round opened."""
+    """A request of a round. Times are seconds since the round opened."""
 
     group_id: int
     index: int  # of its sample in the group
-    # When it was dispatched, or 0 if before the round. Requests dispatched together are sent one by one.
+    # When it was dispatched, or 0 if before the round. Requests dispatched together are sent in sequence.
     began: float
-    first: float  # when its first tokens arrived, or its end if none did; `began` if it had tokens at the opening
-    head: int  # number of these first tokens; 0 if it had tokens at the opening
+    # When its first tokens arrived, or its end if none did; `began` if it had tokens at the opening.
+    first: float
+    first_tokens: int  # number of these tokens; 0 if it had tokens at the opening
     ended: float  # when it finished or was cut
     tokens: int  # arrived in this round
-    held: int  # completion tokens that it was sent with, or had at the opening
-    finished: bool  # whether it ended by itself
+    tokens_before: int  # completion tokens that it was sent with, or had at the opening
+    finished: bool  # whether it was not cut
 
     @property
-    def ran_on(self) -> bool:
+    def was_running(self) -> bool:
         """Whether it was being decoded when the round opened."""
         return self.first == self.began
 
 
 @dataclass(slots=True)
 class Round:
-    """Events and counts of one round."""
+    """Events and counts of a round."""
 
     version: int  # policy version that its tokens were sampled under
     groups: list[Group] = field(default_factory=list)  # the batch: finished groups, oldest first
@@ -62,7 +63,7 @@ class Round:
     due_seconds: float = 0.0  # part of `seconds` with enough finished groups, but not all that are due
     abort_seconds: float = 0.0  # part of `seconds` after the abort
     generated_tokens: int = 0  # arrived in this round
-    overlap_tokens: int = 0  # arrived between the last round and this one, during training
+    overlap_tokens: int = 0  # arrived between the last round and this round, during training
     carried_tokens: int = 0  # tokens of the batch from earlier rounds
     requests: int = 0  # samples dispatched
     resumed_groups: int = 0  # groups with tokens of earlier rounds
@@ -71,7 +72,7 @@ class Round:
     rejected_groups: int = 0  # by dynamic sampling
     rejected_tokens: int = 0
     filled_groups: int = 0  # rejected groups in the batch, since the round hit its rejection limit
-    # Requests that ended without their last tokens: each may have lost up to one chunk.
+    # Requests that ended without their last tokens: each may have lost up to a chunk.
     broken_streams: int = 0
     acting_samples: int = 0  # whose tools ran when the round closed
     tool_seconds_max: float = 0.0  # of the longest step of tools since the last round closed, ended or not
@@ -86,13 +87,40 @@ class Round:
     traces: list[RequestTrace] = field(default_factory=list)  # ended requests in order, then those still running
 
     @property
+    def samples(self) -> list[Sample]:
+        """Samples of the batch that this process trains, in order."""
+        return [sample for group in self.groups for sample in group.samples]
+
+    def ages_of(self, sample: Sample) -> list[tuple[int, int]]:
+        """Staleness and length of each segment that the model generated."""
+        return [
+            (self.version - segment.version, segment.length)
+            for segment in sample.segments
+            if segment.version is not None
+        ]
+
+    @property
+    def ages(self) -> Counter[int]:
+        """Trained tokens by staleness."""
+        tokens = Counter[int]()
+        for sample in self.samples:
+            for age, length in self.ages_of(sample):
+                tokens[age] += length
+        return tokens
+
+    @property
+    def trained_lengths(self) -> list[int]:
+        """Generated tokens of each sample of the batch."""
+        return [sample.num_generated for sample in self.samples]
+
+    @property
     def launched_tokens(self) -> int:
         """Summed lengths of the dispatched samples."""
         return sum(self.launched_lengths)
 
     @property
     def overlap_seconds(self) -> float:
-        """Time between the last round and this one with requests in flight."""
+        """Time with requests in flight between the last round and this round."""
         ends = [*(time for time, _ in self.overlap_in_flight[1:]), 0.0]
         return sum(end - start for (start, count), end in zip(self.overlap_in_flight, ends, strict=False) if count)
 
@@ -109,8 +137,8 @@ class Round:
 class RoundRecorder:
     """Measures the rounds of a driver, as differences of counters."""
 
-    def __init__(self, pool: Pool, flight: InFlight, *, overlap: bool) -> None:
-        self._pool, self._flight, self._overlap = pool, flight, overlap
+    def __init__(self, pool: Pool, requests: Requests, *, overlap: bool) -> None:
+        self._pool, self._requests, self._overlap = pool, requests, overlap
         self._opened = replace(pool.counters)  # when the round opened
         self._held: dict[int, int] = {}  # tokens of each group when the round opened
         # When the last round ended. Tokens of a resumed pool belong to no round of this driver.
@@ -118,11 +146,11 @@ class RoundRecorder:
         self._ended: float | None = None
 
     def begin(self, version: int) -> Round:
-        """Open a round of policy version `version`. An interrupted one continues without it."""
+        """Open a round of policy version `version`. An interrupted round continues without this call."""
         now = _now()
-        self._flight.begin_round(now)
-        beside = [(time - now, count) for time, count in self._flight.counts]
-        self._flight.counts = []
+        self._requests.begin_round(now)
+        between = [(time - now, count) for time, count in self._requests.counts]
+        self._requests.counts = []
         self._opened = replace(self._pool.counters)
         self._held = {group.group_id: group.num_generated for group in self._pool}
         resumed = {group.group_id for group, _ in self._pool.ready() if group.state is SampleState.PARKED}
@@ -132,34 +160,34 @@ class RoundRecorder:
             seconds_before=0.0 if self._ended is None else now - self._ended,
             over_provisioning=self._pool.schedule.over_provisioning,
             withheld_groups=self._pool.schedule.withheld,
-            overlap_in_flight=beside,
+            overlap_in_flight=between,
             overlap_tokens=self._opened.tokens_generated - self._tokens_at_end,
             resumed_groups=sum(self._held[group_id] > 0 for group_id in resumed),
         )
 
     def end(self, record: Round) -> None:
         """Complete the record of a round that closed or was interrupted."""
-        flight = self._flight
-        record.broken_streams += flight.broken_streams.count
-        record.aborted_requests += flight.aborted_requests
-        record.acting_samples = len(flight.acting)
-        record.tool_seconds_max = max(record.tool_seconds_max, flight.acting.take_longest())
-        record.repeated_tool_steps += flight.acting.num_repeated
-        flight.broken_streams.count = flight.aborted_requests = flight.acting.num_repeated = 0
+        requests, acting = self._requests, self._requests.acting
+        record.broken_streams += requests.broken_streams.count
+        record.aborted_requests += requests.aborted_requests
+        record.acting_samples = len(acting)
+        record.tool_seconds_max = max(record.tool_seconds_max, acting.take_longest())
+        record.repeated_tool_steps += acting.num_repeated
+        requests.broken_streams.count = requests.aborted_requests = acting.num_repeated = 0
         self._tokens_at_end = self._pool.counters.tokens_generated
-        record.traces = flight.traces()
-        record.requests = len(flight.dispatched)
-        record.launched_lengths = [sample.num_generated for sample in flight.dispatched.values()]
+        record.traces = requests.traces()
+        record.requests = len(requests.dispatched)
+        record.launched_lengths = [sample.num_generated for sample in requests.dispatched.values()]
         self._ended = _now()
         record.seconds = self._ended - record.started
         record.generated_tokens = self._tokens_at_end - self._opened.tokens_generated
-        record.in_flight += [(time - record.started, count) for time, count in flight.counts]
-        flight.counts = []
+        record.in_flight += [(time - record.started, count) for time, count in requests.counts]
+        requests.counts = []
         if self._overlap:
-            flight.record_count()
+            requests.record_count()
 
     def deliver(self, record: Round, groups: Sequence[Group], *, filled: int) -> None:
-        """Add the batch, `filled` of whose groups had been rejected."""
+        """Add the batch, of which `filled` groups had been rejected."""
         counters = self._pool.counters
         record.groups = list(groups)
         record.filled_groups = filled
