@@ -2,7 +2,7 @@
 
     python scripts/calculator.py Qwen/Qwen3-0.6B --output_dir out --max_steps 200
 
-Options are those of `APRILGRPOConfig`. See docs/tools.md for what a tool must be like.
+Further options are the fields of `APRILGRPOConfig`. See docs/tools.md for what a tool must be like.
 """
 
 import ast
@@ -42,14 +42,14 @@ def calculate(expression: str) -> str:
 
 def is_right(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     pairs = zip(completions, answer, strict=True)
-    return [float(messages[-1]["content"].split()[-1:] == [one]) for messages, one in pairs]
+    return [float(messages[-1]["content"].split()[-1:] == [answer]) for messages, answer in pairs]
 
 
 def problems(count: int, seed: int = 0) -> Dataset:
     numbers = random.Random(seed)
     expressions = [f"{numbers.randrange(10**4)} * {numbers.randrange(10**4)}" for _ in range(count)]
-    prompts = [[{"role": "user", "content": f"What is {one}? End with the number alone."}] for one in expressions]
-    return Dataset.from_dict({"prompt": prompts, "answer": [calculate(one) for one in expressions]})
+    prompts = [[{"role": "user", "content": f"What is {text}? End with the number alone."}] for text in expressions]
+    return Dataset.from_dict({"prompt": prompts, "answer": [calculate(text) for text in expressions]})
 
 
 def main(argv: list[str]) -> APRILGRPOTrainer:

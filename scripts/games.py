@@ -3,7 +3,7 @@
     pip install textarena
     python scripts/games.py Qwen/Qwen3-0.6B GuessTheNumber-v0 --output_dir out --max_tool_calling_iterations 12
 
-Options are those of `APRILGRPOConfig`. See docs/tools.md for what an environment must be like.
+Further options are the fields of `APRILGRPOConfig`. See docs/tools.md for what an environment must be like.
 """
 
 import random

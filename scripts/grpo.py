@@ -2,7 +2,7 @@
 
     accelerate launch --config_file scripts/accelerate/fsdp2.yaml --num_processes 8 scripts/grpo.py ...
 
-`scripts/launch_single_node.sh` and `scripts/launch_slurm.sh` start a server on GPUs of its own, and this.
+`scripts/launch_single_node.sh` and `scripts/launch_slurm.sh` start a server on separate GPUs, and then this script.
 """
 
 import sys

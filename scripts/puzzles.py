@@ -3,7 +3,7 @@
     pip install reasoning-gym
     python scripts/puzzles.py Qwen/Qwen2.5-1.5B-Instruct chain_sum,countdown --output_dir out --max_steps 200
 
-Options are those of `APRILGRPOConfig`. See docs/reasoning_gym.md.
+Further options are the fields of `APRILGRPOConfig`. See docs/reasoning_gym.md.
 """
 
 import random

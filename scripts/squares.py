@@ -2,7 +2,7 @@
 
     python scripts/squares.py Qwen/Qwen2.5-VL-3B-Instruct --output_dir out --max_steps 200
 
-Options are those of `APRILGRPOConfig`. See docs/images.md for what is supported.
+Further options are the fields of `APRILGRPOConfig`. See docs/images.md for what is supported.
 """
 
 import random
@@ -20,7 +20,7 @@ QUESTION = "How many squares are in the picture? Think, and end with the number 
 
 
 def picture(squares: int, numbers: random.Random) -> Image.Image:
-    """White, with so many coloured squares in the cells of a grid."""
+    """Draw colored squares in random cells of a grid on white."""
     image = Image.new("RGB", (224, 224), "white")
     draw = ImageDraw.Draw(image)
     for cell in numbers.sample(range(16), squares):
@@ -31,7 +31,7 @@ def picture(squares: int, numbers: random.Random) -> Image.Image:
 
 def is_right(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     pairs = zip(completions, answer, strict=True)
-    return [float(messages[-1]["content"].split()[-1:] == [one]) for messages, one in pairs]
+    return [float(messages[-1]["content"].split()[-1:] == [answer]) for messages, answer in pairs]
 
 
 def problems(count: int, seed: int = 0) -> Dataset:

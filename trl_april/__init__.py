@@ -21,20 +21,10 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "APRILGRPOConfig": "config",
     "APRILGRPOTrainer": "trainer",
-    "AprilError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "EngineError": "errors",
-    "Group": "pool.samples",
     "LocalServer": "server.local",
     "Pool": "pool.pool",
-    "PoolError": "errors",
-    "Sample": "pool.samples",
-    "Segment": "pool.samples",
-    "ServerError": "errors",
-    "Turn": "agents.rollout_function",
-    "TurnEngine": "agents.rollout_function",
-    "WeightSyncError": "errors",
+    **dict.fromkeys(("Group", "Sample", "Segment"), "pool.samples"),
+    **dict.fromkeys(("Turn", "TurnEngine"), "agents.rollout_function"),
 }
 
 __all__ = [
@@ -61,9 +51,9 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take it for a promise that there is any name
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+        value = getattr(import_module(f".{_MODULE_OF.get(name, 'errors')}", __name__), name)
         globals()[name] = value  # the next look-up finds it without coming here
         return value
 

@@ -86,7 +86,7 @@ class AprilOptions:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether groups are scored one by one during generation."""
+        """Whether each group is scored during generation."""
         return self.dynamic_sampling or self.score_during_generation
 
     @property
@@ -117,36 +117,28 @@ class AprilOptions:
         # The default and "auto" respect any bound.
         factor = self.over_provisioning if isinstance(self.over_provisioning, float) else 1.0
         check_bound(factor, self.max_staleness, self.staleness_policy)
-        if self.weight_sync not in WEIGHT_SYNCS:
-            raise ConfigError(f"weight_sync is {self.weight_sync!r}; it must be one of {', '.join(WEIGHT_SYNCS)}.")
-        if self.resume_kv not in RESUME_KV:
-            raise ConfigError(f"resume_kv is {self.resume_kv!r}; it must be one of {', '.join(RESUME_KV)}.")
-        switch = str(self.overlap_generation).lower()  # a command line passes text
-        if switch not in ("true", "false", AUTO):
-            raise ConfigError(f"overlap_generation is {self.overlap_generation!r}; it must be True, False or 'auto'.")
+        timeout, switch = self.tool_timeout, str(self.overlap_generation).lower()  # a command line passes text
+        for name, is_valid, rule in (
+            ("weight_sync", self.weight_sync in WEIGHT_SYNCS, f"must be among {', '.join(WEIGHT_SYNCS)}"),
+            ("resume_kv", self.resume_kv in RESUME_KV, f"must be among {', '.join(RESUME_KV)}"),
+            ("overlap_generation", switch in ("true", "false", AUTO), "must be True, False or 'auto'"),
+            ("max_parked_tokens", (self.max_parked_tokens or 0) >= 0, "cannot be negative. Omit it for no bound"),
+            ("tool_timeout", timeout is None or timeout > 0, "must be positive. Omit it for no limit"),
+            ("stream_interval", self.stream_interval >= 1, "counts tokens and must be at least 1"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it {rule}.")
         self.overlap_generation = AUTO if switch == AUTO else switch == "true"
         if self.resume_kv == "keep" and not self.overlap_generation:
             raise ConfigError(
                 "resume_kv='keep' lets requests continue through the weight sync, but without overlap_generation "
                 "none is running then. Set overlap_generation=True, or resume_kv='reuse'."
             )
-        if self.max_parked_tokens is not None and self.max_parked_tokens < 0:
-            raise ConfigError(
-                f"max_parked_tokens is {self.max_parked_tokens}; it counts tokens and cannot be negative. Omit it "
-                "for no bound."
-            )
-        if self.tool_timeout is not None and self.tool_timeout <= 0:
-            raise ConfigError(
-                f"tool_timeout is {self.tool_timeout}; it is a time in seconds and must be positive. Omit it for no "
-                "limit."
-            )
-        if self.stream_interval < 1:
-            raise ConfigError(f"stream_interval is {self.stream_interval}; it counts tokens and must be at least 1.")
 
     def bounded_factor(self, versions_per_round: int) -> float:
         """Over-provisioning as a number, lowered to what the staleness bound lets through.
 
-        A round of several optimiser steps (`versions_per_round`) ages waiting groups by as many versions.
+        A round of several optimizer steps (`versions_per_round`) ages waiting groups by as many versions.
         """
         is_auto = isinstance(self.over_provisioning, str)  # respects the bound under every policy
         assert self.over_provisioning is not None, "with_schedule comes first"
@@ -160,7 +152,7 @@ class AprilOptions:
             change = "is 'auto' and stays" if is_auto else f"is lowered from {factor} to"
             logger.warning(
                 f"over_provisioning {change} {highest}{', which is synchronous training' * (highest == 1)}: a "
-                f"generation batch is trained for {versions_per_round} optimiser steps, so with "
+                f"generation batch is trained for {versions_per_round} optimizer steps, so with "
                 f"max_staleness={self.max_staleness} a group can wait {highest - 1} rounds. Set max_staleness to "
                 f"{math.ceil(factor - 1) * versions_per_round} or more for a factor of {factor:g}; None, or null in "
                 "YAML, lifts the bound."
@@ -183,18 +175,18 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
 
     - `use_vllm=None`: APRIL uses vLLM. Where stock GRPO runs instead of it, TRL's own default holds.
     - `vllm_mode=None`: the server whose address is given (`vllm_server_base_url`, `vllm_server_host` or
-      `vllm_server_port`), otherwise one that the trainer starts. `"server"` is always one of yours, `"colocate"`
-      always the trainer's. TRL's `vllm_gpu_memory_utilization`, `vllm_tensor_parallel_size`, `vllm_max_model_length`
-      and `vllm_model_impl` apply to the trainer's.
+      `vllm_server_port`), otherwise a server that the trainer starts. `"server"` is always the given server,
+      `"colocate"` always the trainer's, to which TRL's `vllm_gpu_memory_utilization`, `vllm_tensor_parallel_size`,
+      `vllm_max_model_length` and `vllm_model_impl` apply.
     - `bf16=False` on a machine without a GPU, where TRL's default is an error.
-    - `vllm_importance_sampling_mode=None`: `"token_truncate"`, but TRL's default where stock GRPO runs. That one,
+    - `vllm_importance_sampling_mode=None`: `"token_truncate"`, but TRL's default where stock GRPO runs. TRL's,
       `"sequence_mask"`, exponentiates the log-ratio summed over the sequence, and would mask out the long samples of
       several policy versions that APRIL keeps.
 
-    `vllm_server_base_url` takes the addresses of several servers, as a list or as one text with commas. It is read
+    `vllm_server_base_url` takes the addresses of several servers, as a list or as text with commas. It is read
     again before every weight sync, so servers can be added and removed during training.
 
-    `loss_type="gspo"` is accepted beside all of TRL's loss types. It stands for TRL's `"grpo"` with
+    `loss_type="gspo"` is accepted in addition to TRL's loss types. It stands for TRL's `"grpo"` with
     `importance_sampling_level="sequence"` and the clip range of the GSPO paper
     (https://huggingface.co/papers/2507.18071), `epsilon=3e-4` and `epsilon_high=4e-4`, unless they were set. TRL's
     default `epsilon` of 0.2 counts as not set; with any other, `epsilon_high` follows it as in TRL.
@@ -209,7 +201,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             servers decode faster with more groups in flight, and lowers it while requests wait for their memory. It
             respects `max_staleness` and never exceeds 8. `april/over_provisioning` logs the factor of each round.
         max_staleness (`int` or `None`, *optional*, defaults to `8`):
-            Bound on the age of a trained token, in policy versions (optimiser steps): version at training minus
+            Bound on the age of a trained token, in policy versions (optimizer steps): version at training minus
             version at sampling. `None` lifts it. The paper observed at most 5.
         staleness_policy (`str`, *optional*, defaults to `"wait"`):
             What happens at the bound. `"wait"` guarantees it: the round stays open for groups that are due. `"mask"`
@@ -220,14 +212,14 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             `"reuse"` without. `"recompute"`: the server recomputes it with the current
             weights. `"reuse"`: the sample finds the blocks of its earlier segments in the server's prefix cache, which
             is no longer reset. This saves the prefill, and the next tokens are sampled from a mixture of policies.
-            Their recorded log-probabilities are those of the mixture, so the correction covers it. A new sample
+            Their recorded log-probabilities are of the mixture, so the correction covers it. A new sample
             never finds blocks of older weights. `"keep"`, with `overlap_generation`: requests are not aborted for a
             weight sync. The server is paused, and they continue with the new weights; the server reports where in each
             request the version changes. It needs a server started by `trl-april serve`. On any other server requests
             are aborted as with `"reuse"`, with a warning.
         overlap_generation (`bool` or `str`, *optional*, defaults to `"auto"`):
-            Whether unfinished requests continue while the trainer scores and optimises, together with those of the
-            next batch. Tokens are about one policy version older. `"auto"`: unless `over_provisioning` is 1.0 or
+            Whether unfinished requests continue while the trainer scores and optimizes, together with the requests of
+            the next batch. Tokens are about a policy version older. `"auto"`: unless `over_provisioning` is 1.0 or
             `max_staleness` is 0, which ask for synchronous training. The schedule of the paper is
             `overlap_generation=False, resume_kv="recompute"`.
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
@@ -237,18 +229,19 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         score_during_generation (`bool`, *optional*, defaults to `False`):
             Whether each group is scored as soon as it is finished, while others are generated, as `dynamic_sampling`
             does, and with `overlap_generation` also while a batch is trained (except by reward models). Slow rewards
-            (tests, judges) then take no time of their own. Off by default, because reward functions are called in a
-            thread and with a part of the batch: one that compares all completions of a batch, or is not thread-safe,
-            would do something else than in [`~trl.GRPOTrainer`].
+            (tests, judges) then take no extra time. Off by default, because reward functions are called in a thread
+            and with a part of the batch: a function that compares all completions of a batch, or is not thread-safe,
+            would behave differently than in [`~trl.GRPOTrainer`].
         max_rejected_groups_per_round (`int`, *optional*):
             Rejected groups at which a round stops replacing them and is filled with rejected groups, oldest first. At
             least the groups of a batch; by default ten times as many.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to the server: `"adapter"` (only the LoRA adapter, in files, to a server started with
             `--enable-lora`; running requests stay on theirs), `"nccl"` (TRL's own; RCCL on AMD), `"ipc"` (memory
-            that trainer and server share on one GPU, or on the CPUs of one host), `"filesystem"` (any device), or
-            `"auto"`, which sends only the adapter where that is possible, and otherwise uses NCCL where each has a GPU
-            of its own and the server was started for it, IPC on one GPU, and files elsewhere or where these fail.
+            that trainer and server share on the same GPU, or on the CPUs of the same host), `"filesystem"` (any
+            device), or `"auto"`, which sends only the adapter where that is possible, and otherwise uses NCCL where
+            each has a separate GPU and the server was started for it, IPC on a shared GPU, and files elsewhere or
+            where these fail.
         weight_sync_dir (`str`, *optional*):
             Existing folder for the file-system sync, visible to the server under the same path. Defaults to shared
             memory of this host.
@@ -256,14 +249,14 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Tokens per streamed chunk: the most that a crash of the server can cost per sample.
         save_on_signal (`bool`, *optional*):
             Whether Ctrl-C and SIGTERM (a preemption) write a checkpoint before training stops: immediately in the
-            middle of a round, otherwise at the end of the optimiser step. A second signal stops at once. By default
+            middle of a round, otherwise at the end of the optimizer step. A second signal stops at once. By default
             they do, unless `save_strategy="no"`.
         max_parked_tokens (`int`, *optional*):
             Bound on the completion tokens that each process keeps between rounds, at 8 bytes each. At the bound
             nothing is dropped: groups that the batch does not need wait. By default there is none.
         tool_timeout (`float`, *optional*):
             Seconds after which a call of a tool becomes an error result, as an exception does, and counts as a
-            failure. The call's thread is abandoned, a coroutine is cancelled. It also limits `reset` of
+            failure. The call's thread is abandoned, a coroutine is canceled. It also limits `reset` of
             an environment, after which another instance is reset, and `_april_restore`. No limit by default.
         replay_environments (`bool`, *optional*, defaults to `False`):
             Whether an environment without `_april_state` is brought back when training resumes: it is reset, and the
@@ -285,7 +278,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
     vllm_mode: str | None = field(
         default=None,
         metadata={
-            "help": "`'server'`: a vLLM server of yours. `'colocate'`: one that the trainer starts. By default the "
+            "help": "`'server'`: your vLLM server. `'colocate'`: a server that the trainer starts. By default the "
             "former if its address is given."
         },
     )
@@ -314,7 +307,7 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         if self.vllm_mode == "colocate" and (address := given_address(self)):
             raise ConfigError(
                 f"vllm_mode is 'colocate', for which the trainer starts a server, but {address} gives the address of "
-                "another. Leave one of them out."
+                "another. Omit either."
             )
         mode = self.vllm_importance_sampling_mode
         self.vllm_importance_sampling_mode = correction_mode(self)  # TRL checks the bounds that it needs

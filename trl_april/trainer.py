@@ -38,7 +38,7 @@ from .pool.pool import Pool
 from .rollout.record import Round
 from .rollout.user_code import UserCode, result_of
 from .session import RolloutSession
-from .training.batch import batch_rows, completion_columns, evaluation_columns
+from .training.batch import batch_rows, completion_columns
 from .training.callbacks import StepCallback, StockNotice, add_round_lines
 from .training.micro_batches import weight_of_loss
 from .training.rewards import checked, extra_columns, use_device
@@ -82,9 +82,6 @@ class APRILGRPOTrainer(GRPOTrainer):
             Groups in flight and partial samples of this process, in the current (or last) training run.
         round_history (`deque[Round]`):
             The last rounds of this process, without batches: durations, token counts, requests in flight over time.
-
-    Raises:
-        ConfigError (a `ValueError`), ServerError (a `ConnectionError`): If options, dataset or server do not fit.
 
     Example:
 
@@ -143,8 +140,8 @@ class APRILGRPOTrainer(GRPOTrainer):
             self._april_user_code = UserCode(lambda: use_device(args.device))
             environment_factory = self._april_user_code.factories(environment_factory)
         else:
-            ignored = compatibility.without_effect(args)
-            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{ignored}")
+            no_effect = compatibility.without_effect(args)
+            logger.warning(f"APRIL is off: {stock_because}. Training runs as stock GRPO.{no_effect}")
         vars(self).update(construction.model_card(type(self), APRILGRPOTrainer, april_enabled=self.april_enabled))
         with construction.arguments_for_trl(args, model, april_enabled=self.april_enabled, server=self._april_server):
             super().__init__(
@@ -211,8 +208,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # In training, `inputs` are the rows of stock GRPO's next batch; the pool delivers rows once their groups are
-        # finished.
+        # In training, `inputs` are the rows of stock GRPO's next batch; the pool delivers groups that are finished.
         if not self.april_enabled:
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
@@ -220,24 +216,20 @@ class APRILGRPOTrainer(GRPOTrainer):
                 return super()._generate_and_score_completions(inputs)
         self._april_requested.answer(inputs)
         done = self._april_run_round()
-        session = self._april_session
-        inputs[:] = batch_rows(done.groups)  # a subclass may continue with the rows of the batch
+        session, groups = self._april_session, done.groups
+        inputs[:] = batch_rows(groups)  # a subclass may continue with the rows of the batch
         if self.log_completions:
-            self._pending_extra_logs.update(completion_columns(done.groups))
+            self._pending_extra_logs.update(completion_columns(groups))
         if session.scorer is not None:
-            self._pending_extra_logs.update(extra_columns(done.groups))
+            self._pending_extra_logs.update(extra_columns(groups))
             self._pending_metrics.update(session.scorer.take_metrics())
         corrects = self.vllm_importance_sampling_correction
         in_training = corrects and training_pass.can_correct(type(self), APRILGRPOTrainer, self.args)
-        batch_for_trl = HandOver(
-            done.groups,
-            factories=self.environment_factories,
-            mask_below=self._april_options.oldest_trained(done.version),
-        )
-        with (  # TRL's own correction takes another forward pass
-            batch_for_trl.given_to(self, vllm_importance_sampling_correction=corrects and not in_training),
-            session.run_log.timing("scoring"),
-        ):
+        oldest = self._april_options.oldest_trained(done.version)
+        hand_over = HandOver(groups, factories=self.environment_factories, mask_below=oldest)
+        # TRL's own correction takes another forward pass.
+        given = hand_over.given_to(self, vllm_importance_sampling_correction=corrects and not in_training)
+        with given, session.run_log.timing("scoring"):
             batch = super()._generate_and_score_completions(inputs)
         if in_training:
             session.correction.defer(self.args, batch, done)
@@ -253,7 +245,6 @@ class APRILGRPOTrainer(GRPOTrainer):
         return self._april_hand_over.generate(super()._generate, prompts)
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        # TRL would call the tools of a batch again.
         if self._april_hand_over is None:
             return super()._tool_call_loop(*args, **kwargs)
         return self._april_hand_over.tool_results()
@@ -290,16 +281,14 @@ class APRILGRPOTrainer(GRPOTrainer):
         return super()._compute_loss(model, inputs) * weight
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding.
-        # It also corrects a micro-batch by its training pass, the only pass for which TRL wants entropies.
-        score, micro_batch = super()._get_per_token_logps_and_entropies, None
-        score = training_pass.forward_pass(self, score, kwargs)
+        # Overridden to compute each row as if it were alone, each prompt once, and to leave out padding. It also
+        # corrects a micro-batch by its training pass, the only pass for which TRL wants entropies.
+        score = training_pass.forward_pass(self, super()._get_per_token_logps_and_entropies, kwargs)
+        results = score(*args, **kwargs)
         if self._april_session is not None and self.model.training and kwargs.get("compute_entropy"):
             micro_batch = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        found = score(*args, **kwargs)
-        if micro_batch is not None:
-            self._april_log_metrics(self._april_session.correction.correct(micro_batch, found[0]), prefix="")
-        return found
+            self._april_log_metrics(self._april_session.correction.correct(micro_batch, results[0]), prefix="")
+        return results
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Overridden to save partial samples. Without the optimizer, training cannot resume, and needs none.
@@ -316,35 +305,22 @@ class APRILGRPOTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _april_train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
-        self._april_checkpoints = RunCheckpoints(
-            self.args.output_dir, self._get_output_dir, self._april_processes, resume_from_checkpoint
-        )
+        folder, processes = self.args.output_dir, self._april_processes
+        self._april_checkpoints = RunCheckpoints(folder, self._get_output_dir, processes, resume_from_checkpoint)
+        checkpoint = self._april_checkpoints.resumed_from
         try:
             with training_pass.rows_in_blocks(self), rows.read_once(self):
-                return super().train(self._april_checkpoints.resumed_from, *args, **kwargs)
+                return super().train(checkpoint, *args, **kwargs)
         except NothingToTrain:
-            logger.warning(
-                f"{self._april_checkpoints.resumed_from} is the end of its training: nothing is left to train."
-            )
+            logger.warning(f"{checkpoint} is the end of its training: nothing is left to train.")
             return self._finalize_training(None, 0, time.time())
         finally:
-            session, self._april_session = self._april_session, None  # the pool stays, to be looked at
+            session, self._april_session = self._april_session, None  # the pool is kept for inspection
             if session is not None:
                 session.close()
 
     def _april_attach_server(self) -> None:
-        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1  # also for the trainer's own server
-        self.vllm_generation = construction.connect_server(
-            self.args,
-            self._april_options,
-            server=self._april_server,
-            model=self.model,
-            accelerator=self.accelerator,
-            processing_class=self.processing_class,
-            processes=self._april_processes,
-            policy_version=lambda: self.state.global_step,
-            trained_model=lambda: self.model,
-        )
+        construction.attach_server(self)
         construction.check_memory(self)
         self._april_fixed = compatibility.fixed_options(self)
 
@@ -375,11 +351,9 @@ class APRILGRPOTrainer(GRPOTrainer):
     def _april_evaluate(self, inputs: list[dict[str, Any]]) -> HandOver:
         """Generate the completions of an evaluation for these rows, with the weights of now."""
         if self.log_completions:
-            self._pending_extra_logs.update(evaluation_columns(len(inputs)))
-        if self._april_session is not None:
-            recovery = self._april_session.recovery  # requests during training are stopped before a sync
-        else:
-            recovery = Recovery(self.vllm_generation, self._april_processes, self._april_stop)
+            self._pending_extra_logs["versions"] = [""] * len(inputs)  # keeps the columns of the table aligned
+        recovery = self._april_session and self._april_session.recovery  # which stops requests before a sync
+        recovery = recovery or Recovery(self.vllm_generation, self._april_processes, self._april_stop)
         with self._april_saved_if_stopped():
             if self.state.global_step != self._last_loaded_step:  # TRL's own sync would not survive an outage
                 with profiling_context(self, "sync_weights"):
@@ -411,16 +385,13 @@ class APRILGRPOTrainer(GRPOTrainer):
             yield
         except (Stopped, ServerError) as error:  # in all processes
             if self._april_session and (isinstance(error, Stopped) or self.args.save_strategy != SaveStrategy.NO):
-                self._april_save_now()
+                step, checkpoints = self.state.global_step, self._april_checkpoints
+                is_new = not checkpoints.has_weights(step)
+                self._save_checkpoint(self.model, trial=None)
+                if is_new:
+                    self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+                logger.warning(f"Training can be resumed from {checkpoints.folder(step)}.")
             raise
-
-    def _april_save_now(self) -> None:
-        """Write a checkpoint of the weights of the last step, and everything generated so far."""
-        is_new = not self._april_checkpoints.has_weights(self.state.global_step)
-        self._save_checkpoint(self.model, trial=None)
-        if is_new:
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        logger.warning(f"Training can be resumed from {self._april_checkpoints.folder(self.state.global_step)}.")
 
     def _april_log_metrics(self, metrics: dict[str, float], prefix: str = "april/") -> None:
         for name, value in metrics.items():

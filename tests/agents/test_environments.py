@@ -17,7 +17,7 @@ from trl_april.bridge.hand_over import HandOver, loop_results, rollout_output
 from trl_april.bridge.rewards import reward_scorer
 from trl_april.bridge.tool_loop import tool_turns
 from trl_april.config import AprilOptions
-from trl_april.errors import ConfigError, PoolError
+from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
@@ -161,9 +161,7 @@ def expected(stock, rows, script=GAME):
     return counted
 
 
-@pytest.mark.parametrize(
-    ("name", "piece"), [("one factory", 1), *((name, piece) for name in ROWS for piece in (17, 1000))]
-)
+@pytest.mark.parametrize(("name", "piece"), [("one factory", 1), ("one factory", 1000), *((n, 17) for n in ROWS)])
 def test_turns_in_pieces_equal_stock(tmp_path, name, piece):
     """Sync and async methods, tools beside them, results that do not fit, malformed calls, limits."""
     factory, rows = ROWS[name]
@@ -178,7 +176,7 @@ def test_turns_in_pieces_equal_stock(tmp_path, name, piece):
     assert not turns.environments._occupied
 
 
-@pytest.mark.parametrize("piece", [1, 40])
+@pytest.mark.parametrize("piece", [7, 40])
 def test_lost_environments_come_back_with_their_states(tmp_path, piece):
     """The run is killed after every piece: nothing is reset, called or generated again, and nothing restarted."""
     stock = make_stock(tmp_path, Numbered, [ROW])
@@ -248,15 +246,6 @@ def test_samples_without_their_environments_start_again(tmp_path, factory, repla
         advance(again, turns)
     again.check()
     assert len(turns.environments.of([group])) == len(GAME)
-
-
-def test_the_model_is_not_told_of_the_state_methods(tmp_path):
-    plain, saved = make_stock(tmp_path, Counting, [ROW]), make_stock(tmp_path, Saved, [ROW])
-    assert [tool.__name__ for tool in plain.tools] == [tool.__name__ for tool in saved.tools]
-    plain._batch_environments = saved._batch_environments = [None]
-    assert plain._tokenize_prompts([ROW["prompt"]])[0] == saved._tokenize_prompts([ROW["prompt"]])[0]
-    group, sample = one_sample(turns := make_turns(saved))
-    assert set(turns.environments.tools_of(sample).functions) == {"count", "fill", "multiply"}
 
 
 def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_batch(tmp_path, monkeypatch):
@@ -380,16 +369,3 @@ def test_environments_that_cannot_work_are_refused(tmp_path, factory, row, messa
     turns = make_turns(make_stock(tmp_path, factory, [{**ROW, **row}]))
     with pytest.raises(ConfigError, match=message):
         one_sample(turns, **row)
-
-
-def test_a_checkpoint_is_resumed_with_environments_or_without(tmp_path):
-    pool = make_pool()
-    pool.begin_round(0)
-    pool.admit(0, ROW, [], num_generations=1, max_completion_length=10)
-    with pytest.raises(PoolError, match="saved with environments"):
-        restore(Pool(1, max_staleness=None, dynamic_sampling=True, has_tools=True), [state_dict(pool)])
-    plain = Pool(1, max_staleness=None, has_tools=True)
-    plain.begin_round(0)
-    plain.admit(0, ROW, [1], num_generations=1, max_completion_length=10)
-    with pytest.raises(PoolError, match="saved without environments"):
-        restore(make_pool(), [state_dict(plain)])

@@ -112,7 +112,7 @@ def test_what_leaves_no_budget_is_dropped_and_the_turn_is_empty(acts):
     ("change", "message"),
     [
         (lambda ids, turn: ids, "asked for a turn after .* do not continue"),
-        (lambda ids, turn: [*ids, *turn.token_ids], "at least one more"),
+        (lambda ids, turn: [*ids, *turn.token_ids], "at least a token more"),
         (lambda ids, turn: [ids[0] + 1, *ids[1:], *turn.token_ids, 5], "Pass the prompt"),
     ],
 )

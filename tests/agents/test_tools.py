@@ -127,8 +127,7 @@ def expected(stock, turns, budget, iterations):
     )
 
 
-@pytest.mark.parametrize("iterations", [0, 1, 2, 9])
-@pytest.mark.parametrize("piece", [1, 17, 1000])
+@pytest.mark.parametrize(("piece", "iterations"), [(1, 9), (17, 0), (17, 1), (17, 2), (1000, 9)])
 def test_turns_in_pieces_equal_stock(stock, piece, iterations):
     """Sync and async tools, unknown ones, wrong arguments, malformed calls, long results, length stops, limits."""
     wanted = expected(stock, SCRIPT, BUDGET, iterations)
@@ -252,10 +251,10 @@ def test_other_threads_may_use_the_trainers_tokenizer(stock):
         while not done.is_set():
             tokenizer("x" * 50, truncation=True, max_length=5)
 
-    with ThreadPoolExecutor(9) as threads:
+    with ThreadPoolExecutor(5) as threads:
         threads.submit(truncate)
         try:
-            found = list(threads.map(lambda _: handed_over(play(act, SCRIPT, BUDGET, 1000)), range(24)))
+            found = list(threads.map(lambda _: handed_over(play(act, SCRIPT, BUDGET, 1000)), range(8)))
         finally:
             done.set()
     assert all(one == wanted for one in found)

@@ -159,7 +159,7 @@ def check(**changes) -> None:
     ("options", "words"),
     [
         ({"vllm_mode": "beside"}, "vllm_mode is 'beside'; it must be 'server' or 'colocate'"),
-        ({"loss_type": "ppo"}, "loss_type is 'ppo'; it must be one of grpo, dapo, .*, gspo."),
+        ({"loss_type": "ppo"}, "loss_type is 'ppo'; .* grpo, dapo, .*, gspo"),
         ({"max_rejected_groups_per_round": 1}, "max_rejected_groups_per_round is 1, .* may need 2 .*at least 2"),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate"},
@@ -232,7 +232,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(adapter):
     with pytest.raises(ConfigError, match="loaded in 4 or 8 bit.*Train a LoRA adapter"):
         check_model(adapted.get_base_model())
     adapted = get_peft_model(build_model(), adapter(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ConfigError, match="an adapter of the type P.*_TUNING, .*such as LoRA, or .*use_vllm=False"):
+    with pytest.raises(ConfigError, match="adapter of the type P.*_TUNING.*Use LoRA.*use_vllm=False"):
         check_model(adapted)
 
 

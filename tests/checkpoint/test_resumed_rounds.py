@@ -15,29 +15,26 @@ from hypothesis import strategies as st
 from tests.data.test_source import permuted_rows, plan_of, stream_rows
 from tests.support.pools import complete
 from trl_april.checkpoint.rollouts import load_rollouts
+from trl_april.data.admission import NewGroup
 from trl_april.data.order import make_source
 from trl_april.distributed.processes import OneProcess
+from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
+from trl_april.rollout.loop import RoundLoop, RoundSteps, run_blocking
+from trl_april.rollout.record import Round
 from trl_april.rollout.training_steps import TrainingSteps
 from trl_april.session import RolloutSession
 
 
-class Steps(TrainingSteps):
-    """The batches in training."""
-
-    def __init__(self, plan):
-        self.plan, self.in_training = plan, deque()
-
-
-class Session(RolloutSession):
-    """From `step`, or from a checkpoint of it. `train` makes the optimizer steps."""
+class Session(RolloutSession, RoundSteps):
+    """From `step`, or from a checkpoint of it, with the trainer's optimizer steps. It is its own driver."""
 
     def __init__(self, plan, rows, pool: Pool, rng: random.Random, step: int = 0, checkpoint: Path | None = None):
         PartialState()  # for the logger
         self._plan, self.pool, self._rng, self._settings = plan, pool, rng, {}
         self._state, self._processes = SimpleNamespace(global_step=step), OneProcess()
         self._loop, self._restorable = SimpleNamespace(paused=nullcontext), None
-        self.steps, self._micro_step = Steps(plan), 0
+        self.steps, self._micro_step = SimpleNamespace(in_training=deque(), plan=plan), 0
         self.trained: list[list[int]] = []  # rows of each batch
         if checkpoint is None:
             self._source = make_source(rows, plan, step)
@@ -50,23 +47,34 @@ class Session(RolloutSession):
                 self.steps.in_training.append((self._micro_step, self._round()))
             self._micro_step += 1
             if self._micro_step % self._plan.gradient_accumulation_steps == 0:
-                self.steps.release_trained(self._micro_step)
+                TrainingSteps.release_trained(self.steps, self._micro_step)
                 self._state.global_step += 1
 
     def _round(self) -> list:
-        pool = self.pool
-        pool.begin_round(self._state.global_step)
-        for group_id, index in self._source.next_rows(pool.schedule.room):
-            row = index if isinstance(index, dict) else {"prompt": f"p{index}", "number": index}
-            index = None if isinstance(index, dict) else index
-            pool.admit(group_id, row, [1], num_generations=2, max_completion_length=9, row_index=index)
-        unfinished = [group for group in pool if not group.is_finished]
-        while not pool.schedule.quota_met:
-            complete(pool, unfinished.pop(self._rng.randrange(len(unfinished))))
-        taken = pool.take()
-        pool.check()
+        taken = run_blocking(RoundLoop(self.pool, self, self).run(self._state.global_step)).groups
         self.trained.append([group.row["number"] for group in taken])
         return taken
+
+    def next_groups(self, count: int) -> list[NewGroup]:
+        groups = []
+        for group_id, ref in self._source.next_rows(count):
+            is_row = isinstance(ref, dict)
+            row = ref if is_row else {"prompt": f"p{ref}", "number": ref}
+            groups.append(NewGroup(group_id, row, [1], num_generations=2, row_index=None if is_row else ref))
+        return groups
+
+    async def generate(self, driver: object) -> None:
+        unfinished = [group for group in self.pool if not group.is_finished]
+        while not self.pool.schedule.quota_met:
+            complete(self.pool, unfinished.pop(self._rng.randrange(len(unfinished))))
+
+    def open_round(self) -> None:
+        """Nothing runs."""
+
+    def take(self) -> Round:
+        done = Round(self._state.global_step, self.pool.take())
+        self.pool.check()
+        return done
 
 
 @given(
@@ -96,7 +104,7 @@ def test_training_ends_with_an_empty_pool_wherever_it_was_resumed(
 
     def pool() -> Pool:
         bound = 3 * rounds if bounded else None
-        return Pool(quota, over_provisioning=factor, max_staleness=bound, versions_per_round=rounds)
+        return Pool(quota, over_provisioning=factor, max_staleness=bound, versions_per_round=rounds, budget=Budget(9))
 
     session, begun, trained = Session(plan, rows, pool(), rng), 0, []
     with tempfile.TemporaryDirectory() as folder:

@@ -22,16 +22,6 @@ def finish(pool: Pool, *group_ids: int) -> list[Group]:
     return groups
 
 
-def test_only_accepted_groups_can_be_taken():
-    pool = make_pool()
-    group, _ = finish(pool, 0, 1)
-    assert not pool.schedule.quota_met and ids(pool.unscored()) == [0, 1]
-    pool.accept(group, SCORE)
-    assert pool.schedule.quota_met and ids(pool.unscored()) == [1]
-    assert pool.take() == [group]
-    pool.check()
-
-
 def test_rejected_group_leaves_and_makes_room():
     pool = make_pool()
     (group,) = finish(pool, 0)

@@ -66,7 +66,7 @@ def test_long_tail_recommends_settings(tmp_path):
     assert re.search(r"64 completions, \d+% of them cut at the limit", printed)
     assert re.search(r"^16 sequences: \d+\.\d+ ms per step", printed, re.MULTILINE)
     recommended = printed[printed.index("APRILGRPOConfig(\n") :]
-    # One optimiser step per batch, as simulated.
+    # One optimizer step per batch, as simulated.
     (call,) = ast.parse(recommended.strip()).body
     settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}
     args = APRILGRPOConfig(str(tmp_path), bf16=False, **settings)

@@ -34,7 +34,7 @@ def test_pictures_have_as_many_squares_as_their_answers_say():
     rows = squares["problems"](4)
     assert rows["answer"] == squares["problems"](4)["answer"] and len(set(rows["answer"])) > 1
     for row in rows:
-        size = sum(count for count, colour in row["image"].getcolors() if colour != (255, 255, 255))
+        size = sum(count for count, color in row["image"].getcolors() if color != (255, 255, 255))
         assert size == 29 * 29 * int(row["answer"])
     assert squares["is_right"]([[{"content": "So 3"}]], ["3"]) == [1.0]
 

@@ -38,17 +38,6 @@ class TestFilter:
         assert (done.rejected_groups, done.rejected_tokens) == (1, 8), "without the tokens of tools"
         assert all(len(sample.conversation.messages) == 3 for sample in done.groups[0].samples)
 
-    def test_round_that_closes_with_a_rejection_requests_no_replacement(self):
-        """Groups 0 to 2 are scored at 9 s and close the round. A row read then would delay the abort."""
-        arena = Arena(useless(0), quota=2, factor=2.0, lengths={3: 12}, seconds=7.0)
-        done = arena.run()
-        assert ids(done.groups) == [1, 2]
-        assert done.seconds == pytest.approx(9.0 + drain_grace(9.0))
-        assert arena.replaced == []
-
-    def test_finished_group_does_not_count_before_it_is_scored(self):
-        assert Arena(useless(), seconds=3.0).run().seconds == pytest.approx(2.0 + 3.0)
-
     def test_rejected_groups_are_replaced_only_below_the_target(self):
         """`over_provisioning="auto"` may lower the target, and a checkpoint may hold more groups."""
         arena = Arena(useless(1, 2, 3), factor=4.0, lengths={group: 2 + group for group in range(6)})
@@ -81,13 +70,6 @@ class TestSlowRewards:
         done = Arena(useless(), factor=3.0, lengths={0: 1, 1: 4, 2: 100}, seconds=5.0).run()
         assert done.seconds == pytest.approx(6.0 + drain_grace(6.0))
         assert done.abort_seconds == pytest.approx(0.0, abs=0.01)
-
-    def test_group_not_scored_in_its_round_is_scored_in_the_next(self):
-        """Groups 0 and 1 are scored from 1 s to 6 s and close the round. Groups 2 and 3 finish meanwhile."""
-        arena = Arena(useless(2), quota=2, factor=2.0, lengths={0: 1, 1: 1, 2: 3, 3: 4, 4: 50, 5: 2}, seconds=5.0)
-        arena.run(rounds=2)
-        assert arena.calls[:2] == [[0, 1], [2, 3]]
-        assert ids(arena.taken) == [0, 1, 3, 5]
 
     def test_score_of_a_group_that_was_withdrawn_meanwhile_is_dropped(self):
         arena = Arena(useless(), factor=2.0, lengths={0: 1, 1: 2}, seconds=5.0)

@@ -13,7 +13,6 @@ from tests.rollout.arena import (
     ids,
     make_driver,
     make_pool,
-    requested,
     tokens,
 )
 from tests.support.effort import cases
@@ -58,21 +57,6 @@ def test_full_pool_cuts_requests_that_the_round_does_not_need():
     done = simulate(driver.run_round())
     assert ids(done.groups) == [2, 3]
     assert [len(engine.requests_of(group)) for group in range(4)] == [1, 1, 2, 2]
-
-
-def test_round_that_begins_full_requests_only_the_groups_it_needs():
-    pool = full_at(4, outstanding=3)
-    engine = ScriptedEngine({(0, 0): natural(2)}, default=natural(20))
-    driver = make_driver(pool, engine)
-    simulate(driver.run_round())
-    pool.begin_round(1)
-    assert pool.is_full and pool.schedule.room == 0 and len(pool) == 2
-    sent, aborts = len(engine.requests), len(engine.aborts)
-    done = simulate(driver.run_round())
-    assert ids(done.groups) == [1]
-    assert requested(engine)[sent:] == [1]
-    assert len(engine.aborts) == aborts
-    assert (done.requests, done.resumed_groups) == (1, 1)
 
 
 def test_request_that_is_held_back_is_waited_for_before_its_adapter_leaves():

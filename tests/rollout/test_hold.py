@@ -171,30 +171,6 @@ def test_nothing_is_requested_between_the_hold_and_the_round():
     assert segments(done.groups[0]) == [(0, 1), (1, 19)]
 
 
-def test_request_that_the_engine_has_not_received_yet_is_waited_for():
-    pool, engine, driver = setup({(1, 0): Attempt([Tokens(9, 14.0), End()])})
-    engine.unknown.add((1, 0))
-
-    async def main():
-        await driver.run_round()
-        await asyncio.sleep(8.5)
-        asyncio.get_running_loop().call_later(1.0, engine.unknown.clear)
-        await driver.hold(1)
-        pool.begin_round(1)
-        return await driver.run_round()
-
-    done = simulate(main())
-    assert segments(done.groups[0]) == [(1, 9)]
-    (trace,) = done.traces
-    assert not trace.was_running and (trace.began, trace.first_tokens, trace.tokens, trace.tokens_before) == (
-        0.0,
-        9,
-        9,
-        0,
-    )
-    assert 0 < trace.first <= trace.ended
-
-
 def test_last_old_token_may_arrive_while_the_engine_is_asked_about_another_request():
     chunk = Attempt([Tokens(5, 5.5), Tokens(5, 10.0), End()])
     pool, engine, driver = setup({(1, 0): chunk}, outstanding=3)

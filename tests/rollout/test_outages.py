@@ -10,9 +10,6 @@ import pytest
 
 from tests.rollout.arena import (
     SILENT,
-    USEFUL,
-    USELESS,
-    Arena,
     admit,
     assert_at_rest,
     assert_tokens,
@@ -197,45 +194,3 @@ def test_suspended_round_keeps_all_tokens_and_continues():
 
     simulate(main())
     assert_at_rest(pool, engine)
-
-
-# Dynamic sampling
-
-
-class TestDynamicSampling:
-    @pytest.mark.parametrize("pause", [0.0, 100.0])
-    def test_reward_call_in_progress_counts_when_the_round_continues(self, pause: float):
-        """Group 0 is scored from 1 s to 6 s, and the round is suspended at 3 s."""
-        arena = Arena(lambda group: USEFUL, factor=2.0, lengths={0: 1, 1: 50}, seconds=5.0)
-
-        async def main() -> None:
-            arena.begin()
-            await suspended_after(arena.driver, 3.0)
-            await asyncio.sleep(pause)
-            assert ids((await arena.driver.run_round()).groups) == [0]
-            assert arena.calls == [[0]]
-            assert len(arena.engine.requests_of(0)) == 1
-
-        simulate(main())
-
-    @pytest.mark.parametrize("seconds", [2.5, 3.5, 4.5, 5.5])
-    @pytest.mark.parametrize("at_once", [False, True])
-    def test_no_replacement_is_lost_by_a_suspension(self, seconds: float, at_once: bool):
-        """Group 0 finishes at 2 s, is rejected at 3 s, its replacement arrives at 4 s and is accepted at 7 s.
-
-        A thread that has begun to read rows cannot be interrupted.
-        """
-        arena = Arena(lambda group: USELESS if group == 0 else USEFUL, seconds=1.0, at_once=at_once)
-
-        async def main() -> None:
-            arena.begin()
-            await suspended_after(arena.driver, seconds)
-            assert arena.pool.counters.groups_admitted == arena.handed_out
-            assert arena.dynamic.replaced == sum(arena.replaced)
-            if at_once and seconds == 3.5:
-                assert ids(arena.pool) == [1]
-            assert ids((await arena.driver.run_round()).groups) == [1]
-            assert arena.replaced == [1] and arena.dynamic.replaced == 1
-            assert arena.pool.counters.groups_admitted == arena.handed_out == 2
-
-        simulate(main())

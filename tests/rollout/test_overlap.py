@@ -127,12 +127,6 @@ class TestScoring:
         second, calls = self.run(10.0, between_rounds=between_rounds)
         assert second.seconds == pytest.approx(waits) and calls == [[0], [1]]
 
-    @pytest.mark.parametrize("trains", [4.0, 5.0])  # to the end of the call, or nearly
-    def test_next_round_waits_for_a_call_in_progress(self, trains):
-        second, calls = self.run(trains, between_rounds=True)
-        assert second.seconds == pytest.approx(5.0 - trains)
-        assert calls == [[0], [1]]
-
     def test_error_of_a_reward_function_is_raised_at_the_cut(self):
         def rewards(groups):
             return [Score([[1 / (1 - group.group_id)]]) for group in groups]

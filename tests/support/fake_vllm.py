@@ -120,7 +120,7 @@ class TakenClaim(Claim):
 
     def take(self, holder, seconds, pid, place):
         self.left += 1.0
-        return {"holder": "process 7 on other", "held": 60.0, "left": self.left}
+        return {"holder": "process 7 on other", "left": self.left}
 
 
 @dataclass(eq=False, repr=False)

@@ -1,5 +1,7 @@
 """The part of a trainer that a weight sync needs: a model and its policy version."""
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -7,6 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_april.distributed.processes import OneProcess
 from trl_april.weights.canary import server_logprobs, trainer_logprobs
 from trl_april.weights.sync import ServerGeneration
+
+
+def sync_in_steps(generation: ServerGeneration, quiesce: Callable[[], object]) -> None:
+    """Sync the weights, with `quiesce` as the step of the caller."""
+    with generation.sync() as sync:
+        quiesce()
+        sync.load()
+        sync.verify()
 
 
 class SyncedTrainer:

@@ -299,11 +299,11 @@ def spread_of(trainer: RecordingTrainer) -> dict[str, Any]:
     if trainer.is_deepspeed_enabled:
         stage = trainer.model_wrapped.zero_optimization_stage()
         local = sum(p.ds_tensor.numel() if stage == 3 else p.numel() for p in params)
-        # Stage 3 steps through the shards of the parameters; the optimiser's own list is empty in between.
+        # Stage 3 steps through the shards of the parameters; the optimizer's own list is empty in between.
         stepped = [p.ds_tensor for p in params if p.requires_grad] if stage == 3 else None
         stepped = stepped or trainer.model_wrapped.optimizer.optimizer.param_groups[0]["params"]
-        optimiser = sum(p.numel() for p in stepped)
-        return {"kind": f"zero{stage}", "whole": whole, "local": local, "optimiser": optimiser}
+        optimizer = sum(p.numel() for p in stepped)
+        return {"kind": f"zero{stage}", "whole": whole, "local": local, "optimizer": optimizer}
     kinds = {type(p).__name__ for p in params}
     dtensors = [p for p in params if isinstance(p, DTensor)]
     states = [v for state in trainer.optimizer.optimizer.state.values() for v in state.values()]
@@ -312,7 +312,7 @@ def spread_of(trainer: RecordingTrainer) -> dict[str, Any]:
         "world": dist.get_world_size(),
         "whole": whole,
         "local": sum(p.to_local().numel() for p in dtensors) + whole - sum(p.numel() for p in dtensors),
-        "optimiser": sum(isinstance(v, DTensor) for v in states),
+        "optimizer": sum(isinstance(v, DTensor) for v in states),
     }
 
 

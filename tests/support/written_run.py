@@ -59,13 +59,13 @@ class WrittenRun:
         self.rounds.version = resumed_at or 0
 
     def go(self, count: int = 20) -> WrittenRun:
-        """Write rounds of one optimiser step each, and return self."""
+        """Write rounds of one optimizer step each, and return self."""
         for _ in range(count):
             self.step()
         return self
 
     def step(self) -> Round:
-        """Write one round and its optimiser step."""
+        """Write one round and its optimizer step."""
         log = self.log
         log.step_began()
         log.round_began()

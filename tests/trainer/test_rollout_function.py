@@ -81,7 +81,8 @@ def test_every_sample_has_its_turns_masks_and_columns(fake, tmp_path, options):
         expected = sum(length + sum(one) / 1000 for length, one in zip(text, LENGTHS, strict=True)) / 3 + row
         assert entry["reward"] == pytest.approx(expected, rel=1e-5)
         assert entry["april/restarted_samples"] == 0
-    assert sum(entry["april/groups_resumed"] for entry in trainer.state.log_history[:4]) > 0
+    if not options.get("overlap_generation", True):  # otherwise they may finish during training
+        assert sum(entry["april/groups_resumed"] for entry in trainer.state.log_history[:4]) > 0
 
 
 def double(number: int) -> int:

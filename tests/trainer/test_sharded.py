@@ -76,12 +76,12 @@ class TestSharded:
         results = sharded(kind).results(name, 2)
         assert [result["kind"] for result in results] == [kind, kind]
         for result in results:
-            if kind == "zero2":  # only what the optimiser holds
-                trained = result["optimiser"]
+            if kind == "zero2":  # only what the optimizer holds
+                trained = result["optimizer"]
                 assert 0 < trained < 0.6 * result["whole"]
             else:
                 assert 0.4 < result["local"] / result["whole"] < 0.6
-            assert result["optimiser"] > 0
+            assert result["optimizer"] > 0
 
     @pytest.mark.parametrize("key", ["loss", "reward", "entropy", "eval_reward"])
     @pytest.mark.parametrize("name", ["full", "lora"])

@@ -68,7 +68,7 @@ def test_a_second_signal_stops_at_once(forker, server, tiny_model_dir, tmp_path,
 
 
 def test_a_signal_during_a_step_writes_a_checkpoint_that_stays(server, tiny_model_dir, tmp_path):
-    """An interrupted training is not complete: its checkpoint is not removed in favour of a better one."""
+    """An interrupted training is not complete: its checkpoint is not removed in favor of a better one."""
 
     class Told(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):

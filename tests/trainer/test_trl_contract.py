@@ -64,6 +64,10 @@ def test_entries_name_files_of_the_package():
     assert files and all((PACKAGE / file).is_file() for file in files)
 
 
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
 def parsed(*folders: str):
     for folder in folders:
         for path in sorted(PACKAGE.glob(folder)):
@@ -74,12 +78,17 @@ def test_the_list_has_every_internal_of_a_trainer_that_the_bridge_names():
     """Attributes of a trainer, private attributes of other objects, and names that are overridden or replaced."""
     unlisted = set()
     for path, tree in parsed("bridge/*.py", "trainer.py"):
-        selves = (*TRAINERS, "self", "super()") if path.name == "trainer.py" else TRAINERS
+        selves, own = TRAINERS, {"__init__"}
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        if path.name == "trainer.py":
+            selves = (*TRAINERS, "self", "super()")
+        else:
+            own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_self(node.value)}
         for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.Attribute):
                 owner = ast.unparse(node.value)
-                is_private = node.attr.startswith("_") and not node.attr.startswith("__") and owner != "self"
+                is_private = re.match("_[a-z]", node.attr) and owner != "self" and node.attr not in own
                 names = [node.attr] if owner in selves or is_private else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("replaced", "given_to")):
                 names = [keyword.arg for keyword in node.keywords if keyword.arg]

@@ -20,7 +20,7 @@ from transformers import Qwen3ForSequenceClassification
 
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.tiny import build_model
-from tests.support.tool_calling import DATASET, END, TOKENIZER, ToolScript, add, call, multiply
+from tests.support.tool_calling import DATASET, END, TOKENIZER, ToolScript, call, multiply
 from tests.trainer.test_tools import april
 
 
@@ -119,15 +119,6 @@ def sent_prompts(fake):
     return [TOKENIZER.decode(body["prompt"]) for body in requests if body.get("stream")]
 
 
-@pytest.mark.parametrize("tools", [[multiply], [add], [multiply, add]], ids=["sync", "async", "both"])
-def test_train_with_tools(fake, tmp_path, tools):
-    first, last = tool_names([tools[0], tools[-1]])
-    script = calling(call(first, a=3, b=4), call(last, a=3, c=4))
-    log = train(trainer_of(fake, tmp_path, script, train_dataset=DATASET, tools=tools))
-    assert log["tools/call_frequency"] == pytest.approx(2 / 3)
-    assert log["tools/failure_frequency"] == pytest.approx(1 / 2)
-
-
 def test_train_with_malformed_tool_calls(fake, tmp_path):
     """They are answers, and no further turn follows them."""
     turns = [
@@ -193,31 +184,6 @@ def test_train_with_unknown_environment_raises(fake, tmp_path):
     trainer = trainer_of(fake, tmp_path, train_dataset=dataset, environment_factory={"counter": Stepping})
     with pytest.raises(ValueError, match="environment='unknown'.*environment_factory has 'counter'"):
         trainer.train()
-
-
-def test_train_with_environment_factory(fake, tmp_path):
-    log = train(trainer_of(fake, tmp_path, STEPS, environment_factory=Stepping, **COUNTED))
-    assert log["tools/call_frequency"] == pytest.approx(2 / 3)
-    assert log["tools/failure_frequency"] == pytest.approx(1 / 2)
-    assert COUNTERS == [1, 0, 0] * 3
-
-
-def test_train_with_environment_owned_reward(fake, tmp_path):
-    trainer = trainer_of(fake, tmp_path, STEPS, environment_factory=Rewarded, reward_funcs=None)
-    assert trainer.reward_func_names == ["Rewarded"] and trainer.reward_weights.tolist() == [1.0]
-    assert tool_names(trainer.tools) == ["increment"]
-    assert train(trainer)["rewards/Rewarded/mean"] == pytest.approx(1 / 3)
-
-
-def test_environment_owned_reward_coexists_with_reward_funcs(fake, tmp_path):
-    trainer = trainer_of(
-        fake, tmp_path, STEPS, environment_factory=Rewarded, reward_funcs=nothing, options={"reward_weights": [0.5]}
-    )
-    assert trainer.reward_func_names == ["nothing", "Rewarded"] and len(trainer.reward_funcs) == 2
-    assert trainer.reward_weights.tolist() == [0.5, 1.0], "the weight of the option is for the given function alone"
-    assert tool_names(trainer.tools) == ["increment"]
-    log = train(trainer)
-    assert (log["rewards/nothing/mean"], log["reward"]) == pytest.approx((0, 1 / 3))
 
 
 def test_environment_owned_reward_mixed_environments(fake, tmp_path):

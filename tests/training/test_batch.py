@@ -216,11 +216,6 @@ def test_a_quantile_of_lengths_is_accurate_to_two_percent(length):
         assert length_quantile(bins, 0.5) == length
 
 
-def test_bins_at_the_ends():
-    assert length_quantile(length_bins([2**30]), 0.5) == 2**20
-    assert sum(length_bins([0, 1])) == 1
-
-
 def test_quantiles_are_those_of_all_processes_together():
     done, pool = round_of_a_small_pool()
     other = length_bins([1000] * 5)
@@ -233,13 +228,6 @@ def test_quantiles_are_those_of_all_processes_together():
     assert metrics["length_p25"] == 5  # of 1, 2, 5 and 5 here, and five of 1000 there
     assert metrics["length_p50"] == pytest.approx(1000, rel=0.022)
     assert metrics["trained_tokens"] == 13
-
-
-@pytest.mark.parametrize(("bound", "fraction"), [(None, 0.0), (2, 0.0), (1, 5 / 13), (0, 5 / 13)])
-def test_only_tokens_above_the_bound_are_counted(bound, fraction):
-    done, pool = round_of_a_small_pool()
-    metrics = round_metrics(done, pool, sync_seconds=0.0, max_staleness=bound)
-    assert metrics["over_staleness_fraction"] == pytest.approx(fraction)
 
 
 def test_rates_are_by_the_wall_clock():

@@ -46,12 +46,6 @@ def test_gspo_is_resolved_for_trl_and_stays_in_the_config(
     assert args.to_dict() == before and before["loss_type"] == "gspo"
 
 
-def test_other_losses_are_unchanged(tiny_model_dir, tmp_path):
-    options = resolved(config(tmp_path, loss_type="dapo"), tiny_model_dir)
-    assert options["loss_type"] == "dapo" and options["importance_sampling_level"] == "token"
-    assert options["epsilon_low"] == options["epsilon_high"] == 0.2
-
-
 def test_the_config_is_restored_if_the_constructor_fails(tmp_path):
     args = config(tmp_path)
     before = args.to_dict()

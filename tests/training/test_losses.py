@@ -426,14 +426,9 @@ class TestMicroBatches:
 # One forward pass
 
 SPECIAL_CASES = [
-    ("sapo", {}),
-    ("luspo", {"importance_sampling_level": "sequence"}),
-    ("vespo", {}),
     ("vespo", {"vllm_importance_sampling_mode": "token_mask"}),
-    ("grpo", {"beta": 0.1}),
-    ("grpo", {"off_policy_mask_threshold": 0.05}),
-    ("grpo", {"staleness_policy": "mask", "max_staleness": 1}),
-    ("dapo", {"steps_per_generation": 1}),  # two generation batches in one optimiser step
+    ("grpo", {"beta": 0.1, "off_policy_mask_threshold": 0.05, "staleness_policy": "mask", "max_staleness": 1}),
+    ("dapo", {"steps_per_generation": 1}),  # two generation batches in one optimizer step
     ("grpo", {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "sequence_mask"}),
 ]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_package import fresh_interpreter
 from tests.support.written_run import WrittenRun
 from tests.training.test_correction import group, sample
 from trl_april.commands.report import read_run
@@ -20,7 +19,6 @@ from trl_april.training.run_log import (
     POINTS,
     POINTS_KEPT,
     RunLog,
-    bin_edges,
     outline,
     thinned,
 )
@@ -70,14 +68,6 @@ class TestContents:
         worked = sum(end - begin for step in run.steps for begin, end in step.training)
         assert worked == pytest.approx(6 * 0.3, abs=1e-4)
         assert run.rewards[2] == (pytest.approx(run.rounds[2].scoring[1]), run.rounds[2].reward)
-
-    def test_lengths_are_counted_in_bins(self, tmp_path):
-        written = WrittenRun(tmp_path, 1.0)
-        lengths = sorted(len(one) for group in written.step().groups for one in group.samples)
-        bins = read_run(tmp_path).rounds[0].trained_lengths
-        for number, count in bins.items():
-            shortest, longest = bin_edges(number)
-            assert count == sum(shortest <= length < longest for length in lengths)
 
     def test_the_last_bins_hold_everything_beyond(self, tmp_path):
         done = Round(AGES + 9, groups=[group(sample(0, (0, 3), (1, 4)))], launched_lengths=[1 << 40, 0, 1])
@@ -145,13 +135,6 @@ class TestResuming:
         assert all(begin >= end for end, begin in zip(ends, begins[1:], strict=False))  # one after the other
         # The time of the repeated rounds is left out.
         assert run.rounds[5].sync[0] == pytest.approx(run.steps[4].training[-1][1])
-
-    def test_a_batch_that_was_trained_in_part_is_generated_again(self, tmp_path):
-        log = RunLog(tmp_path, {"versions_per_round": 4})
-        for version in (0, 4):
-            written_rounds(log, tmp_path, Round(version))
-        RunLog(tmp_path, {"versions_per_round": 4}, resumed_at_step=6)
-        assert [one.version for one in read_run(tmp_path).rounds] == [0]
 
     def test_a_new_run_replaces_the_file(self, tmp_path):
         WrittenRun(tmp_path).go(4)
@@ -226,13 +209,6 @@ class TestReading:
             assert run.rounds[0].metrics == {"round_seconds": 3.0, "trained_tokens": 70.0}
             assert FILE in run.notes[0] and "trainer_state.json" in run.notes[1]
         assert len(read_run(tmp_path / "checkpoint-2").rounds) == 1
-
-
-def test_the_reader_imports_no_heavy_library():
-    program = (
-        "import sys, trl_april.commands.report; print([m for m in ('torch', 'trl', 'matplotlib') if m in sys.modules])"
-    )
-    assert fresh_interpreter(program) == "[]"
 
 
 def test_the_outline_of_a_round_has_a_bounded_size():

@@ -151,7 +151,7 @@ def after_each_b(history: tuple[int, ...]) -> int:
     return min(history.count(B), NEWEST)
 
 
-AFTER_TOKENS = [after_tokens(*pair) for pair in itertools.combinations_with_replacement(range(LENGTH + 1), 2)]
+AFTER_TOKENS = [after_tokens(*pair) for pair in itertools.combinations_with_replacement(range(1, LENGTH), 2)]
 CUTS = {"after tokens": AFTER_TOKENS, "after each b": [after_each_b]}
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import random
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +14,6 @@ from transformers.integrations import flash_attention
 from transformers.masking_utils import flash_attention_mask
 
 from tests.support.fake_vllm import FakeVLLM
-from trl_april.engine.sampling import sampling_options
 from trl_april.errors import WeightSyncError
 from trl_april.weights.canary import (
     DECODED,
@@ -26,8 +24,6 @@ from trl_april.weights.canary import (
     decoded_logprobs,
     distance,
     needs_autocast,
-    next_logprobs,
-    server_logprobs,
     trainer_logprobs,
 )
 from trl_april.weights.client import ServerControl
@@ -39,15 +35,6 @@ precisions = pytest.mark.parametrize(("exact", "visible"), [(True, VISIBLE_FLOAT
 
 def shifted(by: float) -> list[float]:
     return [value + by for value in BASE]
-
-
-def test_the_token_ids_are_fixed_and_distinct():
-    """Distinct neighbours reveal a shift. The global random state stays."""
-    state = random.getstate()
-    token_ids = Canary(10, exact=True).token_ids
-    assert random.getstate() == state
-    assert token_ids == Canary(10, exact=False).token_ids and len(token_ids) == NUM_TOKENS
-    assert all(0 <= token_id < 10 for token_id in token_ids) and len(set(token_ids)) > 5
 
 
 @pytest.mark.parametrize(
@@ -70,7 +57,7 @@ def test_a_value_that_is_not_finite_is_an_error(comparable: bool, value: float):
     """On either side: NaN compares as false with everything."""
     other = [*BASE[:-1], value]
     for trainer, server in ((other, BASE), (BASE, other)):
-        with pytest.raises(WeightSyncError, match="not finite"):
+        with pytest.raises(WeightSyncError, match="NaN or infinite"):
             Canary(10, exact=True, comparable=comparable).compare(trainer, server, 0)
 
 
@@ -83,30 +70,6 @@ def test_a_server_that_stays_while_the_trainer_moves_has_old_weights(exact, visi
     assert canary.compare(shifted(0.7 * visible), BASE, 2) == pytest.approx(0.7 * visible)
     with pytest.raises(WeightSyncError, match="policy version 3, .* server's by 0: .* kept its old weights"):
         canary.compare(shifted(1.4 * visible), BASE, 3)
-
-
-@pytest.mark.parametrize("rounding", [1e-4, 0.1, 3.0])
-def test_an_old_server_is_told_from_rounding(rounding):
-    """At any size of the values, with a server that rounds differently in each request."""
-    random_ = random.Random(1)
-
-    def rounded(values):
-        return [value + random_.gauss(0, rounding) for value in values]
-
-    def moved(values, by):
-        return [value + random_.gauss(0, by) for value in values]
-
-    for by in (0.0, 0.1 * rounding, rounding, 10 * rounding, 100 * rounding):
-        old = [100 * value for value in BASE]
-        new = moved(old, by)
-        canary = Canary(10)
-        canary.compare(rounded(old), rounded(old), 0)
-        canary.compare(rounded(new), rounded(new), 1)
-        if by >= 10 * rounding and distance(old, new) > VISIBLE_OTHER:
-            canary = Canary(10)
-            canary.compare(rounded(old), rounded(old), 0)
-            with pytest.raises(WeightSyncError, match="kept its old weights"):
-                canary.compare(rounded(new), moved(old, 0.1 * rounding), 1)
 
 
 def test_a_quantized_server_may_differ_but_has_to_move():
@@ -224,18 +187,6 @@ def test_autocast_stays_where_the_attention_needs_it(model: Qwen3ForCausalLM, li
     assert 0 < distance(found, expected) < 0.1
 
 
-def test_the_servers_values_are_prompt_logprobs_at_temperature_1():
-    """vLLM always computes them, whatever the prefix cache holds."""
-    with FakeVLLM() as server:
-        control = ServerControl(server.base_url, 10.0, {})
-        assert server_logprobs(control, "tiny", [5, 6, 7]) == [-1.0, -1.0]
-        body = server.received[0].body
-        assert (body["prompt"], body["prompt_logprobs"], body["temperature"]) == ([5, 6, 7], 0, 1.0)
-        server.answers["/v1/completions"] = (500, "EngineCore died")
-        with pytest.raises(WeightSyncError, match="answered 500 .* EngineCore died"):
-            server_logprobs(control, "tiny", [5, 6, 7])
-
-
 def test_tokens_are_decoded_as_in_rollouts_and_from_an_empty_cache():
     """Any of the vocabulary: with greedy decoding, processed log-probabilities would not be those of a prompt."""
     with FakeVLLM(decoded_differ_by=-0.25) as server:
@@ -245,10 +196,3 @@ def test_tokens_are_decoded_as_in_rollouts_and_from_an_empty_cache():
         sent = server.received[0].body
         expected = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "ignore_eos": True, "max_tokens": DECODED}
         assert expected.items() <= sent.items() and sent["cache_salt"] and not sent.get("stop_token_ids")
-
-
-def test_defaults_of_the_server_do_not_truncate_the_values_of_an_adapter():
-    with FakeVLLM() as server:
-        assert next_logprobs(ServerControl(server.base_url, 10.0, {}), "tiny", [5, 6, 7]) == [-1.0, -1.0]
-        sent = server.received[0].body
-        assert {name: sent[name] for name in sampling_options().body} == sampling_options().body

@@ -9,12 +9,12 @@ import pytest
 import requests
 import torch
 
-from tests.support.synced_trainer import SyncedTrainer
+from tests.support.synced_trainer import SyncedTrainer, sync_in_steps
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.shared_memory import handle_of, opened
-from trl_april.weights import ipc
+from trl_april.weights import files
 from trl_april.weights.canary import server_logprobs
-from trl_april.weights.ipc import SharedMemoryTransport, packed
+from trl_april.weights.files import SharedMemoryTransport, packed
 
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("chunk_bytes", [1, 500, 2**20])
 def test_parameters_are_read_as_they_were_written(monkeypatch, chunk_bytes):
     """Of any shape and data type, in views of other tensors, and although the caller changes them afterwards."""
-    monkeypatch.setattr(ipc, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(files, "CHUNK_BYTES", chunk_bytes)
     written = {
         "odd": torch.randn(3, dtype=torch.bfloat16), "scalar": torch.tensor(1.5),
         "none": torch.zeros(0, 2), "transposed": torch.randn(3, 4).T, "strided": torch.randn(9)[::2],
@@ -84,13 +84,6 @@ def test_gpus_are_compared_by_their_uuids(monkeypatch):
         SharedMemoryTransport(torch.device("cuda", 0)).connect(server(["GPU-2"]))
 
 
-def test_too_little_shared_memory_is_an_error_before_it_is_written(monkeypatch):
-    """Writing beyond it would kill the process."""
-    monkeypatch.setattr(ipc.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**26))
-    with pytest.raises(WeightSyncError, match="256 MiB.* has 64 free.*--shm-size"):
-        list(packed(iter([("p", torch.zeros(2))]), CPU, None))
-
-
 @pytest.fixture
 def trainer(tiny_model_dir, one_thread) -> SyncedTrainer:
     return SyncedTrainer(tiny_model_dir)
@@ -103,11 +96,10 @@ def shared_memory() -> set[str]:
 @pytest.mark.server
 def test_ten_syncs_keep_requests_and_leave_nothing_behind(server, trainer, monkeypatch):
     """The weights equal those that arrive by files, with layers that are cut by the ends of buffers."""
-    monkeypatch.setattr(ipc, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 50_000)
     before, token_ids = shared_memory(), list(range(4, 80))
     generation = trainer.connect(server, weight_sync="ipc", resume_kv="keep")
     assert generation.weight_sync == "ipc"
-    generation.before_sync = generation.servers.pause
     model = generation.server_info.model
     answers = []
 
@@ -120,7 +112,7 @@ def test_ten_syncs_keep_requests_and_leave_nothing_behind(server, trainer, monke
     values, lived = [], 0
     for _ in range(10):
         trainer.change(0.1)
-        generation.sync_weights()
+        sync_in_steps(generation, generation.servers.pause)
         values.append(server_logprobs(generation.server, model, token_ids))
         lived += request.is_alive()
     request.join()

@@ -227,7 +227,7 @@ def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, server)
     with pytest.raises(MemoryError):
         send(transport, [server], parameters)
     for thread in threading.enumerate():
-        if thread.name == "trl-april-nccl":
+        if thread.name == "trl-april-weights":
             thread.join(SECONDS)
             assert not thread.is_alive()
 

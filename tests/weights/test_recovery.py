@@ -9,7 +9,7 @@ import pytest
 
 from trl_april.distributed.processes import OneProcess
 from trl_april.distributed.signals import Stopped, StopRequest
-from trl_april.errors import PeerError, ServerError
+from trl_april.errors import ServerError
 from trl_april.weights import recovery
 from trl_april.weights.recovery import FIRST_INTERVAL, LONGEST_INTERVAL, Recovery
 
@@ -190,23 +190,6 @@ def test_a_signal_ends_the_wait_before_the_next_check(training: Training):
         training.recovery.wait_for_server()
     assert caught.value.signal == signal.SIGINT
     assert training.clock.now < 1030.0 + 1.0, "the checks are at 25.5 s and 35.5 s"
-
-
-@pytest.mark.parametrize("down", [0.0, 1.0])
-def test_a_signal_takes_precedence(training: Training, down: float):
-    """Over giving up, and over a server that is back."""
-    training.processes.others = lambda: [down, 999.0, 15.0, 1.0]
-    with pytest.raises(Stopped) as caught:
-        training.recovery.wait_for_server()
-    assert caught.value.signal == signal.SIGTERM
-
-
-def test_an_error_of_another_process_ends_the_wait(training: Training):
-    training.generation.alive = False
-    training.clock.after(35.0, lambda: setattr(training.processes, "error", PeerError("Process 1 has failed.")))
-    with pytest.raises(PeerError):
-        training.recovery.wait_for_server()
-    assert training.clock.now < 1036.0
 
 
 # Weights

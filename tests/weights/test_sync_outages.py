@@ -116,15 +116,6 @@ def paths(fake: MortalVLLM) -> list[str]:
 # Without an outage
 
 
-def test_a_sync_to_a_running_server_does_not_repeat_the_checks(fake, generation):
-    generation.sync_weights()
-    assert paths(fake) == [
-        "weight_info", "pause", "weight_info", "update_weight_version", "collective_rpc", "reset_prefix_cache",
-        "update_weight_version", "weight_info", "resume", "v1/completions",
-    ]  # fmt: skip
-    assert fake.weight_version == "2"
-
-
 def test_a_kept_cache_is_reset_only_after_another_client_changed_the_weights(trainer, fake, caplog):
     """Its blocks under our salts would not belong to any of our versions."""
     generation = connect(trainer, fake, resume_kv="reuse")
@@ -139,15 +130,6 @@ def test_a_kept_cache_is_reset_only_after_another_client_changed_the_weights(tra
     assert "another client changed its weights" in caplog.text and generation.servers.holds_weights()
     assert paths(fake).count("reset_prefix_cache") == 1
     assert paths(fake).index("reset_prefix_cache") < paths(fake).index("collective_rpc")
-
-
-def test_tied_weights_are_sent_twice_to_cpu_servers_only(trainer, fake):
-    """Other builds of vLLM do not need it, and some models have no output layer to load."""
-    names = [name for name, _ in connect(trainer, fake)._parameters()]
-    assert sorted(names) == sorted(dict(trainer.model.named_parameters(remove_duplicate=False)))
-    fake.device = "cuda"
-    names = [name for name, _ in connect(trainer, fake)._parameters()]
-    assert names == [name for name, _ in trainer.model.named_parameters()]
 
 
 def test_adapters_are_unmerged_whatever_fails(trainer, fake, monkeypatch):
@@ -175,16 +157,6 @@ def test_the_tolerance_follows_the_models_data_type(trainer, fake, generation, m
         monkeypatch.setattr(weight_sync, "needs_autocast", lambda model, mixes=mixes: mixes)
         generation.sync_weights()
         assert generation.servers.first.canary.exact is exact
-
-
-@pytest.mark.parametrize("cause", ["longrope", "quantized"])
-def test_a_server_that_computes_otherwise_only_has_to_follow(trainer, fake, cause):
-    if cause == "longrope":  # vLLM chooses frequencies by its context, transformers by each input
-        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-        trainer.model.config.rope_parameters = rope
-    else:
-        fake.quantization = "fp8"
-    assert connect(trainer, fake).servers.first.canary.compare([-1.0] * 32, [-3.0] * 32, 0) == 2.0
 
 
 def test_another_client_that_syncs_too_is_an_error(fake, generation):
@@ -296,16 +268,6 @@ def test_a_server_that_refuses_the_weights_is_no_outage(fake, generation):
     assert not generation.servers.holds_weights() or fake.weight_version == "1"
 
 
-@pytest.mark.parametrize(("where", "status"), [("/collective_rpc", 429), ("/v1/completions", 503)])
-def test_a_busy_server_or_proxy_is_an_outage(fake, generation, where, status):
-    fake.answers = {where: (status, "later")}
-    with pytest.raises(ServerError, match=f"was lost during the weight sync.*answered {status} to "):
-        generation.sync_weights()
-    fake.answers = {}
-    generation.sync_weights()
-    assert fake.weight_version == "2"
-
-
 @pytest.mark.parametrize("lost", ["question", "answer"])
 def test_a_lost_answer_about_the_version_is_no_restart(fake, generation, caplog, lost):
     """A restart would repeat the checks and the connection."""
@@ -319,14 +281,6 @@ def test_a_lost_answer_about_the_version_is_no_restart(fake, generation, caplog,
     generation.sync_weights()
     assert "restarted" not in caplog.text and "server_info" not in paths(fake)
     assert generation.servers.holds_weights()
-
-
-def test_a_check_without_an_answer_ends(fake, generation):
-    fake.restart()
-    fake.stalls = "/server_info"
-    generation.server.session.seconds = 0.3
-    with pytest.raises(ServerError, match="was lost during the weight sync.*did not answer a question"):
-        generation.sync_weights()
 
 
 def test_loading_has_a_longer_time_limit_and_keeps_its_files_until_the_answer(trainer, fake):
@@ -398,15 +352,3 @@ def test_only_an_error_that_an_outage_explains_is_noted_as_one(fake, generation,
     with pytest.raises(ValueError):
         server.life.state = ServerState.READY
         generation.servers.each(lambda server: raises(ValueError("h")))
-
-
-# The server's weights
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [(500, ""), (404, ""), (200, "{}"), (200, '{"weight_version": null}'), (200, '{"weight_version": "0"}')],
-)
-def test_a_server_that_does_not_confirm_its_weights_has_lost_them(fake, generation, answer):
-    fake.answers = {"/weight_info": answer}
-    assert not generation.servers.holds_weights()

@@ -1,7 +1,5 @@
 """Weight transports: which one is chosen, and what each of them reads and sends."""
 
-import gc
-import re
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +13,7 @@ from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
 from trl_april.weights import files, nccl, transport
-from trl_april.weights.files import FileTransport
-from trl_april.weights.ipc import SharedMemoryTransport
+from trl_april.weights.files import FileTransport, SharedMemoryTransport
 from trl_april.weights.nccl import NcclTransport
 from trl_april.weights.synced_server import for_each
 from trl_april.weights.transport import choose_transport, connected_transport
@@ -107,23 +104,6 @@ def test_files_that_the_server_cannot_see_are_not_written(monkeypatch, tmp_path,
     assert connected_transport(asked.split()[0], str(tmp_path), **common).name == "filesystem"
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_files_are_used_where_an_embedded_server_cannot_share_memory(monkeypatch, caplog, device):
-    """Unless it was asked for. On a CPU, files are used from the start."""
-    monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
-    monkeypatch.setattr(SharedMemoryTransport, "connect", Mock(side_effect=ConfigError("It is on the device 2.")))
-    servers = [SimpleNamespace(base_url="http://127.0.0.1:8000", info=info(device=device))]
-    common = {"device": torch.device(device), "servers": servers, "processes": OneProcess(), "group_port": 0}
-    common["shares_device"] = True
-    monkeypatch.setattr(FileTransport, "connect", Mock())
-    assert connected_transport("auto", None, **common).name == "filesystem"
-    assert ("on the device 2. So files are used" in caplog.text) == (device == "cuda")
-    with pytest.raises(ConfigError, match="on the device 2"):
-        connected_transport("ipc", None, **common)
-    monkeypatch.setattr(SharedMemoryTransport, "connect", Mock())
-    assert connected_transport("auto", None, **common).name == ("ipc" if device == "cuda" else "filesystem")
-
-
 def test_an_impossible_choice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="weight_sync='nccl' needs.*cpu.*filesystem"):
         choose("nccl", device="cpu")
@@ -191,10 +171,10 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
     tmp_path, monkeypatch, parameters, everything, fails_at
 ):
     server = Loads()
-    monkeypatch.setattr(files, "HEADER_BYTES", 128)  # one file per parameter
+    monkeypatch.setattr(files, "SHARD_BYTES", 1)  # a file per parameter
     error = OSError(28, "No space left on device") if fails_at == "write" else WeightSyncError("refused")
     if fails_at == "write":
-        monkeypatch.setattr(files.WeightFile, "add", Mock(side_effect=error))
+        monkeypatch.setattr(files, "save_file", Mock(side_effect=error))
     elif fails_at == "load":
         server.error = error
     with pytest.raises(WeightSyncError, match="No space left.*--shm-size|refused") if fails_at else nullcontext():
@@ -214,29 +194,6 @@ def test_other_processes_read_the_same_parameters_and_send_none(parameters, ever
     with made.stage(parameters, sends=False, dtypes=DTYPES) as load:
         load([None], for_each)
     assert parameters.read == [everything] * iterations
-
-
-def memory(name: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
-    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
-    return int(line[1]) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_a_sync_through_files_needs_memory_for_one_parameter_and_not_for_the_model(tmp_path):
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(96)))
-    server = Loads()
-    transport = FileTransport(str(tmp_path))
-    # Each parameter is converted.
-    transport.connect(SimpleNamespace(base_url="", info=info()))
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = memory("VmRSS")
-    with transport.stage(Parameters(model), sends=True, dtypes=DTYPES) as load:
-        load([server], for_each)
-    (size,) = server.sizes
-    assert size > 96 * 2 * 1024**2
-    assert memory("VmHWM") - before < 16 * 1024**2
 
 
 @pytest.mark.parametrize(

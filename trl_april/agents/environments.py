@@ -280,7 +280,8 @@ class Environments(Restorable):
         ends += [len(token_ids)] * (conversation.iterations - len(ends))  # the last results may not have fitted
         prompt_ids, budget = conversation.prompt_ids or [], group.budget_of(sample)
         for (message, *results), end in zip(turns, ends, strict=False):
-            if self.run_calls(prompt_ids, token_ids[:end], message, budget, occupied.tools).messages != results:
+            again = self.run_calls(prompt_ids, token_ids[:end], message, budget, occupied.tools)
+            if again.messages[1:] != results:
                 return False
         return not occupied.is_late
 

@@ -220,7 +220,7 @@ class RolloutTurns(Restorable):
 
 
 def _added(sample: Sample, known: list[int], asked: list[int]) -> list[int]:
-    """The tokens that a rollout adds to those of its sample."""
+    """The tokens that a rollout adds to its sample."""
     if len(asked) <= len(known) or asked[: len(known)] != known:
         raise ConfigError(
             f"The rollout of {sample} asked for a turn after {len(asked)} tokens, which do not continue its "

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
 Tool = Callable[..., Any]
 
 
-class CallResults(NamedTuple):
-    """The results of the calls in a turn."""
-
-    token_ids: list[int]  # as the chat template renders them, up to where the assistant answers
-    messages: list[Message]  # in the form of `data.row_json`
-    calls: int
-    failures: int
-    fit: bool  # whether they fit into the remaining budget; otherwise tokens and messages are empty
-
-
 class Tools(NamedTuple):
     """Tools by name, as TRL's loop takes them."""
 
@@ -45,7 +36,8 @@ class Tools(NamedTuple):
 
 
 # Of prompt ids, the completion so far, the message that ends it, the token budget of the completion, and the tools.
-RunCalls = Callable[[list[int], list[int], Message, int, Tools], CallResults]
+# Results that do not fit into the budget complete the sample, without tokens and messages.
+RunCalls = Callable[[list[int], list[int], Message, int, Tools], TurnResult]
 
 
 class ToolTurns:
@@ -80,15 +72,8 @@ class ToolTurns:
         message = self._parse(token_ids[start:], [*prompt_ids, *token_ids[:start]], tools.environment)
         if not message.get("tool_calls") or conversation.iterations >= self._max_iterations:
             return TurnResult([message], [], environment=conversation.environment)
-        done = self._run_calls(prompt_ids, token_ids, message, group.budget_of(sample), tools)
-        return TurnResult(
-            [message, *done.messages],
-            done.token_ids,
-            done.calls,
-            done.failures,
-            is_complete=not done.fit,
-            environment=None if environments is None else environments.state_of(sample),
-        )
+        result = self._run_calls(prompt_ids, token_ids, message, group.budget_of(sample), tools)
+        return result if environments is None else replace(result, environment=environments.state_of(sample))
 
     def close(self) -> None:
         """End the threads, without waiting for calls."""

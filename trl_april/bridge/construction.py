@@ -10,7 +10,6 @@ import os
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,10 @@ from ..errors import ConfigError, ServerError
 from ..pool.budget import LARGER_CONTEXT
 from ..server.command_line import PROCESSED_LOGPROBS
 from ..server.embedded import (
+    CONTEXT_REMEDY,
     EmbeddedServer,
     choose_devices,
     keep_one_gpu,
-    larger_context,
     lora_flags,
     save_architecture,
     server_flags,
@@ -277,6 +276,9 @@ def connect_server(
     and the like.
     """
 
+    def addresses() -> list[str]:  # they may change during training
+        return server_addresses(args.vllm_server_base_url or [])
+
     def wait() -> tuple[int | None, bool]:
         return (None, False) if server is None else (server.wait().port, server.devices.shared)
 
@@ -292,8 +294,8 @@ def connect_server(
             api_key=api_key(),
             resume_kv=options.resume_kv,
             server_base_url=f"http://{DEFAULT_HOST}:{port}" if port else None,
-            larger_context=LARGER_CONTEXT if names_server(args) else larger_context(of_trainer["model"].config),
-            addresses=None if port or args.vllm_server_base_url is None else partial(addresses_in, args),
+            larger_context=LARGER_CONTEXT if names_server(args) else CONTEXT_REMEDY,
+            addresses=None if port or args.vllm_server_base_url is None else addresses,
             server_host=args.vllm_server_host,
             server_port=args.vllm_server_port,
             server_timeout=args.vllm_server_timeout,
@@ -319,6 +321,22 @@ def connect_server(
         raise
 
 
+def attach_server(trainer: GRPOTrainer) -> None:
+    """Give a trainer that was constructed without vLLM its connection, also to its own server."""
+    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
+    trainer.vllm_generation = connect_server(
+        trainer.args,
+        trainer._april_options,
+        server=trainer._april_server,
+        model=trainer.model,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        processes=trainer._april_processes,
+        policy_version=lambda: trainer.state.global_step,
+        trained_model=lambda: trainer.model,
+    )
+
+
 def check_memory(trainer: GRPOTrainer) -> None:
     """Warn before the first round if training does not fit into the memory that the server leaves it."""
     args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
@@ -342,11 +360,6 @@ def check_memory(trainer: GRPOTrainer) -> None:
             "(peft_config), lower vllm_gpu_memory_utilization, give the server another GPU, or divide the model by "
             "FSDP or ZeRO. docs/servers.md has a table."
         )
-
-
-def addresses_in(args: GRPOConfig) -> list[str]:
-    """The servers' addresses, which may change during training."""
-    return server_addresses(args.vllm_server_base_url or [])
 
 
 def model_card(

@@ -1,7 +1,7 @@
 """Evaluations, by the driver of training.
 
 In TRL's own loop, each turn waits for the slowest sample of all processes, and hangs if one process has none left.
-Invariant: a sample has the turns that it would have in training, and waits for no other one.
+Invariant: a sample has the turns that it would have in training, and waits for no other sample.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .tool_loop import tool_turns
 
 
 class Evaluation:
-    """Generates the completions of one evaluation, one sample for each row that TRL asks for.
+    """Generates the completions of an evaluation, a sample for each row that TRL asks for.
 
-    `act`, if there is one, is called after each turn of the model. `tokenize` returns the prompt ids of dataset rows,
+    `act`, if any, is called after each turn of the model. `tokenize` returns the prompt ids of dataset rows,
     `images_of` the images that a sample has seen. `version` is the policy version to evaluate. After
     [`Evaluation.close`], only idle environments are left.
     """
@@ -118,7 +118,7 @@ class Evaluation:
             self._release()
 
     def new_groups(self, rows: list[Row]) -> list[NewGroup]:
-        """A group of one sample for each row, in this process."""
+        """A group with a single sample for each row, in this process."""
         groups = []
         for row, prompt_ids in zip(rows, self._tokenize(rows), strict=True):
             check_prompt(self._budget, len(prompt_ids), prompt_name(row))
@@ -127,7 +127,7 @@ class Evaluation:
         return groups
 
     def run(self, driver: RolloutDriver) -> None:
-        """Run or continue the round. Raises [`ServerError`] in all processes if one of them has lost the server."""
+        """Run or continue the round. Raises [`ServerError`] in all processes if any has lost the server."""
         servers, error = self._servers, None
         self._loop.run(self._engine.route_to(servers.addresses, servers.holding, self._version, servers.causes))
         try:

@@ -16,9 +16,9 @@ from trl.chat_template_utils import parse_response
 
 from ..agents.environments import NO_PROMPT, Environments
 from ..agents.rollout_function import Rollout, RolloutTurns
-from ..agents.tools import CallResults, Message, ToolCalls, Tools, ToolTurns, check_message_images, encode_results
+from ..agents.tools import Message, ToolCalls, Tools, ToolTurns, check_message_images, encode_results
 from ..config import AprilOptions
-from ..rollout.acting import Places
+from ..rollout.acting import Places, TurnResult
 from ..training.rewards import decode_completions
 from .rewards import use_threads_of_environments
 
@@ -50,7 +50,7 @@ class ToolLoop:
 
     def run_calls(
         self, prompt_ids: list[int], token_ids: list[int], message: Message, budget: int, tools: Tools
-    ) -> CallResults:
+    ) -> TurnResult:
         """Run the calls of a message, and render their results as tokens if they fit into the budget."""
         step, prompts, encoded = copy.copy(self._view), [], []
 
@@ -72,8 +72,9 @@ class ToolLoop:
             [[]], [prompt_ids], [token_ids], [[message]], [[0.0] * len(token_ids)], None, {}
         )
         self._calls.check()
-        fit = bool(prompts)
-        return CallResults(results[len(token_ids) :], encoded if fit else [], calls, failures, fit)
+        fit = bool(prompts)  # TRL generates after results that fit
+        messages = [message, *encoded] if fit else [message]
+        return TurnResult(messages, results[len(token_ids) :], calls, failures, is_complete=not fit)
 
     def tokenize(self, prompt: list[Message], environment: str | None = None) -> list[int]:
         """The ids of a prompt that an environment or a rollout function made."""

@@ -1,4 +1,4 @@
-"""`trl-april serve`: runs a vLLM server in the foreground, with every flag that training needs."""
+"""`trl-april serve`: run a vLLM server in the foreground, with every flag that training needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ All other flags are passed on to vLLM and override our defaults:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of our own options; those it does not know are vLLM's."""
+    """Return the parser of our options. Unknown options are passed on to vLLM."""
     parser = argparse.ArgumentParser(
         prog="trl-april serve",
         description=DESCRIPTION,
@@ -56,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
     options, vllm_args = parser.parse_known_args(argv)
     check_address(options.host, None)
     bind_when_free(options.host, options.port)
-    check_model(options.model, vllm_args)
     server = LocalServer(
         options.model,
         host=options.host,
@@ -67,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         quiet=True,
         restart=not options.no_restart,
     )
+    check_model(options.model, vllm_args)
     check_hub(options.model, vllm_args)
     return run_in_foreground(server)
 

@@ -67,13 +67,10 @@ class Counters:
     def check(self, groups: Sequence[Group]) -> None:
         """Raise [`PoolError`] unless `groups` are exactly those still in the pool."""
         if self.groups_admitted != self.groups_taken + self.groups_rejected + len(groups):
+            raise PoolError(f"A group was lost or taken twice: {self}, and {len(groups)} groups are in the pool.")
+        generated, of_tools = count_tokens(groups), count_tool_tokens(groups)
+        if (self._generated_held, self.tool_tokens_held) != (generated, of_tools):
             raise PoolError(
-                f"{self.groups_admitted} groups were admitted, {self.groups_taken} taken, {self.groups_rejected} "
-                f"rejected and {len(groups)} are in the pool: a group was lost or taken twice."
-            )
-        if (self._generated_held, self.tool_tokens_held) != (count_tokens(groups), count_tool_tokens(groups)):
-            raise PoolError(
-                f"{self.tokens_generated} tokens were generated, {self.tokens_taken} taken, {self.tokens_rejected} "
-                f"rejected and {count_tokens(groups)} are in the pool, with {count_tool_tokens(groups)} of tools for "
-                f"{self.tool_tokens_held}: tokens were lost or counted twice."
+                f"Tokens were lost or counted twice: {self}, and the pool holds {generated} tokens, and {of_tools} of "
+                "tools."
             )

@@ -17,7 +17,7 @@ from .user_code import result_of, serve_next
 
 
 T = TypeVar("T")
-GRACE_SECONDS = 10.0  # for a cancelled coroutine to receive the last tokens of its requests
+GRACE_SECONDS = 10.0  # for a canceled coroutine to receive the last tokens of its requests
 
 
 class BackgroundLoop:

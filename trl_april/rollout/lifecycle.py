@@ -9,26 +9,15 @@ from ..errors import PoolError
 
 
 class RoundState(StrEnum):
-    """State of a driver's round.
+    """State of a driver's round."""
 
-    | state         | meaning                                                  | next                        |
-    |---------------|----------------------------------------------------------|-----------------------------|
-    | `IDLE`        | no round yet, or the batch of the last round was taken   | `OPEN`, `SATISFIED`         |
-    | `OPEN`        | finished groups count; its samples are not requested yet | `RUNNING`                   |
-    | `SATISFIED`   | its batch was finished before it opened                  | `CLOSED`, `INTERRUPTED`     |
-    | `RUNNING`     | its samples are requested; it waits for its quota        | `CLOSING`, `INTERRUPTED`    |
-    | `CLOSING`     | it waits for nothing more; its requests are drained      | `CLOSED`, `INTERRUPTED`     |
-    | `CLOSED`      | its batch is in the pool, unless other processes differ  | `IDLE`, `OPEN`, `SATISFIED` |
-    | `INTERRUPTED` | it failed or was cancelled, and can be reopened          | `OPEN`, `SATISFIED`         |
-    """
-
-    IDLE = "idle"
-    OPEN = "open"
-    SATISFIED = "satisfied"
-    RUNNING = "running"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    INTERRUPTED = "interrupted"
+    IDLE = "idle"  # no round yet, or the batch of the last round was taken
+    OPEN = "open"  # finished groups count; its samples are not requested yet
+    SATISFIED = "satisfied"  # its batch was finished before it opened
+    RUNNING = "running"  # its samples are requested; it waits for its quota
+    CLOSING = "closing"  # it waits for nothing more; its requests are drained
+    CLOSED = "closed"  # its batch is in the pool, unless other processes differ
+    INTERRUPTED = "interrupted"  # it failed or was canceled, and can be reopened
 
 
 TRANSITIONS = {

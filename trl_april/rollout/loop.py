@@ -39,9 +39,9 @@ class NewGroup(Protocol):
 class RoundSteps(Protocol):
     """The steps of a round that differ between training, evaluation, simulator and tests, in their order.
 
-    A method with a body need not be implemented for a single process whose loop runs on the event loop of its
-    requests. In training the loop runs in the training thread, where every step blocks; see [`run_blocking`]. Methods
-    that return a value of all processes are collective calls.
+    Only `next_groups` has no default. The others are for a single process whose loop runs on the event loop of its
+    requests. In training the loop runs in the training thread, where every step blocks; see [`run_blocking`].
+    `pause`, `load`, `verify`, `agree`, `highest`, `recover` and `scatter` are collective calls.
     """
 
     is_main: bool = True  # whether this process is the first
@@ -71,20 +71,25 @@ class RoundSteps(Protocol):
 
     async def load(self) -> None:
         """Load the weights into the servers."""
+        return
 
     async def verify(self) -> None:
         """Verify the weights, and resume the servers."""
+        return
 
     async def route(self, version: int) -> None:
         """Send requests to the servers that hold the weights of the policy version."""
+        return
 
     # Begin, agree, admit
 
     def begin(self, version: int) -> None:
         """Prepare the pool for a round, before it enters the round."""
+        return
 
     async def agree(self, pool: Pool) -> None:
         """Learn which groups are finished in any process."""
+        return
 
     async def highest(self, value: int) -> int:
         """The highest value of all processes."""
@@ -111,6 +116,7 @@ class RoundSteps(Protocol):
 
     def taken(self, done: Round) -> None:
         """Note the groups of this process that have left the pool, while the pool is paused."""
+        return
 
     async def scatter(self, groups: list[Group], batch: Sequence[int]) -> list[Group]:
         """Exchange groups between processes; returns the parts of the batch that this process trains."""
@@ -118,6 +124,7 @@ class RoundSteps(Protocol):
 
     def forget(self, group_ids: Collection[int]) -> None:
         """Release the rows of groups that have left the pools of all processes."""
+        return
 
     def change_rows(self, count: int) -> int:
         """Plan training with `count` more rows, or with fewer; returns how many of those are in the pool already."""

@@ -111,7 +111,7 @@ class Requests:
         for group, sample in self._pool.ready():
             if sample.must_act:
                 self.acting.begin(group, sample)
-            elif (task := self._task_of.get(sample.key)) is None or task.done():  # cancelled before its first step
+            elif (task := self._task_of.get(sample.key)) is None or task.done():  # canceled before its first step
                 self._request(group, sample, now)
 
     async def dispatch_more(self) -> None:

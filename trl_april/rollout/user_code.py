@@ -119,7 +119,7 @@ _here = _Here()
 
 
 def _settle(future: Future[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> BaseException | None:
-    """Call the function for a future, unless that is cancelled, and return what it raised."""
+    """Call the function for a future, unless it is canceled, and return what it raised."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function(*args, **kwargs))

@@ -67,20 +67,24 @@ def check_server(
     try:
         described = server_info(session, base_url)
         model = described["model_config"]
-        served_model = str(model["model"])
+        all_engines = int((described.get("parallel_config") or {}).get("data_parallel_size", 1))
+        loras = int((described.get("lora_config") or {}).get("max_loras", 0))
+        # The endpoint exists only with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
+        if loras and session.get(f"{base_url}/v1/load_lora_adapter").status_code == 404:
+            loras = 0
         info = ServerInfo(
             model=str(get_json(session, f"{base_url}/v1/models")["data"][0]["id"]),
-            path=served_model,
+            path=str(model["model"]),
             max_model_len=int(model["max_model_len"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             quantized=model["quantization"] is not None,
             device=str(described["device_config"]["device"]).split(":")[0],
             # An NCCL group reaches only the engines of one address.
             has_weight_transfer=(described["weight_transfer_config"] or {}).get("backend") == "nccl"
-            and engines(described) == data_parallel_size(described),
+            and engines(described) == all_engines,
             has_weights=(described.get("load_config") or {}).get("load_format") != "dummy",
             stream_interval=int((described.get("scheduler_config") or {}).get("stream_interval", 1)),
-            max_loras=max_loras(session, base_url, described),
+            max_loras=loras,
             max_sequences=max_sequences(described),
             engines=engines(described),
             logprobs_mode=str(model["logprobs_mode"]),
@@ -119,19 +123,7 @@ def engines(described: dict[str, Any]) -> int:
     parallel = described.get("parallel_config") or {}
     if parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb"):
         return 1  # each engine has its own address
-    return data_parallel_size(described)
-
-
-def data_parallel_size(described: dict[str, Any]) -> int:
-    """Return the number of data-parallel engines of a server with this configuration, at all its addresses."""
-    return int((described.get("parallel_config") or {}).get("data_parallel_size", 1))
-
-
-def max_loras(session: requests.Session, base_url: str, described: dict[str, Any]) -> int:
-    """Return the number of adapters in a batch, 0 if adapters cannot be loaded at runtime."""
-    number = int((described.get("lora_config") or {}).get("max_loras", 0))
-    # The endpoint exists only with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
-    return number if number and session.get(f"{base_url}/v1/load_lora_adapter").status_code != 404 else 0
+    return int(parallel.get("data_parallel_size", 1))
 
 
 def server_info(session: requests.Session, base_url: str) -> dict[str, Any]:

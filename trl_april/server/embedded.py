@@ -39,6 +39,7 @@ CHANGED_BY_TRAINERS = {
 # In the errors of vLLM and transformers for a class that is defined in the script.
 UNKNOWN_MODEL = ("are not supported for now", "does not recognize this architecture")
 KV_MEMORY, KV_MEMORY_IN_LOG = "--kv-cache-memory-bytes", re.compile(r"Available KV cache memory: ([\d.]+) GiB")
+CONTEXT_REMEDY = "set a larger vllm_max_model_length"  # remedy for a short context
 MAX_LORAS = 4  # adapters, one per policy version, whose requests run at once; each takes memory
 
 _servers: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
@@ -120,20 +121,6 @@ def lora_flags(rank: int) -> list[str]:
     """Return flags for adapters up to this rank; none if it is too large for vLLM."""
     allowed = next((str(value) for value in LORA_RANKS if value >= rank), None)
     return ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-lora-rank", allowed] if allowed else []
-
-
-def larger_context(config: Any) -> str:
-    """Return the remedy for a short context, with its effect on a model with this configuration."""
-    text, remedy = config.get_text_config(), "set a larger vllm_max_model_length"
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return remedy
-    original = getattr(text, "original_max_position_embeddings", None) or rope["original_max_position_embeddings"]
-    return (
-        f"{remedy}. For LongRoPE, vLLM chooses the {original} original positions. With more, it uses the long factors "
-        f"for all sequences, and transformers only for sequences of more than {original} tokens, so the "
-        "log-probabilities of shorter sequences differ"
-    )
 
 
 def save_architecture(model: Any, processing_class: Any) -> Path:

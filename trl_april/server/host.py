@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 
@@ -23,11 +22,12 @@ from ..errors import ConfigError
 logger = logging.getLogger(__name__)
 
 EXAMPLE = "http://127.0.0.1:8000,http://127.0.0.1:8001"
+ADDRESS = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/[^\s'\"]*)?")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 PORT_SECONDS, PORT_POLL = 10.0, 0.25  # seconds to wait for a port, and between two attempts
 CLOSED_SECONDS = 5.0  # an API server that exits takes less
-DRIVER_SECONDS = 20.0  # for an answer; it may have to be loaded first
+DRIVER_SECONDS = 20.0  # for an answer of a driver that may have to be loaded first
 LASTING_PORTS = range(20_000, 32_000)  # below the ports that Linux gives to outgoing connections
 MAX_OPEN_FILES = 65536  # a host has no more ports to a server
 OTHER_FILES = 256  # datasets, shared libraries, other connections
@@ -198,19 +198,10 @@ def server_addresses(value: str | Sequence[str], name: str = "vllm_server_base_u
         raise ConfigError(f"{name} is an empty list; it must have at least one address. Leave it out instead.")
     addresses = [entry.strip().rstrip("/") if isinstance(entry, str) else "" for entry in given]
     for entry, address in zip(given, addresses, strict=True):
-        if not _is_address(address):
+        if not ADDRESS.fullmatch(address):
             raise ConfigError(
                 f"{name} has the entry {entry!r}; each must have the form http://HOST:PORT. Write {EXAMPLE}."
             )
         if addresses.count(address) > 1:
             raise ConfigError(f"{name} has {address} twice, which would give it twice the requests. Remove it once.")
     return addresses
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and not set(text) & set(" \t'\"")

@@ -36,7 +36,7 @@ class Claim:
 
     def __init__(self) -> None:
         self._holder = ""
-        self._since = self._until = 0.0
+        self._until = 0.0
         self._pid = 0  # of the holder, if its process can be seen from here
 
     def take(self, holder: str, seconds: float, pid: int = 0, place: str = "") -> dict[str, Any]:
@@ -47,8 +47,7 @@ class Claim:
         now = time.monotonic()
         is_held = now < self._until and not (self._pid and has_ended(self._pid))
         if is_held and holder != self._holder:
-            return {"holder": self._holder, "held": now - self._since, "left": self._until - now}
-        self._since = self._since if is_held else now
+            return {"holder": self._holder, "left": self._until - now}
         self._holder, self._until = holder, now + seconds
         self._pid = pid if place and place == pid_namespace() else 0
         return {}
@@ -88,10 +87,9 @@ class ServerLease:
         while time.monotonic() > self._until[0] and (other := self._ask(LEASE_SECONDS)):
             if other["left"] > left:
                 raise WeightSyncError(
-                    f"The vLLM server at {self._base_url} is in use by another training run, {other['holder']}, for "
-                    f"{other['held']:.0f} s. Two runs would overwrite each other's weights. Start a server for this "
-                    "run (`trl-april serve MODEL --port PORT`), leave its address out so that the trainer starts a "
-                    "server, or end the other run."
+                    f"The vLLM server at {self._base_url} is in use by another training run, {other['holder']}. Two "
+                    "runs would overwrite each other's weights. Start a server for this run (`trl-april serve MODEL "
+                    "--port PORT`), leave its address out so that the trainer starts a server, or end the other run."
                 )
             left = other["left"]
             time.sleep(POLL_SECONDS)

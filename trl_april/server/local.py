@@ -179,9 +179,7 @@ class LocalServer:
 
     def _log_of_start(self) -> str:
         """Return the log since the last start."""
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
+        return self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
 
     @property
     def is_running(self) -> bool:
@@ -198,7 +196,7 @@ class LocalServer:
             ServerError: If it exits, or is not healthy in time. The message holds the tail of its log.
         """
         if self._server is not None and self._owner != os.getpid():
-            return self
+            return self  # a fork of the owner
         if self._server is not None and not self.restart and self._server.process.poll() is not None:
             self.stop()  # it has exited, which the supervision has not noticed yet
         if self._server is None:

@@ -87,7 +87,7 @@ class Lease(_Endpoint):
     """Reserves the server for one training run, so that a second run is refused before it changes any weights.
 
     `POST /april/lease` with the arguments of [`Claim.take`] takes or renews the lease for `seconds`; 0 gives it back.
-    The answer is `{}`, or `{"holder": text, "held": seconds, "left": seconds}` while another run has the lease.
+    The answer is `{}`, or `{"holder": text, "left": seconds}` while another run has the lease.
     """
 
     path = LEASE_PATH

@@ -29,10 +29,9 @@ QUANTILES = {"p10": 0.10, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p90": 0.90, "p
 
 
 def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """One row per sample, each a separate copy, since TRL and reward functions write into them.
+    """A row per sample, each a separate copy, since TRL and reward functions write into them.
 
-    Its prompt has the observation that the reset of the sample's environment returned, and its columns those that the
-    sample's rollout function returned.
+    Prompts include the observation of the environment's reset, and columns the result of the rollout function.
     """
     rows = []
     for group in groups:
@@ -48,25 +47,18 @@ def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def loss_mask(groups: Sequence[Group], mask_below: float = -math.inf) -> list[list[int]]:
     """For each token, 0 if it is outside of the loss: of tools, or of a version before `mask_below`."""
     samples = [sample for group in groups for sample in group.samples]
-    # Per token, so that each sample keeps its young ones.
     return [[int(v is not None and v >= mask_below) for v in sample.versions] for sample in samples]
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Additional columns of TRL's table of completions (`log_completions`), in the order of [`rollout_output`].
 
-    `versions` has the policy version of each segment, such as `"3,4,6"`, and `tool` for results of tools. It is one
-    column with a short name, to be readable in a terminal, and always text, so that the files of all steps form one
-    table.
+    `versions` has the policy version of each segment, such as `"3,4,6"`, and `tool` for results of tools. It is always
+    text, so that the files of all steps form a single table.
     """
     samples = [sample for group in groups for sample in group.samples]
     versions = [["tool" if s.version is None else str(s.version) for s in sample.segments] for sample in samples]
-    return {"versions": [",".join(one) for one in versions]}
-
-
-def evaluation_columns(count: int) -> dict[str, list[str]]:
-    """The same columns for `count` completions of an evaluation. TRL needs them to keep its columns aligned."""
-    return {"versions": [""] * count}
+    return {"versions": [",".join(segments) for segments in versions]}
 
 
 def round_metrics(
@@ -89,7 +81,7 @@ def round_metrics(
     samples = [sample for group in done.groups for sample in group.samples]
     # By segment rather than by token, for speed.
     by_sample = [[(done.version - s.version, s.length) for s in x.segments if s.version is not None] for x in samples]
-    ages = [age for one in by_sample for age in one]
+    ages = [segment for segments in by_sample for segment in segments]
     kept = (SampleState.PARKED, SampleState.ACTING)
     parked = [sample for group in pool for sample in group.samples if sample.state in kept]
     over = math.inf if max_staleness is None else max_staleness
@@ -99,7 +91,7 @@ def round_metrics(
         "trained_tokens": sum(sample.num_generated for sample in samples),
         "groups_resumed": done.resumed_groups,
         "aborted_requests": done.aborted_requests,
-        "fully_stale_samples": sum(all(age > over for age, _ in one) for one in by_sample),
+        "fully_stale_samples": sum(all(age > over for age, _ in segments) for segments in by_sample),
         "rejected_groups": done.rejected_groups,
         "rejected_tokens": done.rejected_tokens,
         "filled_groups": done.filled_groups,
@@ -132,10 +124,10 @@ def round_metrics(
         "sync_mismatch": sync_mismatch,
         "outage_seconds": done.outage_seconds,
         "staleness_max": max(age for age, _ in ages),
-        "versions_per_sample_max": max(len({age for age, _ in one}) for one in by_sample),
+        "versions_per_sample_max": max(len({age for age, _ in segments}) for segments in by_sample),
         **({"tool_seconds_max": done.tool_seconds_max} if has_tools else {}),
     }
-    # In one call, since each is a message between processes.
+    # In a single call, since each is a message between processes.
     bins = length_bins(sample.num_generated for sample in samples)
     added = reduce_sum([*(float(value) for value in sums.values()), *bins])
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
@@ -147,10 +139,10 @@ def round_metrics(
 
 
 def _ratios(sums: dict[str, float], bins: Sequence[float], *, seconds: float, period: float) -> dict[str, float]:
-    """What follows from the sums over all processes, for a round of so many seconds.
+    """Rates, means and fractions from the sums over all processes.
 
-    Rates are by the wall clock, the `period` since the round before: a round that overlap nearly filled takes
-    milliseconds, in which few of its tokens arrived.
+    Rates are by the `period` since the previous round and not by the round's `seconds`: a round that overlap nearly
+    filled takes milliseconds, in which few of its tokens arrived.
     """
     tokens, per_second = sums["trained_tokens"], 1 / period if period else 0.0
     return {
@@ -181,7 +173,8 @@ def server_metrics(
     """
     if len(traffic) < 2:
         return {}
-    sums = reduce_sum([float(value) for one in traffic for value in (one.requests, one.tokens, one.running_seconds)])
+    counts = [float(value) for server in traffic for value in (server.requests, server.tokens, server.running_seconds)]
+    sums = reduce_sum(counts)
     busy, lost_anywhere = reduce_max([busy_seconds, float(lost)])
     metrics = {"servers_lost": lost_anywhere}
     for number in range(len(traffic)):

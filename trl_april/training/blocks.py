@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from .micro_batches import cheapest_parts, columns_needed
 
 
-# What a block costs beside its positions (rows times columns), as a number of positions. Not measured on GPUs.
+# The fixed cost of a block, as a number of positions (rows times columns). Not measured on GPUs.
 POSITIONS_PER_BLOCK = {"cpu": 32}
 POSITIONS_PER_BLOCK_ON_GPUS = 256
 
@@ -55,36 +55,34 @@ class Blocks:
         self.blocks = []
         for start, of_block in zip([0, *accumulate(counts)], order.split(counts), strict=False):
             self.blocks.append(Block(of_block, sorted_widths[start], prompts[of_block]))
-        self.lengths = [len(self.firsts) * self.prefix, *(len(one.rows) * one.width for one in self.blocks)]
+        self.lengths = [len(self.firsts) * self.prefix, *(len(block.rows) * block.width for block in self.blocks)]
 
     def pack(self, values: torch.Tensor, *, start: int = 0) -> torch.Tensor:
-        """`(B, prefix + kept)` values as `(1, N)`, those of a completion from column `prefix + start` on."""
-        found = [values[self.firsts, : self.prefix].flatten()]
-        found += [
-            values[one.rows, self.prefix + start : self.prefix + start + one.width].flatten() for one in self.blocks
-        ]
-        return torch.cat(found)[None]
+        """`(B, prefix + kept)` values as `(1, N)`; completions begin at column `prefix + start`."""
+        completions, prompts = values[:, self.prefix + start :], values[self.firsts, : self.prefix]
+        parts = [completions[block.rows, : block.width].flatten() for block in self.blocks]
+        return torch.cat([prompts.flatten(), *parts])[None]
 
     def unpack(self, values: torch.Tensor, kept: int) -> torch.Tensor:
         """`(1, N)` values of completions as `(B, kept)`."""
         _, *of_blocks = values[0].split(self.lengths)
-        found = [
-            pad(one.view(-1, block.width), (0, kept - block.width))
-            for one, block in zip(of_blocks, self.blocks, strict=True)
+        parts = [
+            pad(part.view(-1, block.width), (0, kept - block.width))
+            for part, block in zip(of_blocks, self.blocks, strict=True)
         ]
-        return torch.cat(found)[torch.cat([block.rows for block in self.blocks]).argsort()]
+        return torch.cat(parts)[torch.cat([block.rows for block in self.blocks]).argsort()]
 
     def masks(self, window: int | None) -> list[Any]:
         """Masks of the prompts and of each block, in the form of the attention, for all layers with this window."""
         if window is not None and window >= self._attention_mask.size(1):
             window = None  # it hides nothing
         if window not in self._masks:
-            mask, found = partial(_mask, self._base, window), []
+            mask, masks = partial(_mask, self._base, window), []
             if self.prefix:
-                found.append(mask(self._attention_mask[self.firsts, : self.prefix], 0))
+                masks.append(mask(self._attention_mask[self.firsts, : self.prefix], 0))
             for block in self.blocks:
-                found.append(mask(self._attention_mask[block.rows, : self.prefix + block.width], self.prefix))
-            self._masks[window] = found
+                masks.append(mask(self._attention_mask[block.rows, : self.prefix + block.width], self.prefix))
+            self._masks[window] = masks
         return self._masks[window]
 
     def attend(
@@ -97,21 +95,22 @@ class Blocks:
     ) -> torch.Tensor:
         """Attention of `(1, heads, N, D)` queries, each to its own row and its prompt. Returns `(1, N, heads, D)`.
 
-        With a `window`, to the last tokens of them, so many with its own.
+        A `window` is the number of visible tokens, the query's own included.
         """
         masks = iter(self.masks(window))
-        of_prompts, *of_blocks = zip(*(one[0].split(self.lengths, dim=1) for one in (query, key, value)), strict=True)
-        found = []
+        states = (state[0].split(self.lengths, dim=1) for state in (query, key, value))
+        of_prompts, *of_blocks = zip(*states, strict=True)
+        outputs = []
         if self.prefix:
-            query, prompt_key, prompt_value = (_in_rows(one, self.prefix) for one in of_prompts)
-            found.append(attend(query, prompt_key, prompt_value, next(masks))[0].flatten(0, 1))
+            query, prompt_key, prompt_value = (_in_rows(state, self.prefix) for state in of_prompts)
+            outputs.append(attend(query, prompt_key, prompt_value, next(masks))[0].flatten(0, 1))
         for block, parts in zip(self.blocks, of_blocks, strict=True):
-            query, key, value = (_in_rows(one, block.width) for one in parts)
+            query, key, value = (_in_rows(state, block.width) for state in parts)
             if self.prefix:
                 key = torch.cat([prompt_key[block.prompts], key], dim=2)
                 value = torch.cat([prompt_value[block.prompts], value], dim=2)
-            found.append(attend(query, key, value, next(masks))[0].flatten(0, 1))
-        return torch.cat(found)[None]
+            outputs.append(attend(query, key, value, next(masks))[0].flatten(0, 1))
+        return torch.cat(outputs)[None]
 
     @cached_property
     def sequences(self) -> tuple[Any, ...]:
@@ -126,7 +125,7 @@ class Blocks:
         queries = torch.cat([columns[:, start:][seen[:, start:]] for start, columns, seen in parts])
         keys = torch.cat([columns[seen] for _, columns, seen in parts])
         counts = torch.cat([torch.stack([seen[:, start:].sum(1), seen.sum(1)]) for start, _, seen in parts], dim=1)
-        counts = counts[:, counts[0] > 0]  # a prompt of one token has no queries of its own
+        counts = counts[:, counts[0] > 0]  # a prompt of a single token has no queries
         return queries, keys, *pad(counts.cumsum(1), (1, 0)).int(), *counts.amax(1).tolist()
 
     def attend_flash(self, dtype: torch.dtype, scale: Any, window: int | None, *states: torch.Tensor) -> torch.Tensor:
@@ -134,11 +133,11 @@ class Blocks:
         from torch.nn.attention.varlen import varlen_attn
 
         queries, keys, *sequences = self.sequences
-        found = varlen_attn(
-            *(one[0].transpose(0, 1)[at].to(dtype) for one, at in zip(states, (queries, keys, keys), strict=True)),
+        output = varlen_attn(
+            *(state[0].transpose(0, 1)[at].to(dtype) for state, at in zip(states, (queries, keys, keys), strict=True)),
             *sequences, scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
         )  # fmt: skip
-        return found.new_zeros(states[0].size(2), *found.shape[1:]).index_copy(0, queries, found)[None]
+        return output.new_zeros(states[0].size(2), *output.shape[1:]).index_copy(0, queries, output)[None]
 
 
 def _in_rows(states: torch.Tensor, width: int) -> torch.Tensor:

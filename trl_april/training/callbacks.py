@@ -1,8 +1,7 @@
 """Callbacks of the trainer: around an optimizer step, and for the console.
 
-Invariants: the console prints each log entry as TRL alone would, then a line of APRIL's own. Trackers, other callbacks
-and the run log get the whole entry. If a signal asks for it, all processes stop after the same step, and after its
-checkpoint.
+Invariants: the console prints each log entry as TRL does, then a line about APRIL. Trackers, other callbacks and the
+run log get the whole entry. After a signal, all processes stop after the same step, and after its checkpoint.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ class RoundProgress(_RoundLine, ProgressCallback):
 
 def add_round_lines(callbacks: list[TrainerCallback], given: Sequence[Any]) -> None:
     """Replace the printing callbacks that a trainer added by itself; those `given` by the user stay."""
-    ours = {PrinterCallback: RoundPrinter, ProgressCallback: RoundProgress}
+    replacements = {PrinterCallback: RoundPrinter, ProgressCallback: RoundProgress}
     for place, callback in enumerate(callbacks):
-        if type(callback) in ours and callback not in given and type(callback) not in given:
-            callbacks[place] = ours[type(callback)]()
+        if type(callback) in replacements and callback not in given and type(callback) not in given:
+            callbacks[place] = replacements[type(callback)]()
 
 
 # Around a step
@@ -139,7 +138,7 @@ class StepCallback(TrainerCallback):
     def _stop_if_agreed(self, state: TrainerState) -> None:
         """Stop after the step's checkpoint, which is written between `on_step_end` and the next event.
 
-        Whatever ends a complete training, such as removing all checkpoints but the best, is not for one to be resumed.
+        A complete training ends as without a signal, which may remove all checkpoints but the best.
         """
         if self.stop().agreed and state.global_step < state.max_steps:
             raise Stopped(self.stop().agreed)

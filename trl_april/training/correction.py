@@ -1,8 +1,8 @@
-"""TRL's importance-sampling correction without a forward pass of its own, and its metrics by age and length.
+"""TRL's importance-sampling correction by the training forward pass, and its metrics by age and length.
 
-The weight of a token is the ratio of the trained policy to the one that sampled it, truncated or masked as in TRL. TRL
-computes the log-probabilities of the trained policy while it scores a batch. If a batch is trained in one optimiser
-step, those of the training forward pass are the same, and the second pass is left out.
+The weight of a token is the ratio of the trained policy to the policy that sampled it, truncated or masked as in TRL.
+TRL computes the log-probabilities of the trained policy while it scores a batch. If a batch is trained in a single
+optimizer step, the training forward pass yields the same values, and TRL's extra pass is left out.
 
 Tokens outside of the loss are not counted in the metrics.
 """
@@ -33,9 +33,9 @@ ROWS = "april_rows"  # column of a batch: the place of each sample before TRL sh
 
 
 class TrainingPassCorrection:
-    """The correction of one generation batch, micro-batch by micro-batch as they are trained.
+    """The correction of a generation batch, micro-batch by micro-batch as they are trained.
 
-    `batch` is what TRL has scored with its own correction off. It gets a column with the places of its samples.
+    TRL has scored `batch` with its own correction off. It gets a column with the places of its samples.
     """
 
     def __init__(self, args: GRPOConfig, batch: dict[str, Any]) -> None:
@@ -113,8 +113,8 @@ class BatchCorrection:
         if batch is None:
             return {}
         self._pending = None
-        ours = {f"april/{name}": value for name, value in self.metrics(batch, done).items()}
-        return {**sampling_metrics(batch, self._processes), **ours}
+        of_april = {f"april/{name}": value for name, value in self.metrics(batch, done).items()}
+        return sampling_metrics(batch, self._processes) | of_april
 
 
 def sampling_metrics(batch: dict[str, Any], processes: Processes) -> dict[str, float]:
@@ -144,7 +144,7 @@ def correction_metrics(
 ) -> dict[str, float]:
     """Metrics of the correction of a batch that TRL has scored, over all processes.
 
-    `groups` are those of the batch, in its order, and `version` is the policy version that they are trained under.
+    `groups` has the batch in order, and `version` is the policy version under which it is trained.
 
     Returns:
         `dict[str, float]`: The number of carried tokens (age 1 and more), and for each age (0, 1, 2, 3 and more) and
@@ -162,7 +162,7 @@ def correction_metrics(
     mask = _loss_mask(batch)
     token_log_ratio = log_ratio = _log_ratio(batch, batch["old_per_token_logps"]).float()
     token_ratio = torch.exp(log_ratio)
-    if weights.shape[1] == 1:  # one per sequence
+    if weights.shape[1] == 1:  # of sequences
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
     ratio = torch.exp(log_ratio).expand(mask.shape)
     weights = weights.expand(mask.shape)
@@ -216,7 +216,7 @@ class DriftWatch:
         self._has_warned = False
 
     def warning(self, metrics: dict[str, float]) -> str | None:
-        """What to say about a batch, by the metrics of its correction."""
+        """The warning about a batch, if any, by the metrics of its correction."""
         sizes = [
             (metrics[f"correction/{name}/effective_sample_size"], age)
             for age, name in enumerate(AGES)
@@ -228,13 +228,13 @@ class DriftWatch:
         self._has_warned = True
         older = " or older" if age == len(AGES) - 1 else ""
         return (
-            f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, and it is not the only batch of "
-            f"the last {RECENT_BATCHES} with one below {LEAST_SAMPLE_SIZE}: the policy moves fast for tokens of this "
-            "age. Training may lose reward, or collapse: lower learning_rate, or max_staleness."
+            f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, and another batch of the last "
+            f"{RECENT_BATCHES} was below {LEAST_SAMPLE_SIZE} too: the policy moves fast for tokens of this age. "
+            "Training may lose reward, or collapse: lower learning_rate, or max_staleness."
         )
 
     def is_repeated(self, size: float) -> bool:
-        """Add the effective sample size of the next batch. Returns whether it is small and not the only recent one."""
+        """Add the effective sample size of a batch. Returns whether this and another recent size are small."""
         self._are_small.append(size < LEAST_SAMPLE_SIZE)
         return self._are_small[-1] and sum(self._are_small) >= SMALL_BATCHES
 

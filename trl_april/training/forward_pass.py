@@ -1,12 +1,12 @@
 """The forward pass of a micro-batch: each prompt once, and little padding.
 
-TRL computes the prompt again for each completion of a group, and pads all of them to the longest one. Here the rows of
+TRL computes the prompt again for each completion of a group, and pads all completions to the longest. Here the rows of
 a forward pass follow one another in a single row of the model: first the prompts, then the completions in blocks
-of similar length. Only attention is told of the blocks. Everything else in a transformer looks at one position at a
-time. A model that does not allow this, or whose log-probabilities differ, has its rows side by side, without the
+of similar length. Only attention needs to know the blocks, since the rest of a transformer works position by
+position. A model that does not allow this, or whose log-probabilities differ, has its rows side by side, without the
 columns after the longest completion.
 
-Invariant: every token has the log-probability and the gradient that it has in a row of its own, without padding.
+Invariant: every token has the log-probability and the gradient that it has in a separate row without padding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 IN_BLOCKS = "april_blocks_"  # before the name of the attention that computes each block
 ATTENTIONS = ("sdpa", "eager")  # that were tested with blocks
 FLASH_DTYPES = (torch.float16, torch.bfloat16)  # of FlashAttention, which torch has for some devices
-# Of log-probabilities in blocks from those without, in nats. In float32, those of some thirty families differ by 1e-6.
+# Of log-probabilities with and without blocks, in nats. In float32, some thirty families differ by 1e-6.
 LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 1e-4, 0.25
 SHORT_WINDOW = 5  # of sliding attention in this comparison
 # Numbers by which a model is random in training, and families that read theirs from the configuration in each pass.
@@ -56,10 +56,10 @@ def without_padding(
     multiple: int | None = None,
     **kwargs: Any,
 ) -> PerToken:
-    """TRL's `_get_per_token_logps_and_entropies` (`per_token`), in one forward pass or in parts.
+    """TRL's `_get_per_token_logps_and_entropies` (`per_token`), in a single forward pass or in parts.
 
     A part has `batch_size` rows; in blocks, as many as fit into the positions of so many padded rows. Prompts are
-    padded on their left and completions on their right. `multiple` is that of TRL's `pad_to_multiple_of`.
+    padded on their left and completions on their right. `multiple` is TRL's `pad_to_multiple_of`.
     Omitted columns are 0. Entropies and the auxiliary loss are `None` unless TRL computes them.
     """
     mask = attention_mask[:, -logits_to_keep:]
@@ -71,7 +71,7 @@ def without_padding(
     if base is not None and batch_size is not None:
         costs = columns_needed(mask[order], multiple) + input_ids.size(1) - logits_to_keep
         parts = parts_within(costs[None].cpu(), batch_size * input_ids.size(1))
-    found = []
+    results = []
     for rows in order.split(parts):
         ids, of_pass, omitted = input_ids[rows], attention_mask[rows], 0
         if base is None:
@@ -82,8 +82,8 @@ def without_padding(
             called = partial(_call_in_blocks, model, base, logits_to_keep, multiple)
         logps, entropies, aux_loss = per_token(called, ids, of_pass, logits_to_keep - omitted, **kwargs)
         padded = None if entropies is None else pad(entropies, (0, omitted))
-        found.append((pad(logps, (0, omitted)), padded, aux_loss))
-    logps, entropies, aux_losses = zip(*found, strict=True)
+        results.append((pad(logps, (0, omitted)), padded, aux_loss))
+    logps, entropies, aux_losses = zip(*results, strict=True)
     back = order.argsort()
     return (
         torch.cat(logps)[back],
@@ -115,7 +115,7 @@ def takes_positions(model: Callable[..., Any]) -> bool:
     if isinstance(model, torch.nn.Module):
         base = extract_model_from_parallel(model, keep_torch_compile=False)
         base = base.get_base_model() if is_peft_model(base) else base
-        if any(hasattr(one, "get_rope_index") for one in (base, getattr(base, "base_model", None))):
+        if any(hasattr(module, "get_rope_index") for module in (base, getattr(base, "base_model", None))):
             return False
         model = base.forward
     return "position_ids" in signature(model).parameters
@@ -265,25 +265,25 @@ def _why_different(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :6] = -100
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    windows = [one for one in (model.config, *model.modules()) if getattr(one, "sliding_window", None)]
-    lengths = [one.sliding_window for one in windows]
+    windows = [owner for owner in (model.config, *model.modules()) if getattr(owner, "sliding_window", None)]
+    lengths = [owner.sliding_window for owner in windows]
     base = base_attention(model)
     assert base is not None
     model.eval()
     try:
-        for one in windows:
-            one.sliding_window = SHORT_WINDOW
+        for owner in windows:
+            owner.sliding_window = SHORT_WINDOW
         with torch.autocast(weight.device.type, dtype, enabled=dtype is not None):
             in_blocks = partial(_call_in_blocks, model, base, 7, 1)
-            found = _call_with_positions(in_blocks, **inputs, fused_lm_head=True).log_probs
+            logps = _call_with_positions(in_blocks, **inputs, fused_lm_head=True).log_probs
             expected = _call_with_positions(model, **inputs, fused_lm_head=True).log_probs[:, -7:]
-        difference = float((found - expected).abs().max())
+        difference = float((logps - expected).abs().max())
     except Exception as error:  # a model may refuse a packed row in any way
         return repr(error)
     finally:
         model.train(was_training)
-        for one, length in zip(windows, lengths, strict=True):
-            one.sliding_window = length
+        for owner, length in zip(windows, lengths, strict=True):
+            owner.sliding_window = length
     # Under autocast and TF32, too, products are rounded to 8 or 10 bits.
     rounds = dtype is not None or weight.dtype.itemsize < 4 or "_original_forward" in vars(model)
     rounds |= getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"

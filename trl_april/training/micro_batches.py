@@ -1,12 +1,12 @@
-"""Micro-batches of an optimiser step: which samples share one, and how many it holds.
+"""The composition of the micro-batches of an optimizer step.
 
 TRL shuffles the samples of a generation batch and cuts it into micro-batches of the same number of samples. Here the
-samples of each optimiser step are sorted, so that those of a prompt share a micro-batch, or else those of similar
-length. Where a forward pass leaves out padding, a micro-batch holds as many samples as fit into one of TRL's with it.
-The training loop still counts TRL's micro-batches, so some are empty: the first ones of a step, since processes
-exchange their gradients after the last one.
+samples of each optimizer step are sorted, so that samples of the same prompt, or else of similar length, share a
+micro-batch. Where a forward pass leaves out padding, a micro-batch holds as many samples as fit into TRL's with
+padding. The training loop still counts TRL's micro-batches, so some are empty: the first of a step, since processes
+exchange their gradients after the last.
 
-Invariant: an optimiser step trains the samples that TRL chose for it, each with the same share of the loss, in as many
+Invariant: an optimizer step trains the samples that TRL chose for it, each with the same share of the loss, in as many
 micro-batches as TRL counts.
 """
 
@@ -26,7 +26,7 @@ from ..distributed.processes import Processes
 
 # Widths are rounded up by at most 1/16, so that allocators and compilers see few shapes.
 PER_DOUBLING, FEWEST_COLUMNS = 16, 8
-SHARE = "april_share"  # key of a micro-batch: the number of its samples, as a multiple of that in one of TRL's
+SHARE = "april_share"  # key of a micro-batch: the number of its samples, in units of TRL's number
 # Losses that TRL divides by the tokens of a batch; others are means over the samples of a micro-batch.
 BY_TOKENS = ("cispo", "dapo", "vespo")
 
@@ -36,18 +36,18 @@ MicroBatch = dict[str, Any]
 def regrouped(
     micro_batches: list[MicroBatch], gradient_accumulation_steps: int, multiple: int | None = None
 ) -> list[MicroBatch]:
-    """Sort the samples of each optimiser step by width, the widest first, in micro-batches of the same size.
+    """Sort the samples of each optimizer step by width, the widest first, in micro-batches of the same size.
 
-    Processes, which wait for each other in every micro-batch, then have their wide ones at the same time. Values that
-    all samples of a micro-batch share (scalars and `None`) stay. `multiple` is that of TRL's `pad_to_multiple_of`.
+    Processes wait for each other in every micro-batch, and so have their wide rows at the same time. Values that all
+    samples of a micro-batch share (scalars and `None`) stay. `multiple` is TRL's `pad_to_multiple_of`.
     """
-    found = []
+    results = []
     for together in _by_step(micro_batches, gradient_accumulation_steps):
-        order = widest_first(torch.cat([one["completion_mask"] for one in together]), multiple)
+        order = widest_first(torch.cat([part["completion_mask"] for part in together]), multiple)
         step, rows = _joined(together, order), len(order) // len(together)
         for start in range(0, len(order), rows):
-            found.append({name: _rows(value, start, start + rows) for name, value in step.items()})
-    return found
+            results.append({name: _rows(value, start, start + rows) for name, value in step.items()})
+    return results
 
 
 def filled(
@@ -57,22 +57,22 @@ def filled(
     *,
     processes: Processes,
 ) -> list[MicroBatch]:
-    """Sort the samples of each optimiser step by prompt and width, in as few micro-batches as possible.
+    """Sort the samples of each optimizer step by prompt and width, in as few micro-batches as possible.
 
-    A micro-batch has at most the positions of one of TRL's, rows times columns with prompts and padding. A sample
-    counts with its prompt and its completion. Empty micro-batches come first, then the groups with the widest samples.
+    A micro-batch has at most the positions of TRL's, rows times columns with prompts and padding. A sample counts with
+    its prompt and its completion. Empty micro-batches come first, then the groups with the widest samples.
     The others are filled evenly, which keeps the peak of memory low. A micro-batch computes a prompt once, so samples
-    stay together in units: the greatest number that divides those of each prompt and of one of TRL's micro-batches.
+    stay together in units: the greatest number that divides the samples of each prompt and of TRL's micro-batches.
 
-    The micro-batches of all processes have the same numbers of rows, since TRL gathers a value for each row; those of
-    the process with the widest rows are the limit. A collective call.
+    The micro-batches of all processes have the same numbers of rows, since TRL gathers a value for each row. The
+    process with the widest rows sets the limit. A collective call.
     """
     first = micro_batches[0]
     rows, columns = len(first["completion_mask"]), first["prompt_mask"].size(1) + first["completion_mask"].size(1)
     steps, costs, unit = [], [], 0
     for together in _by_step(micro_batches, gradient_accumulation_steps):
         ids, prompt_mask, mask = (
-            torch.cat([one[name] for one in together]) for name in ("prompt_ids", "prompt_mask", "completion_mask")
+            torch.cat([part[name] for part in together]) for name in ("prompt_ids", "prompt_mask", "completion_mask")
         )
         groups = same_prompts(ids, prompt_mask)
         order = widest_first(mask, multiple, groups=groups)
@@ -82,25 +82,25 @@ def filled(
     everywhere = torch.tensor(processes.gather([rows * columns, unit, *costs]), dtype=torch.long)
     limit = int(everywhere[:, 0].max())
     unit = math.gcd(rows, *everywhere[:, 1].tolist())  # a divisor of `rows`, or TRL's micro-batches would not suffice
-    found = []
+    results = []
     for step, of_rows in zip(steps, everywhere[:, 2:].chunk(len(steps), dim=1), strict=True):
         of_units = of_rows.unflatten(1, (-1, unit)).sum(dim=2)
         parts = even_parts(of_units, len(parts_within(of_units, limit)))
         empty = len(micro_batches) // len(steps) - len(parts)
         for start, end in pairwise(accumulate([0] * empty + [unit * part for part in parts], initial=0)):
             micro_batch = {name: _rows(value, start, end) for name, value in step.items()}
-            found.append(micro_batch | {SHARE: (end - start) / rows})
-    return found
+            results.append(micro_batch | {SHARE: (end - start) / rows})
+    return results
 
 
 def weight_of_loss(micro_batch: MicroBatch, loss_type: str) -> float:
-    """Factor of TRL's loss with which each sample counts as in one of TRL's micro-batches; 0 without samples."""
+    """Factor of TRL's loss with which each sample counts as in TRL's micro-batches; 0 without samples."""
     share: float = micro_batch.get(SHARE, 1.0)
     return 1.0 if share and loss_type in BY_TOKENS else share
 
 
 def _by_step(micro_batches: list[MicroBatch], gradient_accumulation_steps: int) -> list[list[MicroBatch]]:
-    # Optimiser steps and generation batches both start at multiples of this number of micro-batches.
+    # Optimizer steps and generation batches both start at multiples of this number of micro-batches.
     per_step = math.gcd(len(micro_batches), gradient_accumulation_steps)
     return [micro_batches[begin : begin + per_step] for begin in range(0, len(micro_batches), per_step)]
 
@@ -109,7 +109,7 @@ def _joined(micro_batches: list[MicroBatch], order: torch.Tensor) -> MicroBatch:
     """The samples of micro-batches in an order."""
     joined = {}
     for name, value in micro_batches[0].items():
-        parts = [one[name] for one in micro_batches]
+        parts = [micro_batch[name] for micro_batch in micro_batches]
         if isinstance(value, list):
             whole = [element for part in parts for element in part]
             joined[name] = [whole[row] for row in order.tolist()]
@@ -146,7 +146,7 @@ def columns_needed(completion_mask: torch.Tensor, multiple: int | None = None) -
 def widest_first(
     completion_mask: torch.Tensor, multiple: int | None = None, *, groups: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Indices of the rows, those that need the most columns first. Equally wide rows keep their order.
+    """Indices of the rows by columns needed, widest first. Equally wide rows keep their order.
 
     With `groups`, a number for each row, rows of a group stay together, and the group with the widest row comes first.
     """
@@ -181,9 +181,9 @@ def cheapest_parts(widths: Sequence[int], cost_of_part: float) -> list[int]:
 
 
 def parts_within(costs: torch.Tensor, limit: int) -> list[int]:
-    """Cut rows into consecutive parts of as many rows as cost at most `limit` in every process, but at least one.
+    """Cut rows into consecutive parts that cost at most `limit` in every process, each with at least a row.
 
-    `costs` are those of each row in each process, `(processes, rows)`.
+    `costs` has the cost of each row in each process, `(processes, rows)`.
     """
     before = pad(costs.cumsum(dim=1), (1, 0))  # of the rows before
     starts = [0]

@@ -1,8 +1,8 @@
-"""Reward functions that score while the round still runs.
+"""Scoring of groups while the round still runs.
 
-TRL scores a whole batch at once, in all processes together. For dynamic sampling, and while it has the environments of
-their samples, each process scores its own groups as they finish. Reward functions are called the way TRL calls
-them, but without its collective gather. Nothing is written into the trainer before the groups are trained.
+TRL scores a whole batch at once, in all processes together. With dynamic sampling or environments, each process scores
+its own groups as they finish. Reward functions are called as TRL calls them, but without its collective gather.
+Nothing is written into the trainer before the groups are trained.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ NO_DEVIATION = 1e-8  # up to which TRL takes a standard deviation for zero
 class RewardScorer:
     """Scores groups for dynamic sampling, and keeps what reward functions log until their groups are trained.
 
-    The fields are everything that TRL calls reward functions with.
+    The fields are all that TRL passes to reward functions or uses to call them.
     """
 
     functions: Sequence[Any]  # reward models, functions and coroutine functions
     processing_classes: Sequence[Any]  # a tokenizer for each reward model, `None` for each function
     names: Sequence[str]
     weights: torch.Tensor  # of shape (num_reward_funcs,)
-    normalize_first: bool  # whether each is normalised by itself ("normalize_then_sum")
+    normalize_first: bool  # whether each is normalized by itself ("normalize_then_sum")
     # Returns the completions, text or messages, of prompts, prompt ids and completion ids.
     decode: Callable[[list[Any], list[list[int]], list[list[int]]], list[Any]]
     state: Callable[[], Any]  # returns the trainer's state
@@ -69,7 +69,7 @@ class RewardScorer:
         return any(isinstance(function, nn.Module) for function in self.functions)
 
     def score(self, groups: Sequence[Group]) -> list[Score]:
-        """Decode and score the completions of `groups`, with one call of each reward function; one score per group."""
+        """Decode and score the completions of `groups`, with a single call of each reward function."""
         whose = f"One of the reward functions {', '.join(self.names)}"
         scores, metrics = self.user_code.wrapped(self._score, whose, key=RewardScorer)(groups)
         for name, value in metrics:
@@ -112,7 +112,7 @@ class RewardScorer:
         """Whether the advantages of a group with this score can differ from zero.
 
         As in TRL, the weighted sums of the rewards must differ between samples or, where each reward function is
-        normalised by itself, the rewards of one function. Samples that no function could score do not count.
+        normalized by itself, the rewards of any function. Samples that no function could score do not count.
         """
         rewards = columns = torch.tensor(score.rewards)
         if not self.normalize_first:
@@ -129,24 +129,24 @@ class RewardScorer:
     def _call(self, arguments: dict[str, Any]) -> list[list[float]]:
         """The rewards, of shape `(batch, num_reward_funcs)`; NaN where a function returned `None`."""
         prompts, completions = arguments["prompts"], arguments["completions"]
-        found: list[Any] = []
+        results: list[Any] = []
         for function, tokenizer, name in zip(self.functions, self.processing_classes, self.names, strict=True):
             if is_async(function):  # runs on TRL's event loop while others are called
                 coroutine = self._call_async(function, name, arguments)
-                found.append(asyncio.run_coroutine_threadsafe(coroutine, self.async_loop))
+                results.append(asyncio.run_coroutine_threadsafe(coroutine, self.async_loop))
                 continue
             with self.timed(name):
                 if isinstance(function, nn.Module):
-                    found.append(self._score_by_model(function, tokenizer, prompts, completions))
+                    results.append(self._score_by_model(function, tokenizer, prompts, completions))
                 else:
-                    found.append(function(**arguments))
+                    results.append(function(**arguments))
         by_function = []
-        for result, name in zip(found, self.names, strict=True):
+        for result, name in zip(results, self.names, strict=True):
             values = result_of(result.result) if isinstance(result, Future) else result
             if len(values) != len(prompts):
                 raise ValueError(
                     f"The reward function {name!r} returned {len(values)} rewards for {len(prompts)} completions. "
-                    "Return one per completion."
+                    "Return a reward per completion."
                 )
             values = [torch.nan if value is None else value for value in values]
             by_function.append(torch.tensor(values, dtype=torch.float32))  # as TRL stores them
@@ -175,7 +175,7 @@ class RewardScorer:
 def checked(functions: Sequence[Any], names: Sequence[str], *, whole_batch: bool = True) -> list[Any]:
     """Reward functions that raise an error with their name if they return anything but numbers. Models stay.
 
-    The only function may not return NaN for a whole batch. One of several may, where it does not apply.
+    A single function may not return NaN for a whole batch. Among several, a function may where it does not apply.
     """
     refuses_nan = whole_batch and len(functions) == 1
     return [_checked(function, name, refuses_nan) for function, name in zip(functions, names, strict=True)]
@@ -228,7 +228,7 @@ def decode_completions(
     prompt_ids: list[list[int]],
     completion_ids: list[list[int]],
 ) -> list[Any]:
-    """Completions as TRL gives them to reward functions: text, or a list of one message for conversational prompts."""
+    """Completions as TRL gives them to reward functions: text, or a message in a list for conversational prompts."""
     conversational = is_conversational({"prompt": prompts[0]})
     # As in TRL: tokenizers of transformers 5 may describe how to parse a response.
     has_format = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
@@ -240,7 +240,7 @@ def decode_completions(
 
 
 def extra_columns(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """What the reward functions logged for the completions of `groups`, by column; `None` where they did not."""
+    """The values that reward functions logged for the completions of `groups`, by column; `None` where missing."""
     scores = [group.score for group in groups if group.score is not None]
     return {
         column: [value for score in scores for value in score.extra.get(column, [None] * len(score.rewards))]

@@ -2,8 +2,8 @@
 
 ```
 {"kind": "run", ...}      training starts or resumes: options, and the step
-{"kind": "round", ...}    a generation round, with metrics of its batch up to the optimiser step that uses it first
-{"kind": "step", ...}     an optimiser step: when the trainer worked on it
+{"kind": "round", ...}    a generation round, with metrics of its batch up to the optimizer step that uses it first
+{"kind": "step", ...}     an optimizer step: when the trainer worked on it
 ```
 
 Times are seconds since the last `run` line. Invariants: only the last line can be incomplete; no text of prompts,
@@ -48,9 +48,9 @@ AGES = 1024
 class RunLog:
     """Writes the run log, in the main process only (`folder` is the trainer's `output_dir` there).
 
-    Requests in flight and times are those of the main process; lengths, ages and metrics are of all processes. A run
-    that resumes at a step continues the file; otherwise it is replaced. `options` are plain values for the `run` line,
-    and `clock` is that of the event loop that rounds run in.
+    Requests in flight and times are of the main process; lengths, ages and metrics are of all processes. A run that
+    resumes at a step continues the file; otherwise it is replaced. `options` are plain values for the `run` line, and
+    `clock` is the clock of the rounds' event loop.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class RunLog:
         self._zero = clock()
         self._phases: dict[str, tuple[float, float]] = {}  # of the present round
         self._metrics: dict[str, float] = {}
-        self._rounds: list[dict[str, Any]] = []  # lines of the present optimiser step
-        self._works_since: float | None = None  # start of the trainer's work on an optimiser step
+        self._rounds: list[dict[str, Any]] = []  # lines of the present optimizer step
+        self._works_since: float | None = None  # start of the trainer's work on an optimizer step
         self._worked: list[tuple[float, float]] = []
         line = {
             "kind": "run",
@@ -99,11 +99,11 @@ class RunLog:
         self._phases, self._metrics = {}, {}
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the present round, up to the end of its optimiser step."""
+        """Add metrics of the present round, up to the end of its optimizer step."""
         self._metrics |= {name: value for name, value in metrics.items() if "/length_q" not in name}
 
     def add_round(self, done: Round, rewards: Mapping[str, float]) -> None:
-        """Keep the line of a round for the end of its optimiser step. A collective call.
+        """Keep the line of a round for the end of its optimizer step. A collective call.
 
         `rewards` are mean rewards as TRL logs them.
         """
@@ -137,11 +137,11 @@ class RunLog:
         self.step_began()
 
     def step_began(self) -> None:
-        """The trainer started an optimiser step. The time of a round within it is not counted as work."""
+        """The trainer started an optimizer step. The time of a round within it is not counted as work."""
         self._works_since = self._now()
 
     def step_ended(self, step: int) -> None:
-        """The trainer finished the optimiser step that leads to this policy version."""
+        """The trainer finished the optimizer step that leads to this policy version."""
         self._stop_work()
         for line in self._rounds:
             self._write(line)
@@ -183,9 +183,9 @@ class RunLog:
 
 def run_options(args: GRPOConfig, options: AprilOptions, pool: Pool) -> dict[str, Any]:
     """The part of a configuration that the `run` line has."""
-    ours = {one.name: getattr(options, one.name) for one in fields(options)}
-    del ours["weight_sync_dir"]  # a private path
-    return ours | {
+    of_april = {option.name: getattr(options, option.name) for option in fields(options)}
+    del of_april["weight_sync_dir"]  # a private path
+    return of_april | {
         "quota": pool.schedule.quota,
         "group_size": args.num_generations,
         "max_completion_length": args.max_completion_length,

@@ -30,7 +30,7 @@ _SERVED_OPTIONS = {
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
     "layers_to_transform", "layers_pattern", "init_lora_weights", "runtime_config", "qalora_group_size",
 }  # fmt: skip
-_BASE_STAYS = (True, False, "gaussian", "orthogonal", "eva")  # other initialisations change the base weights
+_BASE_STAYS = (True, False, "gaussian", "orthogonal", "eva")  # other initializations change the base weights
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class _Adapter:
 
 
 class AdapterTransport:
-    """LoRA adapters in files, which servers load beside their base. Running requests stay on theirs.
+    """LoRA adapters in files, which servers load in addition to their base. Running requests keep their adapter.
 
     `model` returns the model with the adapter, and `version` its policy version. `run` is in the adapters' names, the
     same in all processes.
@@ -61,22 +61,22 @@ class AdapterTransport:
         self._model, self._parent, self._version, self._servers = model, parent, version, servers
         self._run = f"{PREFIX}{run}"
         self._count = 0
-        self._adapters: list[_Adapter] = []  # those that requests may use, oldest first
+        self._adapters: list[_Adapter] = []  # that requests may use, oldest first
         self._unused: list[_Adapter] = []  # of failed syncs, which servers may have all the same
         # In a sync, the name of the new adapter, and the oldest policy version whose requests stay on the servers.
         self.staged, self.oldest = "", 0
 
     def name_of(self, version: int) -> str:
         """Name of the adapter of a policy version that servers keep, by which requests ask for it."""
-        return {one.version: one.name for one in self._adapters}[version]
+        return {adapter.version: adapter.name for adapter in self._adapters}[version]
 
     def connect(self, server: SyncedServer) -> None:
         """Load the adapter once, since only vLLM knows all that it cannot serve."""
         stamp = server.control.weight_version()
         if stamp is None or not (stamp == FRESH or stamp.startswith(PREFIX)):
             raise WeightSyncError(
-                f"The vLLM server at {server.base_url} has the merged weights of another run (version {stamp!r}) "
-                "instead of its own. Restart it."
+                f"The vLLM server at {server.base_url} has the merged weights of another run (version {stamp!r}). "
+                "Restart it."
             )
         with weight_folder(self._parent) as folder:
             write_adapter(self._model(), folder)
@@ -91,7 +91,7 @@ class AdapterTransport:
         self._count += 1
         # A new name even if a sync is repeated: a server may have the adapter although its answer was lost.
         new = _Adapter(f"{self._run}-{self._count}", self._version())
-        # A server runs requests of so many adapters at once; requests of a further one would wait.
+        # Requests of a further adapter would wait.
         most = max(1, min((info.max_loras for info in self._servers()), default=1))
         every, folder = [*self._adapters, new], None
         former, kept = [*self._unused, *every[:-most]], every[-most:]

@@ -1,9 +1,9 @@
 """The canary: log-probabilities that server and trainer must agree on after every weight sync.
 
-With old weights on the server, every recorded log-probability would be wrong. Two checks find them: both sides agree
-as closely as their data types allow, and the server's values move when the trainer's do. Around the first sync, longer
-sequences are compared too, and values before the sync tell a server that computes otherwise from one with other
-weights. All of these are values of prompts; now and then, tokens that the server decodes are compared with them.
+Two checks find old weights on a server: both sides agree as closely as their data types allow, and the server's values
+move when the trainer's do. Around the first sync, longer sequences are compared too, and values before the sync tell a
+different computation from different weights. All of these are values of prompts; now and then, tokens that the server
+decodes are compared with them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 33
 DECODED = 8  # tokens
-# Tolerated mean absolute difference, in nats, and as a share of the values, since rounding grows with the logits. In
-# float32, both sides agree to 1e-6 on a CPU, and GPUs may use TF32, with 11 bits. bfloat16, with 8 bits, changed the
-# values of small models with weights of any size by up to 1.2 %. Other weights differ by far more.
+# Tolerated mean absolute difference, in nats and as a share of the values: rounding grows with the logits. In float32,
+# both sides agree to 1e-6 on a CPU, and GPUs may use TF32. bfloat16 changed the values of small models by up to 1.2 %.
 TOLERANCE_FLOAT32 = (5e-3, 3e-3)
 TOLERANCE_OTHER = (0.5, 5e-2)
-# In float32 on a CPU, ten times the rounding: what computes otherwise. Other weights exceed the limits above.
+# In float32 on a CPU, ten times the rounding: beyond it, the sides compute otherwise.
 TOLERANCE_CPU = (2e-5, 5e-6)
 ATTENTIONS_IN_32_BITS = ("sdpa", "eager", "flex_attention")  # others are kernels of 16 bits
 LONGEST = 4096  # tokens at which the computation of a model may change for the change to be looked for
@@ -48,9 +47,9 @@ VISIBLE_OTHER = 2e-2
 class Canary:
     """Compares server and trainer on a fixed sequence of token ids below `vocab_size`.
 
-    `exact` says whether both sides compute in float32, and may change between two comparisons; `on_cpu`, whether on
-    CPUs. If the sides are not `comparable`, as with a quantized server, the server's values only have to change with
-    the trainer's. `explain` returns the likely causes of a difference after a number of tokens, and the remedy.
+    `exact` says whether both sides compute in float32, and `on_cpu` whether on CPUs. If they are not `comparable`, as
+    with a quantized server, the server's values only have to change with the trainer's. `explain` returns the likely
+    causes of a difference after a number of tokens, and the remedy.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Canary:
         exact: bool = False,
         comparable: bool = True,
         on_cpu: bool = False,
-        explain: Callable[[int], str] = lambda tokens: "One of them may be quantized.",
+        explain: Callable[[int], str] = lambda tokens: "Either side may be quantized.",
     ) -> None:
         self.token_ids = random_tokens(vocab_size, NUM_TOKENS)
         self.exact = exact
@@ -74,19 +73,20 @@ class Canary:
     def compare(self, trainer: Sequence[float], server: Sequence[float], version: int) -> float:
         """Compare the log-probabilities of `token_ids[1:]` after a sync, and return their distance."""
         difference = distance(trainer, server)
+        after = f"After the sync of policy version {version}"
         if not math.isfinite(difference):
+            sides = [side for side, values in (("trainer", trainer), ("server", server)) if not _are_finite(values)]
             raise WeightSyncError(
-                f"After the sync of policy version {version}, a log-probability of the server or the trainer is not "
-                "finite: the weights have diverged or arrived incomplete. Check the loss before the sync and the "
-                "server's log."
+                f"{after}, log-probabilities of the {' and the '.join(sides)} are NaN or infinite: the weights have "
+                "diverged or arrived incomplete. Check the loss before the sync and the server's log."
             )
         self._check_moved(trainer, server, version)
         limit = tolerance(trainer, exact=self.exact)
         if self._comparable and difference > limit:
             raise WeightSyncError(
-                f"After the sync of policy version {version}, the log-probabilities of server and trainer differ by "
-                f"{difference:.3g} nats on average, more than {limit:.3g}: the server does not hold the trainer's "
-                "weights. Check that it serves the trained model, and see its log for errors while loading weights."
+                f"{after}, the log-probabilities of server and trainer differ by {difference:.3g} nats on average, "
+                f"more than {limit:.3g}: the server does not hold the trainer's weights. Check that it serves the "
+                "trained model, and see its log for errors while loading weights."
             )
         self._warn_if_apart(trainer, difference, NUM_TOKENS)
         if self._last is None or list(server) != self._last[1]:
@@ -101,13 +101,12 @@ class Canary:
         after: Sequence[Sequence[float]],
         version: int,
     ) -> float:
-        """[`compare`] the first of several sequences of these lengths, after a sync, and look at the others.
+        """[`compare`] the first of several sequences of these lengths after a sync, and look at the others.
 
-        `before` are the server's values with weights that it loaded from the trainer's own checkpoint, if it did. What
-        differed then differs for another reason than the weights. Raises [`WeightSyncError`] if the sync has made it
-        worse.
+        `before` are the server's values before the first sync, if it had the trainer's checkpoint: that difference has
+        another cause than the weights, and must not grow by the sync.
         """
-        differences = [distance(ours, theirs) for ours, theirs in zip(trainer, after, strict=True)]
+        differences = [distance(*pair) for pair in zip(trainer, after, strict=True)]
         for place, old in enumerate(before or ()):
             known, limit = distance(trainer[place], old), self._rounding(trainer[place])
             if differences[place] > known + limit:
@@ -119,25 +118,22 @@ class Canary:
                 )
             if place == 0 and distance(old, after[0]) <= limit and differences[0] > tolerance(old, exact=self.exact):
                 self._comparable = False
-        found = self.compare(trainer[0], after[0], version)
+        mismatch = self.compare(trainer[0], after[0], version)
         for values, difference, length in list(zip(trainer, differences, lengths, strict=True))[1:]:
             self._warn_if_apart(values, difference, length)
-        return found
+        return mismatch
 
     def compare_decoded(
         self, decoded: Sequence[float], prefilled: Sequence[float], version: int, *, exact: bool
     ) -> None:
-        """Compare log-probabilities of tokens as a server decoded them, and as it computes them in a prompt.
-
-        `exact` says whether it computes in float32. It is an error if its two ways have different weights.
-        """
+        """Compare log-probabilities of tokens as a server decoded them, and as it computes them in a prompt."""
         difference, limit = distance(decoded, prefilled), tolerance(prefilled, exact=exact)
         if not difference > limit:  # NaN is reported where it concerns rollouts
             return
         message = (
             f"After the sync of policy version {version}, tokens that the server decodes have log-probabilities that "
-            f"differ by {difference:.3g} nats on average, more than {limit:.3g}, from those of the same tokens in a "
-            "prompt. Its graphs for decoding may hold older weights: try --enforce-eager, and on AMD "
+            f"differ by {difference:.3g} nats on average, more than {limit:.3g}, from the log-probabilities of the "
+            "same tokens in a prompt. Its graphs for decoding may hold older weights: try --enforce-eager, and on AMD "
             "VLLM_ROCM_USE_AITER_FP8BMM=0 in the server's environment."
         )
         if self._comparable:
@@ -148,31 +144,27 @@ class Canary:
         return tolerance(values, exact=self.exact, on_cpu=self._on_cpu)
 
     def _warn_if_apart(self, trainer: Sequence[float], difference: float, length: int) -> None:
-        """Warn once if both sides compute otherwise."""
+        """Warn once if the sides compute different values."""
         limit = self._rounding(trainer)
         if not difference <= limit and not self._has_warned:  # it may be NaN
             self._has_warned = True
             apart = f"differ by {difference:.3g} nats on average, more than {limit:.3g}"
             logger.warning(
                 f"After {length} tokens, the log-probabilities of server and trainer "
-                f"{'are NaN on one side' if math.isnan(difference) else apart}: they compute otherwise. "
-                f"{self._explain(length)} The importance-sampling correction covers the difference, but training may "
-                f"be noisier. The metric april/sync_mismatch follows it for {NUM_TOKENS} tokens."
+                f"{'are NaN' if math.isnan(difference) else apart}: they compute otherwise. {self._explain(length)} "
+                "The importance-sampling correction covers the difference, but training may be noisier. The metric "
+                f"april/sync_mismatch follows it for {NUM_TOKENS} tokens."
             )
 
     def _check_moved(self, trainer: Sequence[float], server: Sequence[float], version: int) -> None:
-        """Raise if the server's values stayed while the trainer's moved.
-
-        With the new weights, the server moves as far as the trainer, up to the rounding on both sides. Its size is
-        known from their last distance.
-        """
+        """Raise if the server's values stayed while the trainer's moved by more than the rounding on both sides."""
         if self._last is None:
             return
         last_trainer, last_server, was_exact = self._last
         moved, moved_server = distance(trainer, last_trainer), distance(server, last_server)
         visible = VISIBLE_FLOAT32 if self.exact and was_exact else VISIBLE_OTHER
         if self._comparable:
-            # Values of a busy GPU differ slightly from one request to the next.
+            # Values of a busy GPU differ slightly between two requests.
             visible = max(visible, distance(last_trainer, last_server) * (4 if moved_server else 1))
         elif moved_server:
             return
@@ -184,6 +176,10 @@ class Canary:
             )
 
 
+def _are_finite(values: Sequence[float]) -> bool:
+    return all(map(math.isfinite, values))
+
+
 def random_tokens(vocab_size: int, number: int) -> list[int]:
     """Fixed token ids below `vocab_size`; fewer of them are the beginning of more."""
     generator = random.Random(0)
@@ -191,10 +187,7 @@ def random_tokens(vocab_size: int, number: int) -> list[int]:
 
 
 def tolerance(values: Sequence[float], *, exact: bool, on_cpu: bool = False) -> float:
-    """Distance from the log-probabilities `values` of the trainer up to which the server has the same weights.
-
-    With `on_cpu`, up to which it computes the same in float32.
-    """
+    """Distance from the trainer's `values` up to which the server has its weights; `on_cpu`, computes the same."""
     least, share = (TOLERANCE_CPU if on_cpu else TOLERANCE_FLOAT32) if exact else TOLERANCE_OTHER
     return max(least, share * math.fsum(map(abs, values)) / len(values))
 
@@ -204,10 +197,8 @@ def trainer_logprobs(
 ) -> list[float]:
     """Log-probabilities of `token_ids[1:]` under `model`, at temperature 1 and without dropout, shape `(n - 1,)`.
 
-    With `as_next`, those of [`next_logprobs`], otherwise each after the tokens before it.
-
-    Computed in the data type of the weights, unless the model [`needs_autocast`]. A collective call if the model is
-    sharded.
+    With `as_next` as in [`next_logprobs`], otherwise each after the tokens before it. Computed in the data type of the
+    weights, unless the model [`needs_autocast`]. A collective call if the model is sharded.
     """
     was_training = model.training
     model.eval()
@@ -269,9 +260,9 @@ def next_logprobs(
 ) -> list[float]:
     """Log-probabilities of the first `token_ids[1:]`, each as the next token after all `token_ids`, on the server.
 
-    Shape `(min(n, NUM_TOKENS) - 1,)`. For servers that take adapters: vLLM applies one to prompt log-probabilities as
-    if no other request ran, and on a CPU it crashes if one does, even without an adapter. And for long sequences, of
-    which vLLM would hold the logits of thousands of positions beside a full KV cache.
+    Shape `(min(n, NUM_TOKENS) - 1,)`. For servers that take adapters: vLLM applies an adapter to prompt
+    log-probabilities as if no other request ran, and on a CPU it crashes if others run. And for long sequences: vLLM
+    would hold the logits of thousands of positions besides a full KV cache.
     """
     wanted = token_ids[1:NUM_TOKENS]
     body = {"model": model, "prompt": token_ids, "max_tokens": 1, "logprobs": 0}
@@ -281,12 +272,12 @@ def next_logprobs(
     choice = _choice(server, body, headers)
     if choice is None:
         return [math.nan] * len(wanted)
-    (found,) = choice["logprobs"]["top_logprobs"]
-    return [found[f"token_id:{token_id}"] for token_id in wanted]
+    (logprobs,) = choice["logprobs"]["top_logprobs"]
+    return [logprobs[f"token_id:{token_id}"] for token_id in wanted]
 
 
 def _choice(server: ServerControl, body: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any] | None:
-    """What the server answers to a request for a completion; `None` if it computes NaN, which JSON does not have."""
+    """The server's answer to a request for a completion; `None` if it computes NaN, which JSON does not have."""
     try:
         (choice,) = server.request("POST", "v1/completions", body, headers=headers)["choices"]
     except WeightSyncError as error:
@@ -301,8 +292,8 @@ def decoded_logprobs(
 ) -> tuple[list[int], list[float]]:
     """Tokens that the server samples after `token_ids`, and their log-probabilities, at temperature 1.
 
-    Shapes `(DECODED,)`. Without truncation, raw and processed log-probabilities are the same, unlike those of greedy
-    sampling, and as comparable with those of a prompt.
+    Shapes `(DECODED,)`. Without truncation, raw and processed log-probabilities are the same, unlike in greedy
+    sampling, and comparable with log-probabilities of a prompt.
     """
     body = {"model": model, "prompt": token_ids, "max_tokens": DECODED, "logprobs": 0, "return_token_ids": True}
     body |= sampling_options({"ignore_eos": True}).body
@@ -321,8 +312,7 @@ def distance(left: Sequence[float], right: Sequence[float]) -> float:
 def depends_on_width(config: PreTrainedConfig) -> bool:
     """Whether a token's log-probability depends on the width of its batch, padding included.
 
-    Dynamic NTK and LongRoPE (https://huggingface.co/papers/2402.13753) choose rotary frequencies by the longest
-    position of an input.
+    Dynamic NTK and LongRoPE choose rotary frequencies by the longest position of an input.
     """
     return any(kind == "longrope" or "dynamic" in kind for kind, _ in turning_points(config))
 
@@ -331,15 +321,15 @@ def turning_points(config: PreTrainedConfig) -> list[tuple[str, int]]:
     """Where the computation of a model changes: a type of RoPE or "window", and the tokens up to which it is usual."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    found = []
-    for one in (rope, *(one for one in rope.values() if isinstance(one, dict))):
-        kind = str(one.get("rope_type", one.get("type")))
-        length = one.get("original_max_position_embeddings")
+    points = []
+    for parameters in (rope, *(layer for layer in rope.values() if isinstance(layer, dict))):
+        kind = str(parameters.get("rope_type", parameters.get("type")))
+        length = parameters.get("original_max_position_embeddings")
         if length or kind == "longrope" or "dynamic" in kind:
-            found.append((kind, int(length or getattr(text, "max_position_embeddings", 0))))
+            points.append((kind, int(length or getattr(text, "max_position_embeddings", 0))))
     if window := getattr(text, "sliding_window", None):
-        found.append(("window", int(window)))
-    return found
+        points.append(("window", int(window)))
+    return points
 
 
 def lengths_to_compare(config: PreTrainedConfig, context: int) -> list[int]:
@@ -354,7 +344,7 @@ def lengths_to_compare(config: PreTrainedConfig, context: int) -> list[int]:
 def differs_from_start(config: PreTrainedConfig, context: int) -> bool:
     """Whether vLLM and transformers choose other rotary frequencies even for short sequences.
 
-    With LongRoPE, transformers chooses by the length of the input, vLLM once for all by its context.
+    With LongRoPE, transformers chooses by the length of the input, vLLM by its context.
     """
     return any(kind == "longrope" and context > length for kind, length in turning_points(config))
 
@@ -364,24 +354,24 @@ def why_otherwise(config: PreTrainedConfig, context: int, tokens: int) -> str:
     for kind, length in turning_points(config):
         if kind == "longrope" and tokens <= length < context:
             return (
-                f"With LongRoPE, transformers takes the short factors up to {length} tokens, and vLLM the long ones "
-                f"for all, since its context of {context} tokens is longer. If prompts and completions fit, set "
+                f"With LongRoPE, transformers takes the short factors up to {length} tokens, and vLLM always "
+                f"the long factors, since its context of {context} tokens is longer. If samples fit, set "
                 f"vllm_max_model_length={length} (--max-model-len of a server elsewhere); otherwise only sequences of "
                 f"more than {length} tokens are exact."
             )
     for kind, length in turning_points(config):
         if tokens == length + NUM_TOKENS:
-            what = f"sliding window (sliding_window={length})" if kind == "window" else f"rope_type={kind!r}"
+            part = f"sliding window (sliding_window={length})" if kind == "window" else f"rope_type={kind!r}"
             return (
-                f"Up to {length} tokens the two may agree, and the first difference is beyond: they understand the "
-                f"{what} of {config.model_type!r} in different ways. Keep prompts and completions within {length} "
-                "tokens together, or take versions of both that agree."
+                f"Up to {length} tokens they may agree: they understand the {part} of {config.model_type!r} in "
+                f"different ways. Keep prompts and completions within {length} tokens together, or take versions of "
+                "both that agree."
             )
     if getattr(config.get_text_config(), "hidden_act", None) == "xielu":
-        return "vLLM keeps the parameters of the activation xIELU in bfloat16, whatever the --dtype."
+        return "vLLM keeps the parameters of the activation xIELU in bfloat16, with any --dtype."
     attention = str(config._attn_implementation).removeprefix("april_blocks_")
     return (
-        f"One of them may be quantized, or leave out a part of {config.model_type!r} that the trainer's "
-        f"attn_implementation={attention!r} has or has not, such as a cap of attention logits: try "
+        f"Either side may be quantized, or leave out a part of {config.model_type!r} that depends on the trainer's "
+        f"attn_implementation={attention!r}, such as a cap of attention logits: try "
         "model_init_kwargs={'attn_implementation': 'eager'}, or take versions of both that agree."
     )

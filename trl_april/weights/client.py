@@ -26,7 +26,7 @@ POLL_SECONDS = 2.0  # between two questions whether a server is ready
 LINE_SECONDS = 15.0  # between two lines about a server that is waited for
 SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 LOAD_PATIENCE = 10  # loading weights may take this many times as long as another answer
-UNAVAILABLE = (429, 502, 503, 504)  # from an overloaded server, or from a proxy before one that is down
+UNAVAILABLE = (429, 502, 503, 504)  # from an overloaded server, or from the proxy of a server that is down
 
 
 class ServerControl:
@@ -36,7 +36,7 @@ class ServerControl:
         self.base_url = base_url
         self.headers = headers
         self.session = TimedRequests(seconds)
-        # A new connection for each request, since the server closes idle ones.
+        # A new connection for each request, since the server closes idle connections.
         self.session.headers.update({**headers, "Connection": "close"})
 
     def request(
@@ -107,8 +107,8 @@ class ServerControl:
             if left <= 0:
                 raise ServerError(
                     f"No vLLM server was ready at {self.base_url} within {patience:g} s (vllm_server_timeout): "
-                    f"{problem}.\nStart one there with `trl-april serve MODEL`, or leave its address and "
-                    "vllm_mode='server' out and the trainer starts one."
+                    f"{problem}.\nStart a server there with `trl-april serve MODEL`, or leave out its address and "
+                    "vllm_mode='server': the trainer then starts a server."
                 )
             if time.monotonic() >= next_line:
                 logger.warning(

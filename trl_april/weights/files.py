@@ -1,25 +1,22 @@
-"""Weight sync by files: safetensors in a temporary folder.
+"""Weight sync on a host: safetensors files in a temporary folder, or memory that trainer and server share.
 
-Invariants: at most one parameter is in memory beside the model, and no folder stays behind in shared memory. The
-folder of a killed process is removed by the next sync. In a folder chosen by the user it stays, because locks of other
-hosts are not always visible.
+Invariants: besides the model, at most one shard of the files is in memory, or one parameter and two buffers, and
+nothing stays in shared memory. The next sync removes the folder of a killed process, except from a folder that the
+user chose: locks of other hosts are not visible.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
-import logging
 import os
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -27,30 +24,27 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import ConfigError, WeightSyncError
+from ..server.command_line import WORKER_EXTENSION
 from ..server.host import is_of_this_host
+from ..server.shared_memory import FIELDS, FOLDER, Entry, handle_of, identity, shared_buffer, tensor_at
 from .names import Parameters, read_to_end
 from .synced_server import Each, Load, SyncedServer
 
 
-HEADER_BYTES = 2**20  # of each file, for some 5,000 parameters
-# Matrices that servers may keep in float32, such as routers, are small or have a side of this length at most.
-NARROW_SIDE = 512
-STAGED = 2**26  # elements that are copied from a GPU and then written
-BUFFERED = 2**18  # elements that are converted and then written
-PIECE = 2**15  # of these at once: few enough for torch to use one thread, since several wait for each other
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+SHARD_BYTES = 2**28  # after which a new file begins
+CHUNK_BYTES = 2**28  # of shared memory that is sent at once; a larger parameter is sent alone
+ALIGNMENT = 64  # of a parameter in shared memory, in bytes
+NARROW_SIDE = 512  # shortest side of matrices that servers may keep in float32, such as routers
 PREFIX = "trl_april_weights_"
 UNLOCKED_SECONDS = 60.0  # a new folder may not be locked yet
-
-logger = logging.getLogger(__name__)
+REMEDY = (
+    "Enlarge shared memory (docker run --shm-size; in Kubernetes, a volume in memory at /dev/shm), or set "
+    "weight_sync_dir to a larger folder that the server sees under the same path."
+)
 
 
 class FileTransport:
-    """Safetensors files that all servers read: for any device, and for trainer and server on one GPU."""
+    """Safetensors files that all servers read, on any device."""
 
     name = "filesystem"
 
@@ -63,7 +57,7 @@ class FileTransport:
         if not sees_files(server.base_url, self._parent):
             raise ConfigError(
                 f"The vLLM server at {server.base_url} is on another host, which does not see weight files of this "
-                "one. Set weight_sync_dir to a folder that both see under the same path, or use weight_sync='nccl' "
+                "host. Set weight_sync_dir to a folder that both see under the same path, or use weight_sync='nccl' "
                 "with different GPUs on both sides."
             )
         self._dtypes[server.base_url] = dtype_of(server)
@@ -71,7 +65,7 @@ class FileTransport:
             common = common_dtype(self._dtypes.values())
             smaller = common.itemsize if common else 8
             size = sum(number * min(own.itemsize, smaller) for own, number in self._elements.items())
-            self._place = place_for(size, self._place)
+            self._place = place_for(size)
         if not server.info.has_weights:  # the loader of `--load-format dummy` cannot read files
             overrides = {"load_config": {"load_format": "auto"}}
             body = {"method": "update_config", "kwargs": {"overrides": overrides}}
@@ -88,7 +82,7 @@ class FileTransport:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
             def reload(server: SyncedServer) -> None:
-                # The first one after one that failed only ends it: vLLM keeps what it had of a layer.
+                # After a failed load, the first request only ends that load: vLLM keeps its part of a layer.
                 for _ in range(2 if server.was_incomplete else 1):
                     server.control.load("collective_rpc", body)
 
@@ -96,8 +90,7 @@ class FileTransport:
                 if sends:
                     each(reload, servers)
 
-            # The files stay until all servers have answered, since they may still read them.
-            yield load
+            yield load  # the files stay until all servers have answered
 
 
 def sees_files(base_url: str, folder: str | None) -> bool:
@@ -107,31 +100,22 @@ def sees_files(base_url: str, folder: str | None) -> bool:
 
 def elements_of(model: torch.nn.Module) -> Counter[torch.dtype]:
     """The number of elements of each data type in the parameters of a model that FSDP has not sharded yet."""
-    found: Counter[torch.dtype] = Counter()
+    elements: Counter[torch.dtype] = Counter()
     for param in model.parameters():
-        found[param.dtype] += getattr(param, "ds_numel", param.numel())  # DeepSpeed's shards are flat
-    return found
+        elements[param.dtype] += getattr(param, "ds_numel", param.numel())  # DeepSpeed's shards are flat
+    return elements
 
 
-def place_for(size: int, before: str | None = None) -> str:
-    """A place on this host for weight files of `size` bytes. Raises [`ConfigError`] if there is none.
-
-    A place other than shared memory is named in a warning, unless it was taken `before`.
-    """
-    found = f"The model's weights take {size / 2**30:.1f} GiB as files"
-    remedy = (
-        "Enlarge shared memory (docker run --shm-size; in Kubernetes, a volume in memory at /dev/shm), or set "
-        "weight_sync_dir to a larger folder that the server sees under the same path."
-    )
-    for place in (memory := shared_memory(), tempfile.gettempdir()):
+def place_for(size: int) -> str:
+    """Shared memory, or else the folder for temporary files, if `size` bytes fit. Otherwise a [`ConfigError`]."""
+    report = f"The model's weights take {size / 2**30:.1f} GiB as files"
+    for place in (shared_memory(), tempfile.gettempdir()):
         remove_abandoned(place)
         free = shutil.disk_usage(place).free
         if free >= size:
-            if place not in (memory, before):
-                logger.warning("%s. They travel through %s, which may be slower. %s", found, place, remedy)
             return place
-        found += f", {place} has {free / 2**30:.1f} GiB free"
-    raise ConfigError(f"{found}. {remedy}")
+        report += f", {place} has {free / 2**30:.1f} GiB free"
+    raise ConfigError(f"{report}. {REMEDY}")
 
 
 @contextmanager
@@ -168,41 +152,35 @@ def remove_abandoned(place: str) -> None:
 
 
 def write_weights(params: Parameters, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write parameters into `folder`, large matrices in `dtype` if that is smaller than their own."""
-    with naming_space(folder), ExitStack() as opened:
-        file = None
-        for name, param in params:
-            tensor, stored = param.detach(), stored_dtype(param, dtype)
-            if file is None or not file.has_room_for(name, tensor, stored):
-                opened.close()
-                number = 0 if file is None else file.number + 1
-                file = opened.enter_context(WeightFile(folder, number))
-            file.add(name, tensor, stored)
+    """Write parameters into `folder`, large matrices in `dtype` if that is smaller than their data type."""
+    shard: dict[str, torch.Tensor] = {}
+    size = number = 0
+    for name, param in params:
+        # A copy: merged or gathered values change when the iteration continues.
+        copy = shard[name] = param.detach().to("cpu", stored_dtype(param, dtype), copy=True).contiguous()
+        size += copy.nbytes
+        if size >= SHARD_BYTES:
+            save_tensors(shard, folder / f"model-{number:05d}.safetensors")
+            shard, size, number = {}, 0, number + 1
+    if shard:
+        save_tensors(shard, folder / f"model-{number:05d}.safetensors")
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a single file that the server can read."""
-    with naming_space(path.parent):
+    """Write a file that the server can read. An error says how much space the folder has."""
+    try:
         save_file(tensors, path)
         path.chmod(0o644)  # safetensors allows only this user; access is controlled by the folder
-
-
-@contextmanager
-def naming_space(folder: Path) -> Iterator[None]:
-    """Turn an error while writing into one that says how much space `folder` has."""
-    try:
-        yield
     except (OSError, SafetensorError) as error:
-        disk = shutil.disk_usage(folder)
+        disk = shutil.disk_usage(path.parent)
         raise WeightSyncError(
-            f"The weights cannot be written to {folder}: {error}. It must hold a full copy; "
-            f"{disk.free / 2**30:.1f} of its {disk.total / 2**30:.1f} GiB are free. Enlarge it (docker run "
-            "--shm-size), or set weight_sync_dir to a larger folder that the server sees under the same path."
+            f"The weights cannot be written to {path.parent}: {error}. It must hold a full copy; "
+            f"{disk.free / 2**30:.1f} of its {disk.total / 2**30:.1f} GiB are free. {REMEDY}"
         ) from error
 
 
 def dtype_of(server: SyncedServer) -> torch.dtype | None:
-    """What a server converts weights to; `None` if it quantizes them."""
+    """The data type that a server converts weights to; `None` if it quantizes them."""
     return None if server.info.quantized else getattr(torch, server.info.dtype, None)
 
 
@@ -213,83 +191,104 @@ def common_dtype(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
 
 
 def stored_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter is written as: the data type of the server, for large matrices, if that is smaller."""
+    """The data type of a parameter on its way: the server's for large matrices, if that is smaller."""
     if dtype is None or not param.is_floating_point() or param.itemsize <= dtype.itemsize:
         return param.dtype
     return dtype if param.ndim > 1 and min(param.shape) > NARROW_SIDE else param.dtype
 
 
-def converted(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The elements of a tensor in a data type and in memory of the host, in parts that are written one by one.
-
-    A GPU copies several times as fast into pinned memory, which torch keeps for the next tensor. Parts on a CPU stay
-    in a core's cache.
-    """
-    if tensor.device.type != "cpu":
-        buffer = torch.empty(min(STAGED, len(tensor)), dtype=dtype, pin_memory=True)
-        for part in tensor.split(STAGED):
-            yield buffer[: len(part)].copy_(part.to(dtype))
-        return
-    if tensor.dtype == dtype:
-        yield tensor
-        return
-    buffer = torch.empty(BUFFERED, dtype=dtype)
-    for part in tensor.split(BUFFERED):
-        for piece, place in zip(part.split(PIECE), buffer.split(PIECE), strict=False):
-            place[: len(piece)].copy_(piece)
-        yield buffer[: len(part)]
-
-
-class WeightFile:
-    """A safetensors file, written parameter by parameter without another copy.
-
-    The header is at the start and known only at the end, so space for it is left.
-    """
-
-    def __init__(self, folder: Path, number: int) -> None:
-        self.number = number
-        self._file = (folder / f"model-{number:05d}.safetensors").open("wb")
-        os.fchmod(self._file.fileno(), 0o644)  # access is controlled by the folder
-        self._file.seek(HEADER_BYTES)
-        self._entries: dict[str, Any] = {}
-        self._size = 0
-        self._header_left = HEADER_BYTES - 10  # eight bytes for its length, and two braces
-
-    def __enter__(self) -> WeightFile:
-        return self
-
-    def has_room_for(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether the header has room for the tensor, and its data would be aligned, as readers need it."""
-        entry = json.dumps(self._entry(name, tensor, dtype))
-        return self._size % dtype.itemsize == 0 and len(entry) <= self._header_left
-
-    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        entry = self._entry(name, tensor, dtype)
-        self._entries |= entry
-        self._header_left -= len(json.dumps(entry))  # its braces are two characters, a comma and a space
-        flat = tensor.contiguous().reshape(-1)
-        for part in converted(flat, dtype):
-            self._file.write(part.view(torch.uint8).numpy())
-        self._size += tensor.numel() * dtype.itemsize
-
-    def _entry(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-        if dtype not in DTYPES:
-            raise WeightSyncError(
-                f"The parameter {name!r} is of {dtype}, which safetensors files cannot hold. Use another "
-                "weight_sync, or another data type."
-            )
-        offsets = [self._size, self._size + tensor.numel() * dtype.itemsize]
-        return {name: {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}}
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            self._file.seek(0)
-            self._file.write((HEADER_BYTES - 8).to_bytes(8, "little"))
-            self._file.write(json.dumps(self._entries).encode().ljust(HEADER_BYTES - 8))
-
-
 def shared_memory() -> str:
-    """The in-memory folder of this host, or the one for temporary files."""
+    """The in-memory folder of this host, or else the folder for temporary files."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+class SharedMemoryTransport:
+    """A buffer that servers read in place, filled again and again: for one server process on the trainer's device."""
+
+    name = "ipc"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._dtypes: dict[str, torch.dtype | None] = {}  # that servers convert weights to, by address
+
+    def connect(self, server: SyncedServer) -> None:
+        if (reason := self._why_impossible(server)) is not None:
+            raise ConfigError(
+                f"weight_sync='ipc' is not possible with the vLLM server at {server.base_url}: {reason}. It needs "
+                "trainer and server on the same GPU, or both on CPUs of a host, and a server without parallelism. "
+                "weight_sync='auto' takes another way."
+            )
+        self._dtypes[server.base_url] = dtype_of(server)
+        _load(server, shared_buffer(1, self._device), [])  # may be impossible between containers
+
+    def _why_impossible(self, server: SyncedServer) -> str | None:
+        if self._device.type not in FIELDS:
+            return f"the trainer is on {self._device}"
+        if not is_of_this_host(urlsplit(server.base_url).hostname or ""):
+            return "it is on another host"
+        try:
+            body = {"method": "april_device"}
+            devices = server.control.request("POST", "collective_rpc", body)["results"]
+        except WeightSyncError as error:
+            return f"it was not started by `trl-april serve`, with --worker-extension-cls {WORKER_EXTENSION}: {error}"
+        if (workers := len(devices) * server.info.engines) != 1:
+            return f"it has {workers} workers"
+        if devices != [own := identity(self._device)]:
+            return f"it is on the device {devices[0]}, and the trainer is on {own}"
+        return None
+
+    @contextmanager
+    def stage(
+        self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
+    ) -> Iterator[Load]:
+        def load(servers: Sequence[SyncedServer], each: Each) -> None:
+            with read_to_end(parameters()) as params:
+                if sends:
+                    self._send(params, servers, each)
+
+        yield load
+
+    def _send(self, params: Parameters, servers: Sequence[SyncedServer], each: Each) -> None:
+        first = True
+        for buffer, entries, last in packed(params, self._device, common_dtype(self._dtypes.values())):
+            if self._device.type != "cpu":
+                torch.accelerator.current_stream(self._device).synchronize()  # servers are asked by other threads
+            each(partial(_load, buffer=buffer, entries=entries, first=first, last=last), servers)
+            first = False
+
+
+def packed(
+    params: Parameters, device: torch.device, dtype: torch.dtype | None
+) -> Iterator[tuple[torch.Tensor, list[Entry], bool]]:
+    """Parameters in a buffer, where they are in it, and whether they are the last. The next parameters overwrite them.
+
+    Large matrices are in `dtype` if that is smaller than their own.
+    """
+    buffer, entries, end = _new_buffer(CHUNK_BYTES, device), [], 0
+    for name, param in params:
+        stored = stored_dtype(param, dtype)
+        start, size = -(-end // ALIGNMENT) * ALIGNMENT, param.numel() * stored.itemsize
+        if entries and start + size > len(buffer):
+            yield buffer, entries, False
+            entries, start = [], 0
+        if size > len(buffer):
+            buffer = _new_buffer(size, device)
+        entry = name, str(stored).removeprefix("torch."), list(param.shape), start
+        tensor_at(buffer, *entry[1:]).copy_(param.detach())
+        entries.append(entry)
+        end = start + size
+    yield buffer, entries, True
+
+
+def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu" and (free := shutil.disk_usage(FOLDER).free) < size:  # writing would end this process
+        raise WeightSyncError(
+            f"weight_sync='ipc' needs {size / 2**20:.0f} MiB of shared memory, and {FOLDER} has {free / 2**20:.0f} "
+            "free. Enlarge it (docker run --shm-size), or use weight_sync='filesystem' with weight_sync_dir."
+        )
+    return shared_buffer(size, device)
+
+
+def _load(server: SyncedServer, buffer: torch.Tensor, entries: list[Entry], **place: bool) -> None:
+    arguments = {"handle": handle_of(buffer), "entries": entries, **place}
+    server.control.load("collective_rpc", {"method": "april_load", "kwargs": arguments})

@@ -1,7 +1,7 @@
 """Parameters and buffers of the trained model under their names in checkpoints, which vLLM's loaders expect.
 
 A model in memory may use other names: transformers 5 joins the experts of a layer and renames some modules. The server
-can load whatever `save_pretrained` would write. Invariant: only one parameter is held at a time.
+can load all that `save_pretrained` would write. Invariant: a single parameter is held at a time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ Parameters = Iterator[tuple[str, torch.Tensor]]
 
 
 def in_checkpoint_format(params: Parameters, model: torch.nn.Module) -> Parameters:
-    """Parameters and persistent buffers as `save_pretrained` would write them, in views.
+    """Parameters, without prefixes of PEFT and sharding, and persistent buffers as `save_pretrained` would write them.
 
-    The checkpoint that the model was loaded from decides on the names; without one, the usual names of its type.
-    Parameters must come without the prefixes of PEFT and sharding. Buffers come first, the widest data type first:
-    vLLM reads tensors that were packed together in place, where each must be aligned.
+    Buffers come first, the widest data type first: vLLM reads packed tensors in place, where each must be aligned.
     """
     pretrained = base_model(model)
     conversions = _conversions(pretrained)
@@ -70,7 +68,7 @@ def check_complete(sent: set[str], expected: set[str], kind: str) -> None:
 def names_in_checkpoint(model: torch.nn.Module) -> set[str]:
     """Names that `save_pretrained` would write for a model that FSDP has not sharded yet.
 
-    Tensors that several modules share have one. After loading from a quantized checkpoint, names are as in memory.
+    Shared tensors have one name. After loading from a quantized checkpoint, names are as in memory.
     """
     pretrained = base_model(model)
     own = chain(_own_tensors(pretrained, "_parameters"), _own_tensors(pretrained, "_buffers"))
@@ -92,10 +90,10 @@ def names_in_checkpoint(model: torch.nn.Module) -> set[str]:
 
 
 def _conversions(pretrained: torch.nn.Module) -> Sequence[core_model_loading.WeightTransform]:
-    found = getattr(pretrained, "_weight_conversions", None)
-    if found is None and isinstance(pretrained, PreTrainedModel):
-        found = conversion_mapping.get_model_conversion_mapping(pretrained, add_legacy=False)
-    return found or ()
+    conversions = getattr(pretrained, "_weight_conversions", None)
+    if conversions is None and isinstance(pretrained, PreTrainedModel):
+        conversions = conversion_mapping.get_model_conversion_mapping(pretrained, add_legacy=False)
+    return conversions or ()
 
 
 def _operations(conversion: core_model_loading.WeightTransform) -> list[str]:
@@ -146,7 +144,7 @@ def base_model(model: torch.nn.Module) -> torch.nn.Module:
 def with_native_adapters(params: Parameters, model: torch.nn.Module) -> Parameters:
     """Merge adapters that are layers of the model itself (transformers' `add_adapter`) while `params` are read.
 
-    Their own parameters are left out. Those of a `PeftModel` are merged by TRL. Names are without torch.compile's.
+    The adapters' parameters are left out. TRL merges a `PeftModel`. Names are without torch.compile's prefixes.
     """
     is_native = not is_peft_model(extract_model_from_parallel(model, keep_torch_compile=False))
     layers = [layer for layer in model.modules() if is_native and hasattr(layer, "adapter_layer_names")]

@@ -1,6 +1,6 @@
 """Weight transfer over NCCL (RCCL on AMD), in the format of vLLM's packed broadcasts.
 
-One group joins the trainer (rank 0) with the workers of all servers, so that each parameter is read and sent once.
+A single group joins the trainer (rank 0) with the workers of all servers: each parameter is read and sent once.
 
 Invariants: a server receives the values that the iteration over the parameters yielded, even if they change when the
 iteration continues. A failure on either side closes the group and ends the sync with an error, within the time limit
@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -31,7 +30,7 @@ from ..errors import ServerError, WeightSyncError
 from .client import ANSWER_SECONDS
 from .files import common_dtype, dtype_of, stored_dtype
 from .names import Parameters, read_to_end
-from .synced_server import Each, Load, SyncedServer
+from .synced_server import Each, Load, SyncedServer, in_thread
 
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class NcclTransport:
 
     def close(self) -> None:
         """Abort the group's broadcasts and free its port, although the traceback of an error may hold the group."""
-        group, self._group = self._group, None
+        group, self._group, self._joined = self._group, None, []
         if group is not None:
             group.destroy()
             group.group.store = group.group.socket = None
@@ -141,7 +140,7 @@ class NcclTransport:
     def stage(
         self, parameters: Callable[[], Parameters], *, sends: bool, dtypes: frozenset[torch.dtype]
     ) -> Iterator[Load]:
-        # Servers are told of all tensors before the first one is sent. Evaluation may change their data types.
+        # Servers are told of all tensors before any is sent. Evaluation may change their data types.
         if self._dtypes != dtypes:
             self._announced = [(name, torch.empty_like(param, device="meta")) for name, param in parameters()]
             self._dtypes = dtypes
@@ -189,7 +188,7 @@ class NcclTransport:
         info: dict[str, Any] = {
             "names": [name for name, _, _ in sent],
             "dtype_names": [dtype for _, dtype, _ in sent],
-            # vLLM cannot view a tensor without dimensions, and loads one of a single element into it.
+            # vLLM cannot view a tensor without dimensions, and loads a single element into it.
             "shapes": [list(param.shape) or [1] for _, _, param in sent],
         }
         # The workers wait for the broadcasts while they handle the request.
@@ -198,7 +197,7 @@ class NcclTransport:
         answers.wait()
 
     def _broadcast(self, params: Converted, answers: _Answers) -> None:
-        """Broadcast chunk by chunk: while a chunk is on its way, the next one is packed.
+        """Broadcast chunk by chunk: while a chunk is on its way, the next is packed.
 
         All packing runs on the current stream, on which parameters are gathered, merged and unmerged.
         """
@@ -283,7 +282,7 @@ def _start_update(server: SyncedServer) -> None:
 
 
 def address_seen_by(base_url: str) -> str:
-    """The address of this host at which the server's host reaches it: `VLLM_HOST_IP`, or that of a connection."""
+    """The address of this host as the server's host sees it: `VLLM_HOST_IP`, or the local end of a connection."""
     if address := os.environ.get("VLLM_HOST_IP"):
         return address
     url = urlsplit(base_url)
@@ -298,7 +297,7 @@ def common_address(addresses: Sequence[str]) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on the port. If another program has it and it is a default one, a free port is taken instead."""
+    """Listen on the port, or on a free port if another program has TRL's default port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family)
@@ -314,10 +313,10 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def packed(params: Converted, chunk_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Concatenate the bytes of parameters on a device, up to and including the one that exceeds `chunk_bytes`.
+    """Concatenate the bytes of parameters on a device, until they exceed `chunk_bytes`.
 
-    Each is copied when it is yielded: merged or gathered values change when the iteration continues. A model may be
-    divided among several devices.
+    Each parameter is copied when it is yielded: merged or gathered values change when the iteration continues. A model
+    may be divided among several devices.
     """
     parts: list[torch.Tensor] = []
     size = 0
@@ -329,17 +328,3 @@ def packed(params: Converted, chunk_bytes: int, device: torch.device) -> Iterato
             parts, size = [], 0
     if parts:
         yield torch.cat(parts)
-
-
-def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Run `work` in a daemon thread: one that waits for a lost peer must not keep the interpreter from exiting."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="trl-april-nccl", daemon=True).start()
-    return future

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SyncedServers:
-    """One or several servers that get the same weights. Some may be lost while the others continue."""
+    """Servers that get the same weights. Some may be lost while the others continue."""
 
     def __init__(self, processes: Processes, *, keeps_requests: bool) -> None:
         self.holding: set[str] = set()  # addresses of servers with the weights of the last sync
@@ -65,7 +65,7 @@ class SyncedServers:
         """The first server that takes part."""
         return next((server for server in self if server.takes_part), self._all[0])
 
-    # One sync
+    # A sync
 
     def meet(
         self,
@@ -73,9 +73,9 @@ class SyncedServers:
         make: Callable[[str], SyncedServer],
         connect: Callable[[], object],
     ) -> None:
-        """Follow the addresses of the main process, let it connect to the servers, and learn their configuration.
+        """Begin a sync: follow the addresses of the main process, which connects, and learn the configurations.
 
-        Outages of an earlier sync are forgotten; lost servers that answer take part again. A collective call.
+        A collective call.
         """
 
         def follow(addresses: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class SyncedServers:
         """Run a step for all servers (or only these) at once, in the main process, unless they have an outage.
 
         An outage is noted rather than raised, because gathering weights takes all processes, and the others have not
-        been told yet. A missing answer is an outage; any other error is one only if the server is down afterwards.
+        been told yet. A missing answer is an outage; another error only if the server is down afterwards.
         """
 
         def attempt(server: SyncedServer) -> None:
@@ -170,7 +170,7 @@ class SyncedServers:
                 server.lose()
 
     def problem(self) -> str | None:
-        """Why no server is ready to generate, or `None` if one is."""
+        """Why no server is ready to generate, or `None`."""
         problem = None
         for server in self:
             problem = server.problem()
@@ -198,7 +198,7 @@ class SyncedServers:
     # Requests that stay on the servers
 
     def check_pause(self, server: SyncedServer) -> None:
-        """Keep requests on no server if this one, which has just been connected to, cannot. In the main process."""
+        """Keep requests on no server if this server, a new connection, cannot. In the main process."""
         if self.keeps_requests and not server.pause.is_possible():
             self.keeps_requests = False
             if len(self) > 1:

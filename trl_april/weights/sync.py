@@ -62,14 +62,12 @@ class WeightSync:
 
 
 class ServerGeneration(VLLMGeneration):
-    """TRL's server-mode generation with a choice of weight transport, a version stamp and a canary.
+    """TRL's server mode with a choice of weight transport, a version stamp and a canary.
 
-    TRL iterates over the parameters (FSDP, DeepSpeed, PEFT merging) and generates for evaluation. `trained_model`
-    returns the model that is trained, which some kinds of sharding replace. `local_server` is the server if this
-    process owns it. `larger_context` says how users get a longer context.
-
-    Of several servers, some may be lost while the sync continues with the others. `addresses` is called in the main
-    process before every sync: servers may come and go.
+    TRL iterates over the parameters (FSDP, DeepSpeed, PEFT merging). `trained_model` returns the model that is
+    trained, which some kinds of sharding replace. `local_server` is the server if this process owns it.
+    `larger_context` says how users get a longer context. `addresses` is called in the main process before every sync:
+    servers may come and go.
     """
 
     def __init__(
@@ -110,15 +108,12 @@ class ServerGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         """Connect to the servers, check them, and choose the transport. A collective call."""
-        if self._addresses is None:
-            given = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-            self._addresses = lambda: server_addresses(given)
 
         def connect() -> None:
             for server in self.servers:
                 self._connect(server, patience=self.server_timeout)
 
-        self.servers.meet(self._addresses, self._new_server, connect)
+        self.servers.meet(self._current_addresses, self._new_server, connect)
         if self._processes.rank > 0 and (problem := self.servers.problem()):
             raise ServerError(
                 f"Process {self._processes.rank} does not reach the vLLM server at {self.base_url}, which process 0 "
@@ -140,15 +135,20 @@ class ServerGeneration(VLLMGeneration):
         self.weight_sync = self._transport.name
         lengths = lengths_to_compare(self.model.config, self.server_info.max_model_len)
         token_ids = random_tokens(self.model.config.get_text_config().vocab_size, max(lengths))
-        self._sequences = [token_ids[:length] for length in lengths]  # the canary; longer ones until the first sync
+        self._sequences = [token_ids[:length] for length in lengths]  # the canary; at first, longer sequences too
         is_merged = not isinstance(self._transport, AdapterTransport)
         self._names_to_send = names_in_checkpoint(self.model) if is_merged else None  # until they were sent once
         # vLLM's CPU build keeps a packed copy of a tied output layer, and updates it only under its own name.
         has_cpu = any(server.info.device == "cpu" for server in self.servers)
         self._tied_names = tied_names(self.model) if has_cpu else {}
 
+    def _current_addresses(self) -> Sequence[str]:
+        if self._addresses is not None:
+            return self._addresses()
+        return server_addresses(self.server_base_url or f"http://{self.server_host}:{self.server_port}")
+
     def _adapters(self) -> AdapterTransport | None:
-        """A transport of the adapter, if the model has one."""
+        """A transport of the model's adapter, if any."""
         if not is_peft_model(extract_model_from_parallel(self.model, keep_torch_compile=False)):
             return None
         return AdapterTransport(
@@ -253,7 +253,7 @@ class ServerGeneration(VLLMGeneration):
         other = next((other for other in self.servers if other.known_info is not None and other is not server), server)
         if server.info.model != other.info.model:
             raise ConfigError(
-                f"The vLLM server at {server.base_url} serves {server.info.model!r}, and the one at {other.base_url} "
+                f"The vLLM server at {server.base_url} serves {server.info.model!r}, and {other.base_url} serves "
                 f"{other.info.model!r}. All servers must serve the same name: start them with the same MODEL or the "
                 "same --served-model-name."
             )
@@ -285,13 +285,12 @@ class ServerGeneration(VLLMGeneration):
 
         Merged weights are loaded into paused servers only. After a failure, these stay paused until the next sync, or
         [`SyncedServers.give_up`] if their weights are complete: requests must continue with the new weights.
-        A server that is down is left out. If all are, all processes raise [`ServerError`] from one of the steps, and
-        all steps can be repeated when one is back. [`WeightSyncError`] is raised if a server refuses the weights, or
-        samples from other weights afterwards.
+        A server that is down is left out. If all are, all processes raise [`ServerError`] from the same step, and
+        all steps can be repeated when a server is back. [`WeightSyncError`] is raised if a server refuses the weights
+        or samples from other weights.
         """
         started = time.perf_counter()
-        assert self._addresses is not None
-        self.servers.meet(self._addresses, self._new_server, lambda: self.servers.each(self._reattach))
+        self.servers.meet(self._current_addresses, self._new_server, lambda: self.servers.each(self._reattach))
         # Work that needs no server runs before the servers are paused. Reading sharded weights takes all processes.
         self.model = self._trained_model()
         if is_compiled_module(self.model):  # as under FSDP
@@ -370,15 +369,15 @@ class ServerGeneration(VLLMGeneration):
             server.lease.take(renews=True)
         elif not self.local_server.is_running:
             self.local_server.start()  # it was stopped for another trainer
-        is_known = server.known_info is not None
-        # One request: each waits for the server's API process, which is busy with streams.
-        if is_known and (version := server.control.weight_version()) in (server.version, INCOMPLETE):
-            if server.life.state is not ServerState.READY:
-                server.life.enter(ServerState.READY)
+        is_known, is_ready = server.known_info is not None, server.life.state is ServerState.READY
+        # A single request: each waits for the server's API process, which is busy with streams.
+        version = server.control.weight_version() if is_known and not is_ready else None
+        if version in (server.version, INCOMPLETE):
+            server.life.enter(ServerState.READY)
             return
         if problem := server.control.problem():
             raise ServerError(problem)
-        if server.life.state is ServerState.READY:
+        if is_ready:
             return
         if is_known:
             logger.warning(

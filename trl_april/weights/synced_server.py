@@ -1,4 +1,4 @@
-"""One vLLM server in the weight sync: connections to it, its configuration, and the weights that it has.
+"""A vLLM server in the weight sync: connections to it, its configuration, and the weights that it has.
 
 Invariant: a lost server takes no part in syncs until its watch has seen it answer.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import requests
 
@@ -29,8 +31,8 @@ Each = Callable[[Step, Sequence["SyncedServer"]], None]  # as [`for_each`]
 Load = Callable[[Sequence["SyncedServer"], Each], None]  # loads weights into servers
 
 FRESH = "default"  # vLLM's weight version of the weights that a server was started with
-INCOMPLETE = "incomplete"  # ours, while weights are loaded
-DECODES_EVERY = 50  # syncs, and at the first one, decoded tokens are compared
+INCOMPLETE = "incomplete"  # weight version while weights are loaded
+DECODES_EVERY = 50  # syncs between two comparisons of decoded tokens, from the first sync on
 WATCH_SECONDS = 1.0  # between two health checks of a lost server
 
 
@@ -178,7 +180,7 @@ class SyncedServer:
         """Give the loaded weights their version, resume the server, and compare it with the trainer.
 
         `expected` are the trainer's values of `sequences`: the canary (`as_next` as in [`next_logprobs`]), and around
-        the first sync longer ones. The version is the name of the `adapter` if only the adapter was loaded. For a
+        the first sync longer sequences. The version is the name of the `adapter` if only the adapter was loaded. For a
         model that `sees_images`, vLLM keeps embeddings in a separate cache, by the hash of the image alone.
         """
         if sees_images:
@@ -202,7 +204,7 @@ class SyncedServer:
         self.life.enter(ServerState.HOLDING)
 
     def _verify_decoding(self, version: int, prompt: list[int], headers: dict[str, str] | None) -> None:
-        """Compare tokens that the server decodes with the same ones in a prompt. Rollouts are decoded."""
+        """Compare decoded tokens, as in rollouts, with the same tokens in a prompt."""
         token_ids, decoded = decoded_logprobs(self.control, self.info.model, prompt, headers)
         prefilled = server_logprobs(self.control, self.info.model, prompt + token_ids, headers)[-DECODED:]
         self.canary.compare_decoded(decoded, prefilled, version, exact=self.info.dtype == "float32")
@@ -240,22 +242,22 @@ def combined(infos: Sequence[ServerInfo]) -> ServerInfo:
 
 
 def for_each(step: Step, servers: Sequence[SyncedServer]) -> None:
-    """Run a step for all servers at once, the first in this thread, and raise the first error after all have ended."""
-    errors: list[Exception] = []
+    """Run a step for all servers at once, and raise the first error after all have ended."""
+    futures = [in_thread(partial(step, server)) for server in servers]
+    wait(futures)
+    for future in futures:
+        future.result()
 
-    def run(server: SyncedServer) -> None:
+
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Run `work` in a daemon thread, which must not keep the interpreter from exiting while it waits for a server."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
         try:
-            step(server)
-        except Exception as error:
-            errors.append(error)
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
 
-    # Daemons, since Ctrl-C in this thread must not wait for a server.
-    threads = [threading.Thread(target=run, args=[server], daemon=True) for server in servers[1:]]
-    for thread in threads:
-        thread.start()
-    for server in servers[:1]:
-        run(server)
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    threading.Thread(target=run, name="trl-april-weights", daemon=True).start()
+    return future

@@ -1,6 +1,6 @@
 """Weight transports: how parameters travel to the servers, and which way is taken.
 
-To add one, write a class with the methods of [`WeightTransport`], and choose it in [`connected_transport`].
+To add a transport, write a class with the methods of [`WeightTransport`], and choose it in [`connected_transport`].
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ..errors import AprilError, ConfigError, WeightSyncError
 from ..server.host import gpus_of_host, is_of_this_host
 from ..server.local import sees_our_devices
 from .adapters import AdapterTransport
-from .files import FileTransport
-from .ipc import SharedMemoryTransport
+from .files import FileTransport, SharedMemoryTransport
 from .names import Parameters
 from .nccl import NcclTransport
 from .synced_server import Load, SyncedServer
@@ -66,11 +65,11 @@ def connected_transport(
     """The transport for the options `weight_sync` and `weight_sync_dir`, connected to all servers in the main process.
 
     With `"auto"`, only the adapter is sent where that is possible: `adapters` sends it, and `why_merged` returns the
-    reason against it. With `must_adapt`, other weights cannot be sent. Otherwise files are used where neither NCCL
-    nor memory of one GPU is possible, or the connection fails. An embedded server may share the trainer's device
-    (`shares_device`). The model has so many `elements` of each data type, for which files need room. A collective
-    call. Raises [`ConfigError`] if the folder does not exist, a server would not see the files, or something
-    impossible was asked for, and [`WeightSyncError`] if a connection was asked for and fails.
+    reason against it. With `must_adapt`, other weights cannot be sent. Files are used where neither NCCL nor shared
+    memory is possible, or the connection fails. An embedded server may share the trainer's device (`shares_device`).
+    Files need room for the model's `elements` of each data type. A collective call. Raises [`ConfigError`] if the
+    folder does not exist, a server would not see the files, or the asked transport is impossible, and
+    [`WeightSyncError`] if its connection fails.
     """
     transports: dict[str, WeightTransport] = {
         "nccl": NcclTransport(device, group_port),
@@ -100,15 +99,12 @@ def connected_transport(
                     return connect("adapter")
             except AprilError as error:
                 reason = str(error)
-            if must_adapt:
+            if must_adapt or asked == "adapter":
+                kind = "quantized weights" if must_adapt else "weight_sync='adapter'"
+                remedy = "or load the model unquantized" if must_adapt else "which sends merged weights then"
                 raise ConfigError(
-                    "The weights are quantized, so only an adapter can be sent to the vLLM server, but this is not "
-                    f"possible: {reason}. Set weight_sync='auto', or load the model unquantized."
-                )
-            if asked == "adapter":
-                raise ConfigError(
-                    f"weight_sync is 'adapter', but the adapter cannot be sent alone: {reason}. Use "
-                    "weight_sync='auto', which sends merged weights then."
+                    f"With {kind}, only an adapter can be sent, but it cannot be sent alone: {reason}. Set "
+                    f"weight_sync='auto', {remedy}."
                 )
             logger.warning("Merged weights are sent instead of the adapter: %s.", reason.rstrip("."))
         name = choose_transport(asked, device=device, servers=servers, shares_device=shares_device)
@@ -130,15 +126,15 @@ def connected_transport(
 def choose_transport(
     asked: str, *, device: torch.device, servers: Sequence[SyncedServer], shares_device: bool = False
 ) -> str:
-    """Choose NCCL, memory of one GPU, or files. Raises [`ConfigError`] if NCCL was asked for and is not possible."""
+    """Choose NCCL, shared memory, or files. Raises [`ConfigError`] if NCCL was asked for and is not possible."""
     infos = [server.info for server in servers]
     both_on_gpus = device.type == "cuda" and {info.device for info in infos} == {"cuda"}  # ROCm's name, too
     nccl_is_possible = both_on_gpus and all(info.has_weight_transfer for info in infos)
     if asked == "nccl" and not nccl_is_possible:
         raise ConfigError(
-            f"weight_sync='nccl' needs a trainer on a CUDA or ROCm device (it is on {device}) and a server on another "
-            f"one (it is on {', '.join(sorted({info.device for info in infos}))}) started with "
-            """--weight-transfer-config '{"backend": "nccl"}', with all its data-parallel engines at one address. """
+            f"weight_sync='nccl' needs different CUDA or ROCm devices (the trainer is on {device}, "
+            f"the servers on {', '.join(sorted({info.device for info in infos}))}), and each server started with "
+            """--weight-transfer-config '{"backend": "nccl"}', all data-parallel engines at the same address. """
             "Use weight_sync='filesystem' instead."
         )
     if asked == "auto":
