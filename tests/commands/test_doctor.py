@@ -298,14 +298,6 @@ def test_unsuitable_flags_are_warnings(fake):
     assert all(word in finding.text for word in words)
 
 
-def test_model_is_checked_as_at_the_start_of_training(fake):
-    """The tests of `check_server` own what is checked."""
-    fake.max_model_len = 64
-    findings = examine(fake.base_url, max_completion_length=64)
-    assert findings["model"].mark is FAIL and "--max-model-len" in findings["model"].text
-    assert findings["weights"].mark is SKIP
-
-
 def test_model_that_is_not_here_is_a_warning_unless_it_was_named(fake):
     fake.model_path = "/elsewhere"
     findings = examine(fake.base_url)

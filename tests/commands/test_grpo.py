@@ -155,13 +155,6 @@ def test_dataset_is_a_folder_of_save_to_disk(tmp_path, streaming):
         assert isinstance(splits["train"], IterableDataset if streaming else Dataset)
 
 
-def test_dataset_name_is_looked_up_on_the_hub(monkeypatch):
-    asked = []
-    monkeypatch.setattr(grpo, "load_dataset", lambda path, **options: asked.append((path, options)))
-    splits_of("--dataset_name", "someone/prompts", "--dataset_config", "hard")
-    assert asked == [("someone/prompts", {"name": "hard", "streaming": False})]
-
-
 def test_datasets_are_mixed_as_by_trl(tmp_path):
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", ROWS)

@@ -138,7 +138,7 @@ def test_freed_slot_aborts_waiting_requests_and_the_shortest():
         await asyncio.sleep(10.5)
         await driver.stop_asking()
         assert (driver.in_flight, driver.without_tokens) == (3, 1)
-        await driver.free_slot([None])
+        await driver.free_slots({None: 1})
         await driver.hold(1)
         assert [key_of(request_id) for request_id in engine.live] == [(1, 0)]
         pool.begin_round(1)

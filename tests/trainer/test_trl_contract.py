@@ -109,7 +109,7 @@ def internal_imports(path: Path, tree: ast.Module):
 
 LEFT = {
     ("checkpoint/resume.py", "transformers.trainer.TRAINER_STATE_NAME"),
-    ("commands/doctor_server.py", "trl.trainer.utils.create_model_from_path"),
+    ("commands/doctor.py", "trl.trainer.utils.create_model_from_path"),
     ("data/stream.py", "trl.trainer.utils.repeat_iterable_dataset"),
     ("engine/images.py", "trl.generation.vllm_client.to_openai_messages"),
     ("weights/sync.py", "trl.generation.vllm_generation.VLLMGeneration"),

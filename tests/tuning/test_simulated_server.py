@@ -246,13 +246,6 @@ def test_a_resumed_sample_returns_to_the_server_of_its_salt(jobs):
     ]  # fmt: skip
 
 
-def test_each_process_sends_one_request_after_the_other():
-    """Groups 0 and 2 are of process 0, group 1 of process 1; arrivals at 0.5, 1.0 and 0.5."""
-    engine = SimulatedEngine(scenario(servers=3, processes=2, request_seconds=0.5))
-    ended = simulate(read_all(engine, request(0), request(1), request(2)))
-    assert [end for _, _, end in ended] == [10.5, 10.5, 11.0]
-
-
 @pytest.mark.parametrize(
     ("settings", "abort_at", "stream"),
     [

@@ -200,11 +200,6 @@ def test_the_fastest_configuration_that_can_be_trained_is_recommended():
     }  # fmt: skip
 
 
-def test_auto_can_be_recommended():
-    grid = grid_of(result_of(Mode.ABORT, 2.0, 1200, {0: 1}), result_of(Mode.ABORT, 2.9, 2000, {0: 1}, is_chosen=True))
-    assert recommend(grid).settings == {"over_provisioning": "auto", "max_staleness": 8}
-
-
 def test_recommendation_keeps_both_bounds_on_staleness():
     grid = grid_of(
         result_of(Mode.ABORT, 1.5, 1500, {0: 3, 1: 1}),
@@ -255,14 +250,6 @@ def test_auto_shows_the_mean_factor_of_the_measured_rounds():
     assert short.factor == 3.0, "its first factor"
     assert long.factor > 3.0
     assert short.is_chosen and long.is_chosen
-
-
-def test_auto_gives_all_configurations_thirty_rounds_of_warmup():
-    grids = [
-        simulate_grid(on_two_cores(warmup=2, rounds=2), [Mode.ABORT], factors) for factors in ([2.0], [2.0, "auto"])
-    ]
-    assert [grid.scenario.warmup for grid in grids] == [2, 30]
-    assert grids[1].results[1] == run(on_two_cores(warmup=30, rounds=2), Mode.ABORT, 2.0)
 
 
 @pytest.mark.parametrize("mode", [Mode.SYNCHRONOUS, Mode.DISCARD, Mode.UNINTERRUPTED])

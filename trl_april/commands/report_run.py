@@ -155,15 +155,12 @@ def _start(run: Run, entry: Mapping[str, Any]) -> int:
 
 
 def _round(entry: Mapping[str, Any], offset: float) -> RunRound:
-    spans = ("sync", "generation", "scoring", "reward_calls")
-    counts, numbers = ("trained_lengths", "launched_lengths", "ages"), ("rewards", "metrics")
-    return RunRound(
-        **{name: entry[name] for name in ("version", "due_seconds", "abort_seconds")},
-        **dict(zip(spans, _intervals([entry[name] for name in spans], offset), strict=True)),
-        in_flight=[(offset + time, count) for time, count in entry["in_flight"]],
-        **{name: _counts(entry[name]) for name in counts},
-        **{name: _numbers(entry[name]) for name in numbers},
-    )
+    spans, counts = ("sync", "generation", "scoring", "reward_calls"), ("trained_lengths", "launched_lengths", "ages")
+    fields: dict[str, Any] = {name: entry[name] for name in ("version", "due_seconds", "abort_seconds")}
+    fields |= zip(spans, _intervals([entry[name] for name in spans], offset), strict=True)
+    fields |= {name: _counts(entry[name]) for name in counts}
+    fields |= {name: _numbers(entry[name]) for name in ("rewards", "metrics")}
+    return RunRound(**fields, in_flight=[(offset + time, count) for time, count in entry["in_flight"]])
 
 
 def _read_state(folder: Path, notes: list[str]) -> Run:

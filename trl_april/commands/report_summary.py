@@ -173,7 +173,7 @@ def _lengths(rounds: Sequence[RunRound], longest: int | None) -> dict[str, float
             return _mean(rounds, f"length_p{percent}")
         wanted = percent / 100 * sum(bins.values())
         reached = zip(bins, accumulate(bins.values()), strict=True)
-        length = 2.0 ** (next(number for number, below in reached if below >= wanted) / BINS_PER_DOUBLING)
+        length: float = 2.0 ** (next(number for number, below in reached if below >= wanted) / BINS_PER_DOUBLING)
         return min(longest or math.inf, length)  # a bin can reach beyond the longest completion
 
     return {f"length_p{percent}": quantile(percent) for percent in (50, 99)}

@@ -41,10 +41,10 @@ class Chunk:
 
 
 class ServerLoad(NamedTuple):
-    """The load of a server by all its clients, from its own gauges."""
+    """The load of a server by all its clients, from its gauges."""
 
     running: int = 0  # requests being decoded
-    waiting: int = 0  # requests without a slot or space in the KV cache, preempted ones included
+    waiting: int = 0  # requests without a slot or space in the KV cache, including preempted requests
     kv_usage: float = 0.0  # share of the KV cache in use
     preemptions: int = 0  # since the server started
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 from ..distributed.quota import SharedQuota
@@ -204,9 +204,9 @@ class RolloutDriver:
         self._requests.stop_asking()
         return [self.without_tokens, *map(self._requests.servers.count, servers)]
 
-    async def free_slot(self, full: Collection[str | None]) -> None:
-        """Free a slot of each full server: abort queued requests, and the request that is cheapest to resume."""
-        await self._requests.free_slot(full)
+    async def free_slots(self, full: Mapping[str | None, int]) -> None:
+        """Free slots of each full server: abort queued requests, and the request that is cheapest to resume."""
+        await self._requests.free_slots(full)
 
     async def hold(self, version: int, oldest: int | None = None) -> None:
         """Keep requests across the coming sync to policy version `version`, on a paused engine, or else cut them.

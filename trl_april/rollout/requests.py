@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import aclosing, suppress
 from typing import Any
@@ -129,14 +129,15 @@ class Requests:
         self._stopped.set()
         await self._drain(self._tasks)
 
-    async def free_slot(self, full: Collection[str | None]) -> None:
-        """On `full` servers, abort requests without tokens, and the request with the fewest. Send none meanwhile."""
+    async def free_slots(self, full: Mapping[str | None, int]) -> None:
+        """On `full` servers, abort requests without tokens, and a number of the shortest. Send none meanwhile."""
         cut: list[asyncio.Task[None]] = []
-        shortest: dict[str | None, RunningRequest] = {}
+        left = dict(full)
         for name, request in sorted(self.running.items(), key=lambda item: len(item[1].sample)):
             server = self._server_of(name)
-            if server in full and (not request.received or shortest.setdefault(server, request) is request):
+            if server in left and (not request.received or left[server] > 0):
                 cut.append(request.task)
+                left[server] -= bool(request.received)
         await self._drain(cut)
 
     async def hold(self, version: int, oldest: int | None = None) -> None:

@@ -5,6 +5,7 @@ Invariant: the training thread touches the pool only while the event loop is pau
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
@@ -191,11 +192,16 @@ class TrainingSteps(RoundSteps):
         counts = self.loop.run(self.driver.stop_asking(addresses))
         without_tokens, *running = self.processes.reduce_sum(counts)
         queues = servers.queues() if any(running) else []
-        if sum(waiting for waiting, _ in queues) > without_tokens:
-            return False  # preempted requests have tokens, and come before the canary in any case
-        of_each = zip(addresses, running, queues, strict=False)
-        full = [address for address, number, (waiting, places) in of_each if waiting or number >= places]
+        # Preempted requests have tokens, and come before the canary. vLLM preempts the youngest.
+        are_preempted = sum(waiting for waiting, _ in queues) > without_tokens
+        full = {
+            address: 1 + (math.ceil(waiting / self.processes.count) if are_preempted else 0)
+            for address, number, (waiting, places) in zip(addresses, running, queues, strict=False)
+            if waiting or number >= places
+        }
         if full:
-            self.loop.run(self.driver.free_slot(full), poll=self.processes.check)
+            self.loop.run(self.driver.free_slots(full), poll=self.processes.check)
+        if are_preempted and any(waiting for waiting, _ in servers.queues()):
+            return False
         (left,) = self.processes.reduce_sum([self.driver.in_flight])  # no process sends any more
         return left > 0

@@ -72,14 +72,13 @@ class AdmissionControl:
 
     def observe(self, done: Round, loads: Sequence[ServerLoad]) -> None:
         """Add a round, and the servers' loads at its end. A collective call."""
-        preemptions = sum(load.preemptions for load in loads)
-        preempted, self._preemptions = preemptions - self._preemptions, preemptions
+        before, self._preemptions = self._preemptions, sum(load.preemptions for load in loads)
         is_full = any(load.waiting or load.kv_usage >= FULL for load in loads)
         seconds = done.seconds + done.overlap_seconds if self._is_first else 0.0
         tokens, seconds, requests, outages, full, preempted = self._reduce_sum(
             [
                 *(done.generated_tokens + done.overlap_tokens, seconds, done.requests),
-                *(done.outages, is_full, max(0, preempted)),
+                *(done.outages, is_full, max(0, self._preemptions - before)),
             ]
         )
         if self._settling:

@@ -123,7 +123,7 @@ def run(scenario: Scenario, mode: Mode, factor: float | str) -> Result:
 
 
 class _Row(NamedTuple):
-    """A row to admit. The pool's prompts have one token: the engine knows the real ones."""
+    """A row to admit. The pool's prompts have a single token: the engine knows the real prompts."""
 
     group_id: int
     group_size: int
