@@ -43,11 +43,10 @@ _trainers = itertools.count(1)  # trainers of this process; the same count in al
 
 
 class ProcessLogger(MultiProcessAdapter):
-    """accelerate's logger of the main process, with its prefix `[RANK 0]` only if there are several processes."""
+    """accelerate's logger for messages of the main process, without its prefix `[RANK 0]`."""
 
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-        marked, kwargs = super().process(msg, kwargs)
-        return marked if PartialState().num_processes > 1 else msg, kwargs
+        return msg, kwargs
 
 
 def get_logger(name: str) -> ProcessLogger:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from ..errors import ServerError
+from ..errors import EngineError, ServerError
 from ..pool.samples import Sample
 from .protocol import Chunk, GenerationRequest, RolloutEngine, ServerLost
 
@@ -139,6 +139,9 @@ class ServersEngine:
             del self._server_of[request.request_id]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        if not request_ids:
+            raise EngineError("abort() got no request ids, which vLLM would read as all requests.")
+
         async def abort_on(server: _Server, ids: list[str]) -> None:
             try:
                 async with asyncio.timeout(ABORT_SECONDS):
