@@ -208,6 +208,9 @@ class Contestant(RoundSteps):
         version = self._version
         self._version += not self._uninterrupted
         done = await self.loop.run(version)
+        if self._control is not None:
+            load = await asyncio.to_thread(server_load, self._session, self._base_url)
+            self._control.observe(done, [load or ServerLoad()])
         await self._train()
         return done
 
@@ -244,8 +247,6 @@ class Contestant(RoundSteps):
         ]  # fmt: skip
 
     def taken(self, done: Round) -> None:
-        if self._control is not None:
-            self._control.observe(done, [server_load(self._session, self._base_url) or ServerLoad()])
         if self._discards:
             self._discard()
 

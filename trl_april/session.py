@@ -101,13 +101,7 @@ class RolloutSession:
             "dataset_rows": None if rows.is_stream else len(rows.dataset),
         }
         saved = checkpoints.take_rollouts()
-        try:
-            self._source, elsewhere = self._restore(saved, rows, num_reward_funcs)
-        except PoolError as error:
-            raise CheckpointError(
-                f"The partial samples in {checkpoints.resumed_from} cannot be resumed. {error} Resume from another "
-                f"checkpoint, or remove its folder `{FOLDER}` to continue without them."
-            ) from error
+        self._source, elsewhere = self._restore(saved, rows, num_reward_funcs, checkpoints.resumed_from)
         # A checkpoint written under a higher target can hold more groups.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
         connections = reserve_connections(groups_here * plan.num_generations)
@@ -122,23 +116,8 @@ class RolloutSession:
         self.recovery = Recovery(server, processes, stop, sync=self._sync, route=self._route)
         self._loop = BackgroundLoop("trl-april-rollouts")
         self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
-        control = self._new_control(connections) if options.over_provisioning == "auto" else None
-        self.steps = TrainingSteps(
-            self.driver,
-            self._engine,
-            server,
-            self._source,
-            admission,
-            plan,
-            loop=self._loop,
-            processes=processes,
-            quota=quota,
-            recovery=self.recovery,
-            stop=stop,
-            calls=user_code.calls,
-            control=control,
-            silent=args.disable_tqdm or processes.rank > 0,
-        )
+        self._control = self._new_control(connections) if options.over_provisioning == "auto" else None
+        self.steps = self._new_steps(admission, quota, stop, silent=args.disable_tqdm)
         self._rounds = RoundLoop(
             self.pool,
             self.driver,
@@ -198,6 +177,26 @@ class RolloutSession:
             threads=None if act is None else act.threads,
         )
 
+    def _new_steps(
+        self, admission: Admission, quota: SharedQuota | None, stop: StopRequest, *, silent: bool
+    ) -> TrainingSteps:
+        return TrainingSteps(
+            self.driver,
+            self._engine,
+            self._server,
+            self._source,
+            admission,
+            self._plan,
+            loop=self._loop,
+            processes=self._processes,
+            quota=quota,
+            recovery=self.recovery,
+            stop=stop,
+            calls=self._user_code.calls,
+            control=self._control,
+            silent=silent or self._processes.rank > 0,
+        )
+
     def _new_dynamic_sampling(self, scorer: RewardScorer, admission: Admission) -> DynamicSampling:
         options = self._options
         return DynamicSampling(
@@ -222,7 +221,7 @@ class RolloutSession:
         )
 
     def _report_instances(self) -> None:
-        schedule, highest = self.pool.schedule, self.steps.control.highest if self.steps.control else 0
+        schedule, highest = self.pool.schedule, self._control.highest if self._control else 0
         groups, size = (
             max(schedule.target, math.ceil(highest * schedule.quota), len(schedule)),
             self._plan.num_generations,
@@ -312,12 +311,23 @@ class RolloutSession:
         run_blocking(self.steps.route(self._state.global_step))
 
     def _restore(
-        self, saved: SavedRollouts | None, rows: TrainingRows, num_reward_funcs: int
+        self, saved: SavedRollouts | None, rows: TrainingRows, num_reward_funcs: int, checkpoint: str | None = None
     ) -> tuple[RowSource, list[Group]]:
         """Restore the pool from a checkpoint, if any; returns the row source, and the groups of other processes."""
-        step = self._state.global_step
         if saved is None:
-            return make_source(rows, self._plan, step), []
+            return make_source(rows, self._plan, self._state.global_step), []
+        try:
+            return self._restore_rollouts(saved, rows, num_reward_funcs)
+        except PoolError as error:
+            raise CheckpointError(
+                f"The partial samples in {checkpoint} cannot be resumed. {error} Resume from another "
+                f"checkpoint, or remove its folder `{FOLDER}` to continue without them."
+            ) from error
+
+    def _restore_rollouts(
+        self, saved: SavedRollouts, rows: TrainingRows, num_reward_funcs: int
+    ) -> tuple[RowSource, list[Group]]:
+        step = self._state.global_step
         pools = saved.pools
         held = sum(len(state["groups"]) for state in pools)
         source, surplus = resumed_source(

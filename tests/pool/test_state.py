@@ -214,7 +214,7 @@ def test_states_of_different_moments_are_refused():
     second = run.states()
     for states in ([first[0], second[1]], [second[0], first[1]]):
         pool = Pool(**run.options)
-        refused(pool, restore, pool, states, words="not of one moment")
+        refused(pool, restore, pool, states, words="of different moments")
 
 
 def test_groups_that_training_can_no_longer_use_are_the_youngest_and_count_as_rejected():

@@ -92,10 +92,7 @@ def test_held_request_is_not_cut_and_has_both_versions():
     assert done.aborted_requests == done.broken_streams == 0
     assert segments(done.groups[0]) == [(0, 13), (1, 7)]
     assert done.carried_tokens == 13
-    (trace,) = done.traces
-    assert trace.was_running and trace.finished
-    assert (trace.began, trace.first, trace.first_tokens, trace.ended) == (0.0, 0.0, 0, 6.5)
-    assert (trace.tokens, trace.tokens_before) == (7, 13)
+    assert done.generated_tokens == 7
     assert_at_rest(pool, engine)
 
 
@@ -105,8 +102,6 @@ def test_tokens_in_transit_have_the_version_that_sampled_them(ahead):
     engine.ahead[1, 0] = ahead
     done = two_rounds(pool, driver, seconds=5.0)
     assert segments(done.groups[0]) == [(0, 8 + ahead), (1, 16 - ahead)]
-    (trace,) = done.traces
-    assert (trace.tokens_before, trace.tokens) == (8 + ahead, 16 - ahead)
 
 
 def test_requests_stay_on_their_adapters():

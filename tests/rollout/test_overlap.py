@@ -135,36 +135,6 @@ class TestScoring:
             self.run(10.0, between_rounds=True, rewards=rewards)
 
 
-class TestRecord:
-    def test_every_request_of_a_round_is_traced(self):
-        """Requests that run when the round opens are traced from there on."""
-        pool, _, driver = two_groups({(1, 0): natural(9)}, default=natural(4))
-
-        async def main():
-            first = await driver.run_round()
-            pool.begin_round(0)
-            admit(pool, 2)
-            second = await driver.run_round()
-            await driver.cut()
-            pool.begin_round(1)
-            admit(pool, 3)
-            return first, second, await driver.run_round()
-
-        first, second, third = simulate(main())
-
-        def summary(done):
-            return [(trace.group_id, trace.began, trace.ended, trace.finished) for trace in done.traces]
-
-        assert summary(first) == [(0, 0.0, 3.0, True), (1, 0.0, 3.0, False)]
-        assert summary(second) == [(2, 0.0, 4.0, True), (1, 0.0, 4.0, False)]
-        assert [(trace.was_running, trace.tokens_before, trace.tokens) for trace in second.traces] == [
-            (False, 0, 4),
-            (True, 3, 4),
-        ]
-        assert second.requests == 2
-        assert {trace.group_id for trace in third.traces} == {1, 3}
-
-
 class TestErrors:
     def broken(self):
         return {(1, 0): [Attempt([Tokens(4, 2.0), Break(ServerError("gone"), 2.0)]), natural(20)]}

@@ -40,9 +40,6 @@ def test_sample_alternates_between_model_and_tools():
     assert done.seconds == pytest.approx(3 * 3 + 3 * 2)
     assert (done.requests, done.generated_tokens, done.launched_lengths) == (1, 9, [9])
     assert (done.acting_samples, done.tool_seconds_max, done.repeated_tool_steps) == (0, 2.0, 0)
-    assert [(trace.began, trace.tokens, trace.tokens_before, trace.finished) for trace in done.traces] == [
-        (0.0, 3, 0, True), (5.0, 3, 5, True), (10.0, 3, 10, True),
-    ]  # fmt: skip
     assert engine.asked_for == [0, 0]  # nothing else was running, so a restart would not have shown
     assert_at_rest(pool, engine)
 

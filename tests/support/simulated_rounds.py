@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, SampleState
 from trl_april.rollout.loop import NewGroup, RoundLoop, RoundSteps, run_blocking
-from trl_april.rollout.record import RequestTrace, Round
+from trl_april.rollout.record import Round
 
 
 LONGEST = 1000
@@ -101,8 +101,8 @@ class SimulatedRounds(RoundSteps):
 
     def _generate(self, done: Round) -> None:
         pool = self.pool
-        held = {}
-        waiting = []
+        held, waiting = {}, []
+        self.requests: list[tuple[float, int, int]] = []  # end, tokens before, and tokens of each
         for _, sample in pool.ready():
             key = sample.key
             held[key] = len(sample)
@@ -110,14 +110,13 @@ class SimulatedRounds(RoundSteps):
             pool.start(sample)
         waiting.sort(key=lambda entry: entry[:2])
         stall = self.prefill * sum(len(PROMPT) + count for count in held.values())
-        first = stall + self.curve(len(waiting))
         seconds, clock = stall, 0
         for place, (left, key, sample) in enumerate(waiting):
             seconds += (left - clock) * self.curve(len(waiting) - place)
             clock = left
             pool.record(sample, [1] * left, [-1.0] * left)
             pool.finish(sample, FinishReason.STOP)
-            done.traces.append(RequestTrace(*key, 0.0, first, 1, seconds, left, held[key], True))
+            self.requests.append((seconds, held[key], left))
             if pool.schedule.quota_met:
                 break
         for _, key, sample in waiting[place + 1 :]:
@@ -127,8 +126,8 @@ class SimulatedRounds(RoundSteps):
                 pool.finish(sample, FinishReason.STOP)
             else:
                 pool.park(sample)
-            done.traces.append(RequestTrace(*key, 0.0, first, 1, seconds, clock, held[key], finished))
+            self.requests.append((seconds, held[key], clock))
         assert not pool.count(SampleState.RUNNING)
         done.seconds = seconds + self.overhead
         done.requests = len(waiting)
-        done.generated_tokens = sum(trace.tokens for trace in done.traces)
+        done.generated_tokens = sum(tokens for _, _, tokens in self.requests)

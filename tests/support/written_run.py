@@ -73,8 +73,8 @@ class WrittenRun:
             self.now += self.sync_seconds
         done = self.rounds.run_round()
         done.started = self.now
-        done.in_flight = in_flight(done)
-        done.launched_lengths = [trace.tokens_before + trace.tokens for trace in done.traces]
+        done.in_flight = in_flight([ended for ended, _, _ in self.rounds.requests])
+        done.launched_lengths = [before + tokens for _, before, tokens in self.rounds.requests]
         samples = [sample for group in done.groups for sample in group.samples]
         done.carried_tokens = sum(s.length for one in samples for s in one.segments if s.version < done.version)
         done.abort_seconds = min(done.seconds, 0.01)
@@ -94,14 +94,9 @@ class WrittenRun:
         return done
 
 
-def in_flight(done: Round) -> list[tuple[float, int]]:
-    """Requests in flight at every change."""
-    changes = sorted([(trace.began, 1) for trace in done.traces] + [(trace.ended, -1) for trace in done.traces])
-    points, count = [], 0
-    for time, change in changes:
-        count += change
-        points.append((time, count))
-    return points
+def in_flight(ends: list[float]) -> list[tuple[float, int]]:
+    """Requests in flight, which all start at 0, at every change."""
+    return [(0.0, len(ends)), *((end, len(ends) - place - 1) for place, end in enumerate(sorted(ends)))]
 
 
 def corrections(done: Round) -> dict[str, float]:

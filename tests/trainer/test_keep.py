@@ -253,7 +253,7 @@ class TestServers:
     def test_the_canary_waits_for_no_completion(self, keeping, places, waiting, can_pause, held):
         """A full server frees a slot. All four requests are aborted if preempted ones would come before the canary."""
         trainer, servers = keeping, keeping.vllm_generation.servers
-        servers.first.info = replace(servers.info, max_sequences=places)
+        servers.first.known_info = replace(servers.info, max_sequences=places)
         servers.first.requests_waiting = lambda: float(waiting or 0)
         pause, held_requests = servers.pause, []
 

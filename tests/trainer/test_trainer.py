@@ -393,24 +393,6 @@ class TestDynamicSampling:
         assert list(table["versions"]) == [",".join(str(s.version) for s in sample.segments) for sample in samples]
         assert table["versions"].str.contains(",").any()
 
-    def test_groups_are_scored_during_generation_without_a_rejection(self, server, tiny_model_dir, tmp_path):
-        calls = []
-
-        def constant(completions, **kwargs) -> list[float]:
-            calls.append((threading.current_thread().name, len(completions)))
-            return [1.0] * len(completions)
-
-        trainer = make_trainer(
-            server, tiny_model_dir, tmp_path, score_during_generation=True, reward=constant, max_steps=3
-        )  # fmt: skip
-        trainer.train()
-        groups = trainer.trained_groups
-        assert len(groups) == 12 and len(trainer.pool) == 0 and trainer.pool.counters.groups_rejected == 0
-        assert all(group.score.rewards == [[1.0]] * 4 for group in groups)
-        assert sum(count for _, count in calls) == 48 and min(count for _, count in calls) < 16
-        assert all(thread.startswith("trl-april-rewards") for thread, _ in calls)
-        assert [entry["reward"] for entry in trainer.state.log_history if "reward" in entry] == [1.0] * 3
-
     def test_a_reward_model_and_an_asynchronous_reward_function(self, server, tiny_model_dir, tmp_path):
         async def parity(completions, number, **kwargs) -> list[float | None]:
             return [None if value % 2 else float(index) for index, value in enumerate(number)]

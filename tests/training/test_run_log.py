@@ -219,6 +219,6 @@ def test_the_outline_of_a_round_has_a_bounded_size():
     )  # fmt: skip
     kept = outline(done)
     assert len(kept.in_flight) == len(kept.overlap_in_flight) == POINTS_KEPT
-    assert kept.launched_lengths == kept.traces == kept.groups == []
+    assert kept.launched_lengths == kept.groups == []
     assert (kept.version, kept.requests, kept.seconds) == (3, 25_000, 500.0)
     assert kept.in_flight_mean == pytest.approx(done.in_flight_mean, rel=0.01)

@@ -1,1 +1,1 @@
-"""A round: the driver, its requests in flight, draining, dynamic sampling and progress."""
+"""A round: its loop, driver, requests, record, dynamic sampling and progress."""

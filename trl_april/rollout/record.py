@@ -29,28 +29,6 @@ def drain_grace(seconds: float) -> float:
     return min(DRAIN_GRACE * seconds, MAX_DRAIN_GRACE)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTrace:
-    """A request of a round. Times are seconds since the round opened."""
-
-    group_id: int
-    index: int  # of its sample in the group
-    # When it was dispatched, or 0 if before the round. Requests dispatched together are sent in sequence.
-    began: float
-    # When its first tokens arrived, or its end if none did; `began` if it had tokens at the opening.
-    first: float
-    first_tokens: int  # number of these tokens; 0 if it had tokens at the opening
-    ended: float  # when it finished or was cut
-    tokens: int  # arrived in this round
-    tokens_before: int  # completion tokens that it was sent with, or had at the opening
-    finished: bool  # whether it was not cut
-
-    @property
-    def was_running(self) -> bool:
-        """Whether it was being decoded when the round opened."""
-        return self.first == self.began
-
-
 @dataclass(slots=True)
 class Round:
     """Events and counts of a round."""
@@ -84,7 +62,6 @@ class Round:
     overlap_in_flight: list[tuple[float, float]] = field(default_factory=list)
     over_provisioning: float = 0.0  # target for outstanding groups as a factor of the quota
     withheld_groups: int = 0  # of the target, since the trainer is the bottleneck
-    traces: list[RequestTrace] = field(default_factory=list)  # ended requests in order, then those still running
 
     @property
     def samples(self) -> list[Sample]:
@@ -140,7 +117,7 @@ class RoundRecorder:
     def __init__(self, pool: Pool, requests: Requests, *, overlap: bool) -> None:
         self._pool, self._requests, self._overlap = pool, requests, overlap
         self._opened = replace(pool.counters)  # when the round opened
-        self._held: dict[int, int] = {}  # tokens of each group when the round opened
+        self._tokens_at_open: dict[int, int] = {}  # tokens of each group when the round opened
         # When the last round ended. Tokens of a resumed pool belong to no round of this driver.
         self._tokens_at_end = pool.counters.tokens_generated
         self._ended: float | None = None
@@ -148,11 +125,11 @@ class RoundRecorder:
     def begin(self, version: int) -> Round:
         """Open a round of policy version `version`. An interrupted round continues without this call."""
         now = _now()
-        self._requests.begin_round(now)
+        self._requests.begin_round()
         between = [(time - now, count) for time, count in self._requests.counts]
         self._requests.counts = []
         self._opened = replace(self._pool.counters)
-        self._held = {group.group_id: group.num_generated for group in self._pool}
+        self._tokens_at_open = {group.group_id: group.num_generated for group in self._pool}
         resumed = {group.group_id for group, _ in self._pool.ready() if group.state is SampleState.PARKED}
         return Round(
             version,
@@ -162,7 +139,7 @@ class RoundRecorder:
             withheld_groups=self._pool.schedule.withheld,
             overlap_in_flight=between,
             overlap_tokens=self._opened.tokens_generated - self._tokens_at_end,
-            resumed_groups=sum(self._held[group_id] > 0 for group_id in resumed),
+            resumed_groups=sum(self._tokens_at_open[group_id] > 0 for group_id in resumed),
         )
 
     def end(self, record: Round) -> None:
@@ -175,7 +152,6 @@ class RoundRecorder:
         record.repeated_tool_steps += acting.num_repeated
         requests.broken_streams.count = requests.aborted_requests = acting.num_repeated = 0
         self._tokens_at_end = self._pool.counters.tokens_generated
-        record.traces = requests.traces()
         record.requests = len(requests.dispatched)
         record.launched_lengths = [sample.num_generated for sample in requests.dispatched.values()]
         self._ended = _now()
@@ -193,7 +169,7 @@ class RoundRecorder:
         record.filled_groups = filled
         record.rejected_groups = counters.groups_rejected - self._opened.groups_rejected
         record.rejected_tokens = counters.tokens_rejected - self._opened.tokens_rejected
-        record.carried_tokens = sum(self._held.get(group.group_id, 0) for group in groups)
+        record.carried_tokens = sum(self._tokens_at_open.get(group.group_id, 0) for group in groups)
 
 
 def _now() -> float:

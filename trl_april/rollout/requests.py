@@ -20,7 +20,6 @@ from ..errors import EngineError, ServerError
 from ..pool.pool import Pool
 from ..pool.samples import FinishReason, Group, Sample, SampleState
 from .acting import Act, Acting
-from .record import RequestTrace
 from .running_request import BrokenStreams, RunningRequest, watch
 
 
@@ -72,8 +71,6 @@ class Requests:
         self._is_trimmed = False  # whether only samples that the round needs are running
         self.is_cutting_off = False
         self._stopped = asyncio.Event()  # set while no requests may be sent
-        self._round_began = 0.0
-        self._traces: list[RequestTrace] = []  # requests that ended in this round
 
     def __len__(self) -> int:
         """Tasks that have not ended: samples that run, act or are about to be repeated, and trims."""
@@ -84,11 +81,8 @@ class Requests:
         """The server of each running request."""
         return [self._server_of(name) for name in self.running]
 
-    def begin_round(self, now: float) -> None:
-        """Count requests and traces anew. Running requests continue."""
-        self._traces, self._round_began = [], now
-        for request in self.running.values():
-            request.enter_round(now)
+    def begin_round(self) -> None:
+        """Count requests anew. Running requests continue."""
         self.dispatched = {key: sample for key, sample in self.dispatched.items() if key in self._task_of}
 
     def open(self) -> None:
@@ -107,12 +101,11 @@ class Requests:
             return
         if not self._watchdog:
             self.track(watch(self._engine, self.running, self._idle_timeout), self._watchdog)
-        now = asyncio.get_running_loop().time()
         for group, sample in self._pool.ready():
             if sample.must_act:
                 self.acting.begin(group, sample)
             elif (task := self._task_of.get(sample.key)) is None or task.done():  # canceled before its first step
-                self._request(group, sample, now)
+                self._request(group, sample)
 
     async def dispatch_more(self) -> None:
         """Dispatch in the middle of a round, or between two.
@@ -123,10 +116,6 @@ class Requests:
         if must_ask and not await self._engine.holds(self._version) and not self._stopped.is_set():
             self._on_error(ServerError(self._weights_lost()))
         self.dispatch()
-
-    def traces(self) -> list[RequestTrace]:
-        """The requests of this round so far."""
-        return [*self._traces, *(request.trace(self._round_began) for request in self.running.values())]
 
     def record_count(self) -> None:
         """Append the present number of running requests to `counts`."""
@@ -204,21 +193,21 @@ class Requests:
 
     # A single sample
 
-    def _request(self, group: Group, sample: Sample, now: float, *, asks_server: bool = False) -> None:
+    def _request(self, group: Group, sample: Sample, *, asks_server: bool = False) -> None:
         self._is_trimmed = False
         self.dispatched[sample.key] = sample
-        self._task_of[sample.key] = self.track(self._complete(group, sample, now, asks_server), self._tasks)
+        self._task_of[sample.key] = self.track(self._complete(group, sample, asks_server), self._tasks)
 
     def _act_ended(self, group: Group, sample: Sample) -> None:
         """Request the next turn of `sample`, or its first, unless requests may not be sent or it is complete."""
         is_needed = not self._pool.is_full or group.group_id in self._pool.schedule.needed()
         is_ready = sample.state in (SampleState.PARKED, SampleState.WAITING) and not sample.must_act
         if is_ready and is_needed and not self._stopped.is_set():
-            self._request(group, sample, asyncio.get_running_loop().time(), asks_server=True)
+            self._request(group, sample, asks_server=True)
         self._on_sample_ended(group)
         self._on_task_ended()
 
-    async def _complete(self, group: Group, sample: Sample, asked: float, asks_server: bool) -> None:
+    async def _complete(self, group: Group, sample: Sample, asks_server: bool) -> None:
         """Generate `sample` until its turn ends, or it is held back or cut, across broken streams."""
         failures = 0
         try:
@@ -229,7 +218,7 @@ class Requests:
             while self._may_ask(sample):
                 length_before = len(sample)
                 try:
-                    await self._stream(group, sample, asked)
+                    await self._stream(group, sample)
                     break
                 except ServerError as broken:
                     error = broken
@@ -239,7 +228,6 @@ class Requests:
                 self.broken_streams.add(error, warns=self._may_ask(sample) and not was_told)
                 if not self._may_ask(sample):
                     break
-                asked = asyncio.get_running_loop().time()
                 if was_told:
                     continue  # at once, on another server
                 failures = 1 if len(sample) > length_before else failures + 1
@@ -251,7 +239,6 @@ class Requests:
                         await self._stopped.wait()
                 if not self._may_ask(sample):
                     break
-                asked = asyncio.get_running_loop().time()
                 # A restarted server has its initial weights and would sample from them.
                 if not await self._engine.holds(self._version) and self._may_ask(sample):
                     raise ServerError(f"{error} {self._weights_lost()}")
@@ -268,12 +255,12 @@ class Requests:
         """Whether the current task may send requests for `sample`."""
         return not self._stopped.is_set() and self._task_of.get(sample.key) is asyncio.current_task()
 
-    async def _stream(self, group: Group, sample: Sample, asked: float) -> None:
+    async def _stream(self, group: Group, sample: Sample) -> None:
         """Send a request and record its tokens. Raises `ServerError` if its stream breaks."""
         request = self._maker.make(group, sample, self._version)
         self._pool.start(sample)
-        task, deadline, began = self._task_of[sample.key], asyncio.timeout(None), max(asked, self._round_began)
-        running = RunningRequest(request, sample, len(sample), self._version, began, deadline, task)
+        task, deadline = self._task_of[sample.key], asyncio.timeout(None)
+        running = RunningRequest(request, sample, len(sample), self._version, deadline, task)
         self.running[request.request_id] = running
         self.record_count()
         try:
@@ -302,7 +289,6 @@ class Requests:
             raise ServerError(f"The stream for {sample} has been silent for {self._idle_timeout:.0f} s.") from None
         finally:
             del self.running[request.request_id]
-            self._traces.append(running.trace(self._round_began))
             self.record_count()
             if sample.state is SampleState.RUNNING:
                 self._pool.park(sample)

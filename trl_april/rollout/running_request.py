@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from ..engine.protocol import Chunk, GenerationRequest, RolloutEngine
 from ..errors import EngineError, ServerError
-from ..pool.samples import Sample, SampleState
-from .record import RequestTrace
+from ..pool.samples import Sample
 
 
 logger = logging.getLogger(__name__)
@@ -29,22 +28,17 @@ class RunningRequest:
 
     request: GenerationRequest
     sample: Sample
-    held: int  # completion tokens that it was sent with
+    sent_with: int  # completion tokens of earlier requests
     version: int  # of the next token to arrive
-    # When it was dispatched, or its round opened. Requests dispatched together are sent one by one.
-    began: float
     deadline: asyncio.Timeout  # when its connection is closed: set by the watchdog
     task: asyncio.Task[None]  # that reads its stream
     heard: float | None = None  # when its last chunk arrived
     changes: list[tuple[int, int]] = field(default_factory=list)  # its number of tokens, and the version after these
-    before: int = 0  # tokens generated before the round opened
-    first: float | None = None  # when its first tokens arrived, or its round opened if it had tokens
-    first_tokens: int = 0  # number of these tokens
 
     @property
     def received(self) -> int:
         """Tokens that have arrived."""
-        return len(self.sample) - self.held
+        return len(self.sample) - self.sent_with
 
     def change_version(self, after: int, version: int) -> None:
         """Assign all tokens after the first `after` of this request to `version`."""
@@ -58,8 +52,6 @@ class RunningRequest:
     def receive(self, chunk: Chunk) -> Iterator[tuple[Chunk, int]]:
         """Split the chunk by policy version into pieces, to be recorded before the next chunk."""
         self.heard = asyncio.get_running_loop().time()
-        if self.first is None and chunk.token_ids:
-            self.first, self.first_tokens = self.heard, len(chunk.token_ids)
         received = self.received
         start = 0
         while self.changes and self.changes[0][0] <= received + len(chunk.token_ids):
@@ -69,25 +61,6 @@ class RunningRequest:
                 yield Chunk(chunk.token_ids[start:stop], chunk.logprobs[start:stop]), self.version
             start, self.version = stop, version
         yield Chunk(chunk.token_ids[start:], chunk.logprobs[start:], chunk.finish_reason), self.version
-
-    def enter_round(self, now: float) -> None:
-        """Count its tokens and its time from here on for a new round."""
-        self.began = now
-        self.before = self._generated_at_least
-        if self.before:
-            self.first, self.first_tokens = now, 0
-
-    def trace(self, opened: float) -> RequestTrace:
-        """The part of the request in the round that opened at this time, as if it ended now."""
-        ended = asyncio.get_running_loop().time() - opened
-        held = self.held + self.before
-        return RequestTrace(
-            self.sample.group_id, self.sample.index, self.began - opened,
-            ended if self.first is None else self.first - opened, self.first_tokens, ended,
-            tokens=max(0, len(self.sample) - held),  # tokens of before may still be in transit
-            tokens_before=held,
-            finished=self.sample.state in (SampleState.ACTING, SampleState.FINISHED),
-        )  # fmt: skip
 
     @property
     def _generated_at_least(self) -> int:

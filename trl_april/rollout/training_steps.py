@@ -39,16 +39,14 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 
-class AdmissionControl(Protocol):
+class FactorControl(Protocol):
     """Chooses the over-provisioning factor of the next round by the rounds so far."""
-
-    highest: float
 
     def choose(self) -> object | None:
         """Choose the factor of the round that begins; returns the change, if any, to be logged."""
 
     def observe(self, done: Round, loads: Sequence[ServerLoad]) -> None:
-        """Learn from a round and the loads of the servers at its end. A collective call."""
+        """Add a round, and the servers' loads at its end. A collective call."""
 
 
 @dataclass(eq=False)
@@ -67,7 +65,7 @@ class TrainingSteps(RoundSteps):
     recovery: Recovery
     stop: StopRequest
     calls: SimpleQueue[Callable[[], Any] | None]  # of user code, which wait for this thread
-    control: AdmissionControl | None = None
+    control: FactorControl | None = None
     silent: bool = True  # without a progress bar
     step: int = 0  # optimizer steps of the run so far
     micro_step: int = 0  # at which the next batch is trained first
@@ -161,7 +159,7 @@ class TrainingSteps(RoundSteps):
             for holder in (group, *group.samples):
                 holder.images.clear()  # in the form of the engine they are large, and rows and messages have them
         if self.control is not None:
-            self.control.observe(done, self.server.servers.loads() if self.processes.rank == 0 else ())
+            self.control.observe(done, self.server.servers.loads() if self.is_main else ())
 
     async def scatter(self, groups: list[Group], batch: Sequence[int]) -> list[Group]:
         return self.processes.scatter(groups, batch, self.admission.row_of, self.plan.num_generations)

@@ -198,7 +198,6 @@ def outline(done: Round) -> Round:
     return replace(
         done,
         groups=[],
-        traces=[],
         launched_lengths=[],
         in_flight=thinned(done.in_flight, done.seconds, POINTS_KEPT),
         overlap_in_flight=thinned(done.overlap_in_flight, 0.0, POINTS_KEPT),

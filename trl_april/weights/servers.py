@@ -192,7 +192,7 @@ class SyncedServers:
     def loads(self) -> list[ServerLoad]:
         """The loads of the servers in use. In the main process."""
         loads: list[ServerLoad] = []
-        for_each(lambda server: loads.append(server.load()), [server for server in self if not server.is_lost])
+        for_each(lambda server: loads.append(server.load()), [server for server in self if server.takes_part])
         return loads
 
     # Requests that stay on the servers
