@@ -21,6 +21,7 @@ vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 2.5e-05
 vllm:num_preemptions_total{engine="0",model_name="tiny"} 7.0
 """
 TWO = ONE + ONE.replace('engine="0"', 'engine="1"').replace("60.0", "1.2e+03").replace("2.5e-05", "0.875")
+BARE = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
 
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
@@ -33,6 +34,7 @@ NAMED = "/metrics?" + "&".join(f"name[]=vllm:{name}" for name in GAUGES)
     [
         (200, ONE, ServerLoad(4, 60, 2.5e-05, 7)),
         (200, TWO, ServerLoad(8, 1260, 0.875, 14)),
+        (200, BARE, ServerLoad(2, 1)),
         (200, "process_open_fds 3.0\n", None),  # --disable-log-stats
         (404, ONE, None),
     ],

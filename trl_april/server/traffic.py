@@ -27,8 +27,8 @@ _GAUGES = {
     "vllm:num_preemptions_total": "preemptions",
 }
 _GAUGE = re.compile(rf"^({'|'.join(_GAUGES)})(?:\{{.*\}})? (\d[\d.e+-]*)$", re.MULTILINE)
-# Selecting these metrics spares vLLM's API process the text of the others. Several API processes cannot select by name
-# and answer with none, so the second path asks for all.
+# These alone spare vLLM's API process the text of all others. Several API processes do not find metrics by name and
+# answer with none, so all are asked for then.
 _METRICS = (f"/metrics?{'&'.join(f'name[]={name}' for name in _GAUGES)}", "/metrics")
 
 
@@ -61,13 +61,13 @@ def server_load(session: requests.Session, base_url: str, **options: Any) -> Ser
 
     `options` go to the request.
     """
-    for path in _METRICS:
-        answer = session.get(f"{base_url}{path}", **options)
-        if answer.status_code == 200 and (gauges := _GAUGE.findall(answer.text)):
-            values = {field: [float(x) for name, x in gauges if _GAUGES[name] == field] for field in _GAUGES.values()}
-            usage = max(values.pop("kv_usage"), default=0.0)
-            return ServerLoad(**{field: int(sum(numbers)) for field, numbers in values.items()}, kv_usage=usage)
-    return None
+    answers = (session.get(f"{base_url}{path}", **options) for path in _METRICS)
+    gauges = next(filter(None, (_GAUGE.findall(answer.text) for answer in answers if answer.status_code == 200)), None)
+    if gauges is None:
+        return None
+    values = {field: [float(value) for name, value in gauges if _GAUGES[name] == field] for field in _GAUGES.values()}
+    usage = max(values.pop("kv_usage"), default=0.0)
+    return ServerLoad(**{field: int(sum(numbers)) for field, numbers in values.items()}, kv_usage=usage)
 
 
 class ServerPause:
