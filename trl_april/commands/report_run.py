@@ -157,7 +157,8 @@ def _start(run: Run, entry: Mapping[str, Any]) -> int:
 def _round(entry: Mapping[str, Any], offset: float) -> RunRound:
     spans, counts = ("sync", "generation", "scoring", "reward_calls"), ("trained_lengths", "launched_lengths", "ages")
     fields: dict[str, Any] = {name: entry[name] for name in ("version", "due_seconds", "abort_seconds")}
-    fields |= zip(spans, _intervals([entry[name] for name in spans], offset), strict=True)
+    # A phase is missing if it did not take place, as the sync of a second round under the same weights.
+    fields |= zip(spans, _intervals([entry.get(name, (0.0, 0.0)) for name in spans], offset), strict=True)
     fields |= {name: _counts(entry[name]) for name in counts}
     fields |= {name: _numbers(entry[name]) for name in ("rewards", "metrics")}
     return RunRound(**fields, in_flight=[(offset + time, count) for time, count in entry["in_flight"]])
