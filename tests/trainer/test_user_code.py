@@ -194,6 +194,23 @@ def test_an_exit_in_one_process_reaches_the_other(fake, forker, tmp_path):
     assert (other["error"], other["message"]) == ("PeerError", "Process 1 failed with SystemExit: 3")
 
 
+def test_a_tool_that_never_works_ends_training(fake, tmp_path):
+    def ask(number: int) -> str:
+        """Asks.
+
+        Args:
+            number: A number.
+        """
+        raise ConnectionRefusedError(111, f"no service for {number}")
+
+    turns = [[call("ask", number=10 * n + turn) + END for turn in range(9)] for n in range(8)]
+    fake.script = ToolScript(turns).stream
+    options = {**SIZES, "per_device_train_batch_size": 8, "num_generations": 8, "max_tool_calling_iterations": 8}
+    trainer = april(fake, tmp_path, **options | {"max_completion_length": 2000}, arguments={"tools": [ask]})
+    with pytest.raises(ConfigError, match=r"The tool 'ask' has never worked: 64 calls .*no service for \d"):
+        trainer.train()
+
+
 def test_evaluations_and_trainings_leave_no_threads(fake, left, tmp_path):
     """Only idle environments have one, for the next evaluation."""
     fake.script = ByQuestion().stream

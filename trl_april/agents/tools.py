@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.row_json import Message, decode_messages, encode_messages
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .environments import Environments
 
 Tool = Callable[..., Any]
+
+NEVER_WORKED, DIFFERENT = 64, 8  # failed calls, and different arguments among them, of a tool that is broken
+NOT_OF_ARGUMENTS = (OSError, RuntimeError, ImportError, NameError)  # errors that are rarely due to arguments
 
 
 class Tools(NamedTuple):
@@ -85,13 +88,17 @@ class ToolTurns:
 class ToolCalls:
     """Calls tools with a time limit, and keeps errors that TRL's loop would take for results.
 
-    These errors are exits that a tool asks for, and methods of an environment that work in a single thread only.
+    These errors are exits that a tool asks for, methods of an environment that work in a single thread only, and a
+    tool that never works: `NEVER_WORKED` calls with various arguments have failed for the same reason, one of
+    `NOT_OF_ARGUMENTS`. The errors of a model that calls a tool wrongly are results, and training continues.
     """
 
     def __init__(self, user_code: UserCode, timeout: float | None) -> None:
         self.user_code, self.timeout = user_code, timeout
         self.threads = user_code.threads("tools")
         self._error: BaseException | None = None
+        self._failed: dict[tuple[str, str], list[str]] = {}  # arguments of calls, by tool and kind of error
+        self._worked: set[str] = set()
 
     def by_kind(
         self, tools: Iterable[Tool], of: Any = None, on_late: Callable[[], None] = lambda: None
@@ -120,14 +127,14 @@ class ToolCalls:
         function = self.in_time(tool, tool.__name__, of, on_late)
 
         def call(**arguments: Any) -> Any:
-            with self._noted(tool, is_method=of is not None):
+            with self._noted(tool, arguments, is_method=of is not None):
                 return function(**arguments)
 
         return call
 
     def _coroutine(self, tool: Callable[..., Coroutine[Any, Any, Any]], on_late: Callable[[], None]) -> Tool:
-        async def in_time(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            task = asyncio.ensure_future(noted(coroutine))
+        async def in_time(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
+            task = asyncio.ensure_future(noted(coroutine, arguments))
             await asyncio.wait({task}, timeout=self.timeout)  # `wait_for` waits for coroutines that ignore their end
             if not task.done():
                 task.cancel()
@@ -135,17 +142,18 @@ class ToolCalls:
                 raise TimeoutError(f"{tool.__name__} did not return within {self.timeout:g} seconds.")
             return task.result()
 
-        async def noted(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            with self._noted(tool):
+        async def noted(coroutine: Coroutine[Any, Any, Any], arguments: dict[str, Any]) -> Any:
+            with self._noted(tool, arguments):
                 return await coroutine
 
         # Wrong arguments are an error of the call and not of the coroutine, as without a limit.
-        return lambda **arguments: in_time(tool(**arguments))
+        return lambda **arguments: in_time(tool(**arguments), arguments)
 
     @contextmanager
-    def _noted(self, tool: Tool, *, is_method: bool = False) -> Iterator[None]:
+    def _noted(self, tool: Tool, arguments: dict[str, Any], *, is_method: bool = False) -> Iterator[None]:
         try:
             yield
+            self._worked.add(tool.__qualname__)
         except (KeyboardInterrupt, SystemExit) as error:  # which would end the event loop of all coroutines
             self._error = self._error or error
             raise RuntimeError(repr(error)) from error
@@ -155,7 +163,23 @@ class ToolCalls:
                     f"{tool.__qualname__} works only in the thread that trains, but its environment was made in "
                     f"another thread: {error} Open connections in the call, or limit its time without signals."
                 )
+            if isinstance(error, NOT_OF_ARGUMENTS) and tool.__qualname__ not in self._worked:
+                self._note_failure(tool, arguments, error)
             raise
+
+    def _note_failure(self, tool: Tool, arguments: dict[str, Any], error: Exception) -> None:
+        # The text of a network error may contain the arguments.
+        is_of_network = isinstance(error, OSError) and error.filename is None
+        kind = type(error).__name__ if is_of_network else repr(error)
+        calls = self._failed.setdefault((tool.__qualname__, kind), [])
+        calls.append(repr(arguments)[:1000])
+        varied = len(set(calls)) >= DIFFERENT or not signature(tool).parameters
+        if len(calls) >= NEVER_WORKED and varied:
+            self._error = self._error or ConfigError(
+                f"The tool {tool.__name__!r} has never worked: {len(calls)} calls with different arguments have "
+                f"failed. The last error is {error!r:.300}. Call it from a thread in a separate script, and correct "
+                "it, or start the service that it needs."
+            )
 
 
 def check_message_images(messages: list[Message], whose: str, *, takes_images: bool) -> None:
