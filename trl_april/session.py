@@ -320,8 +320,8 @@ class RolloutSession:
             return self._restore_rollouts(saved, rows, num_reward_funcs)
         except PoolError as error:
             raise CheckpointError(
-                f"The partial samples in {checkpoint} cannot be resumed. {error} Resume from another "
-                f"checkpoint, or remove its folder `{FOLDER}` to continue without them."
+                f"The partial samples in {checkpoint} cannot be resumed. {error} Resume from another checkpoint, or "
+                f"remove the folder `{FOLDER}` there to continue without them."
             ) from error
 
     def _restore_rollouts(

@@ -83,7 +83,7 @@ def bad(tmp_path):
     [
         ("serve {folder}/none", "The model is '{folder}/none', but there is no such folder.*saved to, or a model"),
         ("serve {folder}/empty", "The model is the folder '{folder}/empty', which has no config.json.*saved to"),
-        ("serve m --port {port}", "bind to 127.0.0.1, port {port}: Address already in use. Stop the program there"),
+        ("serve m --port {port}", "bind to 127.0.0.1, port {port}: Address already in use. .*a free port"),
         (
             "serve nosuchmodel --port {free}",
             "'nosuchmodel', which is neither a folder here nor .* offline mode.*Check",

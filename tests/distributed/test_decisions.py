@@ -223,7 +223,7 @@ def test_whether_groups_finish_beside_an_evaluation_is_known_to_the_first_proces
         options = SimpleNamespace(overlap_generation=True, dynamic_sampling=False)
         return groups_finish_beside_evaluations(
             SimpleNamespace(
-                _processes=peer, _options=options, _session=object(), reward_funcs=[],
+                _april_processes=peer, _april_options=options, _april_session=object(), reward_funcs=[],
                 vllm_generation=SimpleNamespace(servers=servers),
             )
         )  # fmt: skip

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.support.fake_vllm import FakeVLLM
 from tests.support.preloaded import launch_preloaded
@@ -322,3 +323,21 @@ def test_an_environment_that_needs_two_threads_ends_training(fake, tmp_path):
     trainer = april(fake, tmp_path, **SIZES, arguments={"tools": [], "environment_factory": Limited})
     with pytest.raises(ConfigError, match="Limited.ask works only in the thread that trains, but its environment was"):
         trainer.train()
+
+
+class Scaled(Simulator):
+    def get_reward(self):
+        return 10 * super().get_reward()
+
+
+def test_a_script_with_two_environments(fake, left, tmp_path):
+    prompts = [
+        {**row, "scale": number, "environment": "ab"[number % 2]} for number, row in enumerate(DATASET.to_list())
+    ]
+    arguments = {
+        "environment_factory": {"a": Simulator, "b": Scaled},
+        "train_dataset": Dataset.from_list(prompts),
+    }
+    trainer = compared(fake, tmp_path, left, ToolScript(TURNS), arguments)
+    first, second = trainer.state.log_history[:2]
+    assert (first["reward"], second["reward"]) == pytest.approx((2.5, 25.0))
