@@ -157,7 +157,7 @@ class Recorder:
             For every batch with tokens of at least three versions, the step, and the mean and effective sample size of
             their importance ratios.
         snapshots (`dict[int, tuple[float, dict]]`):
-            By optimiser step, the seconds since the start and the weights of the model.
+            By optimizer step, the seconds since the start and the weights of the model.
         started (`float`):
             When training began.
     """
@@ -384,7 +384,7 @@ def training_parser(description: str) -> argparse.ArgumentParser:
     """Options that the benchmarks of whole trainings share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimiser steps of each training")
+    parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimizer steps of each training")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmark_output"), help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="a few steps, as a smoke test")
     return parser
@@ -403,8 +403,8 @@ def main() -> None:
     )
     parser.add_argument("--recipes", nargs="+", choices=NAMES, default=list(NAMES), help="recipes to train")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds; each trains all recipes in both modes")
-    parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimiser steps of each training")
-    parser.add_argument("--april-steps", type=int, help="optimiser steps of the APRIL trainings (default: as many)")
+    parser.add_argument("--steps", type=int, default=Sizes().steps, help="optimizer steps of each training")
+    parser.add_argument("--april-steps", type=int, help="optimizer steps of the APRIL trainings (default: as many)")
     parser.add_argument(
         "--every", type=int, default=Sizes().every, help="steps between two points of a curve on held-out prompts"
     )

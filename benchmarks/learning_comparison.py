@@ -350,8 +350,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         _draw_sizes(sizes, [run for run in runs if run.recipe == recipe])
         over_time.set_title(f"{recipe}, {len(pairs)} seeds", loc="left", fontsize=11)
         over_time.set_xlabel("seconds of training")
-        over_steps.set_xlabel("optimiser steps")
-        lengths_axes.set_xlabel("optimiser steps")
+        over_steps.set_xlabel("optimizer steps")
+        lengths_axes.set_xlabel("optimizer steps")
         lengths_axes.set_ylim(bottom=0)
     for axes, label in zip(
         grid[:, 0],

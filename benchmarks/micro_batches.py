@@ -1,9 +1,9 @@
 """Speed of training with each prompt once and little padding, compared with TRL's micro-batches.
 
-    python benchmarks/micro_batches.py                  # 32 samples per optimiser step, with a median of 100 tokens
+    python benchmarks/micro_batches.py                  # 32 samples per optimizer step, with a median of 100 tokens
     python benchmarks/micro_batches.py --sigma 1.0 --sizes 8 --turns 9 --json micro_batches.json
 
-The trainer scores a batch and computes the gradients of an optimiser step. Only the rollouts are simulated: random
+The trainer scores a batch and computes the gradients of an optimizer step. Only the rollouts are simulated: random
 completions of lognormal lengths, 4 of a prompt. Five ways take turns on the same batches: ours; rows side by side, in
 micro-batches of similar length; the same with samples in TRL's shuffled order; ours with the same number of samples
 in every micro-batch; and ours with TRL's second forward pass for the correction. No forward pass has columns after its
@@ -132,7 +132,7 @@ CONTESTANTS: dict[str, Callable[[int], AbstractContextManager[Any]]] = {
 
 
 def make_trainer(folder: str, samples: int, size: int) -> Trainer:
-    """A trainer of the demo's model with `samples` per optimiser step, in micro-batches of `size`."""
+    """A trainer of the demo's model with `samples` per optimizer step, in micro-batches of `size`."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     args = APRILGRPOConfig(
@@ -155,7 +155,7 @@ def make_trainer(folder: str, samples: int, size: int) -> Trainer:
 
 
 def step(trainer: Trainer, made: Round) -> tuple[float, int]:
-    """Score a round and compute the gradients of its optimiser step. Returns seconds and positions."""
+    """Score a round and compute the gradients of its optimizer step. Returns seconds and positions."""
     trainer.next_round, trainer._step = made, 0
     rows = [{"prompt": ""}] * trainer.args.generation_batch_size
     trainer.model.zero_grad()
@@ -206,7 +206,7 @@ def main() -> None:
         "--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5], help="standard deviation of the log-lengths"
     )
     parser.add_argument("--median", type=float, default=100.0, help="median tokens of a completion")
-    parser.add_argument("--samples", type=int, default=32, help="samples of an optimiser step")
+    parser.add_argument("--samples", type=int, default=32, help="samples of an optimizer step")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="samples of a micro-batch")
     parser.add_argument("--prompts", type=int, nargs="+", default=[8, 400], help="tokens of a prompt")
     parser.add_argument("--turns", type=int, default=7)

@@ -111,7 +111,7 @@ def started(task: GymTask, sizes: Sizes, learning_rate: float, folder: Path) -> 
 def main() -> None:
     parser = training_parser(__doc__)
     parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("--april-steps", type=int, help="optimiser steps of the APRIL trainings (default: as many)")
+    parser.add_argument("--april-steps", type=int, help="optimizer steps of the APRIL trainings (default: as many)")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     arguments = parser.parse_args()
     prepare()

@@ -129,7 +129,7 @@ class TestResuming:
 
 
 class TestBatchesOfSeveralSteps:
-    """Checkpoints in the middle of a generation batch that is trained for several optimiser steps."""
+    """Checkpoints in the middle of a generation batch that is trained for several optimizer steps."""
 
     OPTIONS = {
         "per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 12,

@@ -161,7 +161,7 @@ EXAMPLE = {"quota": 1, "rounds_per_epoch": 2, "micro": 2, "accumulation": 3, "le
 
 
 def trains_at_all(*, has_length: bool, rounds_per_epoch: int, micro: int, accumulation: int) -> bool:
-    """Stock runs forever on a stream shorter than one optimiser step."""
+    """Stock runs forever on a stream shorter than one optimizer step."""
     return has_length or rounds_per_epoch * micro >= accumulation
 
 
@@ -251,7 +251,7 @@ def test_training_ends_with_an_empty_pool_and_every_row_trained_as_often_as_in_s
 ):
     """Rule 9, with the staleness guarantee on: policy versions are those that stock would have, also when resuming.
 
-    The examples are the short optimiser step at the end of an epoch, which is a version too, and a resumed epoch whose
+    The examples are the short optimizer step at the end of an epoch, which is a version too, and a resumed epoch whose
     last round reaches over its end, where steps count anew.
     """
     rng = random.Random(seed)
@@ -284,7 +284,7 @@ def test_training_ends_with_an_empty_pool_and_every_row_trained_as_often_as_in_s
 
 
 def plain_source(rows: int, *, max_steps: int = 3) -> RowSource:
-    """Rows 0, 1, 2, ... in every epoch; two rows and one optimiser step per round."""
+    """Rows 0, 1, 2, ... in every epoch; two rows and one optimizer step per round."""
     epochs = as_epochs(numbered_chunks(rows // 2, 2))
     return RowSource(epochs, plan_of(2, max_steps=max_steps), rounds_per_epoch=rows // 2)
 

@@ -24,7 +24,7 @@ RUNS = [
     {"name": "plain", "kind": "train", "options": {"num_train_epochs": 2, "max_steps": -1, **TABLE}},
     # 3 groups of 4 samples, which do not divide into 4 processes; each batch is trained twice.
     {"name": "straddling", "kind": "train", "batch": 12, "options": {"num_train_epochs": 1, "num_iterations": 2}},
-    # Each batch in 4 parts and 2 optimiser steps.
+    # Each batch in 4 parts and 2 optimizer steps.
     {
         "name": "accumulated", "kind": "train",
         "options": {"num_train_epochs": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 2},

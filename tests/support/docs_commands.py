@@ -106,7 +106,8 @@ def check_trl_april(arguments: list[str]) -> None:
 
 def check_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
-        check(arguments[1:])
+        if importlib.util.find_spec(arguments[1]) is None or len(arguments) > 2:
+            check(arguments[1:])
         return
     path = ROOT / arguments[0]
     on_a_cpu = ON_A_CPU if path.parent.name == "scripts" else []

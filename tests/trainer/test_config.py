@@ -250,7 +250,7 @@ def test_the_default_factor_is_what_the_bound_allows_and_higher_with_tools(optio
     ],
 )
 def test_the_factor_is_lowered_to_the_bound(options, start, steps, caplog):
-    """With a warning, unless "auto" still has a choice. `steps` optimiser steps train a batch."""
+    """With a warning, unless "auto" still has a choice. `steps` optimizer steps train a batch."""
     assert AprilOptions(**{"over_provisioning": "auto", **options}).bounded_factor(steps) == start
     if options == {"over_provisioning": 3.0, "max_staleness": 5}:
         assert "over_provisioning is lowered from 3.0 to 2: " in caplog.text

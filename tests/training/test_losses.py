@@ -34,12 +34,12 @@ LOSSES = ["grpo", "dapo", "gspo", "dr_grpo", "bnpo", "cispo"]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 VERSIONS = 4  # policy versions 0 to 3 sampled the tokens; the batch is scored under version 3
-NOW = VERSIONS  # the trained weights, one optimiser step after scoring, so that ratios are not 1
+NOW = VERSIONS  # the trained weights, one optimizer step after scoring, so that ratios are not 1
 TOLERANCE = 1e-5
 
 NUM_GENERATIONS = 4
 BATCH = 8
-ACCUMULATION = 2  # micro-batches per optimiser step
+ACCUMULATION = 2  # micro-batches per optimizer step
 MAX_LENGTH = 14
 EOS = 2
 CAP, FLOOR = 1.5, 0.6  # of the importance-sampling weight
@@ -154,7 +154,7 @@ def groups(policies) -> list[Group]:
 
 
 def make_april(loss_type: str, model_dir, output_dir, **options) -> MixedTrainer:
-    """A generation batch is for two optimiser steps, unless `options` say otherwise."""
+    """A generation batch is for two optimizer steps, unless `options` say otherwise."""
     bounds = {"vllm_importance_sampling_clip_max": CAP, "vllm_importance_sampling_clip_min": FLOOR}
     sizes = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATION}
     sizes |= {"steps_per_generation": 2 * options.get("gradient_accumulation_steps", ACCUMULATION)}
@@ -167,8 +167,8 @@ def make_april(loss_type: str, model_dir, output_dir, **options) -> MixedTrainer
     return MixedTrainer(model=model_dir, reward_funcs=reward, args=args, train_dataset=dataset)
 
 
-def optimisation_step(trainer, policies: Policies, *, in_blocks: bool = True):
-    """Score a generation batch under the newest version, load the trained weights, and run the second optimiser step.
+def optimization_step(trainer, policies: Policies, *, in_blocks: bool = True):
+    """Score a generation batch under the newest version, load the trained weights, and run the second optimizer step.
 
     Returns:
         The loss, the gradient of every parameter, and the completions of every micro-batch.
@@ -283,11 +283,11 @@ def paper_loss(
     loss_type: str, mode: str, policies: Policies, micro_batches: list[list[Example]], tokens_per_step: float,
     reached: Counter,
 ) -> torch.Tensor:  # fmt: skip
-    """Loss of one optimiser step.
+    """Loss of one optimizer step.
 
     - `grpo` (DeepSeekMath, equation 3) and `gspo` (equation 5): mean over samples of the mean over their tokens.
     - `dapo` (arXiv 2503.14476, equation 8), and `cispo` with it: sum over tokens, divided by their number, which TRL
-      averages over the optimiser steps of a generation batch.
+      averages over the optimizer steps of a generation batch.
     - `dr_grpo` (arXiv 2503.20783, section 3.1 and appendix A): sum over tokens, divided by a constant, the largest
       length.
     - `bnpo`: mean over the tokens of a micro-batch, then over micro-batches, as documented by TRL.
@@ -317,7 +317,7 @@ def paper_loss(
 def assert_as_in_the_papers(trainer, policies, groups, *, kept=lambda sample, position: True) -> None:
     loss_type, mode = trainer.args.loss_type, trainer.vllm_importance_sampling_mode
     trainer.groups = groups
-    loss, gradients, held = optimisation_step(trainer, policies)
+    loss, gradients, held = optimization_step(trainer, policies)
 
     examples = examples_of(groups, kept)
     reached = Counter()  # branches of the papers that this case has exercised
@@ -372,12 +372,12 @@ DEPEND_ON_MICRO_BATCHES = [
 
 class TestMicroBatches:
     def steps(self, trainer, policies, groups, monkeypatch):
-        """An optimiser step with our micro-batches and forward passes, and with TRL's."""
+        """An optimizer step with our micro-batches and forward passes, and with TRL's."""
         trainer.groups = groups
         monkeypatch.setattr("trl_april.training.blocks.POSITIONS_PER_BLOCK", {"cpu": 2})  # many blocks
-        ours = optimisation_step(trainer, policies)
+        ours = optimization_step(trainer, policies)
         monkeypatch.setattr("trl_april.bridge.training_pass.can_be_regrouped", lambda *args: False)
-        return ours, optimisation_step(trainer, policies, in_blocks=False)
+        return ours, optimization_step(trainer, policies, in_blocks=False)
 
     @pytest.mark.parametrize("loss_type", ["sapo", "luspo", "vespo", *(loss for loss in LOSSES if loss != "bnpo")])
     def test_samples_of_a_prompt_share_few_micro_batches_and_gradients_do_not_depend_on_it(
@@ -434,10 +434,10 @@ SPECIAL_CASES = [
 
 
 class TestTrainingPass:
-    """A batch of one optimiser step: its correction needs no forward pass of its own."""
+    """A batch of one optimizer step: its correction needs no forward pass of its own."""
 
     def train(self, trainer, policies, groups) -> tuple:
-        """Loss, gradients, metrics and number of forward passes of an optimiser step, in float64.
+        """Loss, gradients, metrics and number of forward passes of an optimizer step, in float64.
 
         Without blocks: norms are in float32, and so depend on the shape of a pass.
         """

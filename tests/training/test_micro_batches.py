@@ -1,4 +1,4 @@
-"""Micro-batches of samples of similar length, or of as many as fit: the same ones in every optimiser step."""
+"""Micro-batches of samples of similar length, or of as many as fit: the same ones in every optimizer step."""
 
 import itertools
 import math
@@ -159,7 +159,7 @@ def test_no_sample_changes_its_step():
     for count, accumulation, regroup in itertools.product(range(1, 9), range(1, 9), (regrouped, fill)):
         before = micro_batches(*([n + 1] for n in range(count)), prompts="abcabcab")
         made = numbers(regroup(before, accumulation, multiple=1))
-        for first in range(0, 10 * count, count):  # generation batches may begin inside an optimiser step
+        for first in range(0, 10 * count, count):  # generation batches may begin inside an optimizer step
             for place, of_one in enumerate(made):
                 for number in of_one:
                     assert (first + place) // accumulation == (first + number) // accumulation
