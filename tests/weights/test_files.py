@@ -59,6 +59,27 @@ def test_large_matrices_are_written_as_the_server_holds_them(tmp_path, shape, ow
     assert torch.equal(load_file(file)["p"], param.to(expected)) and load_file(file)["p"].dtype == expected
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that reports a GPU as its device."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+def test_a_gpu_copies_into_pinned_memory(tmp_path, monkeypatch):
+    pinned, empty = [], torch.empty
+
+    def new(size, *, pin_memory=False, **options):
+        pinned.append(pin_memory)
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", new)
+    param = torch.randn(600, 520)
+    write_weights(iter([("p", param.as_subclass(OnGpu)), ("q", torch.randn(7))]), tmp_path, torch.bfloat16)
+    (file,) = tmp_path.iterdir()
+    assert torch.equal(load_file(file)["p"], param.to(torch.bfloat16))
+    assert pinned == [True, False]
+
+
 @pytest.mark.parametrize(
     ("servers", "itemsize"),
     [

@@ -158,7 +158,8 @@ def write_weights(params: Parameters, folder: Path, dtype: torch.dtype | None = 
     for name, param in params:
         # A copy: merged or gathered values change when the iteration continues. A GPU copies several times as fast
         # into pinned memory, which torch keeps for the next shard.
-        copy = shard[name] = torch.empty(param.shape, dtype=stored_dtype(param, dtype), pin_memory=param.is_cuda)
+        pins, stored = param.device.type != "cpu", stored_dtype(param, dtype)
+        copy = shard[name] = torch.empty(param.shape, dtype=stored, pin_memory=pins)
         copy.copy_(param.detach())
         size += copy.nbytes
         if size >= SHARD_BYTES:
