@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset, Features, Image, Value
 
 from tests.support.effort import until_shown
+from tests.support.tiny import build_tokenizer
 from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
 from tests.trainer.test_tools_on_server import calling_tokenizer
 from tests.trainer.test_trainer import RecordingTrainer, make_config, wait_until_idle
@@ -30,6 +31,7 @@ WITH_COLUMN = Dataset.from_list(
         for number in range(12)
     ]
 )
+AGAIN = build_tokenizer()("again?\n")["input_ids"]
 TEXT = Value("string")
 WITH_PARTS = Dataset.from_list(
     [
@@ -95,6 +97,13 @@ def check_training_pass(trainer: RecordingTrainer) -> None:
     name = "sampling/sampling_logp_difference/max"
     differences = [entry[name] for entry in trainer.state.log_history if name in entry]
     assert differences and 0 < max(differences) < 1e-4
+
+
+async def look_twice(prompt, engine, row):
+    first = await engine.generate(engine.prompt_ids)
+    if first.finish_reason == "stop":
+        await engine.generate([*engine.prompt_ids, *first.token_ids, *AGAIN])
+    return {"shown": len(row["images"])}
 
 
 def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, arguments=None, **options):
@@ -195,3 +204,16 @@ def test_requests_with_images_are_not_kept(server, vision_model_dir, tmp_path):
     with pytest.raises(ConfigError, match="resume_kv='reuse'"):
         args = make_config(server, tmp_path, overlap_generation=True, resume_kv="keep")
         APRILGRPOTrainer(vision_model_dir, distinct, args=args, train_dataset=WITH_COLUMN)
+
+
+def test_rollout_function_with_images(server, vision_model_dir, tmp_path):
+    trainer = train(
+        server, vision_model_dir, tmp_path, resume_kv="reuse", learning_rate=0.0, arguments={"rollout": look_twice},
+        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    samples = [sample for group in trainer.trained_groups for sample in group.samples]
+    assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
+    turns = [sum(one.version is None for one in sample.segments) for sample in samples]
+    assert max(turns) == 1 and any(len(one.segments) > 3 for one in samples)
+    check_training_pass(trainer)
+    assert any("eval_loss" in entry for entry in trainer.state.log_history)
