@@ -20,7 +20,9 @@ from trl_april.pool.staleness import check_bound
 
 NAMES = list(RECIPES)
 REQUIRED = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
-SOURCE = re.compile(r"section \d|eq\. \d|github\.com/|TRL's default|APRIL's (scripts|paper)|trl-april's choice, because ")
+SOURCE = re.compile(
+    r"section \d|eq\. \d|github\.com/|TRL's default|APRIL's (scripts|paper)|trl-april's choice, because "
+)
 UPDATES = {"grpo": 1, "dapo": 16, "gspo": 4}  # per round
 
 

@@ -120,8 +120,8 @@ def test_training_resumes_with_its_rollouts(fake, tmp_path):
     ("changes", "message"),
     [
         ({"arguments": {"rollout": reward}}, "must be a function that is defined with `async def`"),
-        ({"arguments": {"tools": [reward]}}, "beside tools or environment_factory"),
-        ({"use_vllm": False}, "APRIL is off: .*use_vllm.* Leave one"),
+        ({"arguments": {"tools": [reward]}}, "together with tools or environment_factory"),
+        ({"use_vllm": False}, "APRIL is off: .*use_vllm"),
     ],
 )
 def test_what_a_rollout_function_cannot_be_combined_with_is_refused(fake, tmp_path, changes, message):

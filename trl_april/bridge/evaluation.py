@@ -29,6 +29,7 @@ from ..rollout.driver import RolloutDriver
 from ..rollout.event_loop import BackgroundLoop
 from ..rollout.loop import RoundLoop, RoundSteps, run_blocking
 from ..rollout.record import Round
+from ..rollout.user_code import carrying
 from ..server.host import reserve_connections
 from ..training.batch import batch_rows
 from ..weights.recovery import Recovery
@@ -161,7 +162,7 @@ class _Steps(RoundSteps):
 
     async def generate(self, driver: RolloutDriver) -> None:
         self._recovery.restore_weights()
-        self._evaluation.run(driver)
+        carrying(lambda: self._evaluation.run(driver))
         self._recovery.progress_was_made()
 
     async def recover(self, error: ServerError | RoundSuspended, record: Round) -> None:

@@ -22,6 +22,7 @@ from ..pool.samples import Group
 from .driver import RolloutDriver
 from .dynamic_sampling import DynamicSampling
 from .record import Round
+from .user_code import result_of
 
 
 logger = logging.getLogger(__name__)
@@ -289,8 +290,12 @@ class RoundLoop:
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine whose steps block, and so never wait for an event loop."""
-    try:
-        work.send(None)
-    except StopIteration as ended:
-        return ended.value  # type: ignore[no-any-return]
-    raise RuntimeError("A step waits for an event loop, and none runs here.")
+
+    def result() -> T:
+        try:
+            work.send(None)
+        except StopIteration as ended:
+            return ended.value  # type: ignore[no-any-return]
+        raise RuntimeError("A step waits for an event loop, and none runs here.")
+
+    return result_of(result)  # type: ignore[no-any-return]

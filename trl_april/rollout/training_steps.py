@@ -32,6 +32,7 @@ from .event_loop import BackgroundLoop
 from .loop import RoundSteps
 from .progress import RoundProgress, notebook_bar
 from .record import Round
+from .user_code import carrying
 
 
 logger = get_logger(__name__)
@@ -82,7 +83,7 @@ class TrainingSteps(RoundSteps):
         return self.loop.paused()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run(work, poll=self.processes.check)
+        return carrying(lambda: self.loop.run(work, poll=self.processes.check))  # type: ignore[no-any-return]
 
     @property
     def oldest_kept(self) -> int | None:  # type: ignore[override]
@@ -134,7 +135,7 @@ class TrainingSteps(RoundSteps):
                 if self.stop.signal:
                     self.loop.call(lambda: driver.suspend("A signal has asked training to stop."))
 
-            self.loop.run(driver.generate(), poll=poll, calls=self.calls)
+            carrying(lambda: self.loop.run(driver.generate(), poll=poll, calls=self.calls))
 
     async def recover(self, error: ServerError | RoundSuspended, record: Round) -> None:
         """Recover from an outage or a suspended round, in all processes together.

@@ -54,6 +54,14 @@ def result_of(call: Callable[[], Any]) -> Any:
     raise error  # not in the handler, whose exception would become its context
 
 
+def carrying(call: Callable[[], Any]) -> Any:
+    """The result of a call within a coroutine, which would turn a `StopIteration` of user code into another error."""
+    try:
+        return call()
+    except StopIteration as error:
+        raise carried(error) from None
+
+
 # Threads
 
 

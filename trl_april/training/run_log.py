@@ -29,7 +29,7 @@ from .batch import DOUBLINGS, Reduction, length_bins
 
 
 if TYPE_CHECKING:
-    from trl.trainer.grpo_config import GRPOConfig
+    from trl import GRPOConfig  # type: ignore[attr-defined]
 
     from ..config import AprilOptions
 
