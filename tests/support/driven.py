@@ -82,7 +82,7 @@ class DrivenRun:
         await self._barrier.wait()
 
     def generate(self) -> None:
-        """Let all pools generate until the batch is finished, and abort what is left."""
+        """Let all pools generate until the batch is finished, and abort the remaining requests."""
         rng = self.rng
         self.next_id = max(self.next_id, self.pools[0].schedule.last_id + 1)
         for pool in self.pools:
