@@ -43,8 +43,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 RECIPE_HELP = f"Options of a paper: {', '.join(RECIPES)}, of trl_april/commands/recipes. Other options override them."
 REWARDS_HELP = f"Rewards, which are summed: {REWARDS}, or module:function, from the current folder or installed."
 CACHE_HELP = (
-    "Last tokens of max_completion_length, over which soft_overlong_punishment falls from 0 to -1. "
-    "Default: a fifth of it, as in the DAPO paper (arXiv 2503.14476, section 4.1)."
+    "Last tokens of a completion, over which soft_overlong_punishment falls to -1 (default: a fifth, as in DAPO)."
 )
 
 
@@ -67,8 +66,7 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Mappi
         )
     if mixture.datasets:
         return get_dataset(mixture)
-    path = Path(name)
-    kind = FORMATS.get(path.suffix.lower())
+    path, kind = Path(name), FORMATS.get(Path(name).suffix.lower())
     if path.is_file():
         if kind is None:
             raise ConfigError(f"dataset_name is {name!r}; a file must be one of {', '.join(FORMATS)}. Convert it.")
