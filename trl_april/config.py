@@ -58,7 +58,6 @@ class AprilOptions:
     weight_sync_dir: str | None = None
     stream_interval: int = 64
     save_on_signal: bool | None = None
-    max_parked_tokens: int | None = None
     tool_timeout: float | None = None
     replay_environments: bool = False
 
@@ -124,7 +123,6 @@ class AprilOptions:
             ("weight_sync", self.weight_sync in WEIGHT_SYNCS, f"must be among {', '.join(WEIGHT_SYNCS)}"),
             ("resume_kv", self.resume_kv in RESUME_KV, f"must be among {', '.join(RESUME_KV)}"),
             ("overlap_generation", switch in ("true", "false", AUTO), "must be True, False or 'auto'"),
-            ("max_parked_tokens", (self.max_parked_tokens or 0) >= 0, "cannot be negative. Omit it for no bound"),
             ("dppo_threshold", dppo is None or 0 < dppo < 1, "must be between 0 and 1. Omit it for no mask"),
             ("tool_timeout", timeout is None or timeout > 0, "must be positive. Omit it for no limit"),
             ("stream_interval", self.stream_interval >= 1, "counts tokens and must be at least 1"),
@@ -260,9 +258,6 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Whether Ctrl-C and SIGTERM (a preemption) write a checkpoint before training stops: immediately in the
             middle of a round, otherwise at the end of the optimizer step. A second signal stops at once. By default
             they do, unless `save_strategy="no"`.
-        max_parked_tokens (`int`, *optional*):
-            Bound on the completion tokens that each process keeps between rounds, at 8 bytes each. At the bound
-            nothing is dropped: groups that the batch does not need wait. By default there is none.
         tool_timeout (`float`, *optional*):
             Seconds after which a call of a tool becomes an error result, as an exception does, and counts as a
             failure. The call's thread is abandoned, a coroutine is canceled. It also limits `reset` of

@@ -153,7 +153,6 @@ class RolloutSession:
             dynamic_sampling=options.scores_groups,
             has_tools=self._act is not None,
             has_environments=self._restorable is not None,
-            max_parked_tokens=options.max_parked_tokens,
             budget=plan.budget,
         )
 
