@@ -164,9 +164,7 @@ class APRILGRPOTrainer(GRPOTrainer):
             sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
             compatibility.check_scoring(self.reward_funcs, processes.count, sharded=sharded)
         with processes.watched():
-            construction.attach_server(self)
-            construction.check_memory(self)
-            self._april_fixed = compatibility.fixed_options(self)
+            self._april_attach_server()
         add_round_lines(self.callback_handler.callbacks, given=callbacks or ())
         run = lambda: self._april_session, lambda: self._april_stop, lambda: self._step
         self.add_callback(StepCallback(*run, processes, saves_on_signal=self._april_options.save_on_signal))
@@ -320,6 +318,11 @@ class APRILGRPOTrainer(GRPOTrainer):
             session, self._april_session = self._april_session, None  # the pool is kept for inspection
             if session is not None:
                 session.close()
+
+    def _april_attach_server(self) -> None:
+        construction.attach_server(self)
+        construction.check_memory(self)
+        self._april_fixed = compatibility.fixed_options(self)
 
     def _april_open_session(self) -> RolloutSession:
         sampling, turns = rows.sampling(self), tool_turns(self, self._april_options, self._april_rollout)
