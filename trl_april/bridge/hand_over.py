@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from ..agents.tools import messages_of
 from ..engine.images import images_in, returning_images
-from ..pool.samples import Group, Sample
+from ..pool.samples import Group
 from ..training.batch import loss_mask
 
 
@@ -109,7 +109,8 @@ def rollout_output(groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
 
 def first_turns(output: dict[str, list[list[Any]]], groups: Sequence[Group]) -> dict[str, list[list[Any]]]:
     """The tokens of every completion before its first tool result."""
-    lengths = [_first_turn(sample) for group in groups for sample in group.samples]
+    own = [takewhile(lambda s: s.version is not None, sample.segments) for group in groups for sample in group.samples]
+    lengths = [sum(segment.length for segment in segments) for segments in own]
     cut = {
         name: [values[:length] for values, length in zip(output[name], lengths, strict=True)]
         for name in ("completion_ids", "logprobs")
@@ -130,7 +131,3 @@ def loop_results(output: dict[str, list[list[Any]]], groups: Sequence[Group]) ->
         sum(conversation.failures for conversation in conversations),
         [images_in(conversation) or [] for conversation in messages],
     )
-
-
-def _first_turn(sample: Sample) -> int:
-    return sum(segment.length for segment in takewhile(lambda s: s.version is not None, sample.segments))

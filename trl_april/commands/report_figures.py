@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..training.run_log import bin_edges
 from .report_run import Run
-from .report_summary import phases, sum_counts
+from .report_summary import sum_counts
 
 
 # Distinguishable with any color vision: orange and blue of different lightness; viridis.
@@ -105,8 +105,9 @@ def figures(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:
 
 
 def _draw_throughput(axes: Axes, run: Run, color: str) -> None:
-    seconds = [sum(item.values()) or math.inf for item in phases(run)]
-    rates = [item.metrics.get("trained_tokens", 0.0) / s for item, s in zip(run.rounds, seconds, strict=True)]
+    ends = [*(item.sync[0] for item in run.rounds[1:]), run.seconds]
+    periods = [end - item.sync[0] or math.inf for item, end in zip(run.rounds, ends, strict=True)]
+    rates = [item.metrics.get("trained_tokens", 0.0) / s for item, s in zip(run.rounds, periods, strict=True)]
     _draw_smoothed(axes, range(1, len(rates) + 1), rates, color)
     axes.set(ylim=(0, None), ylabel="tokens per second")
     _label_rounds(axes, run)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..training.run_log import FILE, FORMAT
@@ -45,12 +45,11 @@ class RunRound:
         return self.rewards.get("reward")
 
 
-@dataclass(slots=True)
-class Step:
+class Step(NamedTuple):
     """An optimizer step, counted from 1, and the intervals in which the trainer worked on it."""
 
     step: int
-    training: list[Interval] = field(default_factory=list)
+    training: list[Interval]
 
 
 @dataclass(slots=True)

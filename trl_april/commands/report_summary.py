@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +27,7 @@ Summary = dict[str, float]  # the rows of the table by their labels
 
 def summarize(run: Run) -> Summary:
     """The rows of the table for a run with at least 1 round."""
-    rounds, seconds, spans = run.rounds, max(run.seconds, 1e-9), phases(run)
+    rounds, seconds = run.rounds, max(run.seconds, 1e-9)
 
     def values(name: str) -> list[float]:
         return [item.metrics.get(name, 0.0) for item in rounds]
@@ -50,7 +50,7 @@ def summarize(run: Run) -> Summary:
         "over_provisioning": values("over_provisioning")[-1],
         "groups withheld, mean": fmean(values("withheld_groups")),
         **_occupancy(run),
-        **{f"time in {phase}, %": 100 * sum(span[phase] for span in spans) / seconds for phase in spans[0]},
+        **{f"time in {phase}, %": 100 * spent / seconds for phase, spent in phases(run).items()},
         "trained tokens carried over, %": 100 * sum(n for age, n in ages.items() if age) / max(1, sum(ages.values())),
         "staleness, mean": sum(age * n for age, n in ages.items()) / max(1, sum(ages.values())),
         "staleness, maximum": max(ages, default=0),
@@ -114,28 +114,21 @@ def _advice(figures: Summary, options: Mapping[str, Any]) -> Iterator[str]:
         yield f"The server was away for {outage:.3g} s, and {broken:.0f} streams broke: read its log."
 
 
-def phases(run: Run) -> list[dict[str, float]]:
-    """Seconds of each round by phase, from the start of its weight sync to the next."""
-    steps = sorted(interval for step in run.steps for interval in step.training)
-    found = []
-    for item, following in zip_longest(run.rounds, run.rounds[1:]):
-        begin, end = item.sync[0], run.seconds if following is None else following.sync[0]
-        rewards = item.reward_calls[1] - item.reward_calls[0]
-        generation = item.generation[1] - item.generation[0]
-        abort = min(item.abort_seconds, generation)
-        due = min(item.due_seconds, generation - abort)
-        training = [min(stop, end) - max(start, begin) for start, stop in steps if start < end and stop > begin]
-        seconds = {
-            "sync": item.sync[1] - item.sync[0],
-            "generation": generation - due - abort,
-            "due groups": due,
-            "abort": abort,
-            "log-probabilities": item.scoring[1] - item.scoring[0] - rewards,
-            "rewards": rewards,
-            "training": sum(training),
-        }
-        found.append({**seconds, "other": max(0.0, end - begin - sum(seconds.values()))})
-    return found
+def phases(run: Run) -> Summary:
+    """Seconds of a run by phase."""
+    rounds = run.rounds
+    seconds = {
+        "sync": sum(item.sync[1] - item.sync[0] for item in rounds),
+        "generation": sum(item.generation[1] - item.generation[0] for item in rounds),
+        "due groups": sum(item.due_seconds for item in rounds),
+        "abort": sum(item.abort_seconds for item in rounds),
+        "log-probabilities": sum(item.scoring[1] - item.scoring[0] for item in rounds),
+        "rewards": sum(item.reward_calls[1] - item.reward_calls[0] for item in rounds),
+        "training": sum(end - begin for step in run.steps for begin, end in step.training),
+    }
+    seconds["generation"] -= seconds["due groups"] + seconds["abort"]
+    seconds["log-probabilities"] -= seconds["rewards"]
+    return {**seconds, "other": max(0.0, run.seconds - sum(seconds.values()))}
 
 
 def sum_counts(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:

@@ -99,11 +99,11 @@ class Admission:
             ConfigError: If a prompt leaves no room for a completion.
         """
         rows = [(group_id, ref, self._read_row(ref)) for group_id, ref in self._source.next_rows(count)]
-        tokenized = iter(self._prompt_ids([row for group_id, _, row in rows if self._owns(group_id)]))
-        groups = []
+        own = [copy.deepcopy(row) for group_id, _, row in rows if self._owns(group_id)]
+        tokenized, groups = iter(self._tokenize(own) if own else ()), []
         for group_id, ref, row in rows:
             if self._owns(group_id):
-                groups.append(self._new_group(group_id, ref, row, next(tokenized)))
+                groups.append(self._new_group(group_id, ref, row, list(next(tokenized))))
             else:
                 self._elsewhere[group_id] = row
                 groups.append(NewGroup(group_id))
@@ -136,9 +136,6 @@ class Admission:
         """Drop the rows of groups that are no longer outstanding."""
         for group_id in group_ids:
             self._elsewhere.pop(group_id, None)
-
-    def _prompt_ids(self, rows: list[Row]) -> list[list[int]]:
-        return [list(ids) for ids in self._tokenize(copy.deepcopy(rows))] if rows else []
 
     def _new_group(self, group_id: int, ref: RowRef, row: Row, prompt_ids: list[int]) -> NewGroup:
         row_index = ref if isinstance(ref, int) else None

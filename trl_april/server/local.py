@@ -49,22 +49,6 @@ def sees_our_devices(base_url: str) -> bool:
     return base_url in _addresses
 
 
-def url_of(host: str, port: int) -> str:
-    """Return the URL at which this machine reaches a server that binds to `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_healthy(base_url: str) -> bool:
-    """Return whether the server at `base_url` is ready to generate."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxies
-    try:
-        with direct.open(f"{base_url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (OSError, HTTPException):
-        return False
-
-
 class LocalServer:
     """A vLLM server on this machine, for the length of a `with` block.
 
@@ -157,7 +141,8 @@ class LocalServer:
         """URL of the server, for `vllm_server_base_url`. Known after the start."""
         if self.port is None:
             raise ServerError(NOT_STARTED)
-        return url_of(self.host, self.port)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # as this machine reaches it
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -261,7 +246,12 @@ class LocalServer:
 
     def is_healthy(self) -> bool:
         """Return whether the server is ready to generate."""
-        return is_healthy(self.base_url)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the environment's proxies
+        try:
+            with direct.open(f"{self.base_url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, HTTPException):
+            return False
 
     def _supervise(self, ready: threading.Event, stopped: threading.Event) -> None:
         """Note when the server is ready. If it ends, start it again with `restart`, or give it up."""

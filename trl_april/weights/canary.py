@@ -75,7 +75,8 @@ class Canary:
         difference = distance(trainer, server)
         after = f"After the sync of policy version {version}"
         if not math.isfinite(difference):
-            sides = [side for side, values in (("trainer", trainer), ("server", server)) if not _are_finite(values)]
+            both = ("trainer", trainer), ("server", server)
+            sides = [side for side, values in both if not all(map(math.isfinite, values))]
             raise WeightSyncError(
                 f"{after}, log-probabilities of the {' and the '.join(sides)} are NaN or infinite: the weights have "
                 "diverged or arrived incomplete. Check the loss before the sync and the server's log."
@@ -174,10 +175,6 @@ class Canary:
                 f"{moved:.3g} nats and the server's by {moved_server:.3g}: the server has kept its old weights. See "
                 "its log for errors while loading weights."
             )
-
-
-def _are_finite(values: Sequence[float]) -> bool:
-    return all(map(math.isfinite, values))
 
 
 def random_tokens(vocab_size: int, number: int) -> list[int]:
