@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # No deadlines: on a busy machine an example may take long.
 settings.register_profile("default", deadline=None, max_examples=30)
-settings.register_profile("thorough", deadline=None, max_examples=100)
+settings.register_profile("thorough", deadline=None, max_examples=60)
 settings.load_profile("thorough" if THOROUGH else "default")
 
 

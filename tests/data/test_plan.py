@@ -28,7 +28,7 @@ def test_last_batches_are_not_left_with_the_longest_completions():
 
     def longest_of_the_last(winds_down: bool) -> float:
         means: list[list[float]] = []
-        for seed in range(8):
+        for seed in range(4):
             pool, plan = Pool(8, over_provisioning=3.0, max_staleness=8), plan_of(quota=8, max_steps=40)
             rounds = SimulatedRounds(pool, lognormal(1.0, seed=seed), bent, rows=8 * 40)
             means.append([])

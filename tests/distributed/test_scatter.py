@@ -14,11 +14,6 @@ from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Score, Segment
 
 
-def test_shards_by_hand():
-    assert shards([2, 3, 7], 4, 2) == [[Shard(2, 0, 4), Shard(3, 0, 2)], [Shard(3, 2, 4), Shard(7, 0, 4)]]
-    assert shards([9], 6, 3) == [[Shard(9, 0, 2)], [Shard(9, 2, 4)], [Shard(9, 4, 6)]]
-
-
 @st.composite
 def batches(draw) -> tuple[list[int], int, int]:
     """Ids of a batch, samples per group, and a number of processes that divides the samples."""

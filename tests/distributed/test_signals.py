@@ -85,19 +85,6 @@ def test_signal_during_the_agreement_counts_in_the_next_one():
     assert (stop.signal, stop.agreed) == (signal.SIGINT, 0)
 
 
-def test_handlers_are_restored_however_training_ends():
-    before = {number: signal.signal(number, lambda *args: None) for number in SIGNALS}
-    mine = [signal.getsignal(number) for number in SIGNALS]
-    try:
-        with pytest.raises(ValueError), StopRequest().listening():
-            assert not {*mine} & {signal.getsignal(number) for number in SIGNALS}
-            raise ValueError
-        assert [signal.getsignal(number) for number in SIGNALS] == mine
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def test_ignored_signal_stays_ignored():
     """A script in the background of a shell ignores Ctrl-C, which is meant for the one in the foreground."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

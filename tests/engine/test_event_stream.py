@@ -1,4 +1,4 @@
-"""The event stream: bytes in, chunks out; what it refuses, and how much it buffers."""
+"""The event stream: its end, its errors, and how much it buffers. `test_fuzz_stream.py` has malformed events."""
 
 from __future__ import annotations
 
@@ -46,12 +46,6 @@ def error_of(*data: bytes) -> AprilError:
     return caught.value
 
 
-@pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_bytes_may_be_split_anywhere(size: int):
-    data = b": comment\r\n\r\n" + event([5, 6], [-0.5, -0.25]) + event([7], [-1], "stop", text="é")
-    assert read(*pieces(data, size)) == [Chunk([5, 6], [-0.5, -0.25]), Chunk([7], [-1], "stop")]
-
-
 @pytest.mark.parametrize(("ending", "reason"), [(event([], [], "stop"), "stop"), (DONE, "abort")])
 def test_nothing_counts_after_the_end(ending: bytes, reason: str):
     """vLLM sends only `[DONE]` for a request that was aborted before its first token."""
@@ -73,58 +67,6 @@ def test_nan_is_a_server_error():
     """vLLM writes NaN as `null`. A retry may succeed."""
     error = error_of(event([5, 6, 7], [-1.0, None, -2.0], "stop"))
     assert type(error) is ServerError and "NaN" in str(error)
-
-
-@pytest.mark.parametrize("line", [b"", b"\r", b": comment", b"event: message", b"id: 7", b'data: {"choices": []}'])
-def test_line_without_an_event_is_skipped(line: bytes):
-    assert read(event(), line + b"\n\n", event()) == [Chunk([5], [-1.0])] * 2
-
-
-@pytest.mark.parametrize("line", [event().replace(b"data: ", b"dat: "), b"<!DOCTYPE html>\n"])
-def test_line_that_may_be_a_damaged_event_is_refused(line: bytes):
-    """Otherwise the tokens after it would be appended in the wrong place."""
-    assert "does not belong to an event stream" in str(error_of(line, event()))
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "logprobs", "words"),
-    [
-        ([True], [-1.0], "token ids are a list of integers"),
-        ([2**64], [-1.0], "token ids are a list of integers"),  # orjson's integers end at 64 bits
-        ("5", [-1.0], "token ids are a list of integers"),
-        ([5], [False], "log-probabilities are a list of numbers"),
-        ([5], {"0": -1.0}, "log-probabilities are a list of numbers"),
-        ([5], None, "not iterable"),
-        ([5, 1000, 6], [-1.0] * 3, "token id 1000, but the trainer's model has a vocabulary of 1000"),
-    ],
-)
-def test_value_of_another_type_is_refused(token_ids: Any, logprobs: Any, words: str):
-    error = error_of(event(token_ids, logprobs))
-    assert type(error) is EngineError
-    assert words in str(error)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        event(index=1),
-        event().replace(b'"index": 0, ', b""),
-        event().replace(b"[{", b"[{}, {"),
-        b'data: {"choices": 0}\n',
-        b'data: {"id": "cmpl-1"}\n',
-        event(prompt_token_ids=3),
-        b"data: " + b"[" * 20_000 + b"\n",  # the parser bounds nesting, so there is no `RecursionError`
-        b"data: NaN\n",
-        b"data: \xff\n",
-    ],
-)
-def test_other_event_than_one_choice_is_refused(line: bytes):
-    assert "malformed" in str(error_of(line))
-
-
-@pytest.mark.parametrize("echo", [[], PROMPT[1:], [*PROMPT, 5], [11, 12, 14], ["11", "12", "13"]])
-def test_other_prompt_is_refused(echo: Any):
-    assert "other token ids" in str(error_of(event(prompt_token_ids=echo)))
 
 
 @pytest.mark.parametrize("error", ["died", ["died"], {"message": "died" * 10_000}])

@@ -11,17 +11,10 @@ import pytest
 from PIL import Image
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.engine.test_vllm import HANG_GUARD, collect
-from tests.support.raw_server import Answer, Asked, RawServer
+from tests.engine.test_vllm import collect, with_engine
+from tests.support.fake_vllm import FakeVLLM, Received
 from trl_april.data.row_json import encode_messages
-from trl_april.engine.images import (
-    PlacedImages,
-    SampleImages,
-    images_in,
-    joined_features,
-    prompt_of,
-    returning_images,
-)
+from trl_april.engine.images import PlacedImages, SampleImages, images_in, joined_features, prompt_of, returning_images
 from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.engine.sampling import SamplingOptions
 from trl_april.engine.vllm import VLLMEngine
@@ -75,40 +68,29 @@ def test_batches_of_a_rollout_function_have_their_images():
     assert generate([TEXT]) == ("ids", "logprobs", [[RED, RED]], [[RED, RED]])
 
 
-def ask(answers: list[bytes], count: int = 1, render: int = 200) -> tuple[list[Asked], list[list[Chunk]]]:
+def ask(answer: bytes, count: int = 1, render: int = 200) -> tuple[list[Received], list[list[Chunk]]]:
     """Send `count` requests with the images of one prompt at once, and abort them while they run."""
-    asked: list[Asked] = []
     features = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 3}]}}
     images = [PlacedImages([RED], PROMPT, 0, place), PlacedImages([BLUE], RESULT, len(PROMPT) + 2, place)]
+    requests = [
+        GenerationRequest(f"run-{n}", [*PROMPT, 7, 8, *RESULT], 2, 40, "salt", 3, seed=3, images=images)
+        for n in range(count)
+    ]
 
-    def answer(request: Asked) -> Answer:
-        asked.append(request)
-        status = render if request.path.endswith("/render") else 200
-        content = (
-            json.dumps({"features": features}).encode() if request.path.endswith("/render") else b"".join(answers)
-        )
-        return Answer(
-            [b"HTTP/1.1 %d OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (status, len(content), content)]
-        )
+    async def main(engine: VLLMEngine) -> list[list[Chunk]]:
+        chunks = await asyncio.gather(*(collect(engine, request) for request in requests))
+        stream = engine.generate(requests[0])
+        await anext(stream)
+        await engine.abort(["run-0", "run-of-text"])
+        await stream.aclose()
+        await engine.abort(["run-0"])
+        return chunks
 
-    async def run() -> list[list[Chunk]]:
-        async with RawServer(answer) as server, asyncio.timeout(HANG_GUARD):
-            sampling = SamplingOptions({"temperature": 0.5, "vllm_xargs": {"own": 2}})
-            engine = VLLMEngine(server.base_url, "model", sampling, stream_interval=8)
-            requests = [
-                GenerationRequest(f"run-{n}", [*PROMPT, 7, 8, *RESULT], 2, 40, "salt", 3, seed=3, images=images)
-                for n in range(count)
-            ]
-            chunks = await asyncio.gather(*(collect(engine, request) for request in requests))
-            stream = engine.generate(requests[0])
-            await anext(stream)
-            await engine.abort(["run-0", "run-of-text"])
-            await stream.aclose()
-            await engine.abort(["run-0"])
-            await engine.close()
-            return chunks
-
-    return asked, asyncio.run(run())
+    with FakeVLLM() as server:
+        server.answers["/v1/chat/completions/render"] = (render, json.dumps({"features": features}))
+        server.answers["/inference/v1/generate"] = (200, answer.decode())
+        sampling = SamplingOptions({"temperature": 0.5, "vllm_xargs": {"own": 2}})
+        return server.received, with_engine(server, main, sampling, stream_interval=8)
 
 
 def test_features_are_computed_once_and_sent_with_every_request():
@@ -116,7 +98,7 @@ def test_features_are_computed_once_and_sent_with_every_request():
     choice = {"index": 0, "logprobs": {"content": [token]}, "token_ids": [5], "finish_reason": None}
     event = {"choices": [choice], "prompt_token_ids": [*PROMPT, 7, 8, *RESULT]}
     # An abort after the last token has no finish reason.
-    asked, chunks = ask([b"data: %s\n\n" % json.dumps(event).encode(), b"data: [DONE]\n\n"], count=3)
+    asked, chunks = ask(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(event).encode(), count=3)
     assert chunks == [[Chunk([5], [-0.5]), Chunk([], [], "abort")]] * 3
     paths = [one.path for one in asked]
     assert paths.count("/v1/chat/completions/render") == 2 and paths.count("/inference/v1/generate") == 4
@@ -137,12 +119,12 @@ def test_tokens_of_another_prompt_are_refused():
     choice = {"index": 0, "logprobs": {"content": []}, "token_ids": [], "finish_reason": None}
     event = {"choices": [choice], "prompt_token_ids": PROMPT}
     with pytest.raises(EngineError, match="it received 5 of 10"):
-        ask([b"data: %s\n\n" % json.dumps(event).encode()])
+        ask(b"data: %s\n\n" % json.dumps(event).encode())
 
 
 def test_a_server_without_the_endpoints():
     with pytest.raises(EngineError, match="--enable-scale-out"):
-        ask([], render=404)
+        ask(b"", render=404)
 
 
 def test_a_sample_has_the_images_of_its_prompt_and_its_results():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,28 +103,6 @@ def test_a_server_is_asked_for_its_version_once_for_many_requests():
             assert len(server.received_at("/v1/completions")) == 4
             assert len(server.received_at("/weight_info")) == 1
             assert server.received[0].path == "/weight_info", "before the first request"
-
-
-def test_the_next_turn_of_a_sample_stays_where_its_blocks_are():
-    """Though another server comes first, and has as few requests."""
-
-    async def answer(stream: Stream) -> None:
-        await (stall(stream) if stream.request_id.startswith("cmpl-run-1") else stream.tokens([100], None, "stop"))
-
-    async def main() -> None:
-        other = Reader(engine, make_request(1))
-        await until(lambda: other.tokens == 2)
-        turn = make_request(0)
-        assert await Reader(engine, turn).error() is None
-        await engine.abort([make_request(1).request_id])
-        assert await other.error() is None
-        assert await Reader(engine, replace(turn, request_id="run-0-0-2")).error() is None
-        assert [len(server.received_at("/v1/completions")) for server in (one, two)] == [1, 2]
-        await engine.close()
-
-    with FakeVLLM(script=answer) as one, FakeVLLM(script=answer) as two:
-        engine = make_engine(one, two)
-        asyncio.run(main())
 
 
 def test_a_single_server_gets_the_requests_alone():

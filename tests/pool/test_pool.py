@@ -20,7 +20,7 @@ from tests.support.pools import (
 from trl_april.errors import ConfigError, EngineError, PoolError
 from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, Sample, SampleState
+from trl_april.pool.samples import FinishReason, Sample, SampleState, Score
 from trl_april.pool.state import restore, state_dict
 
 
@@ -176,6 +176,7 @@ def test_tokens_append_with_their_log_probabilities():
     pool = pool_in_round(quota=1, groups=1)
     (sample,) = next(iter(pool)).samples
     pool.start(sample)
+    refused(pool, pool.finish, sample, FinishReason.STOP, words="finished without a token")
     for token_ids, logprobs in (([4, 5], [-0.5, -0.25]), ([], []), ([6], [-1.0])):
         pool.record(sample, token_ids, logprobs)
     assert sample.token_ids == array("i", [4, 5, 6])
@@ -246,6 +247,30 @@ def test_every_request_opens_a_segment_of_its_own():
         pool.park(sample)
     assert segments(sample) == [(0, 2), (0, 1), (3, 1), (7, 3)]
     assert sample.versions == [0, 0, 0, 3, 7, 7, 7]
+
+
+def test_version_begins_while_requests_run_that_were_held_for_it():
+    with pytest.raises(PoolError):
+        Pool(1).hold(0)
+    pool = pool_in_round(1, groups=1, max_staleness=None)
+    (sample,) = next(iter(pool)).samples
+    pool.start(sample)
+    pool.record(sample, [1], [-1.0])
+    with pytest.raises(PoolError, match="1 requests"):
+        pool.begin_round(1)
+    pool.hold(1)
+    with pytest.raises(PoolError, match="1 requests"):
+        pool.begin_round(2)
+    pool.record(sample, [2, 3], [-1.0, -1.0], 0)
+    pool.record(sample, [4], [-1.0], 1)  # may arrive before the round is opened
+    pool.begin_round(1)
+    pool.record(sample, [5], [-1.0])
+    assert segments(sample) == [(0, 3), (1, 2)]
+    refused(pool, pool.record, sample, [6], [-1.0], 0, words="whose next token can have version 1 to 1")
+    pool.hold(3)
+    with pytest.raises(PoolError):
+        pool.hold(2)
+    pool.check()
 
 
 # Rule 5: a finished sample is not generated again
@@ -319,6 +344,36 @@ def test_pool_does_not_learn_that_its_own_unfinished_group_is_finished():
     """Rule 1: a group cannot leave because another process, which counts differently, believes it finished."""
     pool = pool_in_round(1, groups=1)
     refused(pool, pool.learn, [0], words="group 0 as finished, but it is waiting here")
+
+
+# Dynamic sampling
+
+SCORE = Score([[0.0], [1.0]])
+
+
+def test_only_a_finished_group_is_filtered_and_only_once():
+    pool = pool_in_round(quota=1, groups=2, samples=2, dynamic_sampling=True)
+    unfinished, group = pool
+    complete(pool, group)
+    refused(pool, pool.accept, unfinished, SCORE)
+    pool.accept(group, SCORE)
+    for method in (pool.accept, pool.reject):
+        refused(pool, method, group, SCORE)
+    pool.check()
+
+
+def test_rejected_groups_are_readmitted_oldest_first_and_in_order():
+    pool = pool_in_round(quota=2, groups=4, dynamic_sampling=True)
+    zero, one, _, three = pool
+    complete(pool, *pool)
+    pool.accept(three, SCORE)
+    pool.reject(one, SCORE)
+    pool.reject(zero, SCORE)
+    pool.readmit(1)
+    pool.check()
+    assert ids(pool.take()) == [0, 3]
+    assert pool.counters.groups_rejected == 1
+    refused(pool, pool.readmit, 2)
 
 
 # State

@@ -8,24 +8,12 @@ import pytest
 from tests.support.closing import in_time, may_close
 from tests.support.effort import cases
 from trl_april.errors import ConfigError, PoolError
-from trl_april.pool.schedule import Requirement, Schedule
+from trl_april.pool.schedule import Schedule
 
 
-def make_schedule(
-    quota: int = 2,
-    *,
-    over_provisioning: float = 2.0,
-    max_staleness: int | None = 5,
-    staleness_policy: str = "wait",
-    versions_per_round: int = 1,
-) -> Schedule:
-    return Schedule(
-        quota,
-        over_provisioning=over_provisioning,
-        max_staleness=max_staleness,
-        staleness_policy=staleness_policy,
-        versions_per_round=versions_per_round,
-    )
+def make_schedule(quota: int = 2, **options: object) -> Schedule:
+    defaults = {"over_provisioning": 2.0, "max_staleness": 5, "staleness_policy": "wait", "versions_per_round": 1}
+    return Schedule(quota, **{**defaults, **options})
 
 
 def in_round(version: int, *group_ids: int, **options: object) -> Schedule:
@@ -41,30 +29,6 @@ def holding(start_versions: dict[int, int], *finished: int, version: int, **opti
     schedule = make_schedule(**options)
     schedule.restore(start_versions, finished, version=version, last_id=max(start_versions, default=-1))
     return schedule
-
-
-def view(schedule: Schedule) -> tuple:
-    """Everything observable of a schedule."""
-    start_versions = [schedule.start_version(group_id) for group_id in schedule.ids]
-    requirements = schedule.requirements() if schedule.version is not None else None
-    flags = (schedule.room, schedule.version is None or schedule.quota_met)
-    return (
-        schedule.ids,
-        start_versions,
-        list(schedule.finished),
-        schedule.version,
-        schedule.last_id,
-        requirements,
-        flags,
-    )
-
-
-def refused(schedule: Schedule, call, *args: object, words: str) -> None:
-    """The call raises and changes nothing."""
-    before = view(schedule)
-    with pytest.raises(PoolError, match=words):
-        call(*args)
-    assert view(schedule) == before
 
 
 def test_oldest_finished_groups_are_the_next_batch():
@@ -128,23 +92,6 @@ class TestWithheldGroups:
         assert (schedule.needed(), schedule.withheld) == ([0], 0)
 
 
-def test_requirements_by_hand():
-    """Quota 2, bound 3, version 7: version 4 must go now, version 5 may wait one round, version 7 three."""
-    start_versions = {0: 4, 1: 5, 2: 5, 3: 5, 4: 5, 5: 7}
-    schedule = holding(start_versions, version=7, max_staleness=3, over_provisioning=4.0)
-    assert schedule.requirements() == [Requirement(7, 2), Requirement(4, 1), Requirement(5, 3)]
-    schedule.learn([0, 5])
-    assert not schedule.quota_met  # four groups of version 5 would be left for one round of two
-    schedule.learn([1])
-    assert not schedule.quota_met
-    schedule.learn([2])
-    assert schedule.quota_met
-    assert schedule.deliver() == [0, 1]
-
-
-# Refused calls
-
-
 @pytest.mark.parametrize(
     ("quota", "factor", "target"), [(4, 1.0, 4), (4, 1.5, 6), (3, 1.5, 5), (10, 1.1, 11), (7, 2.0, 14), (1, 1.01, 2)]
 )
@@ -153,7 +100,8 @@ def test_target_is_the_factor_times_the_quota_rounded_up(quota, factor, target):
     assert schedule.room == target
     for group_id in range(target):
         schedule.admit(group_id)
-    refused(schedule, schedule.admit, target, words=f"{target} groups are outstanding")
+    with pytest.raises(PoolError, match=f"{target} groups are outstanding"):
+        schedule.admit(target)
 
 
 def test_a_share_of_the_surplus_is_admitted_as_training_ends():
@@ -173,15 +121,17 @@ def test_target_beyond_the_bound_is_refused():
 
 def test_versions_neither_decrease_nor_jump():
     schedule = in_round(4, 0, versions_per_round=2)
-    refused(schedule, schedule.begin_round, 3, words="cannot go back")
-    refused(schedule, schedule.begin_round, 7, words="more than the 2")
+    for wrong, words in ((3, "cannot go back"), (7, "more than the 2")):
+        with pytest.raises(PoolError, match=words):
+            schedule.begin_round(wrong)
+        assert schedule.version == 4
     schedule.begin_round(6)
     assert schedule.start_version(0) == 4
 
 
 # Brute force
 
-CASES = cases(1000, 4000)
+CASES = cases(1000, 2000)
 
 
 def random_state(rng: random.Random) -> tuple[dict[int, int], dict[str, int]]:
@@ -199,16 +149,6 @@ def schedule_of(start_versions: dict[int, int], options: dict[str, int], *finish
     factor = float(options["bound"] // options["versions_per_round"] + 1)
     bound = options.pop("bound")
     return holding(start_versions, *finished, over_provisioning=factor, max_staleness=bound, **options)
-
-
-def test_fits_means_that_the_rounds_to_come_can_deliver_everything_in_time():
-    seen = {True: 0, False: 0}
-    for seed in range(CASES):
-        start_versions, options = random_state(random.Random(seed))
-        expected = in_time(list(start_versions.values()), rounds=1, **options)
-        assert schedule_of(start_versions, options).fits() is expected, f"seed {seed}: {start_versions}, {options}"
-        seen[expected] += 1
-    assert min(seen.values()) > CASES // 10, seen
 
 
 def test_round_may_close_exactly_when_the_rest_can_be_delivered_in_time():

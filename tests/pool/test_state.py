@@ -5,15 +5,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.closing import in_time
 from tests.support.driven import DrivenRun, canonical
-from tests.support.pools import admit, complete, pool_in_round, refused
+from tests.support.pools import complete, pool_in_round, refused
 from trl_april.distributed.scatter import owner_of
-from trl_april.errors import PoolError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, SampleState
 from trl_april.pool.state import COUNTERS, restore, state_dict
@@ -230,27 +228,3 @@ def test_groups_that_training_can_no_longer_use_are_the_youngest_and_count_as_re
             found = sorted(group.group_id for group in [*pool, *others])
             assert pool.schedule.ids == found == held[: len(held) - surplus]
         assert sum(pool.counters.groups_rejected for pool in pools) == rejected + surplus
-
-
-def test_a_batch_in_training_is_delivered_again_where_the_version_has_not_changed():
-    """Several rounds per step, at the highest factor that the bound allows: the first of them ages nothing."""
-    options = {"over_provisioning": 2.0, "max_staleness": 1}
-    pool = pool_in_round(1, groups=2, **options)
-    complete(pool, next(iter(pool)))
-    batch = pool.take()
-    pool.begin_round(0)
-    admit(pool, 1)
-    state = state_dict(pool, batch)
-
-    resumed = Pool(1, **options)
-    restore(resumed, [state], version=0)
-    delivered = []
-    for version in (0, 0, 1):
-        resumed.begin_round(version)
-        complete(resumed, *resumed)
-        delivered += [group.group_id for group in resumed.take()]
-        assert all(version - s.version <= 1 for group in resumed for sample in group.samples for s in sample.segments)
-    assert delivered == [0, 1, 2]
-
-    with pytest.raises(PoolError, match="cannot all be trained"):
-        restore(Pool(1, **options), [state], version=1)

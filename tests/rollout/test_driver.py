@@ -33,7 +33,7 @@ from tests.support.scripted_engine import (
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, SampleState
+from trl_april.pool.samples import FinishReason
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.record import Round, drain_grace
 
@@ -43,17 +43,6 @@ RACING = Attempt([Silence()], tail=4, wins_race="stop")  # finishes at the momen
 
 
 # Delivery
-
-
-def test_round_closes_when_quota_is_met():
-    """The fast groups are delivered, whatever their ids. The slow ones are cut and keep their tokens."""
-    pool = make_pool(2)
-    admit(pool, 0, 1, 2, 3)
-    done = run(pool, ScriptedEngine({(1, 0): natural(3), (3, 0): natural(5)}, default=natural(50)))
-    assert ids(done.groups) == [1, 3]
-    assert tokens(pool) == {0: 5, 2: 5}
-    assert all(sample.state is SampleState.PARKED for group in pool for sample in group.samples)
-    assert done.seconds == pytest.approx(5.0 + drain_grace(5.0))
 
 
 @pytest.mark.parametrize(("seconds", "late", "cut"), [(5.0, 0.04, False), (5.0, 0.06, True), (500.0, 1.1, True)])
@@ -166,17 +155,6 @@ def test_abort_is_repeated_for_requests_that_still_run():
     swept = [{key_of(request_id)[0] for request_id in request_ids} for request_ids in engine.aborts]
     assert swept == [{1, 2}, {2}, {2}, {2}]
     assert tokens(pool) == {1: 0, 2: 1}
-
-
-def test_completion_that_finishes_at_the_abort_counts_as_finished():
-    """It is in the batch if it is older, and not counted as aborted."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    done = run(pool, ScriptedEngine({(0, 0): RACING, (1, 0): natural(4)}))
-    assert ids(done.groups) == [0]
-    assert done.groups[0].samples[0].finish_reason is FinishReason.STOP
-    assert finished(pool) == [1]
-    assert done.aborted_requests == 0
 
 
 @pytest.mark.parametrize("attempt", [Attempt([Tokens(2), Silence()], tail=4), Attempt([Tokens(6, 3.0), BROKEN])])

@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rollout.arena import admit, assert_at_rest, ids, make_driver, make_pool, segments
-from tests.support.scripted_engine import (
-    Attempt,
-    Break,
-    End,
-    ScriptedEngine,
-    Tokens,
-    key_of,
-    natural,
-    simulate,
-)
+from tests.support.scripted_engine import Attempt, Break, End, ScriptedEngine, Tokens, key_of, natural, simulate
 from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.errors import EngineError, ServerError
 from trl_april.pool.samples import Sample

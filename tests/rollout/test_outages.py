@@ -19,16 +19,7 @@ from tests.rollout.arena import (
     requested,
     tokens,
 )
-from tests.support.scripted_engine import (
-    Attempt,
-    Break,
-    End,
-    ScriptedEngine,
-    Silence,
-    Tokens,
-    natural,
-    simulate,
-)
+from tests.support.scripted_engine import Attempt, Break, ScriptedEngine, Silence, Tokens, natural, simulate
 from trl_april.errors import RoundSuspended, ServerError
 from trl_april.rollout.record import drain_grace
 
@@ -124,30 +115,6 @@ def test_round_continues_after_an_outage_with_one_record():
             assert_tokens(group)
 
     simulate(main())
-    assert_at_rest(pool, engine)
-
-
-@pytest.mark.parametrize("error_first", [True, False])
-def test_quota_met_at_the_moment_of_an_error_needs_no_further_request(error_first: bool):
-    """The batch is taken after this call or the next."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    breaks, ends = Attempt([Tokens(1), Break(BROKE, 1.0)]), Attempt([Tokens(2, 2.0), End()])
-    engine = ScriptedEngine({(0, 0): breaks if error_first else ends, (1, 0): ends if error_first else breaks})
-    engine.held = 99
-    driver = make_driver(pool, engine)
-
-    async def main() -> None:
-        try:
-            await driver.generate()
-        except ServerError:
-            await driver.generate()
-        done = driver.take()
-        assert ids(done.groups) == [1 if error_first else 0]
-        assert done.generated_tokens == 3
-
-    simulate(main())
-    assert len(engine.requests) == 2
     assert_at_rest(pool, engine)
 
 

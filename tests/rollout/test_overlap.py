@@ -3,33 +3,25 @@
 import asyncio
 
 import pytest
-from torch.distributed import HashStore
 
 from tests.rollout.arena import (
     SlowThread,
     admit,
     assert_at_rest,
-    finished,
     ids,
     make_driver,
     make_pool,
-    segments,
     simulate_and_close,
 )
 from tests.support.scripted_engine import (
     Attempt,
     Break,
     ScriptedEngine,
-    Silence,
     Tokens,
-    logprobs,
     natural,
     simulate,
-    token_ids,
 )
-from trl_april.distributed.quota import SharedQuota
-from trl_april.errors import PoolError, ServerError
-from trl_april.pool.pool import Pool
+from trl_april.errors import ServerError
 from trl_april.pool.samples import Score
 from trl_april.rollout.dynamic_sampling import DynamicSampling
 
@@ -68,26 +60,6 @@ class TestBetweenTheRounds:
         assert (first.overlap_seconds, second.overlap_seconds) == (0.0, 5.0)
         assert len(engine.requests) == 2 and engine.aborts == []
         assert_at_rest(pool, engine)
-
-    def test_cut_leaves_nothing_running_and_loses_no_token(self):
-        """Rule 4: after the cut, the sample continues in a new segment of the new version."""
-        slow = Attempt([Tokens(4, 2.0), Silence()], tail=3, abort_seconds=0.5)
-        pool, engine, driver = two_groups({(1, 0): [slow, natural(20)]})
-
-        async def main():
-            await driver.run_round()
-            await asyncio.sleep(1.0)
-            with pytest.raises(PoolError, match="1 requests"):
-                pool.begin_round(1)
-            await driver.cut()
-            assert_at_rest(pool, engine)
-            pool.begin_round(1)
-            return await driver.run_round()
-
-        second = simulate(main())
-        assert segments(second.groups[0]) == [(0, 7), (1, 13)]
-        assert second.resumed_groups == 1 and second.aborted_requests == 1
-        assert second.overlap_tokens == 3 and second.generated_tokens == 13
 
 
 class TestScoring:
@@ -201,33 +173,3 @@ class TestErrors:
             return await driver.run_round()
 
         assert ids(simulate_and_close(driver, main()).groups) == [1]
-
-
-# Several processes
-
-
-def test_group_that_finishes_in_a_satisfied_round_is_not_reported_to_other_processes():
-    """After a resume, a satisfied round has no counters to report to."""
-    pool = Pool(1, over_provisioning=3.0, max_staleness=None)
-    pool.begin_round(0)
-    for group in admit(pool, 0, 1, 2)[:2]:
-        (sample,) = group.samples
-        pool.start(sample)
-        pool.record(sample, token_ids(sample.key, 0, 1), logprobs(0, 1))
-        pool.finish(sample, "stop")
-    quota = SharedQuota(HashStore(), pool.schedule)
-    reports = []
-    quota.notify = lambda: reports.append(True)
-    driver = overlapping(pool, ScriptedEngine(default=natural(3)), quota=quota)
-
-    async def main():
-        batches = [ids((await driver.run_round()).groups)]
-        await driver.dispatch_ahead()
-        await asyncio.sleep(1.5)
-        pool.begin_round(0)
-        driver.open_round()
-        await asyncio.sleep(5.0)
-        return [*batches, ids((await driver.run_round()).groups)]
-
-    assert simulate_and_close(driver, main()) == [[0], [1]]
-    assert finished(pool) == [2] and reports == []

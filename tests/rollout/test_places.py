@@ -65,8 +65,8 @@ def play(places: Places, capacity: int, groups: list[Group], draw: random.Random
     return finished
 
 
-@pytest.mark.parametrize("capacity", [8, 9, 11, 12, 17, 100])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("capacity", [8, 9, 12, 100])
+@pytest.mark.parametrize("seed", range(3))
 def test_all_groups_finish_with_as_many_as_there_are(capacity, seed):
     places = Places([], WORTH, grows=True)
     finished = play(places, capacity, groups_of(), random.Random(seed))

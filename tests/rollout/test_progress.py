@@ -34,18 +34,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_bar_shows_groups_requests_and_tokens_per_second():
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO], ids=["terminal", "log file"])
+def test_a_terminal_has_a_bar_with_groups_requests_and_tokens_per_second(stream):
     pool = make_pool()
-    with redirect_stderr(Terminal()) as terminal, RoundProgress(pool, DRIVER, disable=False) as progress:
+    with redirect_stderr(stream()) as output, RoundProgress(pool, DRIVER, disable=False) as progress:
         finish(pool)
         progress.update()
-    assert re.search(r"rollout:.* 1/2 groups \[\S+, 3 in flight, [\d,]+ tok/s\]", terminal.getvalue())
-
-
-def test_a_log_file_gets_no_bar(capfd):
-    with RoundProgress(make_pool(), DRIVER, disable=False) as progress:
-        progress.update()
-    assert capfd.readouterr() == ("", "")
+    bar = re.search(r"rollout:.* 1/2 groups \[\S+, 3 in flight, [\d,]+ tok/s\]", output.getvalue())
+    assert bar if stream is Terminal else output.getvalue() == ""
 
 
 @pytest.fixture

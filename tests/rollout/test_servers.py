@@ -85,10 +85,9 @@ def lognormal(key: tuple[int, int]) -> int:
     return round(min(400, max(2, random.Random(str(key)).lognormvariate(3.0, 1.0))))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_requests_are_divided_evenly(count):
+def test_requests_are_divided_evenly():
     pool = make_pool(15, outstanding=30)
-    servers = Servers(pool, count, length=lognormal, resume_kv="recompute")
+    servers = Servers(pool, 3, length=lognormal, resume_kv="recompute")
 
     async def rounds() -> tuple[list[Any], float]:
         next_id = 0

@@ -10,15 +10,7 @@ import pytest
 from tests.rollout.arena import admit, assert_at_rest, assert_tokens, ids, make_driver, segments, simulate_and_close
 from tests.rollout.scripted_tools import Tools, Waits, assert_complete, setup
 from tests.support.effort import cases
-from tests.support.scripted_engine import (
-    Attempt,
-    End,
-    ScriptedEngine,
-    Tokens,
-    key_of,
-    natural,
-    prompt_ids,
-)
+from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Tokens, key_of, natural, prompt_ids
 from trl_april.errors import ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
@@ -116,29 +108,6 @@ def test_slow_tool_does_not_delay_the_cut():
         assert second.seconds == pytest.approx((8 - 4) + 3 + 5 + 3 + 5)
         assert (second.acting_samples, second.tool_seconds_max, second.repeated_tool_steps) == (0, 5.0, 0)
         assert (second.resumed_groups, second.carried_tokens) == (0, 3)
-
-    simulate_and_close(driver, main())
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_result_that_lands_between_rounds(overlap):
-    """It is in the pool at once. The next turn is requested then if requests may be sent, else in the next round."""
-    pool, engine, driver, _ = setup(
-        {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0}), tools=Tools(answering=(0,)), overlap=overlap
-    )
-
-    async def main() -> None:
-        await driver.run_round()
-        await asyncio.sleep(2.5)  # the tools return at 5 s
-        (sample,) = next(iter(pool)).samples
-        assert sample.state is (SampleState.RUNNING if overlap else SampleState.PARKED)
-        assert segments(next(iter(pool)))[:2] == [(0, 3), (None, 2)]
-        assert len(engine.asked_for) == overlap
-        await driver.cut()
-        pool.begin_round(1)
-        done = await driver.run_round()
-        assert_complete(done.groups[0])
-        assert (done.overlap_tokens, done.carried_tokens) == ((1, 4) if overlap else (0, 3))
 
     simulate_and_close(driver, main())
 

@@ -194,11 +194,16 @@ def test_an_environment_has_one_thread_with_an_event_loop(left):
 HANGS = """
 import asyncio, sys, threading
 sys.path.insert(0, {root!r})
-from tests.rollout.scripted_tools import *
-from tests.rollout.arena import *
+from tests.support.scripted_engine import ScriptedEngine, natural, prompt_ids
+from trl_april.pool.pool import Pool
 from trl_april.pool.state import state_dict
+from trl_april.rollout.acting import TurnResult
+from trl_april.rollout.driver import RolloutDriver
 
-pool, engine, _, _ = setup({{(i, 0): natural(4 - 3 * i, pace=0.01) for i in (0, 1)}}, groups=2)
+pool = Pool(1, max_staleness=None, has_tools=True)
+pool.begin_round(0)
+for i in (0, 1):
+    pool.admit(i, {{}}, prompt_ids(i), num_generations=1, max_completion_length=100)
 
 def act(group, sample):
     if group.group_id == 1:
@@ -207,12 +212,13 @@ def act(group, sample):
 
 async def main():
     done = await driver.run_round()
-    assert ids(done.groups) == [0] and done.acting_samples == 1, done
+    assert [group.group_id for group in done.groups] == [0] and done.acting_samples == 1, done
     (head,) = state_dict(pool)["groups"]
     assert head["samples"][0][4]["turn_ended"] == "stop", head
     await driver.close()
 
-driver = make_driver(pool, engine, act=act)
+engine = ScriptedEngine({{(i, 0): natural(4 - 3 * i, pace=0.01) for i in (0, 1)}})
+driver = RolloutDriver(pool, engine, run_id="run", act=act)
 asyncio.run(main())
 print("saved")
 """

@@ -76,6 +76,7 @@ def test_accepted_server_describes_itself(tmp_path: Path):
         ({"max_model_len": 257}, {}),
         ({"max_model_len": 256}, {"max_completion_length": None}),
         ({"api_key": "secret"}, {"api_key": "secret"}),
+        ({"vocab_size": VOCAB + 1}, {"num_tokens": VOCAB + 2}),  # a tokenizer may have more than the model
     ],
 )
 def test_server_is_accepted(says, options):
@@ -113,11 +114,6 @@ def test_server_that_training_cannot_use_is_refused(error, says, words):
 def test_other_vocabulary_is_refused(served: int, words: str):
     message = refusal(ConfigError, vocab_size=served, model_path="/on/another/host")
     assert words in message and f"vocabulary of {VOCAB}" in message
-
-
-def test_a_tokenizer_may_have_more_tokens_than_the_model():
-    """vLLM takes all ids of its tokenizer, here of two more tokens."""
-    assert check({"num_tokens": VOCAB + 2}, vocab_size=VOCAB + 1)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,7 @@ from tests.server.test_local import HEALTHY, script  # noqa: F401
 from tests.server.test_process import wait_for
 from trl_april.errors import ConfigError, ServerError
 from trl_april.server.command_line import flag_value
-from trl_april.server.embedded import (
-    Devices,
-    EmbeddedServer,
-    choose_devices,
-    lora_flags,
-    server_flags,
-)
+from trl_april.server.embedded import Devices, EmbeddedServer, choose_devices, lora_flags, server_flags
 from trl_april.server.process import session_members
 
 

@@ -248,7 +248,6 @@ def serve(pipe: Any, chunk_bytes: int, device: str, tie: bool, workers: int) -> 
                 "fail at": lambda name: setattr(server.workers[0].served, "fails_at", name),
                 "stop at": lambda number: setattr(communicator, "stops_at", number),
                 "be blind": lambda: setattr(communicator, "is_blind", True),
-                "start an update": lambda: [worker.worker.start_weight_update() for worker in server.workers],
             },
         )
 
@@ -358,25 +357,12 @@ def train(
             generation.sync_weights()
         return len(versions)
 
-    passes, read = [], generation._parameters
-
-    def read_once_more() -> Any:
-        passes.append(True)
-        return read()
-
-    generation._parameters = read_once_more
-
-    def cast(dtype: str) -> None:
-        model.to(getattr(torch, dtype))
-
     pipe.send((None, "connected"))
     obey(
         pipe,
         {
             "sync": send,
             "scale": lambda: scale(model),
-            "cast": cast,
-            "passes": lambda: len(passes),
             "serve from": lambda urls: setattr(generation, "_addresses", lambda: urls),
             "stop at": lambda number: setattr(GlooCommunicator, "stops_at", number),
             "is merged": lambda: any(getattr(module, "merged", False) for module in model.modules()),

@@ -15,7 +15,6 @@ from typing import Any
 PROMPT = [11, 12, 13]
 BUDGET = 20
 VOCAB_SIZE = 1000
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
 
 REASONS = ["stop", "length", "abort", "error", "repetition"]
 PROMPTS = [PROMPT[1:], [*PROMPT, 5], [11, 12, 14]]
@@ -68,8 +67,8 @@ def make_event(
     return {"id": "cmpl-1", "choices": [choice]}
 
 
-def write(events: list[Event], *, done: bool = True) -> bytes:
-    lines = [json.dumps(event, separators=(",", ":"), ensure_ascii=False) for event in events] + ["[DONE]"] * done
+def write(events: list[Event]) -> bytes:
+    lines = [json.dumps(event, separators=(",", ":"), ensure_ascii=False) for event in events] + ["[DONE]"]
     return "".join(f"data: {line}\n\n" for line in lines).encode(errors="surrogatepass")
 
 
@@ -186,8 +185,6 @@ def mutant(seed: int) -> tuple[str, bytes]:
 
 
 def pieces(rng: random.Random, body: bytes) -> list[bytes]:
-    """Return an HTTP answer with this body in up to six pieces, none of them empty."""
-    data = HEAD + body
-    places = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(6)))
-    parts = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
-    return [part for part in parts if part]
+    """Return the stream in up to six pieces."""
+    places = sorted(rng.randrange(len(body) + 1) for _ in range(rng.randrange(6)))
+    return [body[start:end] for start, end in zip([0, *places], [*places, len(body)], strict=True)]

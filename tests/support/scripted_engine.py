@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from trl_april.engine.protocol import Chunk, GenerationRequest
-from trl_april.tuning.simulated_clock import DeadlockError, SimulatedClockLoop, simulate  # noqa: F401
+from trl_april.tuning.simulated_clock import simulate  # noqa: F401
 
 
 Key = tuple[int, int]  # group id, index of the sample
@@ -63,13 +63,6 @@ class Break(NamedTuple):
     seconds: float = 0.0
 
 
-class Raw(NamedTuple):
-    """Any chunk, valid or not."""
-
-    chunk: Chunk
-    seconds: float = 0.0
-
-
 class Until(NamedTuple):
     """Nothing until `condition` holds, on the real clock."""
 
@@ -83,7 +76,7 @@ class Silence(NamedTuple):
     seconds: float = inf
 
 
-Step = Tokens | End | Break | Raw | Until | Silence
+Step = Tokens | End | Break | Until | Silence
 
 
 @dataclass(frozen=True)
@@ -182,8 +175,6 @@ class ScriptedEngine:
                         return
                     case Break(error):
                         raise error
-                    case Raw(chunk):
-                        yield chunk
                     case Until(condition):
                         while not condition() and not live.aborted.is_set():
                             await asyncio.sleep(0.001)

@@ -31,11 +31,6 @@ def bent(count: int) -> float:
     return 0.0027 + 0.00005 * count
 
 
-def saturated(count: int) -> float:
-    """One request saturates the server."""
-    return 0.0005 * count
-
-
 def lognormal(sigma: float, *, seed: int = 0, median: float = 40.0, longest: int = LONGEST) -> Lengths:
     """Lengths with a standard deviation of `sigma` of their logarithm."""
 

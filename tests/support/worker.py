@@ -4,12 +4,10 @@ Usage: `accelerate launch ... -m tests.support.worker SPEC.json`. SPEC has `mode
 run has a `name`, a `kind` (a function of this file) and its options. Each process writes FOLDER/NAME-RANK.json.
 """
 
-import asyncio
 import faulthandler
 import functools
 import json
 import os
-import random
 import signal
 import sys
 import textwrap
@@ -20,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pandas
 import requests
@@ -341,35 +338,6 @@ def train_dynamically(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, An
     }
 
 
-def train_with_delays(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Train with processes of other speeds, and random delays everywhere."""
-    delays = random.Random(run["seed"] + RANK)
-    speed = delays.choice([0.2, 1.0, 3.0])
-
-    def pause() -> float:
-        return speed * delays.expovariate(1 / run["mean_delay"])
-
-    class SlowEngine(VLLMEngine):
-        async def generate(self, request):
-            await asyncio.sleep(pause())
-            async for chunk in super().generate(request):
-                yield chunk
-
-    class SlowTrainer(RecordingTrainer):
-        def _april_run_round(self):
-            time.sleep(pause())
-            return super()._april_run_round()
-
-    def slow_reward(completions, **kwargs):
-        time.sleep(pause())
-        return distinct_characters(completions)
-
-    with patch("trl_april.bridge.construction.VLLMEngine", SlowEngine):
-        trainer = make_trainer(spec, run, reward=slow_reward, trainer_class=SlowTrainer)
-        trainer.train()
-    return outcome(trainer)
-
-
 def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Train, with something that goes wrong in process 1, in the way that `run["how"]` says."""
     rank, how = RANK, run["how"]
@@ -383,15 +351,13 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         marker.write_text(str(time.time()))
         if how == "server":
             proxy.break_off()
-        elif how == "interrupt":
-            signal.raise_signal(signal.SIGINT)
-        elif how in ("kill", "kill in reward"):
+        elif how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             raise ValueError("this reward function does not work")
 
     def reward(completions, **kwargs):
-        if rank == 1 and how in ("reward", "kill in reward") and kwargs["trainer_state"].global_step == 2:
+        if rank == 1 and how == "reward" and kwargs["trainer_state"].global_step == 2:
             fail_now()
         return distinct_characters(completions)
 
@@ -399,14 +365,10 @@ def train_and_fail(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         def _april_run_round(self):
             for server in self.vllm_generation.servers if proxy else ():
                 server.control.base_url = proxy.url
-            if rank == 1 and how not in ("reward", "kill in reward") and self.state.global_step == 2:
+            if rank == 1 and how != "reward" and self.state.global_step == 2:
                 # In the middle of the round: it takes longer than this.
-                threading.Timer(0.3, fail_now if how != "interrupt" else interrupt_main).start()
+                threading.Timer(0.3, fail_now).start()
             return super()._april_run_round()
-
-    def interrupt_main() -> None:
-        marker.write_text(str(time.time()))
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer = make_trainer(spec, run, reward=reward, trainer_class=FailingTrainer)

@@ -96,6 +96,9 @@ def test_conversions_of_several_parameters_together_are_named(model):
     for conversion in (dequantized(), quantized()):  # their reverse would quantize
         model._weight_conversions = [conversion]
         check_complete(set(sent(model)), names_in_checkpoint(model), "mixtral")
+    for conversion in (chunked(), dequantized(), quantized()):  # they compute, so all names are kept
+        model._weight_conversions = [WeightRenaming("block_sparse_moe", "mlp"), conversion]
+        assert_same(sent(model), dict(model.named_parameters()))
 
 
 def test_buffers_have_the_names_and_order_that_the_server_needs():
@@ -164,13 +167,6 @@ def quantized():
     conversion = WeightRenaming("block_sparse_moe", "mlp")
     conversion.quantization_operation = object()
     return conversion
-
-
-@pytest.mark.parametrize("model", ["mixtral"], indirect=True)
-@pytest.mark.parametrize("conversion", [chunked, dequantized, quantized])
-def test_conversions_that_compute_keep_all_names(model, conversion):
-    model._weight_conversions = [WeightRenaming("block_sparse_moe", "mlp"), conversion()]
-    assert_same(sent(model), dict(model.named_parameters()))
 
 
 def test_shared_parameters_have_several_names():

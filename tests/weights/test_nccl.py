@@ -1,19 +1,12 @@
-"""Weight transfer over NCCL: our sender and vLLM's own receiver, joined by a link between two threads on the CPU.
+"""Weight transfer over NCCL: the chunks that are sent, and where a group meets. `test_gloo.py` has whole syncs."""
 
-`test_gloo.py` has whole syncs between processes.
-"""
-
-import queue
 import socket
-import threading
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from vllm.distributed.weight_transfer import packed_tensor
 
 from tests.support.launch import free_port
 from tests.support.tiny import build_model
@@ -23,62 +16,33 @@ from trl_april.weights.nccl import NcclTransport, common_address, packed
 from trl_april.weights.synced_server import for_each
 
 
-SECONDS = 5.0  # after which a link is taken to hang
+SECONDS = 5.0  # after which a connection is taken to hang
 
 
-class Link:
-    """A communicator of threads. A broadcast hands the tensor itself over, and ends when all have copied it."""
+class Group:
+    """A group that keeps the chunks that are broadcast."""
 
     def __init__(self) -> None:
         self.group = SimpleNamespace(store=None, socket=None)
-        self._receivers: dict[object, queue.Queue[torch.Tensor]] = {}
-        self._copied: queue.Queue[None] = queue.Queue()
-        self._broken = threading.Event()
-        self.num_chunks = 0
+        self.chunks: list[torch.Tensor] = []
+        self.is_destroyed = False
 
-    def receiver(self) -> SimpleNamespace:
-        """The communicator of another worker."""
-        chunks = self._receivers.setdefault(object(), queue.Queue())
-
-        def receive(tensor: torch.Tensor, src: int) -> None:
-            tensor.copy_(self._get(chunks))
-            self._copied.put(None)
-
-        return SimpleNamespace(broadcast=receive)
-
-    def broadcast(self, tensor: torch.Tensor, src: int, stream: None) -> None:
-        self.num_chunks += 1
-        for chunks in self._receivers.values():
-            chunks.put(tensor)
-        for _ in self._receivers:
-            self._get(self._copied)
+    def broadcast(self, chunk: torch.Tensor, src: int, stream: None) -> None:
+        self.chunks.append(chunk)
 
     def destroy(self) -> None:
-        self._broken.set()
-
-    def _get(self, items: queue.Queue) -> object:
-        for _ in range(int(SECONDS / 0.01)):
-            if self._broken.is_set():
-                raise RuntimeError("The communicator was destroyed.")
-            try:
-                return items.get(timeout=0.01)
-            except queue.Empty:
-                pass
-        raise AssertionError("A broadcast has no peer.")
+        self.is_destroyed = True
 
 
 class Server:
-    """A server: vLLM's session of an update, and its receivers of packed tensors."""
+    """A server that keeps what it is told of a group and of the tensors in its chunks."""
 
-    takes_part = True
-    was_incomplete = False
+    takes_part, was_incomplete = True, False
     info = SimpleNamespace(quantized=False, dtype="float32")
 
-    def __init__(self, link: Link, workers: int = 1) -> None:
-        self.base_url, self.control, self.workers = f"http://there:{id(self)}", self, workers
-        self._link = link
-        self.is_updating = False
-        self.received: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
+    def __init__(self, group: Group, workers: int = 1) -> None:
+        self.base_url, self.control, self.workers, self.group = f"http://there:{id(self)}", self, workers, group
+        self.told: dict[str, dict] = {}
 
     def request(self, method: str, path: str, **options: object) -> dict:
         return {"world_size": self.workers}
@@ -87,56 +51,31 @@ class Server:
         return None
 
     def load(self, path: str, body: dict) -> None:
-        if path == "init_weight_transfer_engine":
-            self.init_info = body["init_info"]
-            self._groups = [self._link.receiver() for _ in range(self.workers)]
-        elif (path == "start_weight_update") is self.is_updating:
-            raise WeightSyncError(f"The vLLM server answered 500 to /{path}: wrong order")
-        elif path == "update_weights":
-            for_each(lambda rank: self._receive(rank, **body["update_info"]), range(self.workers))
-        else:
-            self.is_updating = path == "start_weight_update"
+        self.told[path] = body
 
-    def _receive(self, rank: int, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
-        dtypes = [getattr(torch, name) for name in dtype_names]
-        packed_tensor.packed_nccl_broadcast_consumer(
-            iterator=iter(zip(names, zip(shapes, dtypes, strict=True), strict=True)),
-            group=self._groups[rank],
-            src=0,
-            post_unpack_func=lambda tensors: self.received[rank].update({name: one.clone() for name, one in tensors}),
-            buffer_size_bytes=nccl.CHUNK_BYTES,
-            device="cpu",
-        )
-
-
-@pytest.fixture(autouse=True)
-def receiver_on_the_cpu(monkeypatch):
-    streams = (SimpleNamespace(synchronize=lambda: None),) * 2
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, count: streams)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(nccl, "CHUNK_BYTES", 40_000)
+    def received(self) -> dict[str, torch.Tensor]:
+        """The tensors of the chunks, by the announcement."""
+        names, dtypes, shapes = self.told["update_weights"]["update_info"].values()
+        dtypes = [getattr(torch, dtype) for dtype in dtypes]
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        parts = torch.cat(self.group.chunks).split(sizes)
+        entries = zip(names, parts, dtypes, shapes, strict=True)
+        return {name: part.clone().view(dtype).reshape(shape) for name, part, dtype, shape in entries}
 
 
 @pytest.fixture
-def link(monkeypatch) -> Link:
+def group(monkeypatch) -> Group:
     """The group that is formed with the servers."""
-    link = Link()
-
-    def form(self, info: dict, listener: socket.socket) -> Link:
-        listener.close()
-        while len(link._receivers) < info["world_size"] - 1:
-            time.sleep(0.001)
-        return link
-
-    monkeypatch.setattr(NcclTransport, "_open", form)
+    group = Group()
+    monkeypatch.setattr(NcclTransport, "_open", lambda self, info, listener: listener.close() or group)
     monkeypatch.setattr(nccl, "address_seen_by", lambda base_url: "127.0.0.1")
-    return link
+    monkeypatch.setattr(nccl, "CHUNK_BYTES", 40_000)
+    return group
 
 
 @pytest.fixture
-def server(link: Link) -> Server:
-    return Server(link)
+def server(group: Group) -> Server:
+    return Server(group)
 
 
 @pytest.fixture
@@ -151,34 +90,25 @@ def send(transport: NcclTransport, servers: list[Server], parameters, dtypes=(to
         load(servers, for_each)
 
 
-@pytest.mark.parametrize(("chunk", "is_whole"), [(1, False), (40_000, False), (2**30, True)])
-def test_all_tensors_arrive_in_chunks_of_any_size(transport, server, link, monkeypatch, chunk, is_whole):
-    monkeypatch.setattr(nccl, "CHUNK_BYTES", chunk)
-    model = build_model()
-    model.model.embed_tokens.to(torch.bfloat16)  # several data types
-    send(transport, [server], model.named_parameters)
-    expected, (received,) = dict(model.named_parameters()), server.received
-    assert received.keys() == expected.keys() and not server.is_updating
-    assert all(torch.equal(received[name], param) for name, param in expected.items())
-    assert (link.num_chunks == 1) is is_whole
-
-
-def test_all_workers_of_several_servers_get_each_parameter_of_one_pass(transport, link):
-    servers = [Server(link, workers) for workers in (2, 1, 4)]
+def test_all_workers_of_several_servers_get_each_parameter_of_one_pass(transport, group):
+    servers = [Server(group, workers) for workers in (2, 1, 4)]
     for server in servers:
         transport.connect(server)
     model, passes = build_model(), []
+    model.model.embed_tokens.to(torch.bfloat16)  # several data types
 
     def parameters():
         passes.append(True)
         yield from model.named_parameters()
 
     for number in (2, 3):  # the first time, they are announced
+        group.chunks.clear()
         send(transport, servers, parameters)
-        assert len(passes) == number
-    ranks = [(server.init_info["rank_offset"], server.init_info["world_size"]) for server in servers]
-    assert ranks == [(1, 8), (3, 8), (4, 8)]
-    for received in (received for server in servers for received in server.received):
+        assert len(passes) == number and len(group.chunks) > 5
+    inits = [server.told["init_weight_transfer_engine"]["init_info"] for server in servers]
+    assert [(init["rank_offset"], init["world_size"]) for init in inits] == [(1, 8), (3, 8), (4, 8)]
+    for server in servers:
+        received = server.received()
         assert all(torch.equal(received[name], param) for name, param in model.named_parameters())
 
 
@@ -192,7 +122,7 @@ def test_gathered_parameters_arrive_although_their_memory_is_freed(transport, se
             gathered.fill_(torch.nan)
 
     send(transport, [server], parameters)
-    (received,) = server.received
+    received = server.received()
     assert [received[f"p{number}"].unique().item() for number in range(20)] == list(range(20))
 
 
@@ -211,10 +141,11 @@ def test_large_matrices_travel_in_the_servers_data_type(transport, server, monke
     transport.connect(server)
     send(transport, [server], lambda: iter(parameters.items()))
     dtypes = {name: torch.bfloat16 if name in ("large", "last") else torch.float32 for name in shapes}
-    assert all(torch.equal(server.received[0][name], param.to(dtypes[name])) for name, param in parameters.items())
+    received = server.received()
+    assert all(torch.equal(received[name], param.to(dtypes[name])) for name, param in parameters.items())
 
 
-def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, server):
+def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, server, group):
     calls = []
 
     def parameters():
@@ -226,21 +157,20 @@ def test_a_trainer_that_fails_in_a_broadcast_frees_the_server(transport, server)
 
     with pytest.raises(MemoryError):
         send(transport, [server], parameters)
-    for thread in threading.enumerate():
-        if thread.name == "trl-april-weights":
-            thread.join(SECONDS)
-            assert not thread.is_alive()
+    assert group.is_destroyed, "the broadcasts that wait for it end"
 
 
-def test_parameters_that_are_not_those_announced_are_refused(transport, server, monkeypatch):
+def test_parameters_that_are_not_those_announced_are_refused(transport, server, group):
+    """Unless the model has other data types by now: transformers casts it for `bf16_full_eval`."""
     model = build_model()
-    send(transport, [server], model.named_parameters)
+    for dtype in (torch.bfloat16, torch.float32):
+        group.chunks.clear()
+        send(transport, [server], model.to(dtype).named_parameters, dtypes=[dtype])
+        assert {tensor.dtype for tensor in server.received().values()} == {dtype}
     model.to(torch.bfloat16)
     with pytest.raises(WeightSyncError, match="torch.bfloat16.*was announced .*torch.float32.*'filesystem'"):
         send(transport, [server], model.named_parameters)
-    monkeypatch.setattr(NcclTransport, "_open", lambda self, info, listener: Link())
     first = next(iter(build_model().named_parameters()))
-    server.is_updating = False
     with pytest.raises(WeightSyncError, match="has left the model.*'filesystem'"):
         send(transport, [server], lambda: iter([first]))
 

@@ -72,15 +72,12 @@ class Processes:
 
     def __init__(self) -> None:
         self.others: Callable[[], list[float]] = list
-        self.error: Exception | None = None
 
     def reduce_max(self, values: list[float]) -> list[float]:
         others = self.others()
         return [max(pair) for pair in zip(values, others, strict=True)] if len(others) == len(values) else values
 
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
+    def check(self) -> None: ...
 
 
 class Training:

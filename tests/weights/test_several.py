@@ -115,15 +115,6 @@ def test_only_an_outage_of_all_is_an_error(trainer, fakes, generation):
     assert fakes[0].weight_version == "2" and generation.servers.holding == {fakes[0].base_url}
 
 
-def test_a_restarted_server_is_left_out_until_the_next_sync(trainer, fakes, generation):
-    generation.sync_weights()
-    fakes[1].restart()
-    assert generation.servers.holds_weights() and generation.servers.holding == {fakes[0].base_url}
-    wait_for_watch(generation, 1)
-    generation.sync_weights()
-    assert versions(fakes) == ["2", "2"]
-
-
 def test_servers_come_and_go_with_the_option(trainer, fakes, tiny_model_dir, generation):
     addresses = [fakes[0].base_url]
     generation._addresses = lambda: addresses
