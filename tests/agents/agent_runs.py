@@ -64,9 +64,9 @@ def chat_format() -> TrainersChatFormat:
     return TrainersChatFormat(trainer)
 
 
-def rollout_turns(rollout, *, timeout=None) -> RolloutTurns:
+def rollout_turns(rollout, *, timeout=None, stop=()) -> RolloutTurns:
     user_code = UserCode()
-    server = AddressServer(chat_format(), "tiny", SAMPLING, user_code.threads("chat-template"))
+    server = AddressServer(chat_format(), "tiny", {**SAMPLING, "stop": [*stop]}, user_code.threads("chat-template"))
     return RolloutTurns(
         rollout,
         lambda prompt: TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"],

@@ -140,8 +140,13 @@ def _text(function: Message) -> str:
 
 def _check(name: str, value: Any, sampling: Mapping[str, Any]) -> None:
     if name in sampling:
-        given = [value] if name == "stop" and isinstance(value, str) else value
-        if given not in (sampling[name], []):
+        if name == "stop":
+            is_same = (
+                {value} == {*sampling[name]} if isinstance(value, str) else {*value} in ({*sampling[name]}, set())
+            )
+        else:
+            is_same = value == sampling[name]
+        if not is_same:
             raise Refused(
                 400,
                 f"{name}={value!r:.200} differs from the trainer's {sampling[name]!r}, which all samples have. Omit "

@@ -64,16 +64,19 @@ class Transcript:
 
     def place(self, messages: list[Message], tools: list[Message] | None) -> Place:
         """Find the turn that a request continues, and the token ids before its own turn."""
-        key, found = json.dumps(tools, sort_keys=True), [normalized(message) for message in messages]
-        path = _longest(self._first.get(key, []), found)
-        known = sum(len(turn.messages) for turn in path)
+        key = json.dumps(tools, sort_keys=True)
+        path, added = _longest(self._first.get(key, []), messages)
         if path:
-            token_ids = [token_id for turn in path for token_id in turn.token_ids]
-            answer, has_ended = path[-1].answer, path[-1].has_ended
-            token_ids += self._chat.follow_up(messages[known:], answer, tools, has_ended=has_ended)
-        else:
+            try:
+                last = path[-1]
+                rest = self._chat.follow_up(added, last.answer, tools, has_ended=last.has_ended)
+                token_ids = [token_id for turn in path for token_id in turn.token_ids] + rest
+            except Exception:  # of a template that takes the messages, but not these alone
+                path, added = [], messages
+        if not path:
             token_ids = self._chat.render(messages, tools)
-        return Place(token_ids, path, found[known:], key, self._difference(key, found, path))
+        difference = self._difference(key, [normalized(message) for message in messages], path)
+        return Place(token_ids, path, [normalized(message) for message in added], key, difference)
 
     def answer(self, place: Place, turn_ids: list[int], tools: list[Message] | None, *, calls_tools: bool) -> Message:
         """The message of a turn that was generated at this place, with ids for its tool calls."""
@@ -127,13 +130,35 @@ def decoded_arguments(call: Message) -> Any:
         return arguments
 
 
-def _longest(turns: list[_Turn], messages: list[Any]) -> list[_Turn]:
-    """The turns that `messages` begin with, as many as possible, the later where several are alike."""
-    best: list[_Turn] = []
+def _longest(turns: list[_Turn], messages: list[Message]) -> tuple[list[_Turn], list[Message]]:
+    """The turns that `messages` begin with, as many as possible, and the messages after them.
+
+    Where several are alike, the latest. What an agent adds to an answer is a message of its own after the answer.
+    """
+    best: tuple[list[_Turn], list[Message]] = [], messages
     for turn in reversed(turns):
         length = len(turn.messages)
-        if messages[:length] == turn.messages:
-            path = [turn, *_longest(turn.later, messages[length:])]
-            if sum(len(one.messages) for one in path) > sum(len(one.messages) for one in best):
-                best = path
+        if len(messages) < length or [normalized(one) for one in messages[: length - 1]] != turn.messages[:-1]:
+            continue
+        if (more := _addition(turn, messages[length - 1])) is None:
+            continue
+        later, added = _longest(turn.later, [*more, *messages[length:]])
+        if len(later) + 1 > len(best[0]):
+            best = [turn, *later], added
     return best
+
+
+def _addition(turn: _Turn, message: Message) -> list[Message] | None:
+    """What `message` adds to the answer of a turn, as a message, if anything. `None` if it is not that answer.
+
+    Some agents write the calls of an answer as text after it (smolagents).
+    """
+    (_, text, *calls), (role, given, *given_calls) = turn.messages[-1], normalized(message)
+    if (role, given, given_calls) == ("assistant", text, calls):
+        return []
+    rest = given[len(text) :].strip()
+    is_told = given_calls == calls or not given_calls and all(name in rest for name, _ in calls)
+    if role != "assistant" or not given.startswith(text) or not rest or not is_told or not (text or calls):
+        return None
+    own, raw = (turn.answer.get("content") or "").strip(), message["content"].strip()
+    return [{"role": "assistant", "content": raw[len(own) :].strip() if raw.startswith(own) else rest}]
