@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import runpy
 
 import pytest
 
 from tests.agents.agent_runs import Model, new_pool, outcome, play
 from tests.agents.test_address import acts, result  # noqa: F401
+from tests.support.docs_pages import ROOT
 from tests.support.tool_calling import END, HEADER, TOKENIZER, call
 
 
@@ -82,3 +84,21 @@ def test_an_agent_of_smolagents(acts, kind, model):  # noqa: F811
     first, second, third = text.split(HEADER_TEXT)
     assert "multiply(3, 4)" in first or '"multiply"' in first
     assert second.startswith("Calling tools:\n[{'id': 'call") and "\n12" in second and "final_answer" in third
+
+
+def test_the_example_is_an_agent(acts):  # noqa: F811
+    script = runpy.run_path(str(ROOT / "scripts" / "agent.py"))
+
+    class Calculator(Model):
+        @staticmethod
+        def turn(question):
+            if found := re.search(r"What is (\d+) \* (\d+)", question):
+                return call("multiply", a=int(found[1]), b=int(found[2])) + END
+            return "It is " + re.findall(r"\d+", question)[-1] + END
+
+    (row,) = script["problems"](1).to_list()
+    pool = new_pool()
+    pool._groups[0].row.update(row)
+    play(pool, acts(script["agent"]), Calculator(), piece=11)
+    (columns,) = (sample.conversation.columns for group in pool for sample in group.samples)
+    assert script["is_right"]([columns["last"]], [row["answer"]]) == [1.0] and pool.counters.tokens_branched == 0

@@ -41,11 +41,13 @@ class AddressServer:
         self._addresses: dict[str, SampleAddress] = {}
         self._lock = threading.Lock()
         self._loop: BackgroundLoop | None = None
-        self._origin = ""
+        self._origin, self._is_closed = "", False
 
     def open(self, ask: Ask) -> SampleAddress:
         """A new address, whose requests `ask` for turns."""
         with self._lock:
+            if self._is_closed:
+                raise Ended("Training has ended, and with it the addresses of its samples.")
             if self._loop is None:
                 self._loop = BackgroundLoop("trl-april-addresses")
                 self._origin = self._loop.run(self._start())
@@ -60,7 +62,7 @@ class AddressServer:
     def close(self) -> None:
         """Close all addresses and connections."""
         with self._lock:
-            loop, self._loop = self._loop, None
+            loop, self._loop, self._is_closed = self._loop, None, True
         self._addresses.clear()
         self.threads.shutdown()
         if loop is not None:

@@ -140,10 +140,9 @@ def _text(function: Message) -> str:
 
 def _check(name: str, value: Any, sampling: Mapping[str, Any]) -> None:
     if name in sampling:
-        if name == "stop":
-            is_same = (
-                {value} == {*sampling[name]} if isinstance(value, str) else {*value} in ({*sampling[name]}, set())
-            )
+        given = [value] if isinstance(value, str) else value
+        if name == "stop" and isinstance(given, list):
+            is_same = not given or sorted(map(str, given)) == sorted(sampling[name])
         else:
             is_same = value == sampling[name]
         if not is_same:

@@ -126,6 +126,7 @@ class RolloutTurns(Restorable):
         self._address_of, self._close_addresses = address_of, close_addresses
         self._episodes: dict[tuple[int, int], _Episode] = {}
         self._columns: dict[str, None] = {}  # names that rollouts have returned
+        self._warned: set[str] = set()
 
     def __call__(self, group: Group, sample: Sample) -> TurnResult | ResetResult:
         conversation = sample.conversation
@@ -144,10 +145,9 @@ class RolloutTurns(Restorable):
                     return result
                 event = self._refuse(episode, group, sample, event)
         except _Late:
-            logger.warning_once(
+            self._warn_once(
                 f"The rollout of {sample} neither asked for a turn nor returned within {self.timeout:g} seconds "
-                "(tool_timeout). Its sample ends there, and its columns for reward functions are None. This is said "
-                "once."
+                "(tool_timeout). Its sample ends there, and its columns for reward functions are None."
             )
         del self._episodes[sample.key]
         if columns is None:
@@ -188,13 +188,22 @@ class RolloutTurns(Restorable):
         if asked.may_branch and (len(asked.token_ids) <= len(known) or asked.token_ids[: len(known)] != known):
             branch = branch_for(group, sample, asked.token_ids, asked.limit)
             if branch is not None:
-                warn_of_branch(asked.difference)
+                self._warn_once(
+                    f"The rollout of {sample} rewrote its conversation: {asked.difference}. The sample continues from "
+                    "the last turn that both have in common, and april/branched_tokens counts the tokens left out."
+                )
             return None if branch is None else TurnResult([], [], branch=branch)
         added = _added(sample, known, asked.token_ids)
         if len(added) >= group.remaining(sample):
             return None
         environment = sample.conversation and sample.conversation.environment
         return TurnResult([], added, is_complete=False, turn_limit=asked.limit, environment=environment)
+
+    def _warn_once(self, message: str) -> None:
+        kind = message[-40:]  # the rest names a sample
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning(f"{message} Further cases are not reported.")
 
     def _refuse(self, episode: _Episode, group: Group, sample: Sample, asked: Asked) -> Asked | Returned:
         """Let the rollout know that there is no room for its turn."""
@@ -269,13 +278,6 @@ def _recorded(group: Group, sample: Sample) -> dict[tuple[int, ...], list[tuple[
         assert sample.conversation is not None
         recorded[(*group.prompt_ids_of(sample), *sample.token_ids[: sample.conversation.turn_start])].pop()
     return recorded
-
-
-def warn_of_branch(difference: str) -> None:
-    logger.warning_once(
-        f"A rollout rewrote its conversation: {difference}. Its sample continues from the last turn that both have in "
-        "common, and april/branched_tokens counts the tokens that are left out. This is said once."
-    )
 
 
 def _added(sample: Sample, known: list[int], asked: list[int]) -> list[int]:

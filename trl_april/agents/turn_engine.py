@@ -164,7 +164,7 @@ class TurnEngine:
         with self._lock:
             if self._address is None:
                 if self._address_of is None or self._is_closed:
-                    raise ConfigError("The sample has ended, and with it its address.")
+                    raise Ended("The sample has ended, and with it its address.")
                 self._address = self._address_of(self._ask)
             return self._address
 

@@ -69,7 +69,9 @@ class TrainersChatFormat:
                 raise ConfigError(
                     "The chat template ends no turn with an end token of the model after its tool calls."
                 )
-            return rest
+            # The history may end a turn otherwise than the model does (GPT-OSS).
+            is_marker = bool(rest) and rest[0] in self._tokenizer.added_tokens_decoder
+            return rest[has_ended and is_marker :]
         return rest[end + has_ended :]
 
     def parse(self, token_ids: list[int], prefix: list[int], tools: list[Message] | None) -> Message:
