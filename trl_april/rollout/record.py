@@ -173,7 +173,9 @@ class RoundRecorder:
         record.branched_tokens = counters.tokens_branched - self._branched_at_end
         self._branched_at_end = counters.tokens_branched
         record.rejected_tokens = counters.tokens_rejected - self._opened.tokens_rejected
-        record.carried_tokens = sum(self._tokens_at_open.get(group.group_id, 0) for group in groups)
+        # A sample may have left a branch with tokens since.
+        at_open = self._tokens_at_open
+        record.carried_tokens = sum(min(at_open.get(group.group_id, 0), group.num_generated) for group in groups)
 
 
 def _now() -> float:
