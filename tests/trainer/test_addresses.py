@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import sys
+import time
 
 import pytest
+import torch
 
 from tests.agents.agent_runs import ask, client, question
+from tests.bridge.test_chat_format import tokenizer_of
 from tests.checkpoint.test_resume import saved_groups
 from tests.support.fake_vllm import FakeVLLM
+from tests.support.tiny import build_model
 from tests.support.tool_calling import TOKENIZER, ToolScript
 from tests.trainer.test_rollout_function import LENGTHS, TURNS, checked_batches, trainer_of
+from tests.trainer.test_trainer import RecordingTrainer, check_logprobs
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,3 +106,72 @@ def test_a_rewritten_history_is_counted(fake, tmp_path):
     first = sum(first for first, _ in LENGTHS)
     counted = [entry["april/branched_tokens"] for entry in trainer.state.log_history[:2]]
     assert sum(counted) >= 2 * first and all(count == int(count) for count in counted)
+
+
+class Sampled:
+    """A fake server's completions, sampled by a model, with its log-probabilities."""
+
+    def __init__(self, model, ends: list[int]) -> None:
+        self.model, self.ends, self.random = model, ends, torch.Generator().manual_seed(0)
+
+    async def stream(self, stream) -> None:
+        ids, limit, interval = [*stream.body["prompt"]], stream.body["max_tokens"], stream.body["stream_interval"]
+        new, logprobs = [], []
+        for number in range(1, limit + 1):
+            await asyncio.sleep(0)
+            with torch.no_grad():
+                scores = self.model(input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            token_id = int(torch.multinomial(scores.exp(), 1, generator=self.random))
+            ids.append(token_id)
+            new.append(token_id)
+            logprobs.append(float(scores[token_id]))
+            reason = "stop" if token_id in self.ends else "length" if number == limit else None
+            if reason is None and stream.aborted.is_set():
+                reason = "abort"
+            if reason or len(new) == interval:
+                await stream.tokens(new, logprobs, reason)
+                new, logprobs = [], []
+            if reason:
+                break
+        await stream.done()
+
+
+def five_turns(prompt, engine, row):
+    """An agent that asks for five turns, and compacts its history after the second in every other sample."""
+    messages = list(prompt)
+    with client(engine) as api:
+        for turn in range(5):
+            choice = ask(api, messages, max_tokens=24)
+            messages += [choice.message.model_dump(exclude_none=True), *question(f"no. {turn}")]
+            if turn == 1 and row["number"] % 2:
+                messages = question("summary")
+            time.sleep(row["number"] % 3 / 2)  # so that rounds close while others have turns
+    return {"lengths": [turn]}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
+def test_recorded_log_probabilities_are_the_trainers_in_every_turn(tmp_path, name):
+    """With the chat templates of model families, over turns that are cut and cut short."""
+    tokenizer = tokenizer_of(name)
+    model = build_model(vocab_size=len(tokenizer))
+    script = Sampled(copy.deepcopy(model), [tokenizer.eos_token_id])
+    with FakeVLLM(vocab_size=len(tokenizer), script=script.stream) as fake:
+        arguments = {"rollout": five_turns, "model": model, "processing_class": tokenizer, "reward_funcs": lengths}
+        trainer = trainer_of(
+            fake, tmp_path, arguments=arguments, trainer_class=RecordingTrainer, max_steps=3, learning_rate=0.0,
+            overlap_generation=False, max_completion_length=600,
+        )  # fmt: skip
+        trainer.train()
+    samples = [sample for group in trainer.trained_groups for sample in group.samples]
+    assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 500
+    assert max(sum(segment.version is None for segment in sample.segments) for sample in samples) == 4
+    assert any(len({*sample.versions}) > 2 for sample in samples), "none was cut"
+    for group in trainer.trained_groups:
+        for sample in group.samples:
+            text = tokenizer.decode([*group.prompt_ids_of(sample), *sample.token_ids])
+            assert text.count("no. ") == (2 if group.row["number"] % 2 else 4)
+    assert trainer.pool.counters.tokens_branched > 0
+
+
+def lengths(completions, **kwargs):
+    return [float(len(messages[0]["content"])) for messages in completions]

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 
@@ -59,19 +59,8 @@ class Ended(Exception):
     """The sample of a request has ended."""
 
 
-class AddressOf(Protocol):
-    """Opens an address for the requests of a sample."""
-
-    def __call__(self, ask: Callable[[Asked], Awaitable[Turn]], /) -> Address: ...
-
-
-class Address(Protocol):
-    """An OpenAI-compatible address of a sample."""
-
-    base_url: str
-    api_key: str
-
-    def close(self) -> None: ...
+# Opens an address, with `base_url`, `api_key` and `close()`, whose requests ask for turns.
+AddressOf = Callable[[Callable[[Asked], Awaitable[Turn]]], Any]
 
 
 class TurnEngine:
@@ -94,12 +83,12 @@ class TurnEngine:
     @property
     def base_url(self) -> str:
         """OpenAI-compatible address of this sample, such as `http://127.0.0.1:40001/8w3k/v1`, until it ends."""
-        return self._opened().base_url
+        return str(self._opened().base_url)
 
     @property
     def api_key(self) -> str:
         """Key of requests to `base_url`."""
-        return self._opened().api_key
+        return str(self._opened().api_key)
 
     async def generate(self, token_ids: Sequence[int]) -> Turn:
         """Generates a turn after `token_ids`, and returns it when it is complete, possibly several rounds later.
@@ -160,7 +149,7 @@ class TurnEngine:
             with suppress(RuntimeError):  # its event loop is closed
                 waiting.get_loop().call_soon_threadsafe(settle)
 
-    def _opened(self) -> Address:
+    def _opened(self) -> Any:
         with self._lock:
             if self._address is None:
                 if self._address_of is None or self._is_closed:
