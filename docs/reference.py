@@ -55,7 +55,7 @@ INTERNALS = {"Rollouts": ["pool.pool.Pool", "pool.samples.Group", "pool.samples.
 CHAPTERS = {
     "Training": [
         *("config.APRILGRPOConfig", "trainer.APRILGRPOTrainer", "server.local.LocalServer"),
-        *("agents.rollout_function.TurnEngine", "agents.rollout_function.Turn"),
+        *("agents.turn_engine.TurnEngine", "agents.turn_engine.Turn"),
     ],
     "Errors": [
         *("errors.AprilError", "errors.ConfigError", "errors.PoolError", "errors.EngineError", "errors.ServerError"),

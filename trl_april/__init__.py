@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .agents.rollout_function import Turn, TurnEngine
+    from .agents.turn_engine import Turn, TurnEngine
     from .config import APRILGRPOConfig
     from .errors import AprilError, CheckpointError, ConfigError, EngineError, PoolError, ServerError, WeightSyncError
     from .pool.pool import Pool
@@ -24,7 +24,7 @@ _MODULE_OF = {
     "LocalServer": "server.local",
     "Pool": "pool.pool",
     **dict.fromkeys(("Group", "Sample", "Segment"), "pool.samples"),
-    **dict.fromkeys(("Turn", "TurnEngine"), "agents.rollout_function"),
+    **dict.fromkeys(("Turn", "TurnEngine"), "agents.turn_engine"),
 }
 
 __all__ = [

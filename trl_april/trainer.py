@@ -70,9 +70,11 @@ class APRILGRPOTrainer(GRPOTrainer):
     Args:
         args ([`APRILGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
             Configuration. With a stock config, APRIL's own options have their defaults.
-        rollout (`Callable`, *optional*):
-            Coroutine function that generates the turns of a sample: `async def rollout(prompt, engine, row)` awaits
-            [`TurnEngine.generate`] and returns columns for reward functions, or `None` (docs/tools.md).
+        rollout (`Callable` or `str`, *optional*):
+            Agent that makes the turns of a sample (docs/tools.md). A function or coroutine function
+            `rollout(prompt, engine, row)` sends chat completions to `engine.base_url`, or awaits
+            [`TurnEngine.generate`], and returns columns for reward functions, or `None`. A string is the command line
+            of a program that gets the same address in `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
         All others: as for [`~trl.GRPOTrainer`].
 
     Attributes:
@@ -114,7 +116,7 @@ class APRILGRPOTrainer(GRPOTrainer):
         tools: list[Callable] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
-        rollout: Rollout | None = None,
+        rollout: Rollout | str | None = None,
     ) -> None:
         model, args = construction.model_and_arguments(model, args)
         overridden = compatibility.ignored_overrides(type(self), APRILGRPOTrainer)

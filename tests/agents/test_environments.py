@@ -339,7 +339,8 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     group, sample = one_sample(turns)
     assert [instance.number for instance in environments.of([group])] == [2]
     hanging.update(range(10))
-    assert environments.restore([group]) == [sample]
+    (new,) = environments.restore([group])
+    assert new.key == sample.key and new.conversation.awaits_reset
     assert "_april_restore of Slow did not return within 0.3 seconds" in caplog.text
     with pytest.raises(ConfigError, match="reset of Slow did not return within 0.3 seconds. 3 instances in a row"):
         environments.reset(group, sample)

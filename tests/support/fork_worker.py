@@ -85,9 +85,10 @@ class Forker:
 
 
 def main() -> None:
-    from tests.support import kill_worker, preloaded, worker
+    from tests.support import agent_kill_worker, kill_worker, preloaded, worker
 
     programs = {"worker": worker.main, "kill_worker": kill_worker.main, "preloaded": preloaded.main}
+    programs["agent_kill_worker"] = agent_kill_worker.main
     gc.freeze()  # otherwise the garbage collection of every fork copies all imported objects
     while line := sys.stdin.readline():
         job = json.loads(line)

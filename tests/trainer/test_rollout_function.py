@@ -119,7 +119,7 @@ def test_training_resumes_with_its_rollouts(fake, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arguments": {"rollout": reward}}, "must be a function that is defined with `async def`"),
+        ({"arguments": {"rollout": 3}}, "must be a function or the command line of a program"),
         ({"arguments": {"tools": [reward]}}, "together with tools or environment_factory"),
         ({"use_vllm": False}, "APRIL is off: .*use_vllm"),
     ],

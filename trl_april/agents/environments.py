@@ -18,7 +18,7 @@ from ..data.row_json import encode_messages
 from ..distributed.processes import get_logger
 from ..engine.images import prompt_of
 from ..errors import ConfigError
-from ..pool.samples import Group, Sample
+from ..pool.samples import Conversation, Group, Sample
 from ..rollout.acting import Full, Places, ResetResult
 from ..rollout.user_code import DaemonThreads, UserCode
 from .tools import Message, RunCalls, ToolCalls, Tools, complete_turns, is_json
@@ -54,7 +54,7 @@ class Restorable:
     num_restarted = 0  # since the last `take_restarted`
 
     def restore(self, groups: Sequence[Group]) -> list[Sample]:
-        """Rebuild the state of unscored groups from a checkpoint; returns the samples that must start again."""
+        """Rebuild the state of unscored groups from a checkpoint; returns samples that replace those that are lost."""
         lacking = [
             (group, sample)
             for group in groups
@@ -63,29 +63,32 @@ class Restorable:
             if sample.conversation is not None and not sample.conversation.awaits_reset
         ]
         restored = self.user_code.gather(self.threads.submit(self._try_to_restore, *pair) for pair in lacking)
-        lost = [sample for (_, sample), is_back in zip(lacking, restored, strict=True) if not is_back]
-        self.num_restarted = sum(len(sample) > 0 for sample in lost)
+        found = [(sample, new) for (_, sample), new in zip(lacking, restored, strict=True) if new is not sample]
+        self.num_restarted = sum(len(sample) > 0 for sample, _ in found)
         if self.num_restarted:
+            lost = sum(len(sample) - len(new) for sample, new in found)
             logger.warning(
-                f"{self.num_restarted} samples with {sum(map(len, lost)):,} tokens start again: {self.lost_because}. "
+                f"{self.num_restarted} samples start again, and lose {lost:,} tokens: {self.lost_because}. "
                 "See docs/tools.md."
             )
-        return lost
+        return [new for _, new in found]
 
     def take_restarted(self) -> int:
         """Samples that lost tokens since the last call."""
         restarted, self.num_restarted = self.num_restarted, 0
         return restarted
 
-    def _try_to_restore(self, group: Group, sample: Sample) -> bool:
+    def _try_to_restore(self, group: Group, sample: Sample) -> Sample:
+        """The sample, or its replacement if its state is lost."""
         try:
-            return self._restore(group, sample)
+            restored = self._restore(group, sample)
         except Exception as error:  # of the user's code
             logger.warning(f"{sample} could not be restored: {error!r}.")
-            return False
+            restored = None
+        return Sample(*sample.key, conversation=Conversation(awaits_reset=True)) if restored is None else restored
 
-    def _restore(self, group: Group, sample: Sample) -> bool:
-        """Rebuild the state of a sample, in a thread. Returns whether that was possible."""
+    def _restore(self, group: Group, sample: Sample) -> Sample | None:
+        """Rebuild the state of a sample, in a thread. Returns the sample, its replacement, or `None` for a new one."""
         raise NotImplementedError
 
 
@@ -250,7 +253,7 @@ class Environments(Restorable):
         check_prompt(group.budget, len(prompt_ids), f"{name} after the reset of its environment")
         return None if observation is None and "prompt" in group.row else encoded, prompt_ids
 
-    def _restore(self, group: Group, sample: Sample) -> bool:
+    def _restore(self, group: Group, sample: Sample) -> Sample | None:
         conversation = sample.conversation
         assert conversation is not None
         occupied = self._occupy(group, waits=False)
@@ -260,9 +263,9 @@ class Environments(Restorable):
             self._mark_open(occupied)
         elif not self.replays or not self._replay(occupied, group, sample):
             self._put_back(occupied)
-            return False
+            return None
         self._occupied[sample.key] = occupied
-        return True
+        return sample
 
     def _replay(self, occupied: Occupied, group: Group, sample: Sample) -> bool:
         """Reset the instance and repeat the calls of complete turns. Returns whether all results are the same."""

@@ -1,7 +1,7 @@
-"""User-defined rollouts: a coroutine per sample, which generates its turns in sequence.
+"""User-defined rollouts: a coroutine or function per sample, which generates its turns in sequence.
 
-Invariant: a coroutine sees every token of its sample once and in order, however often requests are cut. A checkpoint
-holds no coroutine; on resume it starts anew and is given the recorded turns, as long as it asks for the same turns.
+Invariant: a rollout sees every token of its sample once and in order, however often requests are cut. A checkpoint
+holds no rollout; on resume it starts anew and is given the recorded turns, as long as it asks for the same turns.
 """
 
 from __future__ import annotations
@@ -9,214 +9,275 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from queue import SimpleQueue
+from inspect import iscoroutinefunction
+from queue import Empty
 from typing import Any
 
 from ..data.admission import check_prompt, prompt_name
+from ..distributed.processes import get_logger
 from ..engine.images import images_in, prompt_of
 from ..errors import ConfigError
 from ..pool.samples import FinishReason, Group, Sample
 from ..rollout.acting import ResetResult, TurnResult
 from ..rollout.event_loop import BackgroundLoop
 from ..rollout.user_code import UserCode
-from .environments import Restorable
-from .tools import complete_turns, is_json
+from .branches import branch_for, branches_of
+from .environments import MAX_RESETS, Restorable
+from .tools import is_json
+from .turn_engine import AddressOf, Asked, NoRoom, Returned, Turn, TurnEngine
 
+
+logger = get_logger(__name__)
 
 CANCEL_SECONDS = 1.0  # for coroutines to end
+MAX_REFUSED = 32  # requests without room, after which a sample ends
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A turn that the model generated.
-
-    Attributes:
-        token_ids (`list[int]`):
-            The new tokens, including the end token of the turn.
-        logprobs (`list[float]`):
-            Their log-probabilities in nats, each under the policy version that sampled it.
-        finish_reason (`str`):
-            `"stop"`, or `"length"` if `max_completion_length` or the server's context is used up. Then the sample has
-            no further turn.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
+Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] | None] | dict[str, Any] | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """What a coroutine returned: columns of the sample's row for reward functions."""
-
-    columns: dict[str, Any]
-
-
-class TurnEngine:
-    """Generates the turns of a sample, for its rollout coroutine.
-
-    Attributes:
-        prompt_ids (`list[int]`):
-            Token ids of the row's prompt as TRL renders it. The coroutine may begin with others, unless the row has
-            images.
-    """
-
-    def __init__(self, prompt_ids: list[int]) -> None:
-        self.prompt_ids = prompt_ids
-        self._events: SimpleQueue[list[int] | Returned | BaseException] = SimpleQueue()
-        self._turn: asyncio.Future[Turn] | None = None
-
-    async def generate(self, token_ids: Sequence[int]) -> Turn:
-        """Generates a turn after `token_ids`, and returns it when it is complete, possibly several rounds later.
-
-        In the first call, `token_ids` is the prompt. Each further call continues the sample: everything so far, and
-        then at least a token that the model did not generate, which is masked in the loss. If these tokens use up
-        `max_completion_length`, they are dropped, and the turn is empty with the finish reason `"length"`.
-
-        Args:
-            token_ids (`Sequence[int]`):
-                The prompt, the completion so far, and what follows it.
-
-        Raises:
-            ConfigError: If another turn is being generated.
-        """
-        if self._turn is not None:
-            raise ConfigError("generate was called during another call. Await the turns of a sample in sequence.")
-        self._turn = asyncio.get_running_loop().create_future()
-        try:
-            self._events.put(list(token_ids))
-            return await self._turn
-        finally:
-            self._turn = None
-
-    def _answer(self, turn: Turn) -> None:
-        """Return `turn` from the call of `generate` that waits. On its event loop."""
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(turn)
-
-
-Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] | None]]
+class _Late(Exception):
+    """A rollout neither asked for a turn nor returned in time."""
 
 
 class _Episode:
-    """The coroutine of a sample. Its methods are called outside of the event loop's thread."""
+    """The rollout of a sample: a coroutine, or a function in a thread. Its methods are called in other threads."""
 
-    def __init__(self, rollout: Rollout, row: dict[str, Any], engine: TurnEngine, loop: BackgroundLoop) -> None:
-        self._loop, self.engine = loop, engine
+    def __init__(self, acts: RolloutTurns, row: dict[str, Any], engine: TurnEngine) -> None:
+        self._timeout, self._loop, self.engine = acts.timeout, acts.loop, engine
+        self._task: asyncio.Task[None] | None = None
+        rollout = acts.rollout
 
         async def run() -> None:
             event: Returned | BaseException
             try:
-                event = Returned(checked_columns(await rollout(row["prompt"], self.engine, row)))
+                event = Returned(checked_columns(await rollout(row["prompt"], engine, row)))  # type: ignore[misc]
             except BaseException as error:  # including exits, which would end the event loop
                 event = error
-            self.engine._events.put(event)
+            engine._events.put(event)
+
+        def call() -> None:
+            event: Returned | BaseException
+            try:
+                event = Returned(checked_columns(rollout(row["prompt"], engine, row)))
+            except BaseException as error:  # the training thread must learn of it
+                event = error
+            engine._events.put(event)
 
         def start() -> None:
             self._task = asyncio.get_running_loop().create_task(run())
 
-        loop.call(start)
+        if iscoroutinefunction(rollout) or iscoroutinefunction(type(rollout).__call__):
+            self._loop.call(start)
+        else:
+            acts.functions.submit(call)
 
-    def next(self) -> list[int] | Returned:
-        """Wait for its next request, the ids before a turn, or for its end. Raises its errors."""
-        event = self.engine._events.get()
+    def next(self) -> Asked | Returned:
+        """Wait for its next request, or for its end. Raises its errors, and `_Late`."""
+        try:
+            event = self.engine._events.get(timeout=self._timeout)
+        except Empty:
+            raise _Late from None
+        if not isinstance(event, Asked):
+            self.engine._close()
         if isinstance(event, BaseException):
             raise event
         return event
 
-    def answer(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason
-    ) -> list[int] | Returned:
-        """Return a turn from `generate`, and wait for its next request."""
-        turn = Turn([*token_ids], [*logprobs], str(reason))
-        self._loop.call(lambda: self.engine._answer(turn))
+    def answer(self, token_ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason) -> Asked | Returned:
+        """Return a turn to the request that waits, and wait for the next."""
+        self.engine._answer(Turn([*token_ids], [*logprobs], str(reason)))
+        return self.next()
+
+    def refuse(self, sentence: str) -> Asked | Returned:
+        """Refuse the request that waits, and wait for the next."""
+        self.engine._answer(NoRoom(sentence))
         return self.next()
 
     def cancel(self) -> None:
-        """Cancel the coroutine."""
-        self._loop.call(lambda: self._task.cancel())
+        """Cancel the coroutine, or leave the function without its address."""
+        self._loop.call(lambda: self._task and self._task.cancel())
+        self.engine._close()
 
 
 class RolloutTurns(Restorable):
-    """Runs the coroutine of each sample between its turns; an `Act` of the driver.
+    """Runs the rollout of each sample between its turns; an `Act` of the driver.
 
-    `tokenize` returns the token ids of a prompt, in any thread.
+    `tokenize` returns the token ids of a prompt, in any thread. A rollout that takes more than `timeout` seconds
+    between two turns is left, and its sample is complete. `address_of` opens the addresses of samples.
     """
 
     lost_because = "given the recorded turns, their rollouts did not ask for the same turns"
 
-    def __init__(self, rollout: Rollout, tokenize: Callable[[Any], list[int]], user_code: UserCode) -> None:
-        self._rollout, self._tokenize = rollout, tokenize
+    def __init__(
+        self,
+        rollout: Rollout,
+        tokenize: Callable[[Any], list[int]],
+        user_code: UserCode,
+        *,
+        timeout: float | None = None,
+        address_of: AddressOf | None = None,
+        close_addresses: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rollout, self._tokenize, self.timeout = rollout, tokenize, timeout
         self.user_code, self.threads = user_code, user_code.threads("rollout-function-steps")
-        self._loop = BackgroundLoop("trl-april-rollout-functions")
+        self.functions = user_code.threads("rollout-functions")
+        self.loop = BackgroundLoop("trl-april-rollout-functions")
+        self._address_of, self._close_addresses = address_of, close_addresses
         self._episodes: dict[tuple[int, int], _Episode] = {}
+        self._columns: dict[str, None] = {}  # names that rollouts have returned
+        self._warned: set[str] = set()
 
     def __call__(self, group: Group, sample: Sample) -> TurnResult | ResetResult:
         conversation = sample.conversation
         assert conversation is not None
         if conversation.awaits_reset:
-            self._episodes[sample.key] = episode = self._begin(group)
-            return ResetResult(None, self._checked_prompt(group, episode))
+            return self._reset(group, sample)
         assert conversation.turn_ended is not None
-        episode, start = self._episodes[sample.key], conversation.turn_start
-        event = episode.answer(sample.token_ids[start:], sample.logprobs[start:], conversation.turn_ended)
-        if not isinstance(event, Returned):
-            added = _added(sample, [*group.prompt_ids_of(sample), *sample.token_ids], event)
-            if len(added) < group.remaining(sample):
-                return TurnResult([], added, is_complete=False)
-            event = episode.answer([], [], FinishReason.LENGTH)
-            if not isinstance(event, Returned):
-                raise ConfigError(
-                    f"The rollout of {sample} asked for a turn with its {group.budget_of(sample)} tokens used up "
-                    "(max_completion_length). Return when finish_reason is 'length'."
-                )
+        episode, start, columns = self._episodes[sample.key], conversation.turn_start, None
+        try:
+            event = episode.answer(sample.token_ids[start:], sample.logprobs[start:], conversation.turn_ended)
+            for _ in range(MAX_REFUSED):
+                if isinstance(event, Returned):
+                    columns = event.columns
+                    break
+                if (result := self._turn_after(group, sample, event)) is not None:
+                    return result
+                event = self._refuse(episode, group, sample, event)
+        except _Late:
+            self._warn_once(
+                f"The rollout of {sample} neither asked for a turn nor returned within {self.timeout:g} seconds "
+                "(tool_timeout). Its sample ends there, and its columns for reward functions are None."
+            )
         del self._episodes[sample.key]
-        return TurnResult([], [], columns=event.columns)
+        if columns is None:
+            episode.cancel()
+            columns = dict(self._columns)
+        self._columns |= dict.fromkeys(columns)
+        return TurnResult([], [], columns=columns)
 
     def close(self) -> None:
-        """Cancel the coroutines, without waiting for those that block."""
-        for episode in self._episodes.values():
+        """Cancel the rollouts, without waiting for those that block."""
+        for episode in [*self._episodes.values()]:
             episode.cancel()
-        self._loop.call(lambda: asyncio.get_running_loop().call_later(CANCEL_SECONDS, asyncio.get_running_loop().stop))
+        self._close_addresses()
+        self.loop.call(lambda: asyncio.get_running_loop().call_later(CANCEL_SECONDS, asyncio.get_running_loop().stop))
+        self.functions.shutdown()
         self.threads.shutdown()
 
     def _begin(self, group: Group) -> _Episode:
         row = copy.deepcopy(group.row)
-        return _Episode(self._rollout, row, TurnEngine(self._tokenize(prompt_of(group.row))), self._loop)
+        return _Episode(self, row, TurnEngine(self._tokenize(prompt_of(group.row)), self._address_of))
 
-    def _checked_prompt(self, group: Group, episode: _Episode) -> list[int]:
+    def _reset(self, group: Group, sample: Sample) -> ResetResult:
+        for _ in range(MAX_RESETS):
+            self._episodes[sample.key] = episode = self._begin(group)
+            try:
+                prompt_ids, limit = self._checked_prompt(group, episode)
+                return ResetResult(None, prompt_ids, turn_limit=limit)
+            except _Late:
+                episode.cancel()
+        raise ConfigError(
+            f"The rollout of {sample} asked for no turn within {self.timeout:g} seconds (tool_timeout), {MAX_RESETS} "
+            "times in a row. Find out what it waits for, or raise tool_timeout."
+        )
+
+    def _turn_after(self, group: Group, sample: Sample, asked: Asked) -> TurnResult | None:
+        """What leads to the next turn; `None` if there is no room for it."""
+        known = [*group.prompt_ids_of(sample), *sample.token_ids]
+        if asked.may_branch and (len(asked.token_ids) <= len(known) or asked.token_ids[: len(known)] != known):
+            branch = branch_for(group, sample, asked.token_ids, asked.limit)
+            if branch is not None:
+                self._warn_once(
+                    f"The rollout of {sample} rewrote its conversation: {asked.difference}. The sample continues from "
+                    "the last turn that both have in common, and april/branched_tokens counts the tokens left out."
+                )
+            return None if branch is None else TurnResult([], [], branch=branch)
+        added = _added(sample, known, asked.token_ids)
+        if len(added) >= group.remaining(sample):
+            return None
+        environment = sample.conversation and sample.conversation.environment
+        return TurnResult([], added, is_complete=False, turn_limit=asked.limit, environment=environment)
+
+    def _warn_once(self, message: str) -> None:
+        kind = message[-40:]  # the rest names a sample
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning(f"{message} Further cases are not reported.")
+
+    def _refuse(self, episode: _Episode, group: Group, sample: Sample, asked: Asked) -> Asked | Returned:
+        """Let the rollout know that there is no room for its turn."""
+        budget = group.budget_of(sample)
+        if asked.may_branch:
+            return episode.refuse(
+                f"The conversation has {len(asked.token_ids)} tokens. They leave no room for a turn within "
+                f"max_completion_length ({group.budget.max_completion_length}) and the server's context."
+            )
+        event = episode.answer([], [], FinishReason.LENGTH)
+        if not isinstance(event, Returned):
+            raise ConfigError(
+                f"The rollout of {sample} asked for a turn with its {budget} tokens used up (max_completion_length). "
+                "Return when finish_reason is 'length'."
+            )
+        return event
+
+    def _checked_prompt(self, group: Group, episode: _Episode) -> tuple[list[int], int | None]:
         event = episode.next()
-        if isinstance(event, Returned) or not event:
+        if isinstance(event, Returned) or not event.token_ids:
             raise ConfigError(
                 f"The rollout of group {group.group_id} did not begin with a turn after its prompt. Await "
-                "engine.generate(engine.prompt_ids) at least once."
+                "engine.generate(engine.prompt_ids) at least once, or send a request to engine.base_url."
             )
-        if event != episode.engine.prompt_ids and images_in(prompt_of(group.row)):
+        if event.token_ids != episode.engine.prompt_ids and images_in(prompt_of(group.row)):
             raise ConfigError(
                 f"The rollout of group {group.group_id} began with other token ids than engine.prompt_ids, but its "
                 "row has images, and only engine.prompt_ids has their places. Begin with "
                 "engine.generate(engine.prompt_ids)."
             )
-        check_prompt(group.budget, len(event), prompt_name(group.row, group.row_index))
-        return event
+        check_prompt(group.budget, len(event.token_ids), prompt_name(group.row, group.row_index))
+        return event.token_ids, event.limit
 
-    def _restore(self, group: Group, sample: Sample) -> bool:
-        """Give a new coroutine the recorded turns. Returns whether it asked for the same turns."""
+    def _restore(self, group: Group, sample: Sample) -> Sample | None:
+        """Give a new rollout the recorded turns, as long as it asks for them.
+
+        Where an agent asks for a different turn, its sample is the branch there.
+        """
         if sample.finish_reason is not None:
-            return True
-        prompt_ids, token_ids, logprobs = group.prompt_ids_of(sample), sample.token_ids, sample.logprobs
+            return sample
+        assert sample.conversation is not None
+        current = [*group.prompt_ids_of(sample), *sample.token_ids[: sample.conversation.turn_start]]
+        recorded = _recorded(group, sample)
         episode = self._begin(group)
-        is_same = episode.next() == prompt_ids
-        for start, end, next_start in complete_turns(sample):
-            if is_same:
-                asked = episode.answer(token_ids[start:end], logprobs[start:end], FinishReason.STOP)
-                is_same = asked == [*prompt_ids, *token_ids[:next_start]]
-        if is_same:
-            self._episodes[sample.key] = episode
-        else:
-            episode.cancel()
-        return is_same
+        event = episode.next()
+        while isinstance(event, Asked):
+            answers = recorded.get(tuple(event.token_ids))
+            if not answers:
+                break
+            event = episode.answer(*answers.pop(0), FinishReason.STOP)
+        if isinstance(event, Asked):
+            restored = sample
+            if event.token_ids != current:
+                restored = branch_for(group, sample, event.token_ids, event.limit) if event.may_branch else None
+            if restored is not None:
+                self._episodes[sample.key] = episode
+                return restored
+        episode.cancel()
+        return None
+
+
+def _recorded(group: Group, sample: Sample) -> dict[tuple[int, ...], list[tuple[Sequence[int], Sequence[float]]]]:
+    """The turns of all branches in the order of their requests, but a turn that its rollout does not have yet."""
+    recorded: dict[tuple[int, ...], list[tuple[Sequence[int], Sequence[float]]]] = {}
+    for branch in branches_of(group, sample):
+        for start, end in branch.turns():
+            answers = recorded.setdefault((*branch.prompt_ids, *branch.token_ids[:start]), [])
+            answer = list(branch.token_ids[start:end]), list(branch.logprobs[start:end])
+            if answer not in answers:  # branches share their first turns
+                answers.append(answer)
+    if sample.pending_calls:
+        assert sample.conversation is not None
+        recorded[(*group.prompt_ids_of(sample), *sample.token_ids[: sample.conversation.turn_start])].pop()
+    return recorded
 
 
 def _added(sample: Sample, known: list[int], asked: list[int]) -> list[int]:

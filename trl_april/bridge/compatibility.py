@@ -9,7 +9,6 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from inspect import iscoroutinefunction
 from typing import Any
 
 import torch
@@ -290,8 +289,8 @@ def check_rollout(rollout: Any, stock_because: str | None, tools: Any) -> None:
     """Raise [`ConfigError`] if a rollout function cannot be used."""
     if rollout is None:
         return
-    if not iscoroutinefunction(rollout):
-        raise ConfigError(f"rollout is {rollout!r:.200}; it must be a function that is defined with `async def`.")
+    if not callable(rollout) and not isinstance(rollout, str):
+        raise ConfigError(f"rollout is {rollout!r:.200}; it must be a function or the command line of a program.")
     if stock_because:
         raise ConfigError(f"rollout is given, but APRIL is off: {stock_because}. Omit rollout, or the reason.")
     if tools:

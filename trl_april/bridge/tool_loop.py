@@ -14,12 +14,16 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
+from ..agents.address import AddressServer
+from ..agents.command import CommandRollout
 from ..agents.environments import NO_PROMPT, Environments
 from ..agents.rollout_function import Rollout, RolloutTurns
 from ..agents.tools import Message, ToolCalls, Tools, ToolTurns, check_message_images, encode_results
 from ..config import AprilOptions
+from ..engine.sampling import SAMPLING
 from ..rollout.acting import Places, TurnResult
 from ..training.rewards import decode_completions
+from .chat_format import TrainersChatFormat
 from .rewards import use_threads_of_environments
 
 
@@ -88,7 +92,7 @@ class ToolLoop:
 
 
 def tool_turns(
-    trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | None = None, *, evaluates: bool = False
+    trainer: GRPOTrainer, options: AprilOptions, rollout: Rollout | str | None = None, *, evaluates: bool = False
 ) -> ToolTurns | RolloutTurns | None:
     """What follows a turn of the model: `rollout`, or the trainer's own tool loop, or nothing if it has no tools."""
     if rollout is None and not trainer.tools and trainer.environment_factories is None:
@@ -96,12 +100,29 @@ def tool_turns(
     calls = ToolCalls(trainer._april_user_code, options.tool_timeout)
     loop = ToolLoop(trainer, calls)
     if rollout is not None:
-        return RolloutTurns(rollout, loop.tokenize, trainer._april_user_code)
+        threads = trainer._april_user_code.threads("chat-template")
+        addresses = AddressServer(TrainersChatFormat(trainer), trainer.model.name_or_path, _sampling(trainer), threads)
+        return RolloutTurns(
+            CommandRollout(rollout) if isinstance(rollout, str) else rollout,
+            loop.tokenize,
+            trainer._april_user_code,
+            timeout=options.tool_timeout,
+            address_of=addresses.open,
+            close_addresses=addresses.close,
+        )
     environments = None
     if trainer.environment_factories is not None:
         environments = _environments(trainer, options, loop, calls, evaluates=evaluates)
     tools, limit = Tools(*calls.by_kind(trainer._standalone_tools)), trainer.max_tool_calling_iterations
     return ToolTurns(loop.parse, loop.run_calls, tools, calls, max_iterations=limit, environments=environments)
+
+
+def _sampling(trainer: GRPOTrainer) -> dict[str, Any]:
+    """The options of sampling that requests to an address may repeat."""
+    server = trainer.vllm_generation  # its options may differ in an evaluation
+    given = {name: getattr(server, name) for name in SAMPLING} | (trainer.args.generation_kwargs or {})
+    stop = given.get("stop") or []
+    return {**given, "stop": [stop] if isinstance(stop, str) else [*stop]}
 
 
 def _environments(

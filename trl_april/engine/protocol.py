@@ -89,7 +89,7 @@ class RequestMaker:
         self._count += 1
         salt = sample.segments[0].version if self._reuses_kv and len(sample) else version
         turn_length = len(sample) - (sample.conversation.turn_start if sample.conversation else 0)
-        remaining = group.remaining(sample)
+        remaining = group.remaining_in_turn(sample)
         return GenerationRequest(
             # The counter makes the id unique: a sample has a request for each segment and each retry.
             request_id=f"{self._run_id}-{sample.group_id}-{sample.index}-{self._count}",

@@ -1,6 +1,7 @@
 """Counters of the groups and tokens that enter and leave a pool.
 
-Invariant: every admitted group and generated token was taken, was rejected, or is still in the pool.
+Invariant: every admitted group was taken, was rejected, or is still in the pool. So was every generated token, unless
+it belongs to a branch that its sample has left.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PoolError
-from .samples import Group
+from .samples import Group, Sample
 
 
 def count_tokens(groups: Sequence[Group]) -> int:
@@ -30,6 +31,7 @@ class Counters:
     tokens_generated: int = 0
     tokens_taken: int = 0
     tokens_rejected: int = 0
+    tokens_branched: int = 0  # of branches that their samples have left
     tool_tokens_held: int = 0  # of the groups in the pool, from tools
 
     @property
@@ -39,7 +41,7 @@ class Counters:
 
     @property
     def _generated_held(self) -> int:
-        return self.tokens_generated - self.tokens_taken - self.tokens_rejected
+        return self.tokens_generated - self.tokens_taken - self.tokens_rejected - self.tokens_branched
 
     def take(self, groups: Sequence[Group], *, undo: bool = False) -> None:
         """Count groups that leave the pool for training, or return from there."""
@@ -55,12 +57,17 @@ class Counters:
         self.tokens_rejected += sign * count_tokens(groups)
         self.tool_tokens_held -= sign * count_tool_tokens(groups)
 
+    def branch(self, left: Sample, entered: Sample) -> None:
+        """Count a sample that is replaced by a different branch of its conversation."""
+        self.tokens_branched += left.num_generated - entered.num_generated
+        self.tool_tokens_held += entered.num_tool_tokens - left.num_tool_tokens
+
     def continued_with(self, groups: Sequence[Group]) -> Counters:
         """The counters of a pool that holds `groups` and took and rejected as much as this pool."""
         return replace(
             self,
             groups_admitted=self.groups_taken + self.groups_rejected + len(groups),
-            tokens_generated=self.tokens_taken + self.tokens_rejected + count_tokens(groups),
+            tokens_generated=self.tokens_taken + self.tokens_rejected + self.tokens_branched + count_tokens(groups),
             tool_tokens_held=count_tool_tokens(groups),
         )
 

@@ -132,7 +132,7 @@ def _group(head: dict[str, Any], row: dict[str, Any], token_ids: BytesIO, logpro
         )
         if reason is not None:
             sample.finish_reason = FinishReason(reason)
-        elif not group.remaining(sample):  # packed just before it was finished
+        elif group.remaining_in_turn(sample) <= 0:  # packed just before it was finished
             if sample.conversation is None:
                 sample.finish_reason = FinishReason.LENGTH
             elif sample.conversation.turn_ended is None:

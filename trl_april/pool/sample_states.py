@@ -22,6 +22,12 @@ With environments, a new sample first acts, too, until its environment is reset:
 WAITING -> start -> ACTING -> reset_ended -> WAITING
 ```
 
+An agent may rewrite its conversation. An acting sample is then replaced by a sample with the tokens of that branch:
+
+```
+ACTING -> branch -> WAITING, or PARKED if it has tokens
+```
+
 An illegal transition raises [`PoolError`] and changes nothing.
 """
 
@@ -112,6 +118,7 @@ class SampleStates:
         is_complete: bool = True,
         environment: Any = None,
         columns: dict[str, Any] | None = None,
+        turn_limit: int | None = None,
     ) -> None:
         """Append what followed the turn of an acting sample, and mark it as complete or parked.
 
@@ -125,29 +132,51 @@ class SampleStates:
         sample.append(token_ids, [0.0] * len(token_ids), None)
         self.counters.tool_tokens_held += len(token_ids)
         reason, conversation.columns = conversation.turn_ended, columns
-        conversation.next_turn(messages, calls=calls, failures=failures, start=len(sample), environment=environment)
+        conversation.next_turn(
+            messages, calls=calls, failures=failures, start=len(sample), environment=environment, limit=turn_limit
+        )
         if is_complete or not group.remaining(sample):
             self._complete(group, sample, reason if is_complete else FinishReason.LENGTH)
         else:
             sample.state = SampleState.PARKED
 
     def reset_ended(
-        self, sample: Sample, prompt: list[dict[str, Any]] | None, prompt_ids: list[int], environment: Any = None
+        self,
+        sample: Sample,
+        prompt: list[dict[str, Any]] | None,
+        prompt_ids: list[int],
+        environment: Any = None,
+        turn_limit: int | None = None,
     ) -> None:
         """Set the prompt of an acting sample, whose environment was reset, and mark it as waiting."""
         self._expect(sample, SampleState.ACTING)
         conversation = sample.conversation
         assert conversation is not None and conversation.awaits_reset
         conversation.prompt, conversation.prompt_ids, conversation.environment = prompt, prompt_ids, environment
+        conversation.turn_limit = turn_limit
         conversation.awaits_reset, sample.state = False, SampleState.WAITING
+
+    def branch(self, sample: Sample, branch: Sample) -> None:
+        """Replace an acting sample by a branch of its conversation, whose next turn is to be generated.
+
+        Tokens that only `sample` has are counted, and a branch that is entered again brings its tokens back.
+        """
+        group = self._expect(sample, SampleState.ACTING)
+        if branch.key != sample.key or branch.must_act or group.remaining_in_turn(branch) < 1:
+            raise PoolError(
+                f"A branch of {sample} must be a sample at its place with a turn to generate: {branch!r:.300}"
+            )
+        group.samples[sample.index] = branch
+        branch.state = SampleState.PARKED if len(branch) else SampleState.WAITING
+        self.counters.branch(sample, branch)
 
     def park(self, sample: Sample) -> None:
         """Keep the tokens of `sample` after its request was aborted or its calls failed, to be resumed.
 
-        A running sample without remaining budget is finished instead.
+        A running sample without remaining budget, or whose turn is complete, is finished instead.
         """
         group = self._expect(sample, SampleState.RUNNING, SampleState.ACTING)
-        if sample.state is SampleState.RUNNING and not group.remaining(sample):
+        if sample.state is SampleState.RUNNING and group.remaining_in_turn(sample) < 1:
             self.finish(sample, FinishReason.LENGTH)
         else:
             sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING

@@ -62,6 +62,7 @@ class Conversation:
     calls: int = 0  # tool calls so far
     failures: int = 0  # of them, those that failed
     turn_ended: FinishReason | None = None  # why the current turn ended, until its calls have run
+    turn_limit: int | None = None  # most tokens of the current turn, if less than the budget
     awaits_reset: bool = False  # whether the environment must be reset first
     prompt: list[dict[str, Any]] | None = None  # messages, if they differ from the dataset row's
     prompt_ids: list[int] | None = None  # if the environment was reset; the group then has none
@@ -69,15 +70,25 @@ class Conversation:
     columns: dict[str, Any] | None = None  # that its rollout function returned for reward functions: JSON-like
 
     def next_turn(
-        self, messages: list[dict[str, Any]], *, calls: int, failures: int, start: int, environment: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        calls: int,
+        failures: int,
+        start: int,
+        environment: Any,
+        limit: int | None = None,
     ) -> None:
-        """Add a complete turn: the assistant's message, then the results of its calls. The next turn is at `start`."""
+        """Add a complete turn: the assistant's message, then the results of its calls.
+
+        The next turn begins at `start`, and has at most `limit` tokens.
+        """
         self.environment = environment
         self.messages.extend(messages)
         self.iterations += bool(calls or len(messages) > 1)
         self.calls += calls
         self.failures += failures
-        self.turn_start, self.turn_ended = start, None
+        self.turn_start, self.turn_ended, self.turn_limit = start, None, limit
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -234,8 +245,18 @@ class Group:
         return self.budget.after(len(self.prompt_ids_of(sample)))
 
     def remaining(self, sample: Sample) -> int:
-        """Tokens that `sample` may still generate."""
+        """Tokens that `sample` may still get."""
         return self.budget_of(sample) - len(sample)
+
+    def remaining_in_turn(self, sample: Sample) -> int:
+        """Tokens that `sample` may still generate in its current turn."""
+        turn = sample.conversation
+        rest = self.remaining(sample)
+        return (
+            rest
+            if turn is None or turn.turn_limit is None
+            else min(rest, turn.turn_start + turn.turn_limit - len(sample))
+        )
 
     @property
     def num_tokens(self) -> int:

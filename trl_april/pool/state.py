@@ -16,7 +16,7 @@ from .budget import Budget
 from .counters import Counters
 from .packing import PackedGroups, pack, prompt_digest, unpack
 from .pool import Pool
-from .samples import Group, Sample
+from .samples import Group, Sample, SampleState
 
 
 COUNTERS = tuple(field.name for field in fields(Counters))
@@ -64,8 +64,8 @@ def restore(
     continues with, by default that of the last round. The pool keeps the groups that it `owns`. One of the pools
     `has_totals`: it continues the counters of taken and rejected groups. The youngest `surplus` groups, which training
     can no longer use, count as rejected. A group that was scored by another number of reward functions than
-    `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this pool, and returns the
-    samples that have to start again, since their environments are lost.
+    `num_reward_funcs` loses its score. `restore_environments` is called with the groups of this pool, and returns
+    samples that replace saved samples whose environments are lost.
 
     Raises:
         PoolError: If the pool is not empty, the states contradict each other, are of another dataset or of later
@@ -111,9 +111,9 @@ def restore(
                 "max_staleness, staleness_policy, batch and optimizer steps per batch that they were saved under, or "
                 "with max_staleness=None."
             )
-    for lost in restore_environments([group for group_id, group in groups.items() if owns(group_id)]):
-        samples = groups[lost.group_id].samples
-        samples[lost.index] = pool.new_samples(lost.group_id, len(samples))[lost.index]
+    for sample in restore_environments([group for group_id, group in groups.items() if owns(group_id)]):
+        sample.state = SampleState.PARKED if len(sample) else SampleState.WAITING
+        groups[sample.group_id].samples[sample.index] = sample
     counters = Counters(*(sum(state.get(name, 0) for state in states) for name in COUNTERS if has_totals))
     if has_totals:
         counters.reject(dropped)

@@ -31,6 +31,8 @@ class TurnResult:
     is_complete: bool = True  # the sample ends here: no call, no iteration left, or the results do not fit
     environment: Any = None  # state of its environment, to be saved
     columns: dict[str, Any] | None = None  # of the sample, for reward functions
+    turn_limit: int | None = None  # most tokens of the next turn
+    branch: Sample | None = None  # that replaces the sample, and the rest of this result
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class ResetResult:
     prompt: list[dict[str, Any]] | None  # messages, if they differ from the dataset row's
     prompt_ids: list[int]
     environment: Any = None  # state of the environment, to be saved
+    turn_limit: int | None = None  # most tokens of the first turn
 
 
 # Called in a daemon thread; reads the sample, changes nothing.
@@ -107,7 +110,7 @@ class Acting:
             self._longest = max(self._longest, self._loop.time() - step.began)
             if self._pool.holds(step.sample):
                 self._land(step)
-            self._on_ended(step.group, step.sample)
+            self._on_ended(step.group, step.group.samples[step.sample.index])  # which may be a branch
 
     def take_longest(self) -> float:
         """Seconds of the longest step since the last call, whether it landed or not."""
@@ -127,7 +130,12 @@ class Acting:
         try:
             result = step.result.result()
             if isinstance(result, ResetResult):
-                self._pool.reset_ended(step.sample, result.prompt, result.prompt_ids, result.environment)
+                self._pool.reset_ended(
+                    step.sample, result.prompt, result.prompt_ids, result.environment, result.turn_limit
+                )
+                return
+            if result.branch is not None:
+                self._pool.branch(step.sample, result.branch)
                 return
             self._pool.act_ended(
                 step.sample,
@@ -138,6 +146,7 @@ class Acting:
                 is_complete=result.is_complete,
                 environment=result.environment,
                 columns=result.columns,
+                turn_limit=result.turn_limit,
             )
         except Exception as caught:  # any error must reach the round
             self._pool.park(step.sample)

@@ -49,6 +49,7 @@ class Round:
     launched_lengths: list[int] = field(default_factory=list)  # of the dispatched samples, when the round ended
     rejected_groups: int = 0  # by dynamic sampling
     rejected_tokens: int = 0
+    branched_tokens: int = 0  # of branches that samples have left, less those that were entered again
     filled_groups: int = 0  # rejected groups in the batch, since the round hit its rejection limit
     # Requests that ended without their last tokens: each may have lost up to a chunk.
     broken_streams: int = 0
@@ -120,6 +121,7 @@ class RoundRecorder:
         self._tokens_at_open: dict[int, int] = {}  # tokens of each group when the round opened
         # When the last round ended. Tokens of a resumed pool belong to no round of this driver.
         self._tokens_at_end = pool.counters.tokens_generated
+        self._branched_at_end = pool.counters.tokens_branched
         self._ended: float | None = None
 
     def begin(self, version: int) -> Round:
@@ -168,8 +170,12 @@ class RoundRecorder:
         record.groups = list(groups)
         record.filled_groups = filled
         record.rejected_groups = counters.groups_rejected - self._opened.groups_rejected
+        record.branched_tokens = counters.tokens_branched - self._branched_at_end
+        self._branched_at_end = counters.tokens_branched
         record.rejected_tokens = counters.tokens_rejected - self._opened.tokens_rejected
-        record.carried_tokens = sum(self._tokens_at_open.get(group.group_id, 0) for group in groups)
+        # A sample may have left a branch with tokens since.
+        at_open = self._tokens_at_open
+        record.carried_tokens = sum(min(at_open.get(group.group_id, 0), group.num_generated) for group in groups)
 
 
 def _now() -> float:

@@ -102,7 +102,7 @@ def round_metrics(
     has_tools = samples[0].conversation is not None
     if has_tools:
         counted |= {"acting_samples": done.acting_samples, "repeated_tool_steps": done.repeated_tool_steps}
-        counted["restarted_samples"] = restarted_samples
+        counted |= {"restarted_samples": restarted_samples, "branched_tokens": done.branched_tokens}
     sums = counted | {
         "samples": len(samples),
         "requests": done.requests,
