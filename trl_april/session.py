@@ -146,7 +146,7 @@ class RolloutSession:
             reduce_sum=processes.reduce_sum,
             processes=processes.count,
         )
-        self.correction = BatchCorrection(processes, self.run_log.note)
+        self.correction = BatchCorrection(processes, self.run_log.note, dppo_threshold=options.dppo_threshold)
 
     def _new_pool(self) -> Pool:
         plan, options = self._plan, self._options
