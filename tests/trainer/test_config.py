@@ -28,7 +28,6 @@ OWN = {
     "weight_sync_dir": "/some/where",
     "stream_interval": 32,
     "save_on_signal": True,
-    "max_parked_tokens": 1_000_000,
     "tool_timeout": 30.0,
     "replay_environments": True,
 }
@@ -52,7 +51,6 @@ def test_the_fields_and_their_defaults():
         "weight_sync_dir": None,
         "stream_interval": 64,
         "save_on_signal": None,
-        "max_parked_tokens": None,
         "tool_timeout": None,
         "replay_environments": False,
     }
@@ -190,7 +188,6 @@ def test_a_saved_config_makes_the_same_config_again():
         ({"overlap_generation": "maybe"}, ["overlap_generation is 'maybe'", "True, False or 'auto'"]),
         ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
         ({"tool_timeout": 0.0}, ["tool_timeout is 0.0", "must be positive", "Omit it"]),
-        ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Omit it"]),
     ],
 )
 def test_refused_values_are_named_with_rule_and_remedy(wrong, words):

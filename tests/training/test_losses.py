@@ -248,6 +248,19 @@ def correction(mode: str, old: torch.Tensor, sampled: torch.Tensor, reached: Cou
     return weights.clip(FLOOR, CAP)
 
 
+def trust_region(threshold: float | None, new, sampled, advantage: float, reached: Counter) -> torch.Tensor:
+    """Which tokens stay in the loss: the mask of DPPO-Binary-TV (arXiv 2602.04879, section 4), relative to the policy
+    that sampled the token. It leaves out tokens whose probability has grown by more than the threshold although A > 0,
+    or has fallen by more although A < 0.
+    """
+    if threshold is None:
+        return torch.ones_like(new, dtype=torch.bool)
+    moved = new.detach().exp() - sampled.exp()
+    left_out = (moved > threshold) if advantage > 0 else (-moved > threshold) & (advantage < 0)
+    reached["out of the trust region"] += int(left_out.sum())
+    return ~left_out
+
+
 def clipped_surrogate(ratios: torch.Tensor, advantage: float, low: float, high: float, reached: Counter):
     """PPO's pessimistic bound (Schulman et al., arXiv 1707.06347, equation 7) with a bound for each side (DAPO).
 
@@ -281,7 +294,7 @@ def token_objectives(loss_type: str, new: torch.Tensor, old: torch.Tensor, advan
 
 def paper_loss(
     loss_type: str, mode: str, policies: Policies, micro_batches: list[list[Example]], tokens_per_step: float,
-    reached: Counter,
+    reached: Counter, dppo_threshold: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Loss of one optimizer step.
 
@@ -301,7 +314,9 @@ def paper_loss(
         old = by_version[VERSIONS - 1][example.kept]
         sampled = torch.stack(by_version)[example.versions, range(len(example.token_ids))][example.kept]
         objectives = token_objectives(loss_type, new, old, example.advantage, reached)
-        return (objectives * correction(mode, old, sampled, reached)).sum(), len(example.kept)
+        weights = correction(mode, old, sampled, reached)
+        weights = weights * trust_region(dppo_threshold, new, sampled, example.advantage, reached)
+        return (objectives * weights).sum(), len(example.kept)
 
     batches = [[term(example) for example in batch] for batch in micro_batches]
     terms = [pair for batch in batches for pair in batch]
@@ -325,12 +340,14 @@ def assert_as_in_the_papers(trainer, policies, groups, *, kept=lambda sample, po
     model.zero_grad()
     micro_batches = [[examples[completion] for completion in batch] for batch in held]
     tokens_per_step = sum(len(example.kept) for example in examples.values()) / 2
-    expected = paper_loss(loss_type, mode, policies, micro_batches, tokens_per_step, reached)
+    threshold = trainer.args.dppo_threshold
+    expected = paper_loss(loss_type, mode, policies, micro_batches, tokens_per_step, reached, threshold)
     expected.backward()
 
     # Both kinds of bounds had an effect, and not on all tokens.
     assert all(reached[name] for name in ("clipped above", "free", "weights changed", "weights kept")), reached
     assert reached["clipped below"] or loss_type == "cispo", reached
+    assert reached["out of the trust region"] or threshold is None, reached
 
     assert abs(expected.item()) > 1e-3
     assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE, abs=0)
@@ -357,6 +374,13 @@ class TestAgainstThePapers:
         )  # fmt: skip
         assert any(max(sample.versions) < oldest for group in groups for sample in group.samples)
         assert_as_in_the_papers(trainer, policies, groups, kept=lambda sample, place: sample.versions[place] >= oldest)
+
+    @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, ["token_truncate", "sequence_truncate"]))
+    def test_tokens_out_of_the_trust_region_leave_the_loss(
+        self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path
+    ):
+        options = {"vllm_importance_sampling_mode": mode, "dppo_threshold": 0.004}
+        assert_as_in_the_papers(make_april(loss_type, tiny_model_dir, tmp_path, **options), policies, groups)
 
 
 # Micro-batches
@@ -428,6 +452,7 @@ class TestMicroBatches:
 SPECIAL_CASES = [
     ("vespo", {"vllm_importance_sampling_mode": "token_mask"}),
     ("grpo", {"beta": 0.1, "off_policy_mask_threshold": 0.05, "staleness_policy": "mask", "max_staleness": 1}),
+    ("grpo", {"dppo_threshold": 0.004}),
     ("dapo", {"steps_per_generation": 1}),  # two generation batches in one optimizer step
     ("grpo", {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "sequence_mask"}),
 ]
