@@ -1,9 +1,16 @@
-"""The trainer is killed with -9 while agents by address have turns, and resumed: no turn is lost or made twice."""
+"""The trainer is killed with -9 while agents by address have turns, and resumed: no turn is lost or made twice.
+
+A fake server samples from the model, whose weights stay: the learning rate is 0.
+"""
 
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from tests.support.fake_vllm import FakeVLLM
+from tests.trainer.test_addresses import Sampled
 from tests.trainer.test_kills import (  # noqa: F401
     KILLS,
     STEPS,
@@ -12,20 +19,30 @@ from tests.trainer.test_kills import (  # noqa: F401
     test_every_row_is_trained_once_as_in_an_undisturbed_run,
     test_what_a_checkpoint_held_is_resumed,
 )
+from trl_april.weights.canary import trainer_logprobs
 
 
-pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def journals(forker, server, tiny_model_dir, tmp_path_factory):
+def fake(tiny_model_dir, one_thread):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    script = Sampled(model, [model.config.eos_token_id])
+    with FakeVLLM(vocab_size=model.config.vocab_size, script=script.stream) as server:
+        server.prompt_logprobs = lambda ids: trainer_logprobs(model, ids, torch.device("cpu"))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def journals(forker, fake, tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kills")
     spec = {
-        "url": server.base_url, "model": tiny_model_dir, "folder": str(folder), "rows": 4 * STEPS, "kills": KILLS,
+        "url": fake.base_url, "model": tiny_model_dir, "folder": str(folder), "rows": 4 * STEPS, "kills": KILLS,
         "seed": 41, "seconds": 1.0,
         "options": {
-            "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
-            "max_completion_length": 500, "over_provisioning": 1.75, "weight_sync_dir": str(folder),
+            "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "learning_rate": 0.0,
+            "max_completion_length": 500, "over_provisioning": 1.75, "weight_sync_dir": str(folder), "use_cpu": True,
         },
     }  # fmt: skip
     (folder / "spec.json").write_text(json.dumps(spec))
@@ -34,3 +51,16 @@ def journals(forker, server, tiny_model_dir, tmp_path_factory):
     assert process.returncode == 0, output[-6000:]
     assert "start again" not in output, "every agent was given its recorded turns"
     return [read(path) for path in sorted(folder.glob("journal-*.jsonl"))]
+
+
+def test_no_recorded_turn_is_generated_again(journals, fake):
+    """No request after a kill asks for a turn that its checkpoint has."""
+    asked = set()  # with the run, the group and the place of the sample
+    for request in fake.received_at("/v1/completions"):
+        if request.body.get("stream"):
+            run, group, index, _ = request.headers["X-Request-Id"].split("-")
+            asked.add((run, int(group), int(index), tuple(request.body["prompt"])))
+    recorded = [entry for journal in journals for entry in journal if entry["kind"] == "recorded"]
+    turns = {(entry["run"], group, index, tuple(ids)) for entry in recorded for group, index, ids in entry["turns"]}
+    assert len(turns) > 20 and not turns & asked
+    assert {run for run, *_ in turns} & {run for run, *_ in asked}

@@ -52,6 +52,8 @@ def test_every_token_has_the_log_probability_of_its_version(server, tiny_model_d
     assert check_logprobs(trainer) == generated == trainer.pool.counters.tokens_taken > 1000
     assert sum(done.carried_tokens for done in trainer.rounds) > 0
     turns = [sum(segment.version is None for segment in sample.segments) + 1 for sample in samples]
-    assert max(turns) == TURNS and any(len({*sample.versions} - {None}) > 1 for sample in samples)
+    assert max(turns) == TURNS
+    # With overlap, this agent may be faster than training.
+    assert options or any(len({*sample.versions} - {None}) > 1 for sample in samples)
     assert trainer.pool.counters.tokens_branched > 0 and len(trainer.pool) == 0
     assert wait_until_idle(server) == 0
