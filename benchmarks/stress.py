@@ -6,11 +6,10 @@
 
 The demo's task from one warm start on one server, with `overlap_generation` and `resume_kv="keep"`. For each learning
 rate, synchronous training and, for each bound, training with every correction: `none`, the four modes of
-`vllm_importance_sampling_mode`, `opsm`, which is `token_truncate` with `off_policy_mask_threshold=0.05`, and two that
-are not options: `geometric` drops sequences whose geometric mean of the ratios is not within 1 % of 1, `dppo` tokens
-whose probability has moved by more than 0.15 in the direction of their advantage (arXiv 2602.04879). The factor is
-what the bound allows, at most 4. Expected rewards are as in learning.py. Results are written after every run, so a
-stopped benchmark resumes, also with more cells or seeds.
+`vllm_importance_sampling_mode`, `opsm` and `dppo`, which are `token_truncate` with `off_policy_mask_threshold=0.05` or
+`dppo_threshold=0.15`, and `geometric`, which is not an option and drops sequences whose geometric mean of the ratios
+is not within 1 % of 1. The factor is what the bound allows, at most 4. Expected rewards are as in learning.py. Results
+are written after every run, so a stopped benchmark resumes, also with more cells or seeds.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 } | {
     "opsm": {"vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.05},
+    "dppo": {"vllm_importance_sampling_mode": "token_truncate", "dppo_threshold": 0.15},
 }
 
 
@@ -55,14 +55,7 @@ class GeometricMask(TrainingPassCorrection):
         return log_ratio.exp().clamp(max=self._highest).masked_fill(outside, 0.0)
 
 
-class DivergenceMask(TrainingPassCorrection):
-    def _weights(self, micro_batch: dict[str, Any], log_ratio: torch.Tensor) -> torch.Tensor:
-        sampled = micro_batch["sampling_per_token_logps"].exp()
-        moved = sampled * (log_ratio.exp() - 1.0) * micro_batch["advantages"].sign()[:, None]
-        return log_ratio.exp().masked_fill(moved > 0.15, 0.0)
-
-
-WEIGHTS = {"none": NoCorrection, "geometric": GeometricMask, "dppo": DivergenceMask}
+WEIGHTS = {"none": NoCorrection, "geometric": GeometricMask}
 NAMES = [*CORRECTIONS, *WEIGHTS]
 
 
@@ -80,7 +73,9 @@ class StressBench(RecipeBench):
         bound, correction = mode.split()
         self.overrides = {"max_staleness": int(bound), "over_provisioning": min(4.0, int(bound) + 1.0)}
         self.overrides |= CORRECTIONS.get(correction, {})
-        with patch("trl_april.session.TrainingPassCorrection", WEIGHTS.get(correction, TrainingPassCorrection)):
+        with patch(
+            "trl_april.training.correction.TrainingPassCorrection", WEIGHTS.get(correction, TrainingPassCorrection)
+        ):
             return super().train("grpo", seed, APRIL, steps, recorder)
 
 

@@ -53,11 +53,11 @@ class AprilOptions:
     dynamic_sampling: bool = False
     score_during_generation: bool = False
     max_rejected_groups_per_round: int | None = None
+    dppo_threshold: float | None = None
     weight_sync: str = "auto"
     weight_sync_dir: str | None = None
     stream_interval: int = 64
     save_on_signal: bool | None = None
-    max_parked_tokens: int | None = None
     tool_timeout: float | None = None
     replay_environments: bool = False
 
@@ -117,12 +117,13 @@ class AprilOptions:
         # The default and "auto" respect any bound.
         factor = self.over_provisioning if isinstance(self.over_provisioning, float) else 1.0
         check_bound(factor, self.max_staleness, self.staleness_policy)
-        timeout, switch = self.tool_timeout, str(self.overlap_generation).lower()  # a command line passes text
+        switch = str(self.overlap_generation).lower()  # a command line passes text
+        timeout, dppo = self.tool_timeout, self.dppo_threshold
         for name, is_valid, rule in (
             ("weight_sync", self.weight_sync in WEIGHT_SYNCS, f"must be among {', '.join(WEIGHT_SYNCS)}"),
             ("resume_kv", self.resume_kv in RESUME_KV, f"must be among {', '.join(RESUME_KV)}"),
             ("overlap_generation", switch in ("true", "false", AUTO), "must be True, False or 'auto'"),
-            ("max_parked_tokens", (self.max_parked_tokens or 0) >= 0, "cannot be negative. Omit it for no bound"),
+            ("dppo_threshold", dppo is None or 0 < dppo < 1, "must be between 0 and 1. Omit it for no mask"),
             ("tool_timeout", timeout is None or timeout > 0, "must be positive. Omit it for no limit"),
             ("stream_interval", self.stream_interval >= 1, "counts tokens and must be at least 1"),
         ):
@@ -235,6 +236,12 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         max_rejected_groups_per_round (`int`, *optional*):
             Rejected groups at which a round stops replacing them and is filled with rejected groups, oldest first. At
             least the groups of a batch; by default ten times as many.
+        dppo_threshold (`float`, *optional*):
+            Trust region of DPPO (https://huggingface.co/papers/2602.04879, Binary-TV): a token leaves the loss where
+            its probability has moved by more than this from the probability that it was sampled with, in the direction
+            that its advantage reinforces. The paper's value is 0.15. It comes on top of
+            `vllm_importance_sampling_mode`, for every update of a batch; `april/correction/dppo_masked_fraction` logs
+            the share. Useful where the policy moves fast for old tokens, of which the trainer warns.
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to the server: `"adapter"` (only the LoRA adapter, in files, to a server started with
             `--enable-lora`; running requests stay on theirs), `"nccl"` (TRL's own; RCCL on AMD), `"ipc"` (memory
@@ -251,9 +258,6 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
             Whether Ctrl-C and SIGTERM (a preemption) write a checkpoint before training stops: immediately in the
             middle of a round, otherwise at the end of the optimizer step. A second signal stops at once. By default
             they do, unless `save_strategy="no"`.
-        max_parked_tokens (`int`, *optional*):
-            Bound on the completion tokens that each process keeps between rounds, at 8 bytes each. At the bound
-            nothing is dropped: groups that the batch does not need wait. By default there is none.
         tool_timeout (`float`, *optional*):
             Seconds after which a call of a tool becomes an error result, as an exception does, and counts as a
             failure. The call's thread is abandoned, a coroutine is canceled. It also limits `reset` of
@@ -313,6 +317,12 @@ class APRILGRPOConfig(AprilOptions, GRPOConfig):
         self.vllm_importance_sampling_mode = correction_mode(self)  # TRL checks the bounds that it needs
         GRPOConfig.__post_init__(self)
         self.vllm_importance_sampling_mode = mode
+        for name, value in (("vllm_importance_sampling_correction", False), ("loss_type", "vespo")):
+            if self.dppo_threshold is not None and getattr(self, name) == value:
+                raise ConfigError(
+                    f"dppo_threshold={self.dppo_threshold} masks tokens by their weight in the loss, which they do "
+                    f"not have with {name}={value!r}. Change {name}, or omit dppo_threshold."
+                )
 
 
 def _describe(options: type[AprilOptions]) -> None:

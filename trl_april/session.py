@@ -140,7 +140,7 @@ class RolloutSession:
             reduce_sum=processes.reduce_sum,
             processes=processes.count,
         )
-        self.correction = BatchCorrection(processes, self.run_log.note)
+        self.correction = BatchCorrection(processes, self.run_log.note, dppo_threshold=options.dppo_threshold)
 
     def _new_pool(self) -> Pool:
         plan, options = self._plan, self._options
@@ -153,7 +153,6 @@ class RolloutSession:
             dynamic_sampling=options.scores_groups,
             has_tools=self._act is not None,
             has_environments=self._restorable is not None,
-            max_parked_tokens=options.max_parked_tokens,
             budget=plan.budget,
         )
 

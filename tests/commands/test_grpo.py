@@ -10,10 +10,8 @@ import pytest
 import trl.rewards
 from datasets import Dataset, DatasetDict, IterableDataset
 from safetensors.torch import load_file
-from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from tests.project.test_recipes import NAMES, train_on_a_server
-from trl_april import APRILGRPOConfig
 from trl_april.commands import grpo
 from trl_april.errors import ConfigError
 
@@ -24,8 +22,8 @@ REQUIRED = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
 
 def parse(*options: str):
     """Script, trainer, model and mixture arguments of the script."""
-    parser = TrlParser((grpo.ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig))
-    return parser.parse_args_and_config([*REQUIRED, *options])
+    arguments = [*REQUIRED, *options]
+    return grpo.make_parser(arguments).parse_args_and_config(arguments)
 
 
 def splits_of(*options: str):
@@ -43,8 +41,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_work_with_this_command(name):
-    options = grpo.with_recipe_as_config(["--recipe", name])
-    script, config, _, _ = parse(*options, "--num_generations", "4", "--max_completion_length", "1000")
+    script, config, _, _ = parse("--recipe", name, "--num_generations", "4", "--max_completion_length", "1000")
     assert config.loss_type == name
     assert config.num_generations == 4
     first, *others = grpo.find_rewards(script, config)
@@ -56,20 +53,16 @@ def test_every_argument_of_trls_script_is_accepted():
     import trl.scripts.grpo as theirs
 
     own, stock = (
-        {action.dest for action in parser._actions}
-        for parser in (
-            TrlParser((grpo.ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig)),
-            theirs.make_parser(),
-        )
+        {action.dest for action in parser._actions} for parser in (grpo.make_parser([]), theirs.make_parser())
     )
     assert stock <= own
     assert own - stock >= {"soft_punish_cache", "over_provisioning"}
 
 
-def test_loading_options():
-    kwargs = '{"dtype": "float16", "device_map": null}'
-    _, config, model, _ = parse("--dtype", "bfloat16", "--model_revision", "v2", "--model_init_kwargs", kwargs)
-    assert grpo.model_options(model, config) == {
+def test_loading_options(run_main):
+    options = ["--model_init_kwargs", '{"dtype": "float16", "device_map": null}', "--reward_funcs", "contains_answer"]
+    trainer = run_main("--model_name_or_path", "m", "--dtype", "bfloat16", "--model_revision", "v2", *options)
+    assert trainer.arguments["args"].model_init_kwargs == {
         "dtype": "float16", "device_map": None, "attn_implementation": None, "revision": "v2",
         "trust_remote_code": False,
     }  # fmt: skip
@@ -79,8 +72,9 @@ def test_loading_options():
 
 
 def reward(name: str, *options: str):
-    script, config, *_ = parse(*options)
-    return grpo.find_reward(name, script, config)
+    script, config, *_ = parse("--reward_funcs", name, *options)
+    (found,) = grpo.find_rewards(script, config)
+    return found
 
 
 def test_contains_answer():
@@ -183,10 +177,11 @@ def test_unusable_dataset_is_refused(tmp_path, monkeypatch, options, message):
 
 
 def test_missing_split_is_refused(tmp_path):
-    splits = splits_of("--dataset_name", write(tmp_path / "prompts.jsonl", ROWS))
-    assert len(grpo.pick_split(splits, "dataset_train_split", "train")) == 8
+    script, _, _, mixture = parse("--dataset_name", write(tmp_path / "prompts.jsonl", ROWS))
+    splits = grpo.load_splits(script, mixture)
+    assert len(grpo.pick_split(splits, script, "dataset_train_split")) == 8
     with pytest.raises(ConfigError, match="dataset_test_split is 'test', but the dataset has the splits: train"):
-        grpo.pick_split(splits, "dataset_test_split", "test")
+        grpo.pick_split(splits, script, "dataset_test_split")
 
 
 # The whole script
@@ -271,13 +266,16 @@ def test_options_of_accelerate_start_processes(run_main, tmp_path, monkeypatch):
     assert len(launched) == 1
 
 
-def test_a_recipe_goes_by_its_name(run_main):
-    trainer = run_main("--model_name_or_path", "m", "--recipe", "dapo", "--max_completion_length", "100")
-    assert trainer.arguments["args"].epsilon_high == 0.28 and len(trainer.arguments["reward_funcs"]) == 2
+def test_a_recipe_goes_by_its_name(run_main, tmp_path):
+    """A file of options overrides its values, and the command line both."""
+    (tmp_path / "mine.yaml").write_text("num_generations: 4\nbeta: 0.5\n")
+    mine = ["--config", str(tmp_path / "mine.yaml"), "--beta", "0.25"]
+    trainer = run_main("--model_name_or_path", "m", "--recipe", "dapo", "--max_completion_length", "100", *mine)
+    config = trainer.arguments["args"]
+    assert (config.epsilon_high, config.num_generations, config.beta) == (0.28, 4, 0.25)
+    assert len(trainer.arguments["reward_funcs"]) == 2
     with pytest.raises(ConfigError, match="recipe is 'ppo'; it must be one of dapo, grpo, gspo"):
         run_main("--recipe", "ppo")
-    with pytest.raises(ConfigError, match=r"options come from one file. Copy .*dapo\.yaml"):
-        run_main("--recipe", "dapo", "--config", "mine.yaml")
 
 
 def test_missing_model_or_reward_is_refused(run_main):

@@ -315,9 +315,6 @@ def test_bad_options_are_refused_with_value_rule_and_remedy(options, words):
         assert word in str(caught.value)
 
 
-# A full pool
-
-
 def test_pool_does_not_learn_that_its_own_unfinished_group_is_finished():
     """Rule 1: a group cannot leave because another process, which counts differently, believes it finished."""
     pool = pool_in_round(1, groups=1)

@@ -69,16 +69,14 @@ class PoolMachine(RuleBasedStateMachine):
         slack=st.sampled_from([None, 0, 1, 2]),
         versions_per_round=st.integers(1, 2),
         version=st.integers(0, 3),
-        max_parked_tokens=st.sampled_from([None, 0, 3, 10]),
         has_tools=st.booleans(),
     )
-    def open(self, quota, factor, slack, versions_per_round, version, max_parked_tokens, has_tools):
+    def open(self, quota, factor, slack, versions_per_round, version, has_tools):
         bound = None if slack is None else math.ceil(factor - 1) * versions_per_round + slack
         self.options = {
             "over_provisioning": factor,
             "max_staleness": bound,
             "versions_per_round": versions_per_round,
-            "max_parked_tokens": max_parked_tokens,
             "has_tools": has_tools,
         }
         self.has_tools = has_tools
@@ -260,8 +258,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.through_a_checkpoint()
         self.version += min(jump, self.versions_per_round)
         self.pool.begin_round(self.version)
-        count = self.quota if self.pool.is_full else self.target
-        expected = 0 if self.pool.schedule.quota_met else max(0, count - len(self.groups))
+        expected = 0 if self.pool.schedule.quota_met else max(0, self.target - len(self.groups))
         assert self.pool.schedule.room == expected
 
     @rule()
@@ -310,14 +307,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert counters.groups_admitted == len(self.taken) + len(self.groups)
 
     @invariant()
-    def ready_lists_startable_samples_and_a_full_pool_only_needed_ones(self):
-        counters, most = self.pool.counters, self.options["max_parked_tokens"]
-        assert self.pool.is_full == (most is not None and counters.tokens_held >= most)
-        needed = self.needed()
-        assert self.pool.schedule.needed() == needed
-        unfinished = self.keys(*(set(SampleState) - {SampleState.FINISHED}))
-        assert [sample.key for sample in self.pool.not_needed()] == [key for key in unfinished if key[0] not in needed]
-        keys = [key for key in self.startable() if not self.pool.is_full or key[0] in needed]
+    def ready_lists_startable_samples_and_needed_groups_are_known(self):
+        assert self.pool.schedule.needed() == self.needed()
+        keys = self.startable()
         keys.sort(key=lambda key: not self.groups[key[0]].samples[key[1]].tokens)
         assert [sample.key for _, sample in self.pool.ready()] == keys
 

@@ -29,7 +29,7 @@ from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
 from trl_april.rollout.record import Round
 from trl_april.training.batch import round_metrics, server_metrics
-from trl_april.training.correction import AGES, correction_metrics
+from trl_april.training.correction import AGES, MASKED_FRACTION, correction_metrics
 
 
 PAGES = page_names()
@@ -187,7 +187,7 @@ def metric_names() -> set[str]:
     correction = correction_metrics(batch([[1.0]] * 4), [group(*samples)], version=3)
     ages_and_lengths = "|".join([*map(re.escape, AGES), *(f"length_q{n}" for n in range(1, 5))])
     servers = server_metrics([Traffic(), Traffic()], 1.0, lost=0)
-    names |= {re.sub(r"/\d+/", "/*/", name) for name in servers}
+    names |= {re.sub(r"/\d+/", "/*/", name) for name in servers} | {MASKED_FRACTION}
     return names | {re.sub(f"/({ages_and_lengths})/", "/*/", name) for name in correction}
 
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trl import TrlParser
 
 from tests.support.docs_pages import ROOT
-from trl_april import APRILGRPOConfig
-from trl_april.commands.grpo import RECIPES, ScriptArguments, with_recipe_as_config
+from trl_april.commands.grpo import RECIPES, make_parser
 from trl_april.config import AprilOptions
 from trl_april.pool.staleness import check_bound
 
@@ -28,8 +26,8 @@ UPDATES = {"grpo": 1, "dapo": 16, "gspo": 4}  # per round
 
 def recipe(name: str, *options: str):
     """Script arguments and config of a recipe."""
-    parser = TrlParser((ScriptArguments, APRILGRPOConfig))
-    return parser.parse_args_and_config(with_recipe_as_config([*REQUIRED, "--recipe", name, *options]))
+    arguments = [*REQUIRED, "--recipe", name, *options]
+    return make_parser(arguments).parse_args_and_config(arguments)[:2]
 
 
 @pytest.mark.parametrize("path", RECIPES.values(), ids=NAMES)

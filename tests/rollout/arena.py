@@ -154,7 +154,6 @@ class Arena:
         at_once: bool = False,
         max_rejected: int = 100,
         max_staleness: int | None = None,
-        max_parked_tokens: int | None = None,
         rows: int = 10**6,
         script: dict | None = None,
         act: Any = None,  # which takes 2 s
@@ -165,7 +164,6 @@ class Arena:
             max_staleness=max_staleness,
             dynamic_sampling=True,
             has_tools=act is not None,
-            max_parked_tokens=max_parked_tokens,
         )
         self.rewards = rewards
         self.calls: list[list[int]] = []  # groups of each reward call

@@ -17,9 +17,9 @@ from trl_april.training.run_log import RunLog
 class GivenBatches(RolloutSession):
     """A session without rollouts: it logs, and saves nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, dppo_threshold: float | None = None) -> None:
         self.scorer, self.run_log, self._processes = None, RunLog(), OneProcess()
-        self.correction = BatchCorrection(self._processes, self.run_log.note)
+        self.correction = BatchCorrection(self._processes, self.run_log.note, dppo_threshold=dppo_threshold)
         self.steps = SimpleNamespace(release_trained=lambda micro_steps: None)
 
     def save(self, checkpoint: Path) -> None: ...
@@ -49,6 +49,6 @@ class ServerlessTrainer(APRILGRPOTrainer):
         self._last_loaded_step = self.state.global_step
 
     def _april_run_round(self) -> Round:
-        self._april_session = self._april_session or GivenBatches()
+        self._april_session = self._april_session or GivenBatches(self.args.dppo_threshold)
         self._last_loaded_step = self.state.global_step
         return Round(self.version, groups=list(self.groups))

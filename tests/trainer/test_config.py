@@ -18,6 +18,7 @@ OWN = {
     "over_provisioning": 1.5,
     "max_staleness": 3,
     "staleness_policy": "ignore",
+    "dppo_threshold": 0.15,
     "resume_kv": "reuse",
     "overlap_generation": True,
     "dynamic_sampling": True,
@@ -27,7 +28,6 @@ OWN = {
     "weight_sync_dir": "/some/where",
     "stream_interval": 32,
     "save_on_signal": True,
-    "max_parked_tokens": 1_000_000,
     "tool_timeout": 30.0,
     "replay_environments": True,
 }
@@ -149,7 +149,6 @@ def test_the_command_line(parser):
         ({"overlap_generation": "maybe"}, ["overlap_generation is 'maybe'", "True, False or 'auto'"]),
         ({"stream_interval": 0}, ["stream_interval is 0", "at least 1"]),
         ({"tool_timeout": 0.0}, ["tool_timeout is 0.0", "must be positive", "Omit it"]),
-        ({"max_parked_tokens": -1}, ["max_parked_tokens is -1", "cannot be negative", "Omit it"]),
     ],
 )
 def test_refused_values_are_named_with_rule_and_remedy(wrong, words):

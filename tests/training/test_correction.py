@@ -9,7 +9,9 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from trl_april.config import APRILGRPOConfig
 from trl_april.distributed.processes import OneProcess
+from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState, Segment
 from trl_april.training.correction import BatchCorrection, DriftWatch, correction_metrics
@@ -72,7 +74,7 @@ def test_figures_of_the_ratio_are_taken_before_truncation():
     [
         ({"age_1": 0.96, "age_2": 0.95, "age_3+": 1.0}, 0.2, None),
         ({"age_1": 0.93, "age_3+": 0.44}, 0.2, "Tokens of age 3 or older have an effective sample size of 0.44, "),
-        ({"age_1": 0.5, "age_3+": 0.94}, 0.2, r"Tokens of age 1 have .* below 0.95.* or max_staleness.$"),
+        ({"age_1": 0.5, "age_3+": 0.94}, 0.2, r"Tokens of age 1 have .* below 0.95.*max_staleness.*dppo_threshold"),
         ({"age_0": 0.1, "age_3+": 0.44}, 0.04, None),  # too few tokens to tell
     ],
 )
@@ -132,3 +134,33 @@ def test_padding_and_tool_tokens_are_not_counted():
     assert metrics["correction/carried_tokens"] == 0
     assert metrics["correction/age_0/tokens_fraction"] == 1.0
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+class TestTrustRegion:
+    def test_a_token_returns_to_the_loss_when_its_probability_does(self):
+        """A micro-batch is trained several times with `num_iterations` above 1. A NaN is an unknown probability."""
+        sampled = torch.tensor([[0.5, 0.5, 0.5, float("nan")], [0.5, 0.5, 0.5, 0.5]]).log()
+        micro_batch = {
+            "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+            "sampling_per_token_logps": sampled,
+            "advantages": torch.tensor([1.0, -1.0]),
+            "importance_sampling_ratio": torch.full((2, 4), 2.0),
+        }
+        correction = BatchCorrection(OneProcess(), note=lambda metrics: None, dppo_threshold=0.15)
+        moved = torch.tensor([[0.7, 0.6, 0.3, 0.9], [0.7, 0.6, 0.3, 0.3]]).log()
+        assert correction.correct(micro_batch, moved) == {"april/correction/dppo_masked_fraction": 2 / 7}
+        assert micro_batch["importance_sampling_ratio"].tolist() == [[0.0, 2.0, 2.0, 2.0], [2.0, 2.0, 0.0, 2.0]]
+        assert correction.correct(micro_batch, sampled) == {"april/correction/dppo_masked_fraction": 0.0}
+        assert micro_batch["importance_sampling_ratio"].eq(2.0).all()
+
+    @pytest.mark.parametrize(
+        ("options", "name"),
+        [
+            ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction"),
+            ({"loss_type": "vespo"}, "loss_type"),
+            ({"dppo_threshold": 0.0}, "dppo_threshold"),
+        ],
+    )
+    def test_a_threshold_that_cannot_have_an_effect_is_refused(self, options, name):
+        with pytest.raises(ConfigError, match=name):
+            APRILGRPOConfig("out", bf16=False, use_cpu=True, **{"dppo_threshold": 0.15} | options)

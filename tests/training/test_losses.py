@@ -1,12 +1,17 @@
-"""Every loss on batches of mixed policy versions: our micro-batches and our single forward pass change nothing of it.
+"""Every loss on batches of mixed policy versions, compared with the papers.
 
 From the finished groups on, everything on the trainer's side is real: `rollout_output`, TRL's scoring with its
-importance-sampling ratio, shuffling and splitting, and `training_step`. The reference is TRL's own computation.
+importance-sampling ratio, shuffling and splitting, and `training_step`. The reference knows the tokens, their versions
+and the weights of each version, and computes in float64, one sample at a time, without padding and masks.
 """
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import groupby
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from tests.support.serverless import ServerlessTrainer
+from trl_april.bridge.construction import GSPO_EPSILON, GSPO_EPSILON_HIGH
 from trl_april.bridge.training_pass import SCORING_TO_LOSS, can_be_regrouped, can_correct, rows_in_blocks
 from trl_april.config import APRILGRPOConfig
 from trl_april.pool.pool import Pool
@@ -61,7 +67,7 @@ def reward(completion_ids, **kwargs) -> list[float]:
 
 
 class Policies:
-    """The weights of each policy version, a random walk from the tiny model, and float64 models with them."""
+    """Float64 models with the weights of each policy version: a random walk from the tiny model."""
 
     def __init__(self, model_dir: str) -> None:
         self.weights: list[dict[str, torch.Tensor]] = []
@@ -80,7 +86,7 @@ class Policies:
             self.models.append(model.eval())
 
     def logprobs(self, version: int, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
-        """Log-probability of every completion token, shape `(length,)`, float64."""
+        """Log-probability of every completion token, shape `(length,)`, float64, with a graph."""
         logits = self.models[version](torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
         return logits.log_softmax(-1)[range(len(token_ids)), token_ids]
 
@@ -186,6 +192,193 @@ def optimization_step(trainer, policies: Policies, *, in_blocks: bool = True):
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, held
 
 
+# The papers
+
+
+@dataclass
+class Example:
+    """A sample as in the papers. `kept` are its positions in the loss."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    versions: list[int]
+    advantage: float
+    kept: list[int]
+
+
+def examples_of(groups: Sequence[Group], kept) -> dict[tuple[int, ...], Example]:
+    """By completion. The advantage is the reward less the group's mean, over its standard deviation (DeepSeekMath,
+    arXiv 2402.03300, section 4.1.2), with TRL's 1e-4 in the denominator.
+    """
+    examples = {}
+    for group in groups:
+        rewards = reward([sample.token_ids.tolist() for sample in group.samples])
+        for sample, value in zip(group.samples, rewards, strict=True):
+            token_ids = sample.token_ids.tolist()
+            examples[tuple(token_ids)] = Example(
+                group.prompt_ids,
+                token_ids,
+                sample.versions,
+                (value - fmean(rewards)) / (stdev(rewards) + 1e-4),
+                [position for position in range(len(token_ids)) if kept(sample, position)],
+            )
+    assert len(examples) == sum(len(group.samples) for group in groups), "keys must be distinct"
+    return examples
+
+
+def correction(mode: str, old: torch.Tensor, sampled: torch.Tensor, reached: Counter) -> torch.Tensor:
+    """Weight of every token for having been sampled with log-probability `sampled` instead of `old`.
+
+    `*_truncate`: truncated importance sampling, min(ratio, C) (Ionides, "Truncated Importance Sampling", 2008; Yao et
+    al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025), here bounded below as well.
+    `*_mask`: the ratio where it lies within the bounds and 0 elsewhere (IcePop, in "Every Step Evolves", arXiv
+    2510.18855). One ratio per token, or for `sequence_*` their product over the sequence.
+    """
+    log_weights = old - sampled
+    weights = log_weights.sum().exp().expand_as(old) if mode.startswith("sequence") else log_weights.exp()
+    outside = (weights < FLOOR) | (weights > CAP)
+    reached["weights changed"] += int(outside.sum())
+    reached["weights kept"] += int((~outside).sum())
+    if mode.endswith("mask"):
+        return torch.where(outside, torch.zeros_like(weights), weights)
+    return weights.clip(FLOOR, CAP)
+
+
+def trust_region(threshold: float | None, new, sampled, advantage: float, reached: Counter) -> torch.Tensor:
+    """Which tokens stay in the loss: the mask of DPPO-Binary-TV (arXiv 2602.04879, section 4), relative to the policy
+    that sampled the token. It leaves out tokens whose probability has grown by more than the threshold although A > 0,
+    or has fallen by more although A < 0.
+    """
+    if threshold is None:
+        return torch.ones_like(new, dtype=torch.bool)
+    moved = new.detach().exp() - sampled.exp()
+    left_out = (moved > threshold) if advantage > 0 else (-moved > threshold) & (advantage < 0)
+    reached["out of the trust region"] += int(left_out.sum())
+    return ~left_out
+
+
+def clipped_surrogate(ratios: torch.Tensor, advantage: float, low: float, high: float, reached: Counter):
+    """PPO's pessimistic bound (Schulman et al., arXiv 1707.06347, equation 7) with a bound for each side (DAPO).
+
+    min(r A, clip(r) A) is r A, except that r is held down at 1 + high where A > 0, and up at 1 - low where A < 0.
+    """
+    above, below = (ratios > 1 + high) & (advantage > 0), (ratios < 1 - low) & (advantage < 0)
+    reached["clipped above"] += int(above.sum())
+    reached["clipped below"] += int(below.sum())
+    reached["free"] += int((~above & ~below).sum())
+    held = ratios.masked_fill(above, 1 + high).masked_fill(below, 1 - low)
+    return held * advantage
+
+
+def token_objectives(loss_type: str, new: torch.Tensor, old: torch.Tensor, advantage: float, reached: Counter):
+    """Objective of every token, before the correction and before aggregation."""
+    if loss_type == "gspo":
+        # Group Sequence Policy Optimization (arXiv 2507.18071): equation 7 is the ratio, equation 5 the objective,
+        # section 5.1 the clip range.
+        ratio = (new - old).mean().exp().expand_as(new)
+        return clipped_surrogate(ratio, advantage, GSPO_EPSILON, GSPO_EPSILON_HIGH, reached)
+    if loss_type == "cispo":
+        # MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, without a lower bound, and with the upper one as the
+        # largest weight itself (ScaleRL, arXiv 2510.13786): min(r, cap), held constant, times A log pi.
+        cap = CLIPPING["cispo"]["epsilon_high"]
+        ratios = (new - old).exp().detach()
+        reached["clipped above"] += int((ratios > cap).sum())
+        reached["free"] += int((ratios <= cap).sum())
+        return ratios.clip(max=cap) * advantage * new
+    return clipped_surrogate((new - old).exp(), advantage, EPSILONS["epsilon"], EPSILONS["epsilon_high"], reached)
+
+
+def paper_loss(
+    loss_type: str, mode: str, policies: Policies, micro_batches: list[list[Example]], tokens_per_step: float,
+    reached: Counter, dppo_threshold: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Loss of one optimizer step.
+
+    - `grpo` (DeepSeekMath, equation 3) and `gspo` (equation 5): mean over samples of the mean over their tokens.
+    - `dapo` (arXiv 2503.14476, equation 8), and `cispo` with it: sum over tokens, divided by their number, which TRL
+      averages over the optimizer steps of a generation batch.
+    - `dr_grpo` (arXiv 2503.20783, section 3.1 and appendix A): sum over tokens, divided by a constant, the largest
+      length.
+    - `bnpo`: mean over the tokens of a micro-batch, then over micro-batches, as documented by TRL.
+    """
+
+    def term(example: Example) -> tuple[torch.Tensor, int]:
+        """Sum over the tokens of a sample, and their number."""
+        new = policies.logprobs(NOW, example.prompt_ids, example.token_ids)[example.kept]
+        with torch.no_grad():
+            by_version = [policies.logprobs(v, example.prompt_ids, example.token_ids) for v in range(VERSIONS)]
+        old = by_version[VERSIONS - 1][example.kept]
+        sampled = torch.stack(by_version)[example.versions, range(len(example.token_ids))][example.kept]
+        objectives = token_objectives(loss_type, new, old, example.advantage, reached)
+        weights = correction(mode, old, sampled, reached)
+        weights = weights * trust_region(dppo_threshold, new, sampled, example.advantage, reached)
+        return (objectives * weights).sum(), len(example.kept)
+
+    batches = [[term(example) for example in batch] for batch in micro_batches]
+    terms = [pair for batch in batches for pair in batch]
+    if loss_type in ("grpo", "gspo"):
+        return -sum(total / max(length, 1) for total, length in terms) / len(terms)
+    if loss_type == "bnpo":
+        columns = [list(zip(*batch, strict=True)) for batch in batches]
+        return -sum(sum(totals) / sum(lengths) for totals, lengths in columns) / len(batches)
+    total = sum(total for total, _ in terms)
+    return -total / (len(terms) * MAX_LENGTH if loss_type == "dr_grpo" else tokens_per_step)
+
+
+def assert_as_in_the_papers(trainer, policies, groups, *, kept=lambda sample, position: True) -> None:
+    loss_type, mode = trainer.args.loss_type, trainer.vllm_importance_sampling_mode
+    trainer.groups = groups
+    loss, gradients, held = optimization_step(trainer, policies)
+
+    examples = examples_of(groups, kept)
+    reached = Counter()  # branches of the papers that this case has exercised
+    model = policies.models[NOW]
+    model.zero_grad()
+    micro_batches = [[examples[completion] for completion in batch] for batch in held]
+    tokens_per_step = sum(len(example.kept) for example in examples.values()) / 2
+    threshold = trainer.args.dppo_threshold
+    expected = paper_loss(loss_type, mode, policies, micro_batches, tokens_per_step, reached, threshold)
+    expected.backward()
+
+    # Both kinds of bounds had an effect, and not on all tokens.
+    assert all(reached[name] for name in ("clipped above", "free", "weights changed", "weights kept")), reached
+    assert reached["clipped below"] or loss_type == "cispo", reached
+    assert reached["out of the trust region"] or threshold is None, reached
+
+    assert abs(expected.item()) > 1e-3
+    assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE, abs=0)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert (gradients[name] - parameter.grad).norm() <= TOLERANCE * parameter.grad.norm(), name
+
+
+class TestAgainstThePapers:
+    @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, MODES))
+    def test_loss_and_gradients_of_mixed_versions_are_those_of_the_papers(
+        self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path
+    ):
+        trainer = make_april(loss_type, tiny_model_dir, tmp_path, vllm_importance_sampling_mode=mode)
+        assert_as_in_the_papers(trainer, policies, groups)
+
+    @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, ["token_truncate", "sequence_truncate"]))
+    def test_masked_tokens_leave_the_loss(self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path):
+        """`staleness_policy="mask"` sets TRL's `env_mask`. A sample without any token left counts as 0."""
+        oldest = VERSIONS - 2
+        trainer = make_april(
+            loss_type, tiny_model_dir, tmp_path, vllm_importance_sampling_mode=mode, staleness_policy="mask",
+            max_staleness=1,
+        )  # fmt: skip
+        assert any(max(sample.versions) < oldest for group in groups for sample in group.samples)
+        assert_as_in_the_papers(trainer, policies, groups, kept=lambda sample, place: sample.versions[place] >= oldest)
+
+    @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, ["token_truncate", "sequence_truncate"]))
+    def test_tokens_out_of_the_trust_region_leave_the_loss(
+        self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path
+    ):
+        options = {"vllm_importance_sampling_mode": mode, "dppo_threshold": 0.004}
+        assert_as_in_the_papers(make_april(loss_type, tiny_model_dir, tmp_path, **options), policies, groups)
+
+
 # Micro-batches
 
 # TRL takes means or quantiles over the tokens of a micro-batch here.
@@ -250,23 +443,12 @@ class TestMicroBatches:
             assert not regrouped(type("Own", (APRILGRPOTrainer,), {name: lambda self, *args, **kwargs: None}))
 
 
-def test_stale_tokens_leave_the_loss(groups, tiny_model_dir, tmp_path):
-    """`staleness_policy="mask"` sets TRL's mask of the loss, also for a sample without any token left."""
-    trainer = make_april("grpo", tiny_model_dir, tmp_path, staleness_policy="mask", max_staleness=1)
-    trainer.groups = groups
-    trainer.model.train()
-    batch = trainer._generate_and_score_completions([{"prompt": ""}] * trainer.args.generation_batch_size)
-    samples, oldest = [sample for group in groups for sample in group.samples], VERSIONS - 2
-    assert any(max(sample.versions) < oldest for sample in samples)
-    for mask, sample in zip(batch["tool_mask"], samples, strict=True):
-        assert mask[: len(sample)].tolist() == [version >= oldest for version in sample.versions]
-
-
 # One forward pass
 
 SPECIAL_CASES = [
     ("vespo", {"vllm_importance_sampling_mode": "token_mask"}),
     ("grpo", {"beta": 0.1, "off_policy_mask_threshold": 0.05, "staleness_policy": "mask", "max_staleness": 1}),
+    ("grpo", {"dppo_threshold": 0.004}),
     ("dapo", {"steps_per_generation": 1}),  # two generation batches in one optimizer step
     ("grpo", {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "sequence_mask"}),
 ]

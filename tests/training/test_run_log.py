@@ -46,7 +46,7 @@ class TestContents:
         assert [one.version for one in run.rounds] == [0, 1, 2, 3, 4, 5]
         assert [step.step for step in run.steps] == [1, 2, 3, 4, 5, 6]
         assert run.options["quota"] == 8 and run.options["over_provisioning"] == 2.0
-        assert run.has_log and run.notes == []
+        assert run.notes == []
         for read, had in zip(run.rounds, done, strict=True):
             samples = [one for group in had.groups for one in group.samples]
             assert read.generation[1] - read.generation[0] == pytest.approx(had.seconds, abs=1e-5)
@@ -182,7 +182,7 @@ class TestReading:
         ("content", "words"),
         [
             (None, "no folder .*out.*output_dir"),
-            ("", f"neither {FILE}"),
+            ("", f"no {FILE}"),
             ('{"kind": "run", "format": 99, "resumed_at_step": null, "options": {}}\n', "format '99'"),
         ],
     )
@@ -194,21 +194,6 @@ class TestReading:
             (folder / FILE).write_text(content)
         with pytest.raises(ConfigError, match=words):
             read_run(folder)
-
-    def test_without_the_log_the_trainer_state_is_read(self, tmp_path):
-        first = {"step": 2, "loss": 0.1, "reward": 0.5, "april/round_seconds": 3.0, "april/trained_tokens": 70.0}
-        second = {"step": 4, "reward": 0.6, "april/round_seconds": 4.0, "odd": None, "grad_norm": math.nan}
-        entries = [first, {"step": 2, "eval_reward": 0.7}, second]
-        for name, history in (("checkpoint-2", entries[:2]), ("checkpoint-10", entries)):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-        for folder in (tmp_path, tmp_path / "checkpoint-10"):
-            run = read_run(folder)
-            assert not run.has_log and run.seconds == 0
-            assert [one.reward for one in run.rounds] == [0.5, 0.6]
-            assert run.rounds[0].metrics == {"round_seconds": 3.0, "trained_tokens": 70.0}
-            assert FILE in run.notes[0] and "trainer_state.json" in run.notes[1]
-        assert len(read_run(tmp_path / "checkpoint-2").rounds) == 1
 
 
 def test_the_outline_of_a_round_has_a_bounded_size():

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 from pathlib import Path
 
 from ..errors import ConfigError
+
+
+def command_parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command, without options. Abbreviated options are refused: they may be vLLM's."""
+    return argparse.ArgumentParser(
+        prog=f"trl-april {name}",
+        usage=f"trl-april {name} {usage}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def check_plots(user: str) -> None:

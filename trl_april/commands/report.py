@@ -12,11 +12,9 @@ from importlib import resources
 from pathlib import Path
 
 from .. import __version__
-from . import check_file, check_plots
-from .report_run import Run, RunRound, Step, read_run
+from . import check_file, check_plots, command_parser
+from .report_run import Run, read_run
 
-
-__all__ = ["Run", "RunRound", "Step", "main", "read_run", "render"]
 
 DESCRIPTION = """\
 Write a page about a training run: throughput, time by phase, requests in flight, lengths, staleness, rewards, and
@@ -34,13 +32,10 @@ SHOWN = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trl-april report", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("report", "[options] RUN_DIR [RUN_DIR ...]", DESCRIPTION)
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="folder of a run")
-    parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="page to write (default: %(default)s)"
-    )
+    text = "page to write (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help=text)
     return parser
 
 
@@ -51,9 +46,8 @@ def main(argv: list[str]) -> int:
     check_file("--output", options.output)
     runs = [read_run(path) for path in options.runs]
     options.output.write_text(render(runs), encoding="utf-8")
-    for run in runs:
-        for note in run.notes:
-            print(printable(f"{run.path}: {note}"))
+    for note in [f"{run.path}: {note}" for run in runs for note in run.notes]:
+        print(printable(note))
     print(printable(f"Written to {options.output}. Open it with a browser."))
     return 0
 
@@ -72,18 +66,17 @@ def render(runs: Sequence[Run]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(resources.files(__package__).joinpath("report.html").read_text("utf-8"))
+    options = [", ".join(f"{name}={run.options[name]}" for name in SHOWN if name in run.options) for run in runs]
     return template.render(
         title=f"Training run{'s' if len(runs) > 1 else ''}: {' and '.join(names)}",
         runs=[
             {
                 "name": name,
-                "options": printable(
-                    ", ".join(f"{name}={run.options[name]}" for name in SHOWN if name in run.options)
-                ),
-                "notes": [printable(note) for note in run.notes],
+                "options": printable(shown),
+                "notes": list(map(printable, run.notes)),
                 "advice": advice(summary, run.options),
             }
-            for run, name, summary in zip(runs, names, summaries, strict=True)
+            for run, name, shown, summary in zip(runs, names, options, summaries, strict=True)
         ],
         rows=rows(summaries),
         # matplotlib escapes the text of its figures.

@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..server.command_line import check_model, flag_value
 from ..server.host import bind_when_free, check_address
 from ..server.local import DEFAULT_HOST, DEFAULT_PORT, HEALTH_POLL, LocalServer
+from . import command_parser
 
 
 DESCRIPTION = """\
@@ -33,13 +34,8 @@ All other flags are passed on to vLLM and override our defaults:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of our options. Unknown options are passed on to vLLM."""
-    parser = argparse.ArgumentParser(
-        prog="trl-april serve",
-        description=DESCRIPTION,
-        usage="trl-april serve MODEL [--host HOST] [--port PORT] [--no-restart] [any flag of vLLM]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # `--max` must reach vLLM's parser unchanged
-    )
+    usage = "MODEL [--host HOST] [--port PORT] [--no-restart] [any flag of vLLM]"
+    parser = command_parser("serve", usage, DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="folder or model id to serve; comes first")
     parser.add_argument("--host", default=DEFAULT_HOST, help="address to bind to (default: %(default)s)")
     parser.add_argument("--port", default=DEFAULT_PORT, type=int, help="port to bind to (default: %(default)s)")

@@ -16,7 +16,7 @@ from ..tuning.grid import Grid, Recommendation, recommend, simulate_grid
 from ..tuning.scenario import Lengths, Lognormal, Scenario, read_histogram, read_log
 from ..tuning.simulation import Mode, Result
 from ..tuning.step_time import EXAMPLE, parse_step_time, read_speed
-from . import check_file, check_plots
+from . import check_file, check_plots, command_parser
 
 
 if TYPE_CHECKING:
@@ -55,11 +55,14 @@ def main(argv: Sequence[str]) -> int:
     for option, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None:
             check_file(option, path)
-    grid = simulate_grid(scenario, [Mode(name) for name in options.modes], options.factors, simulated=_print)
+
+    def show(grid: Grid, result: Result) -> None:
+        print(*[HEAD] * (result is grid.synchronous), _line(grid, result), sep="\n", flush=True)
+
+    grid = simulate_grid(scenario, [Mode(name) for name in options.modes], options.factors, simulated=show)
     print(_legend(grid))
-    recommendation = recommend(
-        grid, max_staleness=options.max_staleness, max_staleness_mean=options.max_staleness_mean
-    )
+    bounds = {name: getattr(options, name) for name in ("max_staleness", "max_staleness_mean")}
+    recommendation = recommend(grid, **bounds)
     print(f"\n{advice(recommendation)}")
     if options.json is not None:
         chosen, settings = recommendation.result, recommendation.settings
@@ -76,14 +79,7 @@ def bound(text: str) -> int | None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    parser = argparse.ArgumentParser(
-        prog="trl-april simulate",
-        usage="trl-april simulate [options]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    default = "(default: %(default)s)"
+    parser, default = command_parser("simulate", "[options]", DESCRIPTION), "(default: %(default)s)"
     add = parser.add_argument_group("configurations").add_argument
     factors, modes = [1.25, 1.5, 2.0, 3.0], [mode.value for mode in Mode]
     add("--factors", nargs="+", default=factors, metavar="F", help="over-provisioning factors, or `auto`")
@@ -109,11 +105,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--speed", type=Path, metavar="FILE", help="what benchmarks/calibration.py measured of a server")
     add("--steps", metavar="N:SECONDS,...", help=f"step times by sequences at once (default: {EXAMPLE})")
     add = servers.add_argument
-    add(
-        "--prefill-seconds", type=float, metavar="S", help="seconds per prefilled token (default: the file's, or 2e-5)"
-    )
-    add("--context-seconds", type=float, metavar="S", help="seconds per token of context (default: the file's, or 0)")
-    add("--max-sequences", type=int, metavar="N", help="sequences at once per server (default: the file's, or 256)")
+    of_file = "(default: the file's, or"
+    add("--prefill-seconds", type=float, metavar="S", help=f"seconds per prefilled token {of_file} 2e-5)")
+    add("--context-seconds", type=float, metavar="S", help=f"seconds per token of context {of_file} 0)")
+    add("--max-sequences", type=int, metavar="N", help=f"sequences at once per server {of_file} 256)")
     others = parser.add_argument_group("workload, servers and trainer")
     for setting in SETTINGS:
         option, metavar = f"--{setting.name.replace('_', '-')}", "N" if isinstance(setting.default, int) else "X"
@@ -152,12 +147,6 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
         rounds=rounds if options.rounds is None else options.rounds,
         **{setting.name: getattr(options, setting.name) for setting in SETTINGS},
     )
-
-
-def _print(grid: Grid, result: Result) -> None:
-    if result is grid.synchronous:
-        print(HEAD)
-    print(_line(grid, result), flush=True)
 
 
 def _line(grid: Grid, result: Result) -> str:

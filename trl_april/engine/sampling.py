@@ -83,9 +83,8 @@ def sampling_options(
         value = extra.pop(name, off)
         if value is not None and value != off:
             raise ConfigError(
-                f"The sampling option {name}={value!r} cannot be used with partial rollouts: {reason}. That happens "
-                "with resume_kv='keep' too: when a server is lost, when training resumes, or when the pool is full. "
-                f"To train with APRIL, {remedy}."
+                f"The sampling option {name}={value!r} cannot be used with partial rollouts: {reason}. Cuts happen "
+                f"with resume_kv='keep' too: when a server is lost, or training resumes. Remedy: {remedy}."
             )
     for name, value in extra.items():
         if name not in _PASSED_ON:

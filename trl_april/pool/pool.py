@@ -38,8 +38,6 @@ class Pool(SampleStates):
         has_tools (`bool`, *optional*, defaults to `False`): Whether samples act at the end of each turn.
         has_environments (`bool`, *optional*, defaults to `False`): Whether an environment gives each sample its
             prompt, after a reset.
-        max_parked_tokens (`int`, *optional*): Completion tokens that this pool may hold before groups that the batch
-            does not need have to wait.
         budget ([`~trl_april.pool.budget.Budget`], *optional*): Limits of each sample in tokens.
 
     Attributes:
@@ -62,13 +60,11 @@ class Pool(SampleStates):
         dynamic_sampling: bool = False,
         has_tools: bool = False,
         has_environments: bool = False,
-        max_parked_tokens: int | None = None,
         budget: Budget | None = None,
     ) -> None:
         schedule = Schedule(quota, over_provisioning, max_staleness, staleness_policy, versions_per_round)
         super().__init__(schedule, dynamic_sampling=dynamic_sampling)
         self.has_tools, self.has_environments = has_tools or has_environments, has_environments
-        self.max_parked_tokens = max_parked_tokens
         self.budget = budget or Budget()
         self._rejected: dict[int, Group] = {}  # in this round
 
@@ -94,7 +90,6 @@ class Pool(SampleStates):
                 "has a single version. Park, finish or hold them first."
             )
         self.schedule.begin_round(version)
-        self.schedule.admits_surplus = not self.is_full
         self._rejected.clear()
 
     def admit(
@@ -141,17 +136,9 @@ class Pool(SampleStates):
         ]
 
     def ready(self) -> list[tuple[Group, Sample]]:
-        """Samples to start: resumed samples first, each kind oldest first.
-
-        A full pool lists only samples that the round needs to close.
-        """
-        needed = self.schedule.needed() if self.is_full else self._groups
-        pairs = [
-            (group, sample)
-            for group in (self._groups[group_id] for group_id in needed if group_id in self._groups)
-            for sample in group.samples
-            if sample.state in (SampleState.WAITING, SampleState.PARKED)
-        ]
+        """Samples to start: resumed samples first, each kind oldest first."""
+        startable = (SampleState.WAITING, SampleState.PARKED)
+        pairs = [(group, sample) for group in self for sample in group.samples if sample.state in startable]
         pairs.sort(key=lambda pair: pair[1].state is SampleState.WAITING)  # stable: age within each kind
         return pairs
 
@@ -233,22 +220,6 @@ class Pool(SampleStates):
     def finished_here(self) -> list[int]:
         """Ids of the groups of this process that can be taken, oldest first."""
         return [group_id for group_id in self.schedule.finished if group_id in self._groups]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether groups that the batch does not need have to wait, since the pool holds `max_parked_tokens`."""
-        return self.max_parked_tokens is not None and self.counters.tokens_held >= self.max_parked_tokens
-
-    def not_needed(self) -> list[Sample]:
-        """Unfinished samples that the round can close without."""
-        needed = set(self.schedule.needed())
-        return [
-            sample
-            for group in self
-            if group.group_id not in needed
-            for sample in group.samples
-            if sample.state is not SampleState.FINISHED
-        ]
 
     def count(self, state: SampleState) -> int:
         """Number of samples in `state`."""

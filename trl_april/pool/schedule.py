@@ -55,7 +55,6 @@ class Schedule:
         self.finished: list[int] = []  # groups that can be taken, as far as known here, ascending
         self.rejected: dict[int, int] = {}  # start versions of the groups rejected in this round, by id
         self.delivered: list[int] = []  # the last batch, oldest first
-        self.admits_surplus = True  # whether there is room for more groups than a batch has
         self.surplus_share = 1.0  # of the groups beyond a batch that may be admitted; falls as training ends
         self.withheld = 0  # groups that the pool has fewer than its target, because the trainer is the bottleneck
         self._surplus = deque[int](maxlen=READY_ROUNDS)  # finished groups beyond the batch, as the last rounds opened
@@ -129,7 +128,7 @@ class Schedule:
     def _aim(self) -> int:
         """Groups that admission fills the pool up to."""
         surplus = math.ceil(self.surplus_share * (self.target - self.quota)) - self.withheld
-        return self.quota + max(0, surplus) if self.admits_surplus else self.quota
+        return self.quota + max(0, surplus)
 
     @property
     def room(self) -> int:
@@ -145,8 +144,6 @@ class Schedule:
 
         They are a round older than groups admitted by the next round, so the bound allows a batch fewer.
         """
-        if not self.admits_surplus:
-            return 0
         most = self._aim
         if self.bound is not None:
             most = min(most, self.quota * (self.bound // self.versions_per_round))

@@ -378,10 +378,9 @@ class RolloutDriver:
                 break
 
     async def _replace_rejected(self, dynamic: DynamicSampling) -> None:
-        """Admit and dispatch replacements, and samples that the full pool held back, unless the round closes."""
+        """Admit and dispatch replacements, unless the round closes."""
         if self._lifecycle.state is RoundState.RUNNING:
-            changed = await dynamic.replace(self.pool) or self.pool.max_parked_tokens is not None
-            if changed and self._lifecycle.state is RoundState.RUNNING:
+            if await dynamic.replace(self.pool) and self._lifecycle.state is RoundState.RUNNING:
                 await self._requests.dispatch_more()
 
     async def _follow_quota(self, quota: SharedQuota) -> None:

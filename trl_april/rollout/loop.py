@@ -226,8 +226,6 @@ class RoundLoop:
         pool.begin_round(version)
         if self._overlap or pool.has_tools:
             await steps.agree(pool)  # on the groups finished since the last round closed
-        if pool.max_parked_tokens is not None:  # a bound per process, but they admit together
-            schedule.admits_surplus = not await steps.highest(pool.is_full)
         if self._overlap and (self._dynamic is None or self._dynamic.between_rounds):  # else some may be rejected
             schedule.withhold()
         for group in steps.next_groups(schedule.room):

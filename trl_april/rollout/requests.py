@@ -66,15 +66,13 @@ class Requests:
         self.acting = Acting(pool, act, on_ended=self._act_ended, on_error=on_error, threads=threads)
         self._watchdog: set[asyncio.Task[None]] = set()  # its task, if it runs
         self._tasks: set[asyncio.Task[None]] = set()  # by sample
-        self._task_of: dict[tuple[int, int], asyncio.Task[None]] = {}  # tasks that may send requests, by sample
-        self._trims: set[asyncio.Task[None]] = set()  # tasks that cut requests because the pool is full
-        self._is_trimmed = False  # whether only samples that the round needs are running
+        self._task_of: dict[tuple[int, int], asyncio.Task[None]] = {}  # the same, by sample
         self.is_cutting_off = False
         self._stopped = asyncio.Event()  # set while no requests may be sent
 
     def __len__(self) -> int:
-        """Tasks that have not ended: samples that run, act or are about to be repeated, and trims."""
-        return len(self._tasks) + len(self._trims) + len(self.acting)
+        """Tasks that have not ended: samples that run, act or are about to be repeated."""
+        return len(self._tasks) + len(self.acting)
 
     @property
     def servers(self) -> list[str | None]:
@@ -89,7 +87,6 @@ class Requests:
         """Allow requests, also after a cut."""
         if self._stopped.is_set():
             self._stopped = asyncio.Event()
-        self._is_trimmed = False
 
     def stop_asking(self) -> None:
         """Send no more requests. Running requests continue."""
@@ -112,8 +109,8 @@ class Requests:
 
         If nothing is running, the server is asked first: no stream would have broken at a restart.
         """
-        must_ask = not self.running and not self._stopped.is_set() and bool(self._pool.ready())
-        if must_ask and not await self._engine.holds(self._version) and not self._stopped.is_set():
+        must_ask = not self.running and self._may_ask and bool(self._pool.ready())
+        if must_ask and not await self._engine.holds(self._version) and self._may_ask:
             self._on_error(ServerError(self._weights_lost()))
         self.dispatch()
 
@@ -185,7 +182,7 @@ class Requests:
             )
         finally:
             self.broken_streams.count += len(self.running)
-            tasks = [*self._tasks, *self._trims, *self._watchdog]
+            tasks = [*self._tasks, *self._watchdog]
             for task in tasks:
                 task.cancel()  # closes the connection, and the server then aborts the request
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -194,28 +191,26 @@ class Requests:
     # A single sample
 
     def _request(self, group: Group, sample: Sample, *, asks_server: bool = False) -> None:
-        self._is_trimmed = False
         self.dispatched[sample.key] = sample
         self._task_of[sample.key] = self.track(self._complete(group, sample, asks_server), self._tasks)
 
     def _act_ended(self, group: Group, sample: Sample) -> None:
         """Request the next turn of `sample`, or its first, unless requests may not be sent or it is complete."""
-        is_needed = not self._pool.is_full or group.group_id in self._pool.schedule.needed()
         is_ready = sample.state in (SampleState.PARKED, SampleState.WAITING) and not sample.must_act
-        if is_ready and is_needed and not self._stopped.is_set():
+        if is_ready and self._may_ask:
             self._request(group, sample, asks_server=True)
         self._on_sample_ended(group)
         self._on_task_ended()
 
     async def _complete(self, group: Group, sample: Sample, asks_server: bool) -> None:
-        """Generate `sample` until its turn ends, or it is held back or cut, across broken streams."""
+        """Generate `sample` until its turn ends or it is cut, across broken streams."""
         failures = 0
         try:
             # As in `dispatch_more`: while all samples acted, no stream would have broken at a restart.
             if asks_server and not self.running and not await self._engine.holds(self._version):
-                if self._may_ask(sample):
+                if self._may_ask:
                     raise ServerError(self._weights_lost())
-            while self._may_ask(sample):
+            while self._may_ask:
                 length_before = len(sample)
                 try:
                     await self._stream(group, sample)
@@ -225,8 +220,8 @@ class Requests:
                 if sample.state in (SampleState.ACTING, SampleState.FINISHED):
                     break  # the stream broke after the last token of the budget
                 was_told = isinstance(error, ServerLost)
-                self.broken_streams.add(error, warns=self._may_ask(sample) and not was_told)
-                if not self._may_ask(sample):
+                self.broken_streams.add(error, warns=self._may_ask and not was_told)
+                if not self._may_ask:
                     break
                 if was_told:
                     continue  # at once, on another server
@@ -237,23 +232,22 @@ class Requests:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.2 * (2 ** (failures - 1) - 1) * random.uniform(0.5, 1.5)):
                         await self._stopped.wait()
-                if not self._may_ask(sample):
+                if not self._may_ask:
                     break
                 # A restarted server has its initial weights and would sample from them.
-                if not await self._engine.holds(self._version) and self._may_ask(sample):
+                if not await self._engine.holds(self._version) and self._may_ask:
                     raise ServerError(f"{error} {self._weights_lost()}")
         except Exception as caught:  # any error must reach the round
             self._on_error(caught)
         finally:
-            if self._task_of.get(sample.key) is asyncio.current_task():
-                del self._task_of[sample.key]
+            del self._task_of[sample.key]
             if sample.state is SampleState.ACTING:
                 self.acting.start(group, sample)
         self._on_sample_ended(group)
 
-    def _may_ask(self, sample: Sample) -> bool:
-        """Whether the current task may send requests for `sample`."""
-        return not self._stopped.is_set() and self._task_of.get(sample.key) is asyncio.current_task()
+    @property
+    def _may_ask(self) -> bool:
+        return not self._stopped.is_set()
 
     async def _stream(self, group: Group, sample: Sample) -> None:
         """Send a request and record its tokens. Raises `ServerError` if its stream breaks."""
@@ -268,13 +262,11 @@ class Requests:
                 async for chunk in stream:
                     for piece, sampled_under in running.receive(chunk):
                         self._pool.record(sample, piece.token_ids, piece.logprobs, sampled_under)
-                    if self._pool.is_full:
-                        self._hold_back()
                     if chunk.finish_reason is None:
                         continue
                     if chunk.finish_reason != "abort":
                         self._pool.finish(sample, _finish_reason(chunk.finish_reason))
-                    elif self._may_ask(sample):
+                    elif self._may_ask:
                         raise ServerError(
                             f"The request for {sample} was aborted by another client, or by the watchdog after "
                             "silence."
@@ -309,20 +301,6 @@ class Requests:
         tasks.add(task)
         task.add_done_callback(ended)
         return task
-
-    def _hold_back(self) -> None:
-        """The pool is full: cut requests that the round can close without."""
-        if self._is_trimmed or self._stopped.is_set():
-            return
-        self._is_trimmed = True
-        keys = {sample.key for sample in self._pool.not_needed()} & self._task_of.keys()
-        if keys:
-            self.track(self._trim([self._task_of.pop(key) for key in keys]), self._trims)
-
-    async def _trim(self, tasks: list[asyncio.Task[None]]) -> None:
-        """End these requests, and resume samples that the round has come to need meanwhile."""
-        await self._drain(tasks)
-        await self.dispatch_more()
 
     async def _drain(self, tasks: Iterable[asyncio.Task[None]]) -> None:
         """Abort the requests of these tasks until the tasks have ended.

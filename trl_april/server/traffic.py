@@ -37,18 +37,13 @@ class TimedRequests(requests.Session):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        ask_directly(self)
+        self.trust_env = False  # as the engine: no proxies of the environment, but its certificates
+        self.verify = certificates() or True
         self.seconds = seconds
 
     def request(self, *args: Any, **kwargs: Any) -> requests.Response:
         kwargs.setdefault("timeout", self.seconds)
         return super().request(*args, **kwargs)
-
-
-def ask_directly(session: requests.Session) -> None:
-    """Make a session ignore the environment's proxies, as the engine does, but not its certificates."""
-    session.trust_env = False
-    session.verify = certificates() or True
 
 
 def certificates() -> str | None:

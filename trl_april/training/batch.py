@@ -78,20 +78,18 @@ def round_metrics(
     The reductions are over all processes. Tokens older than `max_staleness` count as over the bound. Tokens of tools
     count only as parked.
     """
-    samples = [sample for group in done.groups for sample in group.samples]
-    # By segment rather than by token, for speed.
-    by_sample = [[(done.version - s.version, s.length) for s in x.segments if s.version is not None] for x in samples]
-    ages = [segment for segments in by_sample for segment in segments]
+    samples, ages = done.samples, done.ages
+    ages_by_sample = [{age for age, _ in done.ages_of(sample)} for sample in samples]
     kept = (SampleState.PARKED, SampleState.ACTING)
     parked = [sample for group in pool for sample in group.samples if sample.state in kept]
     over = math.inf if max_staleness is None else max_staleness
     counted = {
         "generated_tokens": done.generated_tokens,
         "overlap_tokens": done.overlap_tokens,
-        "trained_tokens": sum(sample.num_generated for sample in samples),
+        "trained_tokens": sum(ages.values()),
         "groups_resumed": done.resumed_groups,
         "aborted_requests": done.aborted_requests,
-        "fully_stale_samples": sum(all(age > over for age, _ in segments) for segments in by_sample),
+        "fully_stale_samples": sum(all(age > over for age in of_sample) for of_sample in ages_by_sample),
         "rejected_groups": done.rejected_groups,
         "rejected_tokens": done.rejected_tokens,
         "filled_groups": done.filled_groups,
@@ -110,8 +108,8 @@ def round_metrics(
         "requests": done.requests,
         "launched_tokens": done.launched_tokens,
         "carried_tokens": done.carried_tokens,
-        "age": sum(age * length for age, length in ages),
-        "over_staleness_tokens": sum(length for age, length in ages if age > over),
+        "age": sum(age * tokens for age, tokens in ages.items()),
+        "over_staleness_tokens": sum(tokens for age, tokens in ages.items() if age > over),
         "in_flight_seconds": done.in_flight_mean * done.seconds,
     }
     maxima = {
@@ -123,12 +121,12 @@ def round_metrics(
         "sync_seconds": sync_seconds,
         "sync_mismatch": sync_mismatch,
         "outage_seconds": done.outage_seconds,
-        "staleness_max": max(age for age, _ in ages),
-        "versions_per_sample_max": max(len({age for age, _ in segments}) for segments in by_sample),
+        "staleness_max": max(ages),
+        "versions_per_sample_max": max(map(len, ages_by_sample)),
         **({"tool_seconds_max": done.tool_seconds_max} if has_tools else {}),
     }
     # In a single call, since each is a message between processes.
-    bins = length_bins(sample.num_generated for sample in samples)
+    bins = length_bins(done.trained_lengths)
     added = reduce_sum([*(float(value) for value in sums.values()), *bins])
     sums, bins = dict(zip(sums, added[: len(sums)], strict=True)), added[len(sums) :]
     maxima = dict(zip(maxima, reduce_max([float(value) for value in maxima.values()]), strict=True))

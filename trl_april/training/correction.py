@@ -2,7 +2,8 @@
 
 The weight of a token is the ratio of the trained policy to the policy that sampled it, truncated or masked as in TRL.
 TRL computes the log-probabilities of the trained policy while it scores a batch. If a batch is trained in a single
-optimizer step, the training forward pass yields the same values, and TRL's extra pass is left out.
+optimizer step, the training forward pass yields the same values, and TRL's extra pass is left out. The trust region of
+DPPO compares the policy of each training forward pass, and comes on top of the weights.
 
 Tokens outside of the loss are not counted in the metrics.
 """
@@ -29,7 +30,9 @@ AGES = ("age_0", "age_1", "age_2", "age_3+")
 # in none with lower rates. A few tokens may have any sample size.
 LEAST_SAMPLE_SIZE, LEAST_FRACTION = 0.95, 0.05
 SMALL_BATCHES, RECENT_BATCHES = 2, 10
+MASKED_FRACTION = "correction/dppo_masked_fraction"
 ROWS = "april_rows"  # column of a batch: the place of each sample before TRL shuffles and splits it
+UNMASKED = "april_unmasked"  # key of a micro-batch, which may be trained repeatedly: its weights without trust region
 
 
 class TrainingPassCorrection:
@@ -80,10 +83,21 @@ class TrainingPassCorrection:
 
 
 class BatchCorrection:
-    """The correction of the batches of a training run, with its metrics, which `note` also takes for the log."""
+    """The correction of the batches of a training run, with its metrics, which `note` also takes for the log.
 
-    def __init__(self, processes: Processes, note: Callable[[dict[str, float]], None]) -> None:
+    Tokens outside of the trust region that `dppo_threshold` bounds, if any, get the weight 0; see
+    [`outside_trust_region`].
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        note: Callable[[dict[str, float]], None],
+        *,
+        dppo_threshold: float | None = None,
+    ) -> None:
         self._processes, self._note, self._drift = processes, note, DriftWatch()
+        self._dppo_threshold = dppo_threshold
         self._pending: tuple[TrainingPassCorrection, Round] | None = None
 
     def metrics(self, batch: dict[str, Any], done: Round) -> dict[str, float]:
@@ -101,11 +115,24 @@ class BatchCorrection:
         self._pending = TrainingPassCorrection(args, batch), done
 
     def correct(self, micro_batch: dict[str, Any], logps: torch.Tensor) -> dict[str, float]:
-        """Correct a micro-batch of a deferred batch by the log-probabilities of its training forward pass.
+        """Correct a micro-batch by the log-probabilities of its training forward pass, `(B, T)`.
 
-        Returns the metrics of the correction, by their full names, with the last micro-batch; then it is a collective
-        call.
+        Returns metrics by their full names. With a trust region it is a collective call, and also with the last
+        micro-batch of a deferred batch, which yields the metrics of the batch.
         """
+        metrics = self._correct_deferred(micro_batch, logps)
+        if self._dppo_threshold is not None:
+            metrics |= self._mask(micro_batch, logps.detach(), self._dppo_threshold)
+        return metrics
+
+    def _mask(self, micro_batch: dict[str, Any], logps: torch.Tensor, threshold: float) -> dict[str, float]:
+        weights = micro_batch.setdefault(UNMASKED, micro_batch["importance_sampling_ratio"])
+        outside = outside_trust_region(micro_batch, logps, threshold)
+        micro_batch["importance_sampling_ratio"] = weights.masked_fill(outside, 0.0)
+        masked, total = self._processes.reduce_sum([outside.sum().item(), _loss_mask(micro_batch).sum().item()])
+        return {f"april/{MASKED_FRACTION}": masked / total if total else 0.0}
+
+    def _correct_deferred(self, micro_batch: dict[str, Any], logps: torch.Tensor) -> dict[str, float]:
         if self._pending is None:
             return {}
         correction, done = self._pending
@@ -115,6 +142,19 @@ class BatchCorrection:
         self._pending = None
         of_april = {f"april/{name}": value for name, value in self.metrics(batch, done).items()}
         return sampling_metrics(batch, self._processes) | of_april
+
+
+def outside_trust_region(micro_batch: dict[str, Any], logps: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Tokens that the trust region of DPPO leaves out of the loss, `(B, T)`.
+
+    Their probability has moved by more than `threshold` from the probability that they were sampled with, in the
+    direction in which their advantage would move it further: the mask of DPPO-Binary-TV (arXiv 2602.04879), relative
+    to the policy that sampled. `logps` are log-probabilities under the policy that is trained.
+    """
+    advantages = micro_batch["advantages"]
+    direction = advantages.sign() if advantages.ndim == 2 else advantages.sign()[:, None]
+    moved = (logps.exp() - micro_batch["sampling_per_token_logps"].exp()) * direction
+    return (moved > threshold) & _loss_mask(micro_batch)  # a NaN, of an unknown log-probability, is never greater
 
 
 def sampling_metrics(batch: dict[str, Any], processes: Processes) -> dict[str, float]:
@@ -230,7 +270,7 @@ class DriftWatch:
         return (
             f"Tokens of age {age}{older} have an effective sample size of {size:.2f}, and another batch of the last "
             f"{RECENT_BATCHES} was below {LEAST_SAMPLE_SIZE} too: the policy moves fast for tokens of this age. "
-            "Training may lose reward, or collapse: lower learning_rate, or max_staleness."
+            "Training may lose reward, or collapse: lower learning_rate, or max_staleness, or set dppo_threshold=0.15."
         )
 
     def is_repeated(self, size: float) -> bool:

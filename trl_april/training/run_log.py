@@ -107,14 +107,11 @@ class RunLog:
 
         `rewards` are mean rewards as TRL logs them.
         """
-        samples = [sample for group in done.groups for sample in group.samples]
-        trained = length_bins((sample.num_generated for sample in samples), BINS_PER_DOUBLING)
+        trained = length_bins(done.trained_lengths, BINS_PER_DOUBLING)
         launched = length_bins(done.launched_lengths, BINS_PER_DOUBLING)
         ages = [0.0] * AGES
-        for sample in samples:
-            for segment in sample.segments:
-                if segment.version is not None:  # else of a tool
-                    ages[min(done.version - segment.version, AGES - 1)] += segment.length
+        for age, tokens in done.ages.items():
+            ages[min(age, AGES - 1)] += tokens
         counts = self._reduce_sum([*trained, *launched, *ages])
         started = done.started - self._zero
         in_flight = thinned([*done.overlap_in_flight, *done.in_flight], done.seconds)

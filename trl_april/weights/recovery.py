@@ -8,15 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from ..distributed.processes import Processes
 from ..distributed.signals import Stopped, StopRequest
 from ..errors import ServerError
 from .sync import ServerGeneration
 
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +55,13 @@ class Recovery:
         self._outage_began: float | None = None
         self._interval = FIRST_INTERVAL
 
-    def repeated(self, work: Callable[[], Result]) -> Result:
-        """Return the result of a collective call, which is repeated after each outage."""
-        while True:
-            try:
-                return work()
-            except ServerError as error:  # raised in all processes
-                self.wait_for_server(error)
-
     def sync_weights(self) -> None:
         """Sync the weights, and wait for the server if it is down."""
-        self.repeated(self._sync)
+        while True:
+            try:
+                return self._sync()
+            except ServerError as error:  # raised in all processes
+                self.wait_for_server(error)
 
     def restore_weights(self) -> bool:
         """Sync the weights if a restart of the server lost them, and return whether it did."""
@@ -77,20 +70,6 @@ class Recovery:
             return False
         self.sync_weights()
         return True
-
-    def with_weights(self, generate: Callable[[], Result]) -> Result:
-        """Return the result of a collective call that generates with the weights of the last sync.
-
-        It is repeated after an outage.
-        """
-
-        def attempt() -> Result:
-            self.restore_weights()
-            return generate()
-
-        result = self.repeated(attempt)
-        self.progress_was_made()
-        return result
 
     def wait_for_server(self, error: Exception | None = None) -> None:
         """Wait until every process reaches the server. `error` is how this process noticed the outage."""
