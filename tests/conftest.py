@@ -1,5 +1,6 @@
 """Fixtures that every test may use. Nothing is built or started before a test asks for it."""
 
+import gc
 import os
 import re
 import signal
@@ -38,6 +39,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = [item for item in items if not item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=long)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what the imports made from garbage collection: each training collects, which takes a second otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # also where pytest-xdist is left out

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.bridge.test_compatibility import TwoProcesses, config
 from tests.support.tiny import build_model, build_tokenizer
 from trl_april.bridge import construction
 from trl_april.bridge.construction import (
@@ -32,17 +33,6 @@ from trl_april.trainer import APRILGRPOTrainer
 
 
 OFF = {"vllm_importance_sampling_correction": False}
-
-
-def config(**changes) -> APRILGRPOConfig:
-    return APRILGRPOConfig("out", **{"use_cpu": True, "bf16": False, **changes})
-
-
-class TwoProcesses(APRILGRPOConfig):
-    """As under `accelerate launch --num_processes 2`."""
-
-    world_size = 2
-    process_index = 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Checkpoints hold the partial samples: resuming on a real server trains every row once and loses no token."""
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,27 +58,20 @@ def whole_run(server, tiny_model_dir, tmp_path_factory, one_thread):
 
 
 class TestResuming:
-    @pytest.mark.parametrize("step", [1, 3])
-    def test_every_row_is_trained_once_and_every_token_kept(self, server, tiny_model_dir, tmp_path, whole_run, step):
-        checkpoint = Path(whole_run.args.output_dir, f"checkpoint-{step}")
-        groups = saved_groups(checkpoint)
-        resumed = make_trainer(server, tiny_model_dir, tmp_path)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert [done.version for done in resumed.rounds] == list(range(step, 6))
-        before = [group for done in whole_run.rounds[:step] for group in done.groups]
-        assert numbers(before + resumed.trained_groups) == numbers(whole_run.trained_groups)
-        assert set(numbers(before + resumed.trained_groups).values()) == {1}
-        assert_continued(groups, resumed.trained_groups)
-        assert any(0 < len(sample) for group in groups.values() for sample in group.samples)
-        assert len(resumed.pool) == 0
-        resumed.pool.check()
-
-    def test_log_continues(self, server, tiny_model_dir, tmp_path, whole_run, caplog):
+    def test_every_row_is_trained_once_and_every_token_kept(self, server, tiny_model_dir, tmp_path, whole_run, caplog):
+        """The log continues, too, and names changed options."""
         checkpoint = Path(whole_run.args.output_dir, "checkpoint-3")
         groups = saved_groups(checkpoint)
         parked = sum(group.num_tokens for group in groups.values())
         resumed = make_trainer(server, tiny_model_dir, tmp_path, top_p=0.9)
         resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert [done.version for done in resumed.rounds] == [3, 4, 5]
+        before = [group for done in whole_run.rounds[:3] for group in done.groups]
+        assert numbers(before + resumed.trained_groups) == numbers(whole_run.trained_groups)
+        assert set(numbers(before + resumed.trained_groups).values()) == {1}
+        assert_continued(groups, resumed.trained_groups)
+        assert len(resumed.pool) == 0
+        resumed.pool.check()
         assert f"{len(groups)} prompt groups in flight: {4 * len(groups)} samples (" in caplog.text
         changes = "over_provisioning 4.0 -> 2.0, save_on_signal True -> False, top_p 1.0 -> 0.9."
         assert f" finished), {parked:,} tokens. Changed since: {changes}\n" in caplog.text
@@ -99,25 +91,6 @@ class TestResuming:
         assert len(resumed.trained_groups) == 2
         assert "the rest of training can use only 2" in caplog.text
 
-    def test_epochs_and_streams(self, server, tiny_model_dir, tmp_path):
-        """Three epochs of two rounds; the pool of a checkpoint holds rows of the next epoch."""
-        rows = [{"prompt": f"{number}+", "number": number} for number in range(8)]
-        for name, dataset, length in (
-            ("map", Dataset.from_list(rows), {"num_train_epochs": 3, "max_steps": -1}),
-            ("stream", IterableDataset.from_generator(lambda: iter(rows)), {"max_steps": 6}),
-        ):
-            options = {
-                "dataset": dataset, "max_completion_length": 60, "over_provisioning": 4.0, **length, **SAVED,
-            }  # fmt: skip
-            trainer = make_trainer(server, tiny_model_dir, tmp_path / name, **options)
-            trainer.train()
-            checkpoint = tmp_path / name / "checkpoint-3"
-            resumed = make_trainer(server, tiny_model_dir, tmp_path / f"{name}-3", **options)
-            resumed.train(resume_from_checkpoint=str(checkpoint))
-            before = [group for done in trainer.rounds[:3] for group in done.groups]
-            assert set(numbers(before + resumed.trained_groups).values()) == {3}
-            assert_continued(saved_groups(checkpoint, rows), resumed.trained_groups)
-
     def test_complete_training_trains_nothing_more(self, server, tiny_model_dir, tmp_path, whole_run, caplog):
         """`Trainer` would do one more step, for which there are no rows."""
         resumed = make_trainer(server, tiny_model_dir, tmp_path)
@@ -136,21 +109,26 @@ class TestBatchesOfSeveralSteps:
         "max_completion_length": 100, "over_provisioning": 1.5, **SAVED,
     }  # fmt: skip
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def first(cls, server, tiny_model_dir, tmp_path_factory, one_thread):
+        trainer = make_trainer(server, tiny_model_dir, tmp_path_factory.mktemp("first"), **cls.OPTIONS)
+        trainer.train()
+        return trainer
+
     @pytest.mark.parametrize("policy", ["wait", "ignore"])
     def test_batch_is_trained_again_from_its_tokens_or_generated_anew_if_they_are_too_old(
-        self, server, tiny_model_dir, tmp_path, policy
+        self, server, tiny_model_dir, tmp_path, first, policy
     ):
-        options = {**self.OPTIONS, "staleness_policy": policy}
-        trainer = make_trainer(server, tiny_model_dir, tmp_path / "first", **options)
-        trainer.train()
+        trainer, folder = first, Path(first.args.output_dir)
         assert len(trainer.rounds) == 3
-        checkpoint = tmp_path / "first" / "checkpoint-6"
+        checkpoint = folder / "checkpoint-6"
         (state,) = load_rollouts(checkpoint).pools
         batch = {group.group_id for group in trainer.rounds[1].groups}
         assert set(state["in_training"]) == batch
-        (state,) = load_rollouts(tmp_path / "first" / "checkpoint-8").pools
+        (state,) = load_rollouts(folder / "checkpoint-8").pools
         assert state["in_training"] == [], "the batch is trained"
-        resumed = make_trainer(server, tiny_model_dir, tmp_path / "second", **options)
+        resumed = make_trainer(server, tiny_model_dir, tmp_path, **self.OPTIONS, staleness_policy=policy)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         # As in stock GRPO, rounds continue from there, and the batch in training comes first, once more.
         assert [done.version for done in resumed.rounds] == [6, 10]
@@ -192,27 +170,12 @@ class TestStock:
         assert trainer.state.global_step == 6
 
 
-class TestRefusals:
-    @pytest.fixture
-    def checkpoint(self, whole_run, tmp_path) -> Path:
-        return Path(shutil.copytree(Path(whole_run.args.output_dir, "checkpoint-3"), tmp_path / "checkpoint-3"))
-
-    def test_damage_is_found_before_the_model_is_loaded(self, server, tiny_model_dir, tmp_path, checkpoint):
-        (path,) = (checkpoint / "april").glob("pool-*")
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-        trainer = make_trainer(server, tiny_model_dir, tmp_path)
-        with pytest.raises(CheckpointError, match=f"{path.name} cannot be used: .*Resume from an earlier checkpoint"):
-            trainer.train(resume_from_checkpoint=str(checkpoint))
-        assert trainer.state.global_step == 0 and trainer.pool is None
-
-    def test_dataset_with_other_rows_is_refused(self, server, tiny_model_dir, tmp_path, checkpoint):
-        """The checkpoint names rows by index, so completions would be scored with the answers of other prompts."""
-        rows = [{**row, "prompt": f"{row['number']}-"} for row in ROWS]
-        trainer = make_trainer(server, tiny_model_dir, tmp_path, dataset=Dataset.from_list(rows))
-        with pytest.raises(CheckpointError, match="has another prompt.*resume with the dataset.*remove the folder"):
-            trainer.train(resume_from_checkpoint=str(checkpoint))
+def test_dataset_with_other_rows_is_refused(server, tiny_model_dir, tmp_path, whole_run):
+    """The checkpoint names rows by index, so completions would be scored with the answers of other prompts."""
+    rows = [{**row, "prompt": f"{row['number']}-"} for row in ROWS]
+    trainer = make_trainer(server, tiny_model_dir, tmp_path, dataset=Dataset.from_list(rows))
+    with pytest.raises(CheckpointError, match="has another prompt.*resume with the dataset.*remove the folder"):
+        trainer.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir, "checkpoint-3")))
 
 
 def test_stream_with_a_column_that_cannot_be_written(server, tiny_model_dir, tmp_path, caplog):
@@ -230,8 +193,7 @@ def test_stream_with_a_column_that_cannot_be_written(server, tiny_model_dir, tmp
 
 
 def test_limit_of_checkpoints_and_model_only_checkpoints(server, tiny_model_dir, tmp_path):
-    options = {"max_completion_length": 8, "max_steps": 3, **SAVED}
-    make_trainer(server, tiny_model_dir, tmp_path / "limit", save_total_limit=1, **options).train()
-    assert [path.name for path in (tmp_path / "limit").glob("checkpoint-*")] == ["checkpoint-3"]
-    make_trainer(server, tiny_model_dir, tmp_path / "model", save_only_model=True, **options).train()
-    assert not list((tmp_path / "model").glob("checkpoint-*/april"))
+    options = {"max_completion_length": 8, "max_steps": 3, "save_total_limit": 1, "save_only_model": True, **SAVED}
+    make_trainer(server, tiny_model_dir, tmp_path, **options).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert not list(tmp_path.glob("checkpoint-*/april"))

@@ -24,11 +24,6 @@ def test_the_tool_calculates_and_runs_no_code():
             CALCULATOR["calculate"](expression)
 
 
-def test_the_reward_is_the_last_word_of_the_last_message():
-    completions = [[{"content": text}] for text in ("It is 12", "12 it is", "")]
-    assert CALCULATOR["is_right"](completions, ["12", "12", "12"]) == [1.0, 0.0, 0.0]
-
-
 def test_pictures_have_as_many_squares_as_their_answers_say():
     squares = runpy.run_path(str(ROOT / "scripts" / "squares.py"))
     rows = squares["problems"](4)

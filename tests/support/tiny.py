@@ -57,6 +57,23 @@ def save_tiny_model(path: str | Path, *, tie_word_embeddings: bool = True, seed:
     return str(path)
 
 
+# What Qwen3's template says about tools. As single tokens, they make prompts shorter by two thirds.
+ABOUT_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n",
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    '{"type": "function", "function": {"name": "',
+    ', "description": "',
+    '"parameters": {"type": "object", "properties": {',
+    '{"type": "integer"',
+    '{"type": "string"',
+    ', "required": ["',
+    ', "return": ',
+)
+
+
 def build_chat_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per printable ASCII character, and the special tokens and chat template of Qwen3."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -67,7 +84,7 @@ def build_chat_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in markers])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*markers, *ABOUT_TOOLS)])
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], unk_token=UNK, padding_side="left",

@@ -5,7 +5,6 @@ run has a `name`, a `kind` (a function of this file) and its options. Each proce
 """
 
 import faulthandler
-import functools
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas
-import requests
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -44,6 +42,7 @@ RANK, NUM_PROCESSES = 0, 1  # `main` sets them: what is imported may be forked a
 OPTIONS = {
     "num_generations": 4, "max_completion_length": 48, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
     "save_strategy": "no", "bf16": False, "use_cpu": True, "disable_tqdm": True, "log_level": "error",
+    "gradient_checkpointing": False,
 }  # fmt: skip
 
 
@@ -147,35 +146,6 @@ def train(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     trainer = make_trainer(spec, run)
     trainer.train(resume_from_checkpoint=run.get("resume"))
     return outcome(trainer)
-
-
-def train_through_an_outage(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """In the third step no process reaches the server for a while, and meanwhile it loses its weights.
-
-    Completions are as long as they may be in that step only.
-    """
-    proxy = Proxy(spec["url"])
-
-    def go_away(driver: Any) -> None:
-        while not driver.in_flight:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        proxy.break_off()
-        if RANK == 0:
-            requests.post(f"{spec['url']}/update_weight_version", json={"new_version": "default"}, timeout=10)
-        time.sleep(1.0 + RANK)
-        proxy.come_back()
-
-    class UnluckyTrainer(RecordingTrainer):
-        def _april_run_round(self):
-            limit_length(self, self.longest if self.state.global_step == 2 else 40)
-            if self.state.global_step == 2:
-                threading.Thread(target=go_away, args=[self._april_session.driver], daemon=True).start()
-            return super()._april_run_round()
-
-    trainer = make_trainer({**spec, "url": proxy.url}, run, trainer_class=UnluckyTrainer)
-    trainer.train()
-    return {**outcome(trainer), "outages": [done.outages for done in trainer.rounds]}
 
 
 def train_until_told(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -395,23 +365,6 @@ def trainer_with_tools(spec: dict[str, Any], options: dict[str, Any], **argument
     )
 
 
-def train_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Each process trains a part of each group."""
-    trainer = trainer_with_tools(
-        spec, {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 2}
-    )
-    trainer.train()
-    return {
-        "samples": [
-            [group.group_id, sample.index, sample.token_ids.tolist(), len(sample.conversation.messages)]
-            for done in trainer.rounds
-            for group in done.groups
-            for sample in group.samples
-        ],
-        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
-    }
-
-
 def evaluate_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Each process evaluates other questions, whose samples have different numbers of turns."""
     from tests.support import tool_calling
@@ -422,46 +375,19 @@ def evaluate_with_tools(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, 
     return {"reward": trainer.evaluate()["eval_reward"], "lost": not trainer.vllm_generation.servers.first.takes_part}
 
 
-def train_with_a_tool_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """If `hangs`, the calls of the second round never return, which a file says; otherwise training resumes."""
-    from tests.support import tool_calling
-
-    @functools.wraps(tool_calling.multiply)
-    def multiply(**arguments: int) -> int:
-        if run["hangs"] and trainer.state.global_step == 1:
-            (Path(spec["folder"]) / "hangs").touch()
-            threading.Event().wait()
-        return tool_calling.multiply(**arguments)
-
-    options = {
-        "per_device_train_batch_size": 2, "num_generations": 2, "over_provisioning": 1.0, "save_strategy": "steps",
-        "save_steps": 100, "log_level": "warning",
-    }  # fmt: skip
-    trainer = trainer_with_tools(spec, options, tools=[multiply])
-    trainer.train(resume_from_checkpoint=not run["hangs"])
-    return {
-        "groups": [group.group_id for done in trainer.rounds for group in done.groups],
-        "repeated": [done.repeated_tool_steps for done in trainer.rounds],
-        "token_ids": [[x.token_ids.tolist() for x in done.groups[0].samples] for done in trainer.rounds],
-    }
-
-
 def train_with_environments(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Each process trains a part of each group, whose rewards only the process that generated it can compute."""
     from tests.support.environments import Counting
 
-    class Leaving(Counting):
-        def get_reward(self) -> float:
-            return sys.exit(3) if run.get("exits") and RANK == 1 else super().get_reward()
-
     trainer = trainer_with_tools(
         spec, {"per_device_train_batch_size": 4, "num_generations": 8, "max_tool_calling_iterations": 3},
-        tools=[], environment_factory=Leaving,
+        tools=[], environment_factory=Counting,
     )  # fmt: skip
     trainer.train()
     return {
         "samples": [
-            [group.group_id, sample.index, *group.score.rewards[place]]
+            [group.group_id, sample.index, sample.token_ids.tolist(), len(sample.conversation.messages)]
+            + group.score.rewards[place]
             for done in trainer.rounds
             for group in done.groups
             for place, sample in enumerate(group.samples)
@@ -471,14 +397,13 @@ def train_with_environments(spec: dict[str, Any], run: dict[str, Any]) -> dict[s
 
 
 def train_in_turns_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """In an environment or with a rollout function, on a real server. Compares every token as `train_and_compare`."""
+    """With a rollout function, on a real server. Compares every token."""
     from tests.trainer import test_tools_on_server
 
     trainer = test_tools_on_server.trainer_in_turns(
         SimpleNamespace(base_url=spec["url"]),
         spec["model"],
         Path(spec["folder"]) / "out",
-        run["turns"],
         per_device_train_batch_size=8,
     )
     trainer.train()
@@ -493,7 +418,7 @@ def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, An
     """If `hangs`, calls after the first of a sample never return in the second round, which a file says."""
     from tests.support import environments
 
-    class Hanging(environments.Saved if run["saves"] else environments.Counting):
+    class Hanging(environments.Saved):
         def count(self, by: int) -> int:
             """Counts up.
 

@@ -1,7 +1,6 @@
 """APRIL's options: defaults, command line and YAML, and refused values."""
 
 import dataclasses
-import json
 import math
 
 import pytest
@@ -19,6 +18,7 @@ OWN = {
     "over_provisioning": 1.5,
     "max_staleness": 3,
     "staleness_policy": "ignore",
+    "dppo_threshold": 0.15,
     "resume_kv": "reuse",
     "overlap_generation": True,
     "dynamic_sampling": True,
@@ -37,23 +37,8 @@ def own(args: APRILGRPOConfig) -> dict:
     return {name: getattr(args, name) for name in OWN}
 
 
-def test_the_fields_and_their_defaults():
-    assert own(APRILGRPOConfig("out", **CPU)) == {
-        "over_provisioning": None,
-        "max_staleness": 8,
-        "staleness_policy": "wait",
-        "resume_kv": "auto",
-        "overlap_generation": "auto",
-        "dynamic_sampling": False,
-        "score_during_generation": False,
-        "max_rejected_groups_per_round": None,
-        "weight_sync": "auto",
-        "weight_sync_dir": None,
-        "stream_interval": 64,
-        "save_on_signal": None,
-        "tool_timeout": None,
-        "replay_environments": False,
-    }
+def test_the_fields_and_the_defaults_that_differ_from_trls():
+    """docs/api.md has the defaults of our own, and test_docs.py compares them."""
     ours = {field.name: field for field in dataclasses.fields(APRILGRPOConfig)}
     trls = {field.name: field for field in dataclasses.fields(GRPOConfig)}
     assert ours.keys() - trls.keys() == set(OWN)
@@ -85,11 +70,6 @@ def test_options_that_are_not_set_are_trls_where_april_is_off(given, april, stoc
         names = ("use_vllm", "vllm_mode", "vllm_importance_sampling_mode")
         values = {**{name: getattr(args, name) for name in names}, **trl_options(args, april_enabled=is_on)}
         assert tuple(values.values()) == expected
-
-
-def test_trl_checks_the_bounds_of_the_correction():
-    with pytest.raises(ValueError, match="At least one of `vllm_importance_sampling_clip_min`"):
-        APRILGRPOConfig("out", **CPU, vllm_importance_sampling_clip_max=None)
 
 
 @pytest.mark.parametrize(("has_gpu", "options", "bf16"), [
@@ -149,25 +129,6 @@ def test_the_command_line(parser):
     assert (args.num_generations, args.use_vllm, args.vllm_mode) == (4, False, None)
 
 
-def test_the_command_line_overrides_yaml(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("output_dir: out\nuse_cpu: true\nbf16: false\nmax_staleness: null\nover_provisioning: 9.5\n")
-    (args,) = HfArgumentParser(APRILGRPOConfig).parse_yaml_file(path)
-    assert (args.max_staleness, args.over_provisioning) == (None, 9.5)
-    (args,) = TrlParser(APRILGRPOConfig).parse_args_and_config(
-        ["--config", str(path), "--stream_interval", "16", "--over_provisioning", "3.5"]
-    )
-    assert (args.max_staleness, args.over_provisioning, args.stream_interval) == (None, 3.5, 16)
-
-
-def test_a_saved_config_makes_the_same_config_again():
-    args = APRILGRPOConfig("out", **CPU, **OWN)
-    stored = json.loads(args.to_json_string())
-    assert {name: stored[name] for name in OWN} == OWN
-    assert own(APRILGRPOConfig("out", **CPU, **{name: stored[name] for name in OWN})) == OWN
-    assert {name: args.to_sanitized_dict()[name] for name in OWN} == OWN
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -204,8 +165,10 @@ def test_refused_values_are_named_with_rule_and_remedy(wrong, words):
     ("text", "value"), [("auto", "auto"), ("'auto'", "auto"), ("2.5", 2.5), ("3", 3.0), ("'3'", 3.0), ("1e0", 1.0)]
 )
 def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
+    """In YAML and on the command line, which overrides YAML."""
     path = tmp_path / "config.yaml"
-    path.write_text(f"output_dir: out\nuse_cpu: true\nbf16: false\nover_provisioning: {text}\n")
+    yaml = "output_dir: out\nuse_cpu: true\nbf16: false\nmax_staleness: null\n"
+    path.write_text(f"{yaml}over_provisioning: {text}\n")
     words = [*COMMAND_LINE, "--over_provisioning", text.strip("'")]
     found = [
         *TrlParser(APRILGRPOConfig).parse_args_and_config(["--config", str(path)]),
@@ -215,6 +178,9 @@ def test_a_factor_in_text_is_a_number_or_auto(tmp_path, text, value):
     ]
     assert [args.over_provisioning for args in found] == [value] * 4
     assert {type(args.over_provisioning) for args in found} == {type(value)}
+    path.write_text(f"{yaml}over_provisioning: 9.5\n")
+    (args,) = TrlParser(APRILGRPOConfig).parse_args_and_config(["--config", str(path), *words[-2:]])
+    assert (args.max_staleness, args.over_provisioning) == (None, value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 
@@ -95,13 +96,14 @@ def test_samples_continue_after_an_outage(fake, tmp_path):
     assert dropped[0] in [one.body["prompt"] for one in fake.received_at("/v1/completions")]
 
 
-def test_environments_are_not_those_of_samples_in_flight(tmp_path):
+def test_environments_are_not_those_of_samples_in_flight(fake, tmp_path):
     options = arguments(Counting, reward_funcs=None, tools=[], eval_dataset=DATASET.select([0]))
     options |= {"eval_strategy": "steps", "eval_steps": 1, "over_provisioning": 2.0, "per_device_eval_batch_size": 8}
-    instances = []
+    begun, instances = [], []
 
     class Trainer(APRILGRPOTrainer):
         def evaluation_loop(self, *args, **kwargs):
+            begun.append(True)
             environments = self._april_session._restorable
             ours = [occupied.instance for occupied in environments._occupied.values()]
             output = super().evaluation_loop(*args, **kwargs)
@@ -109,31 +111,37 @@ def test_environments_are_not_those_of_samples_in_flight(tmp_path):
             assert not instances[-1][1] & {*map(id, ours)}
             return output
 
-    # So that the second group still runs when the first one is trained.
-    with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(GAME, seconds_per_chunk=0.2).stream) as fake:
-        trainer = april(fake, tmp_path, Trainer, **options)
-        trainer.train()
+    script = ToolScript(GAME)
+
+    async def stream(one):
+        """The second group runs until an evaluation begins."""
+        is_second = int(one.request.headers["X-Request-Id"].split("-")[-3]) == 1
+        while is_second and not begun and not one.aborted.is_set():
+            await asyncio.sleep(0.01)
+        await script.stream(one)
+
+    fake.script = stream
+    trainer = april(fake, tmp_path, Trainer, **options)
+    trainer.train()
     assert len(instances) == 2 and any(count for count, _ in instances)
     assert len(instances[0][1]) >= 8 and instances[0][1] & instances[1][1]  # they are used again
     evaluated = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
     assert evaluated == [7.0] * 2  # the count of the first sample of the script
 
 
-@pytest.mark.parametrize("when", ["alone", "in training"])
-def test_a_rollout_function_is_evaluated(tmp_path, when):
+def test_a_rollout_function_is_evaluated(tmp_path):
     with FakeVLLM(vocab_size=len(TOKENIZER), script=ToolScript(rollouts.TURNS).stream) as fake:
         question = Dataset.from_list([{"prompt": [{"role": "user", "content": "q2"}], "number": 2}])
         options = {"per_device_eval_batch_size": 3, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
         trainer = rollouts.trainer_of(fake, tmp_path, arguments={"eval_dataset": question}, **options)
-        trainer.evaluate() if when == "alone" else trainer.train()
+        trainer.train()
     text = len("".join(rollouts.TURNS[0])) - 2 * len("<|im_end|>") + len("\nuser\nAre you sure?\nassistant\n")
     expected = text + sum(rollouts.LENGTHS[0]) / 1000 + 2
     found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
-    assert found == pytest.approx([expected] * (1 if when == "alone" else 2), rel=1e-5)
+    assert found == pytest.approx([expected] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("generations", [1, 2])
-def test_evaluation_prompts_that_leave_little_or_are_empty(tmp_path, generations):
+def test_evaluation_prompts_that_leave_little_or_are_empty(tmp_path):
     """A server would answer 400 to all of them. Empty ones begin with BOS or EOS, as those of training do."""
 
     async def stream(one):
@@ -143,7 +151,7 @@ def test_evaluation_prompts_that_leave_little_or_are_empty(tmp_path, generations
 
     with FakeVLLM(vocab_size=len(TOKENIZER), script=stream, max_model_len=60) as fake:
         rows = Dataset.from_list([{"prompt": text} for text in ("", "a" * 55, "b")])
-        options = {"max_completion_length": 20, "num_generations_eval": generations, "per_device_eval_batch_size": 6}
+        options = {"max_completion_length": 20, "num_generations_eval": 2, "per_device_eval_batch_size": 6}
         trainer = april(
             fake, tmp_path, **options,
             arguments={"eval_dataset": rows, "train_dataset": rows, "tools": None, "reward_funcs": number_of_tokens},
@@ -152,7 +160,7 @@ def test_evaluation_prompts_that_leave_little_or_are_empty(tmp_path, generations
         bodies = [one.body for one in fake.received_at("/v1/completions") if one.body.get("stream")]
         first = trainer.processing_class.bos_token_id or trainer.processing_class.eos_token_id
         assert sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies) == sorted(
-            [(1, 20), (1, 20), (55, 5)] * generations
+            [(1, 20), (1, 20), (55, 5)] * 2
         )
         assert [first] in [body["prompt"] for body in bodies]
 
@@ -167,18 +175,13 @@ def test_evaluation_prompts_without_room_are_refused_before_training(tmp_path):
         assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("what", ["environments", "rollout function"])
-def test_without_a_limit_a_completion_may_fill_the_context(tmp_path, what):
-    """The prompt is known after the reset only."""
-    script = ToolScript(GAME if what == "environments" else rollouts.TURNS)
-    with FakeVLLM(vocab_size=len(TOKENIZER), script=script.stream) as fake:
-        if what == "environments":
-            options = {**arguments(Counting, reward_funcs=None, tools=[]), "max_completion_length": None}
-            trainer = april(fake, tmp_path, **options)
-        else:
-            trainer = rollouts.trainer_of(fake, tmp_path, max_steps=1, max_completion_length=None)
-        trainer.train()
-        assert trainer.state.global_step == trainer.args.max_steps
-        for one in fake.received_at("/v1/completions"):
-            if one.body.get("stream"):
-                assert len(one.body["prompt"]) + one.body["max_tokens"] == 4096
+def test_without_a_limit_a_completion_may_fill_the_context(fake, tmp_path):
+    """In an environment, where the prompt is known after the reset only."""
+    fake.script = ToolScript(GAME).stream
+    options = {**arguments(Counting, reward_funcs=None, tools=[]), "max_completion_length": None}
+    trainer = april(fake, tmp_path, **options)
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+    for one in fake.received_at("/v1/completions"):
+        if one.body.get("stream"):
+            assert len(one.body["prompt"]) + one.body["max_tokens"] == 4096

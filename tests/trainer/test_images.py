@@ -7,15 +7,12 @@ import torch
 from datasets import Dataset, Features, Image, Value
 
 from tests.support.effort import until_shown
-from tests.support.tiny import build_tokenizer
 from tests.support.tiny_vision import TEMPLATE, build_processor, picture, save_tiny_vision_model
 from tests.trainer.test_tools_on_server import calling_tokenizer
-from tests.trainer.test_trainer import RecordingTrainer, make_config, wait_until_idle
+from tests.trainer.test_trainer import RecordingTrainer, check_logprobs, make_config, wait_until_idle
 from trl_april.data.row_json import decode_messages
 from trl_april.engine.images import images_in, prompt_of
-from trl_april.errors import ConfigError
 from trl_april.server.local import LocalServer
-from trl_april.trainer import APRILGRPOTrainer
 
 
 pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.usefixtures("one_thread")]
@@ -31,7 +28,6 @@ WITH_COLUMN = Dataset.from_list(
         for number in range(12)
     ]
 )
-AGAIN = build_tokenizer()("again?\n")["input_ids"]
 TEXT = Value("string")
 WITH_PARTS = Dataset.from_list(
     [
@@ -68,28 +64,11 @@ def distinct(completions, **kwargs):
     return [float(len(set(messages[0]["content"])) + len(messages)) for messages in completions]
 
 
-def check_logprobs(trainer: RecordingTrainer) -> int:
-    """Compare each token with its version's weights and its images, to 1e-4; returns their number."""
-    compared = 0
-    for version, weights in trainer.weights.items():
-        trainer.model.load_state_dict(weights, strict=False)
-        for group in trainer.trained_groups:
-            for sample in group.samples:
-                of_tools = images_in(decode_messages(sample.conversation.messages)) if sample.conversation else None
-                images = images_in(prompt_of(group.row)) + (of_tools or [])
-                pixels = trainer.processing_class.image_processor(images, return_tensors="pt")["pixel_values"]
-                here = torch.tensor([one == version for one in sample.versions])
-                if not here.any():
-                    continue
-                prompt_ids = group.prompt_ids_of(sample)
-                ids, start = torch.tensor([[*prompt_ids, *sample.token_ids]]), len(prompt_ids)
-                with torch.no_grad():
-                    logits = trainer.model(input_ids=ids, pixel_values=pixels).logits[0, start - 1 : -1].float()
-                expected = logits.log_softmax(-1).gather(-1, ids[0, start:, None]).squeeze(-1)
-                difference = (expected - torch.tensor(sample.logprobs))[here].abs().max()
-                assert difference < 1e-4, (group.group_id, sample.index, version, float(difference))
-                compared += int(here.sum())
-    return compared
+def pixels_of(trainer: RecordingTrainer, group, sample) -> dict:
+    """The images of the prompt and of the results, as arguments of the model."""
+    of_tools = images_in(decode_messages(sample.conversation.messages)) if sample.conversation else None
+    images = images_in(prompt_of(group.row)) + (of_tools or [])
+    return {"pixel_values": trainer.processing_class.image_processor(images, return_tensors="pt")["pixel_values"]}
 
 
 def check_training_pass(trainer: RecordingTrainer) -> None:
@@ -97,13 +76,6 @@ def check_training_pass(trainer: RecordingTrainer) -> None:
     name = "sampling/sampling_logp_difference/max"
     differences = [entry[name] for entry in trainer.state.log_history if name in entry]
     assert differences and 0 < max(differences) < 1e-4
-
-
-async def look_twice(prompt, engine, row):
-    first = await engine.generate(engine.prompt_ids)
-    if first.finish_reason == "stop":
-        await engine.generate([*engine.prompt_ids, *first.token_ids, *AGAIN])
-    return {"shown": len(row["images"])}
 
 
 def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, arguments=None, **options):
@@ -124,25 +96,20 @@ def train(server, model, output_dir, *, resume=None, dataset=WITH_COLUMN, argume
     return trainer
 
 
-@pytest.mark.parametrize("kv", ["recompute", "reuse"])
-def test_every_token_has_the_log_probability_of_its_version_and_images(server, vision_model_dir, tmp_path, kv):
-    # With "reuse", blocks of older weights would count, so they do not change.
-    rate = 1e-3 if kv == "recompute" else 0.0  # at 1e-2 the model comes to sample image tokens
+def test_every_token_has_the_log_probability_of_its_version_and_images(server, vision_model_dir, tmp_path):
     trainer = train(
-        server, vision_model_dir, tmp_path, resume_kv=kv, learning_rate=rate,
+        server, vision_model_dir, tmp_path, resume_kv="recompute",
+        learning_rate=1e-3,  # at 1e-2 the model comes to sample image tokens
         eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
     )  # fmt: skip
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
-    assert check_logprobs(trainer) == sum(map(len, samples)) > 0
+    assert check_logprobs(trainer, pixels_of) == sum(map(len, samples)) > 0
     assert max(len(sample.segments) for sample in samples) > 1
     assert len(trainer.pool) == 0 and sum(done.carried_tokens for done in trainer.rounds) > 0
     assert not any(done.broken_streams for done in trainer.rounds)  # a stale encoder cache ends vLLM's engine
-    if rate:  # the vision tower too
-        first, *_, last = trainer.weights.values()
-        changed = {name for name in first if not torch.equal(first[name], last[name])}
-        assert any("vision_tower" in name for name in changed) and any("projector" in name for name in changed)
-    else:
-        check_training_pass(trainer)
+    first, *_, last = trainer.weights.values()  # of the vision tower, too
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    assert any("vision_tower" in name for name in changed) and any("projector" in name for name in changed)
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
     assert wait_until_idle(server) == 0
 
@@ -178,7 +145,7 @@ def test_tokens_after_the_image_of_a_tool(server, vision_model_dir, tmp_path):
 
     trainer = until_shown(trained, cut_after_an_image)
     samples = [sample for group in trainer.trained_groups for sample in group.samples]
-    assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
+    assert check_logprobs(trainer, pixels_of) == sum(sample.num_generated for sample in samples) > 0
     check_training_pass(trainer)
     # In an evaluation, too.
     assert any("eval_tools/call_frequency" in entry for entry in trainer.state.log_history)
@@ -197,23 +164,4 @@ def test_images_in_prompts_and_a_resumed_training(server, vision_model_dir, tmp_
     check_training_pass(resumed)
     # Their first tokens are of the weights of the first training.
     resumed.weights = {**first.weights, **resumed.weights}
-    assert check_logprobs(resumed) == sum(len(s) for group in resumed.trained_groups for s in group.samples)
-
-
-def test_requests_with_images_are_not_kept(server, vision_model_dir, tmp_path):
-    with pytest.raises(ConfigError, match="resume_kv='reuse'"):
-        args = make_config(server, tmp_path, overlap_generation=True, resume_kv="keep")
-        APRILGRPOTrainer(vision_model_dir, distinct, args=args, train_dataset=WITH_COLUMN)
-
-
-def test_rollout_function_with_images(server, vision_model_dir, tmp_path):
-    trainer = train(
-        server, vision_model_dir, tmp_path, resume_kv="reuse", learning_rate=0.0, arguments={"rollout": look_twice},
-        eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
-    )  # fmt: skip
-    samples = [sample for group in trainer.trained_groups for sample in group.samples]
-    assert check_logprobs(trainer) == sum(sample.num_generated for sample in samples) > 0
-    turns = [sum(one.version is None for one in sample.segments) for sample in samples]
-    assert max(turns) == 1 and any(len(one.segments) > 3 for one in samples)
-    check_training_pass(trainer)
-    assert any("eval_loss" in entry for entry in trainer.state.log_history)
+    assert check_logprobs(resumed, pixels_of) == sum(len(s) for group in resumed.trained_groups for s in group.samples)

@@ -1,4 +1,4 @@
-"""The families of benchmarks/models.py: a training pass computes each row as the model alone does, and the server."""
+"""The families of benchmarks/models.py: a training pass computes each row as the model does alone."""
 
 import models
 import pytest
@@ -60,13 +60,3 @@ def test_a_row_is_computed_as_if_it_were_alone(name, tmp_path):
             for how, found in passes.items():
                 difference = float((found[row, :tokens] - logps[-tokens:]).abs().max())
                 assert difference < models.EXACT, f"{how}, row {row}: {difference:.1e}"
-
-
-@pytest.mark.server
-def test_a_server_gets_the_buffers_of_a_checkpoint():
-    """Of Apertus. vLLM keeps these in bfloat16, which the canary says; without them, the first sync is an error."""
-    found = models.run("Apertus", 500.0)["found"]
-    assert list(found) == list(models.TRAININGS) and "xIELU" in " ".join(models.notes(found))
-    for name, training in found.items():
-        assert max(training[one] for one in ("alone", "blocks", "side by side")) < 1e-2, (name, training)
-    assert found["cut"]["continued"] and found["kept"]["continued"]

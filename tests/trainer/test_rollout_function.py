@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
-from tests.checkpoint.test_resume import saved_groups
 from tests.support.fake_vllm import FakeVLLM
-from tests.support.tool_calling import END, HEADER, TOKENIZER, ToolScript, encode
+from tests.support.tool_calling import END, HEADER, TOKENIZER, ToolScript, encode, multiply
 from tests.trainer.test_tools import april
 from trl_april.errors import ConfigError
 
@@ -85,35 +84,12 @@ def test_every_sample_has_its_turns_masks_and_columns(fake, tmp_path, options):
         assert sum(entry["april/groups_resumed"] for entry in trainer.state.log_history[:4]) > 0
 
 
-def double(number: int) -> int:
-    """Doubles a number.
-
-    Args:
-        number: Any.
-    """
-    return 2 * number
-
-
 @pytest.mark.parametrize(
-    ("arguments", "factor"), [({}, 6.0), ({"rollout": None, "tools": [double]}, 6.0), ({"rollout": None}, 3.0)]
+    ("arguments", "factor"), [({}, 6.0), ({"rollout": None, "tools": [multiply]}, 6.0), ({"rollout": None}, 3.0)]
 )
 def test_more_groups_are_in_flight_by_default_where_samples_act(fake, tmp_path, arguments, factor):
     trainer = trainer_of(fake, tmp_path, arguments=arguments, over_provisioning=None)
     assert trainer._april_options.over_provisioning == factor
-
-
-def test_training_resumes_with_its_rollouts(fake, tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    first = trainer_of(fake, tmp_path, **options)
-    first.train()
-    checkpoint = tmp_path / "april" / "checkpoint-2"
-    saved = saved_groups(checkpoint, first.train_dataset.to_list(), has_environments=True).values()
-    assert any(len(sample) for group in saved for sample in group.samples)
-    resumed = trainer_of(fake, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert len({*checked_batches(first, 4)[:2], *checked_batches(resumed, 2)}) == 4
-    entries = [entry for entry in resumed.state.log_history if "april/restarted_samples" in entry]
-    assert [entry["april/restarted_samples"] for entry in entries[-2:]] == [0, 0]
 
 
 @pytest.mark.parametrize(

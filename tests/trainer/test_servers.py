@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import requests
 
-from tests.support.preloaded import launch_preloaded
 from tests.trainer.test_keep import check_mixed, note_starts
 from tests.trainer.test_trainer import (
     DATASET,
@@ -155,37 +154,3 @@ def test_a_killed_server_leaves_its_samples_to_the_other_and_rejoins(
     ours = [text for text in messages if pair.base_urls[1] in text]
     assert len(ours) == 2 and "is lost" in ours[0] and "is back" in ours[1], ours
     check_mixed(trainer, tiny_model_dir, starts)
-
-
-def test_two_processes_on_two_servers_of_which_one_dies(pair, forker, tiny_model_dir, tmp_path):
-    """Each process continues its own samples on the other server."""
-    mortal = pair.base_urls[1]
-
-    def is_busy() -> bool:
-        try:
-            return int(version_of(mortal)) >= 2 and gauge(mortal, "num_requests_running") >= 4
-        except (ValueError, requests.RequestException):  # weights are being loaded, or it does not answer in time
-            return False
-
-    def kill() -> None:
-        while not is_busy():
-            time.sleep(0.02)
-        os.killpg(pair.mortal.pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    options = {"max_steps": 6, "max_completion_length": 200, "generation_kwargs": {"ignore_eos": True}}
-    runs = [{"name": "pair", "kind": "train", "options": options}]
-    launched = launch_preloaded(forker, 2, runs, tmp_path, model=tiny_model_dir, url=pair.base_url)
-    results = launched.results("pair", 2)
-    killer.join(timeout=1)
-    trained = {(group["number"], index) for one in results for done in one["rounds"] for group in done
-               for index in group["samples"]}  # fmt: skip
-    parts = [index for one in results for done in one["rounds"] for group in done for index in group["samples"]]
-    assert len(trained) == len(parts) == 6 * 16, "no sample is lost or trained twice"
-    log = [entry for entry in results[0]["log"] if "april/servers_lost" in entry]
-    lost = [entry["april/servers_lost"] for entry in log]
-    alive = lost.index(1)
-    assert lost == [0] * alive + [1] * (6 - alive) and alive >= 2
-    counts = [sum(entry[f"april/server/{number}/requests"] for entry in log[:alive]) for number in (0, 1)]
-    assert min(counts) > 0.4 * sum(counts) > 10

@@ -93,7 +93,7 @@ def soak(rounds: int) -> tuple[Usage, Usage, dict[str, int]]:
 
 
 def test_nothing_grows_and_nothing_is_lost():
-    rounds = cases(1_500, 4_000)
+    rounds = cases(1_000, 2_000)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         warm, end, seen = process.submit(soak, rounds).result()
     assert seen["broken"] > rounds / 20 and seen["aborted"] > rounds / 2

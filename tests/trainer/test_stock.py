@@ -30,11 +30,10 @@ def history(trainer) -> list[dict]:
     ]
 
 
-@pytest.fixture
-def stock_history(tiny_model_dir, tmp_path):
-    trainer = GRPOTrainer(
-        tiny_model_dir, distinct_characters, GRPOConfig(str(tmp_path / "stock"), **OPTIONS), DATASET
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def stock_history(tiny_model_dir, tmp_path_factory, one_thread):
+    args = GRPOConfig(str(tmp_path_factory.mktemp("stock")), **OPTIONS)
+    trainer = GRPOTrainer(tiny_model_dir, distinct_characters, args, DATASET)
     return history(trainer), {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 

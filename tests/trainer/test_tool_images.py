@@ -173,13 +173,13 @@ def test_samples_that_are_cut_and_resumed_equal_stock(fake, tmp_path, monkeypatc
     reference = train_stock(tmp_path, monkeypatch, **arguments(IMAGES), max_steps=1)
     trainer = april(
         fake, tmp_path, **OPTIONS, **arguments(IMAGES), over_provisioning=2.0, stream_interval=1,
-        learning_rate=0.0, max_steps=4, overlap_generation=False,
+        learning_rate=0.0, max_steps=3, overlap_generation=False,
     )  # fmt: skip
     trainer.train()
-    reference.batches *= 4
+    reference.batches *= 3
     check_batches(trainer, reference)
     turns = len(reference.requests)
-    assert sum(check_requests(fake, reference).values()) > 4 * turns
+    assert sum(check_requests(fake, reference).values()) > 3 * turns
     assert sum(done.carried_tokens for done in trainer.round_history) > 0
     assert len(trainer.pool) == 0
 
@@ -193,9 +193,9 @@ def test_checkpoints_have_the_images_of_results(fake, tmp_path, monkeypatch):
     first = april(fake, tmp_path, **options, **arguments(TEXT), max_steps=2)
     first.train()
     start = len(fake.received)
-    second = april(fake, tmp_path, Recording, **options, **arguments(TEXT), max_steps=4)
+    second = april(fake, tmp_path, Recording, **options, **arguments(TEXT), max_steps=3)
     second.train(resume_from_checkpoint=str(tmp_path / "april" / "checkpoint-1"))
-    reference.batches *= 3
+    reference.batches *= 2
     check_batches(second, reference)
     assert max(check_requests(fake, reference, start)) == 5
     carried = [one for group in second.trained_groups for one in group.samples if one.versions[0] == 0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
-from itertools import count as counter
 
 import pytest
 from datasets import Dataset
@@ -28,7 +26,7 @@ TEMPLATE = (
     "{% else %}{{ message['content'] }}\n{% endif %}"
     "{% endfor %}"
 )
-CALLS, NUMBERS = [], counter()
+CALLS = []
 FOLLOW_UP = build_tokenizer()("and\n")["input_ids"]
 
 
@@ -78,33 +76,6 @@ def pause_after_a_turn(row) -> float:
     return random.uniform(0, 0.05) if row["number"] % 3 else 1.5
 
 
-class Counting:
-    """Counts calls, which may take their time. Its prompts differ within a group."""
-
-    def reset(self, **row) -> str:
-        self.calls, self.row = 0, row
-        return f" no. {next(NUMBERS)}"
-
-    def count(self, digits: int) -> str:
-        """Says how many calls there were.
-
-        Args:
-            digits: How many digits.
-        """
-        time.sleep(pause_after_a_turn(self.row))
-        self.calls += 1
-        return f"call {self.calls}"
-
-    def get_reward(self) -> float:
-        return float(self.calls)
-
-    def _april_state(self) -> list:
-        return [self.calls, self.row["number"]]
-
-    def _april_restore(self, state: list) -> None:
-        self.calls, self.row = state[0], {"number": state[1]}
-
-
 async def ask_three_times(prompt, engine, row):
     ids, lengths = [*engine.prompt_ids], []
     for _ in range(3):
@@ -121,59 +92,44 @@ def many_turns(completions, lengths, **kwargs):
     return [len(one) + sum(one) / 1000 for one in lengths]
 
 
-def trainer_in_turns(server, model_dir, output_dir, turns, **options):
-    """With `Counting` if `turns` is "environment", else with `ask_three_times`."""
+def trainer_in_turns(server, model_dir, output_dir, **options):
     args = make_config(
-        server, output_dir, max_steps=4, max_completion_length=200, max_tool_calling_iterations=4, num_generations=4,
-        over_provisioning=3.0, use_cpu=True, save_strategy="steps", save_steps=2, **options,
+        server, output_dir, max_steps=4, max_completion_length=200, over_provisioning=3.0, use_cpu=True,
+        save_strategy="steps", save_steps=2, **options,
     )  # fmt: skip
-    own = {"environment_factory": Counting}
-    if turns == "rollout":
-        own = {"rollout": ask_three_times, "reward_funcs": many_turns}
     return RecordingTrainer(
-        model=model_dir, args=args, train_dataset=CHATS, processing_class=calling_tokenizer(), **own
+        model_dir, many_turns, args, CHATS, processing_class=calling_tokenizer(), rollout=ask_three_times
     )
 
 
 def check_turns(trainer) -> int:
-    """Each sample has the reward and the results of its own instance, or the turns of its coroutine.
-
-    Returns the largest number of turns.
-    """
+    """Each sample has the turns of its coroutine. Returns the largest number of turns."""
     turns = []
     for group in trainer.trained_groups:
-        for place, sample in enumerate(group.samples):
-            own = sample.conversation
-            if own.columns is not None:
-                assert sum(own.columns["lengths"]) == sample.num_generated
-                turns.append(len(own.columns["lengths"]))
-                continue
-            results = [one["content"] for one in own.messages if one["role"] == "tool"]
-            assert results == [f"call {number + 1}" for number in range(len(results))]
-            # The last result may not have fitted.
-            assert group.score.rewards[place] == [own.calls] and own.calls - len(results) in (0, 1)
-            turns.append(own.calls)
+        for sample in group.samples:
+            lengths = sample.conversation.columns["lengths"]
+            assert sum(lengths) == sample.num_generated
+            turns.append(len(lengths))
     return max(turns)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("turns", ["environment", "rollout"])
-def test_two_processes_in_turns_and_one_that_continues(server, forker, tiny_model_dir, tmp_path, turns):
-    """Instances and coroutines stay in the process that generates; samples are trained in both.
+def test_two_processes_in_turns_and_one_that_continues(server, forker, tiny_model_dir, tmp_path):
+    """Coroutines stay in the process that generates; samples are trained in both.
 
     A single process continues every one of them from their checkpoint.
     """
-    run = {"name": turns, "kind": "train_in_turns_and_compare", "turns": turns}
+    run = {"name": "turns", "kind": "train_in_turns_and_compare"}
     launched = launch_preloaded(forker, 2, [run], tmp_path, model=tiny_model_dir, url=server.base_url)
     assert launched.code == 0, launched.output[-4000:]
-    results = launched.results(turns, 2)
+    results = launched.results("turns", 2)
     assert min(one["compared"] for one in results) > 300
     rounds = [done for one in results for done in one["rounds"]]
     assert len({group["number"] for done in rounds for group in done}) == 4 * 4
     assert any(resumed for done in rounds for group in done for resumed in group["resumed"])
     assert min(one["turns"] for one in results) > 1
 
-    trainer = trainer_in_turns(server, tiny_model_dir, tmp_path / "out", turns, per_device_train_batch_size=16)
+    trainer = trainer_in_turns(server, tiny_model_dir, tmp_path / "out", per_device_train_batch_size=16)
     trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     begun = {group["number"] for one in results for done in one["rounds"][:2] for group in done}
     rows = [group.row["number"] for group in trainer.trained_groups]

@@ -11,9 +11,8 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("one_thread")]
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_p": 0.8},
         {"top_k": 5, "num_iterations": 2},  # the correction has a forward pass of its own
-        {"min_p": 0.1, "repetition_penalty": 1.2},
+        {"top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.2},
         {"generation_kwargs": {"top_k": 5, "logit_bias": {"70": 5.0}}},
     ],
     ids=str,

@@ -1,8 +1,5 @@
 """Which server gets the weights: never one that the user did not name, nor one that another run is using."""
 
-import http.server
-import threading
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -25,33 +22,6 @@ def fake():
         yield server
 
 
-@contextmanager
-def other_program():
-    """Has a /health, as web frameworks' examples do."""
-    received = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            received.append(self.path)
-            self.send_response(200 if self.path == "/health" else 404)
-            self.end_headers()
-
-        do_POST = do_GET
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}", received=received)
-    server.shutdown()
-    server.server_close()
-
-
-JUDGES = {
-    "for training": lambda: FakeVLLM(vocab_size=len(TOKENIZER)),
-    "plain": lambda: FakeVLLM(vocab_size=len(TOKENIZER), dev_endpoints=False, claim=None),
-    "another program": other_program,
-}
-
-
 @pytest.fixture
 def own(monkeypatch):
     """Lets trainers without a server's address take a fake one for their own."""
@@ -70,11 +40,10 @@ def own(monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("judge", JUDGES)
-def test_a_judge_at_the_default_address_is_left_alone(judge, fake, own, tmp_path, monkeypatch):
+def test_a_judge_at_the_default_address_is_left_alone(fake, own, tmp_path, monkeypatch):
     """Nothing is sent to it, so its weights stay what they are."""
     own(fake)
-    with JUDGES[judge]() as there:
+    with FakeVLLM(vocab_size=len(TOKENIZER)) as there:
         port = int(there.base_url.rpartition(":")[2])
         monkeypatch.setattr(GRPOConfig, "vllm_server_port", port)
         monkeypatch.setattr(GRPOConfig.__dataclass_fields__["vllm_server_port"], "default", port)

@@ -69,13 +69,6 @@ def test_figures_of_the_ratio_are_taken_before_truncation():
     assert metrics["correction/age_0/clipped_fraction"] == 0.0
 
 
-def test_masked_tokens_are_counted():
-    groups = [group(sample(0, (0, 3), (1, 1)))]
-    metrics = correction_metrics(batch([[5.0, 7.0, 1.0, 9.0]], [[0.0, 0.0, 1.0, 0.0]]), groups, 1)
-    assert metrics["correction/age_1/clipped_fraction"] == pytest.approx(2 / 3)
-    assert metrics["correction/age_0/effective_sample_size"] == 1.0
-
-
 @pytest.mark.parametrize(
     "sizes, share, words",
     [

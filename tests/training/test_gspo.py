@@ -25,16 +25,13 @@ def resolved(args: GRPOConfig, model_dir: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("given", "low", "high"),
+    ("config_class", "use_vllm", "given", "low", "high"),
     [
-        ({}, 3e-4, 4e-4),  # section 5.1 of arXiv 2507.18071
-        ({"epsilon": 1e-3}, 1e-3, 1e-3),  # in TRL, the upper bound follows the lower
-        ({"epsilon": 1e-3, "epsilon_high": 2e-3}, 1e-3, 2e-3),
-        ({"epsilon_high": 2e-3}, 3e-4, 2e-3),
+        (APRILGRPOConfig, True, {}, 3e-4, 4e-4),  # section 5.1 of arXiv 2507.18071
+        (APRILGRPOConfig, False, {"epsilon": 1e-3}, 1e-3, 1e-3),  # in TRL, the upper bound follows the lower
+        (GRPOConfig, True, {"epsilon": 1e-3, "epsilon_high": 2e-3}, 1e-3, 2e-3),
+        (GRPOConfig, True, {"epsilon_high": 2e-3}, 3e-4, 2e-3),
     ],
-)
-@pytest.mark.parametrize(
-    ("config_class", "use_vllm"), [(APRILGRPOConfig, True), (APRILGRPOConfig, False), (GRPOConfig, True)]
 )
 def test_gspo_is_resolved_for_trl_and_stays_in_the_config(
     given, low, high, config_class, use_vllm, tiny_model_dir, tmp_path

@@ -50,12 +50,8 @@ CLIPPING = dict.fromkeys(LOSSES, EPSILONS) | {"gspo": {}, "cispo": {"epsilon_hig
 
 
 def once_each(values: list, others: list) -> list:
-    """The product of the two lists. Only one case of each of the `values` is not `long`."""
-    return [
-        pytest.param(value, other, marks=[] if place == index % len(others) else pytest.mark.long)
-        for index, value in enumerate(values)
-        for place, other in enumerate(others)
-    ]
+    """Each of the values with one of the others, which take turns."""
+    return [(value, others[index % len(others)]) for index, value in enumerate(values)]
 
 
 class MixedTrainer(ServerlessTrainer):

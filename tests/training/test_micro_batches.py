@@ -19,7 +19,6 @@ from trl_april.training.micro_batches import (
     parts_within,
     regrouped,
     weight_of_loss,
-    widest_first,
 )
 
 
@@ -175,11 +174,6 @@ def test_everything_of_a_sample_moves_together_and_shared_values_stay():
         assert one["num_items_in_batch"].item() == 7 and one["ref_per_token_logps"] is None
 
 
-def test_equally_wide_samples_keep_their_order():
-    assert numbers(regrouped(micro_batches([1, 3], [2, 4]), 2, multiple=4)) == [[0, 1], [2, 3]]
-    assert numbers(regrouped(micro_batches([1, 3], [2, 5]), 2, multiple=4)) == [[3, 0], [1, 2]]
-
-
 # Widths
 
 
@@ -195,12 +189,6 @@ def test_columns_reach_to_the_last_token():
     assert (widths >= lengths).all() and (widths <= torch.maximum(lengths * 17 / 16, lengths + 7)).all()
     assert len(widths.unique()) < 120
     assert columns_needed(mask.bool(), 4).tolist() == [4, 4, 8]
-
-
-def test_the_widest_come_first_with_their_group():
-    mask = torch.arange(9) < torch.tensor([3, 8, 5, 1, 8, 6])[:, None]
-    assert widest_first(mask, 1).tolist() == [1, 4, 5, 2, 0, 3]
-    assert widest_first(mask, 1, groups=torch.tensor([0, 2, 0, 2, 1, 1])).tolist() == [4, 5, 1, 3, 2, 0]
 
 
 def test_parts_cost_the_least():

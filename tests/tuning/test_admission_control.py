@@ -105,12 +105,9 @@ def test_an_outage_shows_nothing():
     ("max_staleness", "versions_per_round", "max_groups", "held", "first", "highest"),
     [
         (10, 1, 10**6, 0, 3.0, 8.0),
-        (None, 1, 10**6, 0, 3.0, 8.0),
         (5, 2, 10**6, 0, 3.0, 3.0),
-        (1, 1, 10**6, 0, 2.0, 2.0),
         (0, 1, 10**6, 0, 1.0, 1.0),
         (10, 1, 20, 0, 2.5, 2.5),
-        (10, 1, 4, 0, 1.0, 1.0),
         (10, 1, 10**6, 28, 3.5, 8.0),  # groups of a checkpoint
     ],
 )

@@ -92,8 +92,7 @@ BATCHES_OF_8 = dict(step_time=PREFILL, max_batched_tokens=8)
         ),
         # Context makes steps longer. With 5 tokens and none: 1.5, 1.7; then a alone with 7 and 8: 1.7, 1.8.
         (dict(step_time=GROWING), {"a": (4, 1, 0.0, 5), "b": (2,)}, {"b": 1.5 + 1.7, "a": 1.5 + 1.7 + 1.7 + 1.8}),
-        # An arrival waits for the end of a step. a: 1.0, 1.1, 1.2; both from 3.3 on: 1.0 + 0.3; a alone with 4.
-        (dict(step_time=GROWING), {"a": (5,), "b": (1, 1, 2.2)}, {"b": 3.3 + 1.3, "a": 3.3 + 1.3 + 1.4}),
+        # An arrival waits for the end of a step.
         ({}, {"a": (10,), "b": (1, 1, 2.5)}, {"b": 4.0, "a": 10.0}),
         # A long prefill is split over steps: 8 + 8 + 4 tokens. The first token comes in the third.
         (BATCHES_OF_8, {"a": (2, 20)}, {"a": 1.8 + 1.8 + 1.4 + 1.0}),
@@ -114,9 +113,7 @@ def test_jobs_end_when_steps_counted_by_hand_say(settings, jobs, ended):
 @pytest.mark.parametrize(
     ("settings", "jobs", "cuts", "tokens", "ended"),
     [
-        # A step that has begun is not undone. Both prefill from 0 on: 2.0, and the step's 1.0.
-        (dict(step_time=PREFILL), {"a": (5, 10), "b": (1, 10)}, [("a", 1e-12)], {"a": 0}, {"b": 3.0}),
-        # It runs to its end: steps of 1.5 until 4.5, then 7 of 1.0.
+        # A step that has begun runs to its end: steps of 1.5 until 4.5, then 7 of 1.0.
         (dict(step_time=LINEAR), {"a": (10,), "b": (10,)}, [("a", 4.0)], {"a": 2}, {"b": 4.5 + 7.0}),
         # Context goes with its job: 1.0 + 2.0 and 1.0 + 2.2 with a's 20 tokens; b alone with two: 1.2.
         (
@@ -130,7 +127,6 @@ def test_jobs_end_when_steps_counted_by_hand_say(settings, jobs, ended):
         ),
         # A place is free with the next step.
         (dict(max_sequences=1), {"a": (9,), "b": (2,)}, [("a", 1.5)], {"a": 1}, {"b": 4.0}),
-        *(({}, {"a": (10,)}, [("a", at)], {"a": tokens}, {}) for at, tokens in ((0.9, 0), (3.0, 3), (9.99, 9))),
         # Growing steps end at 1.0, 2.1, 3.3 and 4.6.
         *(
             (dict(step_time=GROWING), {"a": (10,)}, [("a", at)], {"a": tokens}, {})
@@ -198,20 +194,6 @@ async def read_all(engine, *asked, abort_at=None):
         await asyncio.sleep(abort_at)
         await engine.abort([request.request_id for request in asked])
     return await asyncio.gather(*streams)
-
-
-def test_a_group_stays_together_on_the_least_loaded_server(jobs):
-    engine = SimulatedEngine(scenario(servers=2, group_size=2))
-    found = simulate(read_all(engine, *(request(group, index) for group in range(3) for index in range(2))))
-    assert {end for _, _, end in found} == {10.0}
-    assert [engine.servers.index(server) for server, _ in jobs] == [0, 0, 1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(("prompt_tokens", "prefills"), [(40, [40, 8, 40]), (32, [32, 16, 32])])
-def test_siblings_share_whole_blocks_of_the_prompt_except_the_last_token(jobs, prompt_tokens, prefills):
-    engine = SimulatedEngine(scenario(prompt_tokens=prompt_tokens, kv_block=16))
-    simulate(read_all(engine, request(0, 0), request(0, 1), request(1)))
-    assert [prefill for _, prefill in jobs] == prefills
 
 
 @pytest.mark.parametrize(("salt", "prefill"), [("v1", 40 + 7), ("v0", 47 - 32)])

@@ -1,6 +1,6 @@
 """Whole configurations: closed forms, nothing lost, the grid, the recommendation, and `auto` in a simulation."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -104,13 +104,6 @@ def test_every_token_is_generated_once_and_trained_with_its_group(mode):
     assert all(server.load == 0 for server in engine.servers)
 
 
-@pytest.mark.parametrize("mode", [Mode.ABORT, Mode.KEEP])
-def test_result_depends_on_the_seed_only(mode):
-    first, second = (asdict(run(scenario(seed=3), mode, 1.5)) for _ in range(2))
-    assert first == second
-    assert first["seconds"] != run(scenario(seed=4), mode, 1.5).seconds
-
-
 # What the modes gain
 
 
@@ -135,13 +128,11 @@ def test_order_of_the_modes_on_a_long_tail():
     assert discard.trained_tokens < 0.8 * synchronous.trained_tokens, "it trains on the shorter completions"
 
 
-@pytest.mark.parametrize("sigma", [0.0, 1.0])
-def test_limit_is_within_what_the_servers_can_do(sigma):
+def test_limit_is_within_what_the_servers_can_do():
     """Pinned: equal lengths finish in waves, and counting from the start of one made it 20 % too much."""
     for factor in (1.5, 3.0):
-        result = run(scenario(lengths=Lognormal(150, sigma, 8, 3500), rounds=8), Mode.UNINTERRUPTED, factor)
+        result = run(scenario(lengths=EQUAL, rounds=8), Mode.UNINTERRUPTED, factor)
         assert result.trained_per_second == result.generated_per_second <= CPU.peak(int(32 * factor))
-    assert run(without_latency(lengths=Lognormal(150, 0.0, 8, 3500)), Mode.UNINTERRUPTED, 2.0).bubble < 0.35
 
 
 def test_kept_requests_are_sent_once():
@@ -232,9 +223,7 @@ def on_two_cores(sigma=0.5, **settings):
     return Scenario(CPU, Lognormal(100, sigma, 8, 1000), **{**costs, "max_staleness": 10, **settings})
 
 
-@pytest.mark.parametrize(
-    ("mode", "kv_tokens", "least"), [(Mode.KEEP, 6000, 0.97), (Mode.ABORT, 6000, 0.97), (Mode.KEEP, 0, 1.0)]
-)
+@pytest.mark.parametrize(("mode", "kv_tokens", "least"), [(Mode.ABORT, 6000, 0.97), (Mode.KEEP, 0, 1.0)])
 def test_auto_holds_as_many_groups_as_the_servers_can(mode, kv_tokens, least):
     """With a full KV cache, it decodes as fast as the best factor, with younger tokens. Otherwise, faster than 3.0."""
     settings = on_two_cores(1.0, kv_tokens=kv_tokens, prompt_tokens=50, max_staleness=8, rounds=40, warmup=40)
@@ -245,13 +234,6 @@ def test_auto_holds_as_many_groups_as_the_servers_can(mode, kv_tokens, least):
     assert chosen.factor <= 3.0 if kv_tokens else chosen.factor > 3.0
 
 
-def test_auto_shows_the_mean_factor_of_the_measured_rounds():
-    short, long = (run(on_two_cores(warmup=warmup, rounds=1), Mode.BOTH, "auto") for warmup in (0, 12))
-    assert short.factor == 3.0, "its first factor"
-    assert long.factor > 3.0
-    assert short.is_chosen and long.is_chosen
-
-
 @pytest.mark.parametrize("mode", [Mode.SYNCHRONOUS, Mode.DISCARD, Mode.UNINTERRUPTED])
 def test_auto_needs_a_mode_that_is_trained_with_a_factor(mode):
     with pytest.raises(ConfigError, match=f"over_provisioning='auto' is impossible in the mode {mode}"):
@@ -259,12 +241,3 @@ def test_auto_needs_a_mode_that_is_trained_with_a_factor(mode):
     grid = simulate_grid(on_two_cores(rounds=1), [mode], ["auto"])
     assert len(grid.results) == 1
     assert len(grid.left_out) == (mode is not Mode.SYNCHRONOUS)
-
-
-@pytest.mark.parametrize(("bound", "start"), [(0, 1.0), (1, 2.0), (10, 3.0)])
-def test_auto_keeps_the_staleness_bound(bound, start):
-    settings = on_two_cores(max_staleness=bound, warmup=10, rounds=2)
-    assert _Simulation(settings, Mode.BOTH, "auto").pool.schedule.over_provisioning == start
-    result = run(settings, Mode.BOTH, "auto")
-    assert result.factor <= bound + 1
-    assert result.staleness_max <= bound
