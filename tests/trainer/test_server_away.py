@@ -9,7 +9,8 @@ import requests
 
 from tests.checkpoint.test_resume import assert_continued, saved_groups
 from tests.support.proxy import Proxy
-from tests.trainer.test_trainer import make_trainer, wait_for_tokens, wait_until_idle
+from tests.trainer.test_trainer import DATASET, make_trainer, wait_for_tokens, wait_until_idle
+from trl_april.bridge.evaluation import Evaluation
 from trl_april.errors import ServerError
 
 
@@ -51,3 +52,25 @@ def test_training_stops_with_a_checkpoint_if_the_server_stays_away(server, tiny_
     assert_continued(groups, resumed.trained_groups)
     assert set(Counter(group.row["number"] for group in trained + resumed.trained_groups).values()) == {1}
     assert len(trained + resumed.trained_groups) == 24
+
+
+@pytest.mark.long
+def test_evaluation_ends_training_with_a_checkpoint_if_the_server_stays_away(
+    server, tiny_model_dir, tmp_path, monkeypatch
+):
+    proxy = Proxy(server.base_url)
+    trainer = make_trainer(
+        SimpleNamespace(base_url=proxy.url), tiny_model_dir, tmp_path, save_strategy="steps", save_steps=100,
+        vllm_server_timeout=4.0, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
+        eval_dataset=DATASET.select(range(2)),
+    )  # fmt: skip
+    generate = Evaluation.generate
+
+    def break_off_and_generate(*args, **kwargs):
+        proxy.break_off()
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(Evaluation, "generate", break_off_and_generate)
+    with pytest.raises(ServerError, match="has not answered for .* s, which is more than vllm_server_timeout=4"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-2" / "april").is_dir()
