@@ -113,13 +113,7 @@ class RolloutSession:
         self._engine = rollout_engine(options, sampling, server, plan.vocab_size, processes.rank)
         self._dynamic = None if scorer is None else self._new_dynamic_sampling(scorer, admission)
         quota = processes.quota(self.pool.schedule, self._dynamic.max_rejected if self._dynamic else None)
-        self.recovery = Recovery(
-            server,
-            processes,
-            stop,
-            sync=lambda: run_blocking(self._rounds.sync(state.global_step)),
-            route=lambda: run_blocking(self.steps.route(state.global_step)),
-        )
+        self.recovery = Recovery(server, processes, stop, sync=self._sync, route=self._route)
         self._loop = BackgroundLoop("trl-april-rollouts")
         self.driver = self._new_driver(sampling, images_of, quota, idle_timeout=args.vllm_server_timeout)
         self._control = self._new_control(connections) if options.over_provisioning == "auto" else None
@@ -307,6 +301,13 @@ class RolloutSession:
             self._user_code.cancel()
             self._server.servers.give_up()
             self._loop.run(self.driver.close())
+
+    def _sync(self) -> None:
+        """Sync the weights, without a retry. A collective call."""
+        run_blocking(self._rounds.sync(self._state.global_step))
+
+    def _route(self) -> None:
+        run_blocking(self.steps.route(self._state.global_step))
 
     def _restore(
         self, saved: SavedRollouts | None, rows: TrainingRows, num_reward_funcs: int, checkpoint: str | None = None
