@@ -329,7 +329,7 @@ def test_overlapping_rounds_that_score_groups_with_random_targets_and_suspension
     options = {"score": score, "rejects": rejects, "max_rejected": 1000, "max_staleness": 3, "overlap": True}
     runs = soak(f"overlapping {rejects}", 2 * ROUNDS, between, prepare=prepare, **options)
     assert len(set(scored)) == len(scored) == runs[0].pool.schedule.last_id + 1
-    assert any(idle) != rejects
+    assert any(idle) or rejects  # with rejections, a call that a round began may still start after it
 
 
 def test_slow_reward_function_delays_the_end_of_the_round_in_no_process():
