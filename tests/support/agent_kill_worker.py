@@ -1,6 +1,5 @@
 """As `kill_worker.py`, with an agent by address instead of an environment."""
 
-import json
 import random
 import time
 from pathlib import Path
@@ -13,7 +12,6 @@ from openai import OpenAI
 from tests.support import kill_worker
 from tests.trainer.test_tools_on_server import calling_tokenizer
 from tests.trainer.test_trainer import make_config
-from trl_april.agents.branches import branches_of
 
 
 def agent(prompt: Any, engine: Any, row: dict[str, Any]) -> dict[str, Any]:
@@ -33,30 +31,11 @@ def reward(completions: Any, turns: list[int], **kwargs: Any) -> list[float]:
     ]
 
 
-class JournalTrainer(kill_worker.JournalTrainer):
-    """Writes the token ids before each turn that it resumes with, too."""
-
-    def _april_open_session(self) -> Any:
-        session = super()._april_open_session()
-        turns = [
-            [*sample.key, [*branch.prompt_ids, *branch.token_ids[:start]]]
-            for group in session.pool
-            for sample in group.samples
-            if not sample.conversation.awaits_reset and sample.finish_reason is None
-            for branch in branches_of(group, sample)
-            for start, _ in branch.turns()
-        ]
-        run = session.driver._requests._maker._run_id
-        entry = {"kind": "recorded", "step": self.state.global_step, "groups": {}, "run": run, "turns": turns}
-        self._journal.write(json.dumps(entry) + "\n")
-        return session
-
-
 def train(spec: dict[str, Any], journal: Path) -> None:
     folder = Path(spec["folder"])
     args = make_config(SimpleNamespace(base_url=spec["url"]), folder, **spec["options"])
     rows = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "number": n} for n in range(spec["rows"])]
-    trainer = JournalTrainer(
+    trainer = kill_worker.JournalTrainer(
         spec["model"], reward, args, Dataset.from_list(rows), processing_class=calling_tokenizer(),
         rollout=agent, journal=journal,
     )  # fmt: skip
