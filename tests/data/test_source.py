@@ -1,8 +1,7 @@
 """The row source against stock GRPO: the same rows in the same order, exactly as often, and none that comes too late.
 
-The reference is `stock_rounds`: transformers' loop and TRL's rule for when to generate, without a model. With real
-trainings, `tests/trainer/test_random_trainings.py` compares with stock GRPO itself. `micro` is the number of calls of
-`training_step` per round.
+The reference is `stock_rounds`: transformers' loop and TRL's rule for when to generate, without a model. Real training
+runs of stock GRPO on a tiny model confirm it. `micro` is the number of calls of `training_step` per round.
 """
 
 import math
@@ -10,16 +9,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
 
 from tests.support.pools import complete
-from tests.support.serverless import ServerlessTrainer
 from tests.support.tiny import build_model, build_tokenizer
 from trl_april.bridge.rows import read_once, training_rows
 from trl_april.config import APRILGRPOConfig
@@ -29,6 +30,7 @@ from trl_april.data.source import RowSource
 from trl_april.data.stream import SharedStream
 from trl_april.errors import CheckpointError, ConfigError
 from trl_april.pool.pool import Pool
+from trl_april.trainer import APRILGRPOTrainer
 
 
 def plan_of(quota: int = 1, micro: int = 1, accumulation: int = 1, max_steps: int = 1, **values) -> TrainingPlan:
@@ -315,6 +317,12 @@ def test_dataset_without_rows_for_a_replacement_is_refused():
 # Continuing after the rows of a checkpoint
 
 
+def test_rows_that_training_cannot_use_are_counted():
+    source = plain_source(10, max_steps=3)
+    assert source.pass_over(9, rejected=1, next_id=0) == 2  # three rounds of two, and one replacement
+    assert source.next_rows(1) == []
+
+
 def test_source_delegates_rows_and_keeps_its_count():
     counted, read = plain_source(4, max_steps=3), plain_source(10, max_steps=1)
     counted.next_rows(2)
@@ -331,7 +339,7 @@ def test_source_delegates_rows_and_keeps_its_count():
 # Resuming
 
 # quota, uses of a batch, gradient_accumulation_steps, rows
-RESUMED = [(2, 1, 2, 7), (2, 1, 3, 5), (1, 1, 2, 3)]
+RESUMED = [(2, 1, 2, 7), (2, 1, 1, 6), (2, 1, 3, 5), (1, 1, 2, 3)]
 
 
 class Interrupted:
@@ -472,29 +480,80 @@ def test_cursor_of_a_later_run_is_refused():
         interrupted.resume(3, cursor, held=0)
 
 
-# Rows of a trainer
+# The order of TRL, by its own trainer
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads of so small a model only wait for each other
+    yield build_model(), build_tokenizer()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_trainer(model_and_tokenizer, tmp_path) -> Callable[..., APRILGRPOTrainer]:
+    return partial(recording_trainer, model_and_tokenizer, tmp_path)
+
+
+def recording_trainer(model_and_tokenizer, output_dir: Path, dataset, **options) -> APRILGRPOTrainer:
+    """A trainer that records its generations as `(global step, prompts)`. With a `rollout_func` it runs stock GRPO."""
+    model, tokenizer = model_and_tokenizer
+    generations = []
+
+    def rollout(prompts, trainer):
+        generations.append((trainer.state.global_step, prompts[:: trainer.num_generations]))
+        return {
+            "prompt_ids": [[5, 6]] * len(prompts),
+            "completion_ids": [[7, 2]] * len(prompts),
+            "logprobs": [[-1.0, -1.0]] * len(prompts),
+        }
+
+    args = {
+        "use_vllm": False, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "num_generations": 2,
+        "per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        "learning_rate": 0.0, **options,
+    }  # fmt: skip
+    trainer = APRILGRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))],
+        args=APRILGRPOConfig(str(output_dir), **args),
+        train_dataset=dataset,
+        rollout_func=rollout,
+    )
+    trainer.generations = generations
+    return trainer
+
+
+def rows_of_trainer(trainer: APRILGRPOTrainer) -> TrainingRows:
+    """As in training, when nothing is skipped."""
+    step, trainer.state.global_step = trainer.state.global_step, 0
+    with read_once(trainer):
+        rows = training_rows(trainer)
+        rows.columns()
+    trainer.state.global_step = step
+    return rows
+
+
+def plan_of_trainer(trainer: APRILGRPOTrainer, **values) -> TrainingPlan:
+    plan = TrainingPlan.of(trainer.args, max_steps=trainer.state.max_steps, vocab_size=99)
+    return replace(plan, **values)
 
 
 @pytest.mark.parametrize("dataset", [stream_of(4), rows_of(4)], ids=["stream", "map"])
-def test_rows_come_through_the_collator_with_the_columns_that_trl_keeps(tmp_path, dataset):
-    def columns_and_first_row() -> tuple[list[str], dict]:
-        with read_once(trainer):
-            rows = training_rows(trainer)
-            columns = rows.columns()
-        _, open_epoch = rows.open(TrainingPlan.of(trainer.args, max_steps=1, vocab_size=99))
-        return columns, rows.read(next(open_epoch(0)))
-
-    for remove, kept in ((True, ["prompt"]), (False, ["number", "prompt"])):
-        args = APRILGRPOConfig(
-            str(tmp_path), use_cpu=True, bf16=False, num_generations=2, per_device_train_batch_size=2, max_steps=1,
-            report_to="none", remove_unused_columns=remove,
-        )  # fmt: skip
-        trainer = ServerlessTrainer(build_model(), lambda **_: [], args, dataset, processing_class=build_tokenizer())
-        columns, row = columns_and_first_row()
-        assert sorted(columns) == sorted(row) == kept
+def test_rows_come_through_the_collator_with_the_columns_that_trl_keeps(make_trainer, dataset):
+    for remove, columns in ((True, ["prompt"]), (False, ["number", "prompt"])):
+        trainer = make_trainer(dataset, max_steps=1, remove_unused_columns=remove)
+        rows = rows_of_trainer(trainer)
+        _, open_epoch = rows.open(plan_of_trainer(trainer))
+        assert sorted(rows.columns()) == sorted(rows.read(next(open_epoch(0)))) == columns
     trainer.data_collator = lambda rows: [{"prompt": f"Be brief. {row['prompt']}", "level": 1} for row in rows]
-    columns, row = columns_and_first_row()
-    assert row["prompt"].startswith("Be brief. p") and columns == ["prompt", "level"] == list(row)
+    rows = rows_of_trainer(trainer)
+    _, open_epoch = rows.open(plan_of_trainer(trainer))
+    row = rows.read(next(open_epoch(0)))
+    assert row["prompt"].startswith("Be brief. p")
+    assert rows.columns() == ["prompt", "level"] == list(row)
 
 
 @pytest.mark.parametrize(("times", "rounds"), [(0.5, 4), (3, 24)])
@@ -507,3 +566,57 @@ def test_sampler_of_another_length_has_other_epochs(times, rounds):
     assert number == rounds == len(list(open_epoch(0)))
     for step, epoch in ((rounds - 1, 0), (rounds, 1)):
         assert make_source(dataset, plan, step)._epoch == epoch
+
+
+RUNS = {
+    "short last step": {"rows": 3, "max_steps": 7, "steps_per_generation": 3, "gradient_accumulation_steps": 2},
+    "iterations, not shuffled": {"rows": 5, "max_steps": 9, "num_iterations": 3, "shuffle_dataset": False},
+    "stream": {"rows": 4, "max_steps": 5, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_source_gives_the_rows_that_stock_trains_on(make_trainer, run):
+    options = dict(RUNS[run])
+    rows = options.pop("rows")
+    trainer = make_trainer((stream_of if run == "stream" else rows_of)(rows), seed=3, **options)
+    trainer.train()
+    check_source_of(trainer)
+
+
+@pytest.mark.parametrize(("streaming", "skip"), [(False, True), (True, True), (True, False)])
+def test_source_gives_the_rows_that_stock_trains_on_after_resuming(make_trainer, tmp_path, streaming, skip):
+    """Resumed inside the first epoch and inside a round, which stock generates anew."""
+    options = {"max_steps": 9, "steps_per_generation": 2, "seed": 3, "ignore_data_skip": not skip}
+    dataset = stream_of(16) if streaming else rows_of(16)
+    make_trainer(dataset, save_strategy="steps", save_steps=5, save_only_model=False, **options).train()
+    resumed = make_trainer(dataset, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert resumed.generations[0][0] == 5
+    check_source_of(resumed, start_step=5)
+
+
+def check_source_of(trainer: APRILGRPOTrainer, start_step: int = 0) -> None:
+    """The generations of a stock run are those of the source and of the reference."""
+    plan, rows = plan_of_trainer(trainer), rows_of_trainer(trainer)
+    quota = plan.groups_per_round
+    assert trainer.state.global_step == trainer.state.max_steps
+    source = make_source(rows, plan, start_step)
+    generated = [prompt for _, prompts in trainer.generations for prompt in prompts]
+    assert [rows.read(row)["prompt"] for _, row in drain(source)] == generated
+
+    _, open_epoch = rows.open(plan)
+    epochs = [[rows.read(row)["prompt"] for row in open_epoch(epoch)] for epoch in range(2 + plan.max_steps)]
+
+    def chunks(epoch: int) -> list:
+        return [epochs[epoch][i : i + quota] for i in range(0, len(epochs[epoch]), quota)]
+
+    assert trainer.generations == stock_rounds(
+        chunks,
+        micro=plan.micro_steps_per_round,
+        accumulation=plan.gradient_accumulation_steps,
+        max_steps=plan.max_steps,
+        has_length=not rows.is_stream,
+        start_step=start_step,
+        skip_rows=plan.skip_trained_rows,
+    )

@@ -177,7 +177,7 @@ def test_fewer_groups_are_in_flight_as_training_ends(long_run):
 def test_the_run_log_holds_every_round(long_run):
     """The log of rounds in `output_dir`, which is written without any option."""
     run = read_run(long_run.args.output_dir)
-    assert run.has_log and run.notes == []
+    assert run.notes == []
     assert run.options["quota"] == 4 and run.options["over_provisioning"] == 5.0
     assert [one.version for one in run.rounds] == [done.version for done in long_run.rounds]
     assert [step.step for step in run.steps] == list(range(1, 11))
