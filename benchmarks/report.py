@@ -24,6 +24,7 @@ PACKAGES = ("trl", "transformers", "torch", "vllm")  # whose versions are record
 
 def machine() -> dict[str, Any]:
     """The machine, its load, and the code that was measured."""
+    found = metadata.packages_distributions()  # vLLM's distribution for CPUs has another name
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -31,7 +32,7 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _commit(),
-        "versions": {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)},
+        "versions": {name: metadata.version(found[name][0]) for name in PACKAGES if name in found},
     }
 
 

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 import pytest
+import report
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,7 @@ def test_wrong_arguments_are_refused_at_once(name, arguments, message, monkeypat
         importlib.import_module(name).main()
     assert left.value.code
     assert message in f"{capsys.readouterr().err}{left.value.code}"
+
+
+def test_results_name_the_versions_that_they_were_measured_with():
+    assert set(report.machine()["versions"]) == {"trl", "transformers", "torch", "vllm"}
