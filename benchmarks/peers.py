@@ -29,7 +29,7 @@ import os
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -106,10 +106,11 @@ def contestant(text: str) -> str:
     return text
 
 
-def pin(process: int, core: int) -> None:
-    """Let all present threads of a process, and so those to come, run on one core."""
+def pin(process: int, cores: set[int]) -> None:
+    """Let all present threads of a process, and so those to come, run on these cores."""
     for thread in os.listdir(f"/proc/{process}/task"):
-        os.sched_setaffinity(int(thread), {core})
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 @contextmanager
@@ -117,12 +118,11 @@ def on_core(core: int) -> Iterator[None]:
     """Run this process on one core."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     torch.set_num_threads(1)
-    pin(os.getpid(), core)
+    pin(os.getpid(), {core})
     try:
         yield
     finally:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cores)
+        pin(os.getpid(), cores)
         torch.set_num_threads(threads)
 
 
@@ -232,7 +232,7 @@ def measure(
         bench.reward_seconds, bench.split = reward_milliseconds / 1000, split
         if split:
             for process in (psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)):
-                pin(process.pid, 0)
+                pin(process.pid, {0})
         for name, seed in left:
             run = bench.compare(name, seed)
             runs.append(run)
