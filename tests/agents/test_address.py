@@ -425,6 +425,23 @@ def test_an_agent_continues_from_a_checkpoint(acts, most, acts_last):
     assert len({tuple(ids) for ids in model.asked}) == len(model.asked)
 
 
+def test_an_agent_that_hangs_when_it_starts_anew_is_ended(acts):
+    ended, started = threading.Event(), []
+
+    def hangs(prompt, engine, row):
+        started.append(engine)
+        if len(started) > 1:
+            return agent(prompt, engine, row)
+        engine.at_close(ended.set)
+        ended.wait(20)
+
+    pool = new_pool()
+    play(pool, acts(agent), Model(), piece=29, most=3)
+    again = acts(hangs, timeout=2.0)
+    resumed(pool, again)
+    assert ended.is_set() and again.take_restarted() == 1
+
+
 def branching(prompt, engine, row):
     """As an agent that compacts its history, and retries."""
     with client(engine) as api:

@@ -74,8 +74,11 @@ def branch_for(group: Group, sample: Sample, asked: list[int], limit: int | None
     assert new.conversation is not None
     new.conversation.turn_start, new.conversation.turn_limit = len(new), limit
     # A branch that continues whole is the sample now.
-    left = [one for one in branches if one.token_ids and not (one is source and kept == len(one.token_ids))]
-    new.conversation.environment = [_plain(branch) for branch in left] or None
+    new.conversation.environment = [
+        _plain(branch)
+        for branch in branches
+        if branch.token_ids and not (branch is source and kept == len(branch.token_ids))
+    ] or None
     return new if group.remaining(new) > 0 else None
 
 
@@ -91,7 +94,7 @@ def _cut(prompt_ids: Sequence[int], sample: Sample, end: int) -> Branch:
 
 
 def _sample(sample: Sample, branch: Branch, end: int) -> Sample:
-    """The first `end` tokens of a branch as a sample in the place of `sample`."""
+    """The first `end` tokens of a branch, as a sample that replaces `sample`."""
     conversation = Conversation(prompt_ids=[*branch.prompt_ids])
     new, position = Sample(*sample.key, conversation=conversation), 0
     for version, length in branch.segments:

@@ -146,8 +146,9 @@ class RolloutTurns(Restorable):
                 event = self._refuse(episode, group, sample, event)
         except _Late:
             self._warn_once(
+                "late",
                 f"The rollout of {sample} neither asked for a turn nor returned within {self.timeout:g} seconds "
-                "(tool_timeout). Its sample ends there, and its columns for reward functions are None."
+                "(tool_timeout). Its sample ends there, and its columns for reward functions are None.",
             )
         del self._episodes[sample.key]
         if columns is None:
@@ -189,8 +190,9 @@ class RolloutTurns(Restorable):
             branch = branch_for(group, sample, asked.token_ids, asked.limit)
             if branch is not None:
                 self._warn_once(
+                    "branch",
                     f"The rollout of {sample} rewrote its conversation: {asked.difference}. The sample continues from "
-                    "the last turn that both have in common, and april/branched_tokens counts the tokens left out."
+                    "the last turn that both have in common, and april/branched_tokens counts the tokens left out.",
                 )
             return None if branch is None else TurnResult([], [], branch=branch)
         added = _added(sample, known, asked.token_ids)
@@ -199,8 +201,7 @@ class RolloutTurns(Restorable):
         environment = sample.conversation and sample.conversation.environment
         return TurnResult([], added, is_complete=False, turn_limit=asked.limit, environment=environment)
 
-    def _warn_once(self, message: str) -> None:
-        kind = message[-40:]  # the rest names a sample
+    def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning(f"{message} Further cases are not reported.")
@@ -248,12 +249,16 @@ class RolloutTurns(Restorable):
         current = [*group.prompt_ids_of(sample), *sample.token_ids[: sample.conversation.turn_start]]
         recorded = _recorded(group, sample)
         episode = self._begin(group)
-        event = episode.next()
-        while isinstance(event, Asked):
-            answers = recorded.get(tuple(event.token_ids))
-            if not answers:
-                break
-            event = episode.answer(*answers.pop(0), FinishReason.STOP)
+        try:
+            event = episode.next()
+            while isinstance(event, Asked):
+                answers = recorded.get(tuple(event.token_ids))
+                if not answers:
+                    break
+                event = episode.answer(*answers.pop(0), FinishReason.STOP)
+        except BaseException:
+            episode.cancel()  # its sample starts again with another
+            raise
         if isinstance(event, Asked):
             restored = sample
             if event.token_ids != current:

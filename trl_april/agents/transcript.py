@@ -37,7 +37,7 @@ class _Turn:
     """A turn of the model, and the messages since the turn before."""
 
     messages: list[Any]  # normalized, the last of them the answer
-    token_ids: array[int]  # those
+    token_ids: array[int]  # of these messages
     answer: Message
     has_ended: bool
     later: list[_Turn] = field(default_factory=list)

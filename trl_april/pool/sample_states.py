@@ -157,7 +157,7 @@ class SampleStates:
         conversation.awaits_reset, sample.state = False, SampleState.WAITING
 
     def branch(self, sample: Sample, branch: Sample) -> None:
-        """Replace an acting sample by a branch of its conversation, whose next turn is to be generated.
+        """Replace an acting sample by a branch of its conversation, which waits for its next turn.
 
         Tokens that only `sample` has are counted, and a branch that is entered again brings its tokens back.
         """
