@@ -1,4 +1,4 @@
-"""Samples of agents by address: a scripted model, and the pool in the place of a driver."""
+"""Samples that act between their turns: a scripted model, and the pool in the place of a driver."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
+HEADER_TEXT = TOKENIZER.decode(HEADER)
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "stop": []}
 
 
@@ -45,7 +46,7 @@ class Model:
             return "I call.\n" + call("multiply", a=int(found[1]), b=int(found[2])) + END
         return f"Re: {question.strip()}" + END
 
-    def rest(self, token_ids: list[int]) -> tuple[list[int], list[float]]:
+    def rest(self, token_ids: list[int], index: int = 0) -> tuple[list[int], list[float]]:
         self.asked.append(token_ids)
         start = next(n for n in range(len(token_ids), 0, -1) if token_ids[n - len(HEADER) : n] == HEADER)
         text = TOKENIZER.decode(token_ids[: start - len(HEADER)])
@@ -77,6 +78,11 @@ def rollout_turns(rollout, *, timeout=None, stop=()) -> RolloutTurns:
     )
 
 
+def result(text) -> str:
+    """The result of a tool, and the header of the next turn."""
+    return f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n" + HEADER_TEXT
+
+
 def question(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -93,18 +99,37 @@ def new_pool(samples: int = 1, *, budget: int = 600, context_length: int = 4000,
     return pool
 
 
-def resumed(pool: Pool, acts: RolloutTurns) -> Pool:
+def resumed(pool: Pool, acts) -> Pool:
     """The pool after the death of its process."""
-    state = json.loads(json.dumps({**state_dict(pool), "token_ids": [], "logprobs": []}))
-    arrays = {name: state_dict(pool)[name] for name in ("token_ids", "logprobs")}
-    again = Pool(len(pool), over_provisioning=1.0, has_environments=True, budget=pool.budget)
-    restore(again, [{**state, **arrays}], read_row=row_of, restore_environments=acts.restore)
+    state = state_dict(pool)
+    arrays = {name: state.pop(name) for name in ("token_ids", "logprobs")}
+    again = Pool(
+        pool.schedule.quota, over_provisioning=pool.schedule.over_provisioning, max_staleness=None,
+        has_environments=True, dynamic_sampling=pool.dynamic_sampling, budget=pool.budget,
+    )  # fmt: skip
+    state = {**json.loads(json.dumps(state)), **arrays}
+    restore(again, [state], read_row=row_of, restore_environments=acts.restore)
     again.begin_round(0)
     again.check()
     return again
 
 
+def generate(pool, group, sample, model, piece=1000) -> None:
+    """A request for at most `piece` tokens."""
+    rest, logprobs = model.rest([*group.prompt_ids_of(sample), *sample.token_ids], sample.index)
+    room = group.remaining_in_turn(sample)
+    length = min(len(rest), room, piece)
+    pool.record(sample, rest[:length], logprobs[:length])
+    if length == len(rest):
+        pool.finish(sample, FinishReason.STOP)
+    elif length == room:
+        pool.finish(sample, FinishReason.LENGTH)
+    else:
+        pool.park(sample)
+
+
 def land(pool, group, sample, acts) -> None:
+    """What follows a turn, or comes before the first."""
     result = acts(group, sample)
     if isinstance(result, ResetResult):
         pool.reset_ended(sample, result.prompt, result.prompt_ids, result.environment, result.turn_limit)
@@ -112,10 +137,20 @@ def land(pool, group, sample, acts) -> None:
         pool.branch(sample, result.branch)
     else:
         pool.act_ended(
-            sample, result.messages, result.token_ids, is_complete=result.is_complete,
-            environment=result.environment, columns=result.columns, turn_limit=result.turn_limit,
+            sample, json.loads(json.dumps(result.messages)), result.token_ids, calls=result.calls,
+            failures=result.failures, is_complete=result.is_complete, environment=result.environment,
+            columns=result.columns, turn_limit=result.turn_limit,
         )  # fmt: skip
     pool.check()
+
+
+def step(pool, group, sample, acts, model, piece=1000) -> None:
+    """A request, if the sample does not act first, and what follows its turn."""
+    pool.start(sample)
+    if sample.state is SampleState.RUNNING:
+        generate(pool, group, sample, model, piece)
+    if sample.state is SampleState.ACTING:
+        land(pool, group, sample, acts)
 
 
 def play(pool, acts, model=None, *, piece=1000, most=None, acts_last=True) -> list[list[int]]:
@@ -127,23 +162,11 @@ def play(pool, acts, model=None, *, piece=1000, most=None, acts_last=True) -> li
     for group in pool:
         for index in range(len(group.samples)):
             made = 0
-            while True:
-                sample = group.samples[index]
-                if sample.state is SampleState.FINISHED or made == most:
-                    break
+            while (sample := group.samples[index]).state is not SampleState.FINISHED and made != most:
                 pool.start(sample)
                 if sample.state is SampleState.RUNNING:
                     made += 1
-                    rest, logprobs = model.rest([*group.prompt_ids_of(sample), *sample.token_ids])
-                    room = group.remaining_in_turn(sample)
-                    length = min(len(rest), room, piece)
-                    pool.record(sample, rest[:length], logprobs[:length])
-                    if length == len(rest):
-                        pool.finish(sample, FinishReason.STOP)
-                    elif length == room:
-                        pool.finish(sample, FinishReason.LENGTH)
-                    else:
-                        pool.park(sample)
+                    generate(pool, group, sample, model, piece)
                 if sample.state is SampleState.ACTING:
                     if made == most and not acts_last:
                         break

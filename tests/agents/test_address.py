@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
+from functools import cache
 
 import openai
 import pytest
 import requests
-from accelerate import PartialState
 from openai import AsyncOpenAI
 
 from tests.agents.agent_runs import (
+    HEADER_TEXT,
     TOOL,
     Model,
     Parallel,
@@ -22,35 +24,18 @@ from tests.agents.agent_runs import (
     outcome,
     play,
     question,
+    result,
     resumed,
     rollout_turns,
 )
-from tests.support.tool_calling import END, HEADER, TOKENIZER, call, encode
+from tests.support.tool_calling import END, TOKENIZER, call, encode
 from trl_april.agents import address
 from trl_april.agents.command import CommandRollout
 from trl_april.errors import ConfigError
 
 
-HEADER_TEXT = TOKENIZER.decode(HEADER)
-
-
 def user(text):
     return f"<|im_start|>user\n{text}<|im_end|>\n"
-
-
-@pytest.fixture
-def acts():
-    """Makes a `RolloutTurns` of an agent."""
-    made = []
-    PartialState()  # for log messages
-
-    def make(rollout, **options):
-        made.append(rollout_turns(rollout, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def works(messages, send, then=()):
@@ -99,10 +84,6 @@ async def async_agent(prompt, engine, row):
                 messages += question(further.pop(0))
             else:
                 return {"answers": answers}
-
-
-def result(text):
-    return f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n" + HEADER_TEXT
 
 
 COMPLETION = (
@@ -296,16 +277,14 @@ def test_a_call_after_the_end_finds_no_address(acts):
         ask(later[0], question("B"))
 
 
-def test_a_request_that_is_repeated_gets_the_answer_that_did_not_arrive(acts, monkeypatch):
+def test_a_request_that_is_repeated_gets_the_answer_that_did_not_arrive(acts):
     """A client that gave up waiting, as SDKs do, and asks again."""
-    begun, gave_up = threading.Event(), threading.Event()
+    gave_up = threading.Event()
 
     class Slow(Model):
-        def rest(self, token_ids):
-            if not self.asked:
-                begun.set()
-                assert gave_up.wait(20)
-            return super().rest(token_ids)
+        def rest(self, token_ids, index):
+            assert self.asked or gave_up.wait(20)
+            return super().rest(token_ids, index)
 
     def repeats(prompt, engine, row):
         with client(engine, timeout=0.3) as api:
@@ -324,9 +303,9 @@ def test_a_slow_answer_shows_signs_of_life(acts, monkeypatch, streams):
     monkeypatch.setattr(address, "HEARTBEAT", 0.1)
 
     class Slow(Model):
-        def rest(self, token_ids):
-            threading.Event().wait(1.5)
-            return super().rest(token_ids)
+        def rest(self, token_ids, index):
+            time.sleep(1.5)
+            return super().rest(token_ids, index)
 
     def waits(prompt, engine, row):
         with client(engine, timeout=0.8) as api:
@@ -410,21 +389,6 @@ def test_no_call_is_answered_where_calls_are_not_wanted(acts):
 # Checkpoints
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 9, 14, 30])
-@pytest.mark.parametrize("acts_last", [True, False])
-def test_an_agent_continues_from_a_checkpoint(acts, most, acts_last):
-    whole = new_pool()
-    play(whole, acts(agent))
-    pool, model = new_pool(), Model()
-    play(pool, acts(agent), model, piece=29, most=most, acts_last=acts_last)
-    again = acts(agent)
-    pool = resumed(pool, again)
-    assert again.take_restarted() == 0
-    play(pool, again, model)
-    assert outcome(pool) == outcome(whole)
-    assert len({tuple(ids) for ids in model.asked}) == len(model.asked)
-
-
 def test_an_agent_that_hangs_when_it_starts_anew_is_ended(acts):
     ended, started = threading.Event(), []
 
@@ -452,19 +416,29 @@ def branching(prompt, engine, row):
         return {"last": ask(api, [*start, *question("D")]).message.content}
 
 
-@pytest.mark.parametrize("most", range(1, 12))
+@cache
+def whole(rollout):
+    """What a training without an interruption has: the outcome, and tokens of left branches."""
+    turns, pool = rollout_turns(rollout), new_pool()
+    play(pool, turns)
+    turns.close()
+    return outcome(pool), pool.counters.tokens_branched
+
+
+@pytest.mark.parametrize(
+    ("rollout", "piece", "most"),
+    [*((branching, 5, most) for most in range(1, 12)), *((agent, 29, most) for most in (1, 2, 3, 5, 9, 14, 30))],
+)
 @pytest.mark.parametrize("acts_last", [True, False])
-def test_branches_come_back_from_a_checkpoint(acts, most, acts_last):
-    whole = new_pool()
-    every = play(whole, acts(branching))
-    assert len(every) == 5
+def test_branches_come_back_from_a_checkpoint(acts, rollout, piece, most, acts_last):
+    """And turns with tools."""
     pool, model = new_pool(), Model()
-    play(pool, acts(branching), model, piece=5, most=most, acts_last=acts_last)
-    again = acts(branching)
+    play(pool, acts(rollout), model, piece=piece, most=most, acts_last=acts_last)
+    again = acts(rollout)
     pool = resumed(pool, again)
     assert again.take_restarted() == 0
     play(pool, again, model)
-    assert outcome(pool) == outcome(whole) and pool.counters.tokens_branched == whole.counters.tokens_branched
+    assert (outcome(pool), pool.counters.tokens_branched) == whole(rollout)
     assert len({tuple(ids) for ids in model.asked}) == len(model.asked), "no token is generated twice"
 
 

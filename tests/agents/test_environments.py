@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig
 
+from tests.agents.agent_runs import resumed, step
 from tests.support.environments import GAME, LOG, Counting, Numbered, Saved, Silent, Speaking
 from tests.support.tool_calling import END, ScriptedStock, ToolScript, call, multiply, trainer_arguments
 from trl_april.bridge import tool_loop
@@ -20,14 +20,13 @@ from trl_april.config import AprilOptions
 from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, SampleState
-from trl_april.pool.state import restore, state_dict
-from trl_april.rollout.acting import ResetResult
+from trl_april.pool.samples import SampleState
 from trl_april.training.batch import batch_rows
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BUDGET, ITERATIONS = 400, 3
+SCRIPT, SIZE = ToolScript(GAME), len(GAME)
 ROW = {"prompt": [{"role": "user", "content": "Count."}], "start": 2}
 BY_NAME = {"count": Saved, "speak": Speaking, "judge": Silent}
 ROWS = {  # of TRL's own tests
@@ -59,15 +58,15 @@ class Recorded(ScriptedStock):
         return self.rewards
 
 
-def make_stock(folder, factory, rows, tools=(multiply,), script=GAME, **options):
-    size = len(rows) * len(script)
+def make_stock(folder, factory, rows, tools=(multiply,)):
+    size = len(rows) * SIZE
     args = GRPOConfig(
-        str(folder), per_device_train_batch_size=size, num_generations=len(script), report_to=[], use_cpu=True,
+        str(folder), per_device_train_batch_size=size, num_generations=SIZE, report_to=[], use_cpu=True,
         bf16=False, max_completion_length=BUDGET, max_tool_calling_iterations=ITERATIONS,
     )  # fmt: skip
-    arguments = {**trainer_arguments(), "tools": list(tools), "train_dataset": Dataset.from_list(rows), **options}
+    arguments = {**trainer_arguments(), "tools": list(tools), "train_dataset": Dataset.from_list(rows)}
     stock = Recorded(reward_funcs=[observed], environment_factory=factory, args=args, **arguments)
-    stock.script = ToolScript(script)
+    stock.script = SCRIPT
     stock.model.train()
     return stock
 
@@ -77,64 +76,36 @@ def make_turns(stock, **options):
     return tool_turns(stock, AprilOptions(**options))
 
 
-def make_pool(**options):
-    options = {"max_staleness": None, "dynamic_sampling": True, "budget": Budget(None, 4000), **options}
-    return Pool(1, has_environments=True, **options)
+def pool_of(*rows, samples=SIZE, first=0, budget=BUDGET):
+    pool = Pool(
+        1, over_provisioning=len(rows), max_staleness=None, dynamic_sampling=True, has_environments=True,
+        budget=Budget(budget, 4000),
+    )  # fmt: skip
+    pool.begin_round(0)
+    for number, row in enumerate(rows, first):
+        pool.admit(number, row, [], num_generations=samples)
+    return pool
 
 
-def play(stock, turns, rows, *, piece=1000, killed=False, script=GAME, budget=BUDGET):
+def advance(pool, turns, piece=1000, script=SCRIPT):
+    """A request of every sample that is ready, with the calls after it, or the reset."""
+    for group, sample in pool.ready():
+        step(pool, group, sample, turns, script, piece)
+
+
+def play(turns, rows, *, piece=1000, killed=False):
     """Groups of the rows, whose turns come in pieces of at most so many tokens.
 
     If `killed`, all environments are lost after each piece, and the pool comes back from a checkpoint.
     """
-    pool, source = make_pool(over_provisioning=len(rows)), ToolScript(script)
-    pool.begin_round(0)
-    for number, row in enumerate(rows):
-        pool.admit(number, row, [], num_generations=len(script), max_completion_length=budget)
+    pool = pool_of(*rows)
     while pool.ready():
-        for group, sample in pool.ready():
-            pool.start(sample)
-            if sample.state is SampleState.RUNNING:
-                generate(pool, group, sample, source, piece)
-            if sample.state is SampleState.ACTING:
-                land(pool, sample, turns(group, sample))
-        pool.check()
+        advance(pool, turns, piece)
         if killed:
             turns.environments._occupied.clear()
-            pool = resumed(pool, turns)
+            pool = resumed(pool, turns.environments)
             assert not any(sample.conversation.awaits_reset for group in pool for sample in group.samples)
     return list(pool)
-
-
-def resumed(pool, turns):
-    state = state_dict(pool)
-    arrays = {name: state.pop(name) for name in ("token_ids", "logprobs")}
-    again = make_pool(over_provisioning=pool.schedule.over_provisioning)
-    restore(again, [{**json.loads(json.dumps(state)), **arrays}], restore_environments=turns.environments.restore)
-    again.check()
-    return again
-
-
-def generate(pool, group, sample, source, piece):
-    rest, logprobs = source.rest([*group.prompt_ids_of(sample), *sample.token_ids], sample.index)
-    length = min(len(rest), group.remaining(sample), piece)
-    pool.record(sample, rest[:length], logprobs[:length])
-    if length == len(rest):
-        pool.finish(sample, FinishReason.STOP)
-    elif not group.remaining(sample):
-        pool.finish(sample, FinishReason.LENGTH)
-    else:
-        pool.park(sample)
-
-
-def land(pool, sample, result):
-    if isinstance(result, ResetResult):
-        pool.reset_ended(sample, result.prompt, result.prompt_ids, result.environment)
-        return
-    pool.act_ended(
-        sample, result.messages, result.token_ids, calls=result.calls, failures=result.failures,
-        is_complete=result.is_complete, environment=result.environment,
-    )  # fmt: skip
 
 
 def assert_equal(stock, groups, rewards):
@@ -153,9 +124,9 @@ def assert_equal(stock, groups, rewards):
         assert ours[5] / max(1, ours[4]) == pytest.approx(metrics["tools/failure_frequency"])
 
 
-def expected(stock, rows, script=GAME):
+def expected(stock, rows):
     LOG.clear()
-    stock._generate_and_score_completions([dict(row) for row in rows for _ in script])
+    stock._generate_and_score_completions([dict(row) for row in rows for _ in range(SIZE)])
     counted = LOG.copy()
     LOG.clear()
     return counted
@@ -167,7 +138,7 @@ def test_turns_in_pieces_equal_stock(tmp_path, name, piece):
     factory, rows = ROWS[name]
     stock = make_stock(tmp_path, factory, rows, tools=() if name == "without tools" else [multiply])
     counted, turns = expected(stock, rows), make_turns(stock)
-    groups = play(stock, turns, rows, piece=piece)
+    groups = play(turns, rows, piece=piece)
     scorer = reward_scorer(stock, turns)
     rewards = [row for group in groups for row in scorer.score([group])[0].rewards]
     assert_equal(stock, groups, rewards)
@@ -176,29 +147,24 @@ def test_turns_in_pieces_equal_stock(tmp_path, name, piece):
     assert not turns.environments._occupied
 
 
-@pytest.mark.parametrize("piece", [7, 40])
-def test_lost_environments_come_back_with_their_states(tmp_path, piece):
-    """The run is killed after every piece: nothing is reset, called or generated again, and nothing restarted."""
-    stock = make_stock(tmp_path, Numbered, [ROW])
-    counted, turns = expected(stock, [ROW]), make_turns(stock)
-    groups = play(stock, turns, [ROW], piece=piece, killed=True)
+@pytest.mark.parametrize(("factory", "piece"), [(Numbered, 7), (Numbered, 40), (Counting, 60)])
+def test_lost_environments_come_back_with_their_states(tmp_path, factory, piece):
+    """The run is killed after every piece: nothing is reset, called or generated again, and nothing restarted.
+
+    Without a saved state, calls are replayed on request, also those whose results did not fit, coroutines, and errors.
+    """
+    replays = factory is Counting
+    stock = make_stock(tmp_path, factory, [ROW])
+    counted, turns = expected(stock, [ROW]), make_turns(stock, replay_environments=replays)
+    groups = play(turns, [ROW], piece=piece, killed=True)
     (score,) = reward_scorer(stock, turns).score(groups)
     assert_equal(stock, groups, score.rewards)
+    if replays:
+        assert LOG["fill"] > 1
+        return
     assert LOG["restoration"] > 50 / piece
-    assert {name: LOG[name] for name in ("reset", "count", "count_twice", "fill")} == {
-        name: counted[name] for name in ("reset", "count", "count_twice", "fill")
-    }
-
-
-def test_calls_are_replayed_on_request(tmp_path):
-    """Also those whose results did not fit; the calls of coroutines; and errors."""
-    stock = make_stock(tmp_path, Counting, [ROW])
-    expected(stock, [ROW])
-    turns = make_turns(stock, replay_environments=True)
-    groups = play(stock, turns, [ROW], piece=60, killed=True)
-    (score,) = reward_scorer(stock, turns).score(groups)
-    assert_equal(stock, groups, score.rewards)
-    assert LOG["fill"] > 1
+    for name in ("reset", "count", "count_twice", "fill"):
+        assert LOG[name] == counted[name]
 
 
 class Forgetful(Counting):
@@ -210,42 +176,28 @@ class Forgetful(Counting):
         return log
 
 
-def advance(pool, turns):
-    """One turn with its calls, or the reset, of every sample that is ready."""
-    for group, sample in pool.ready():
-        pool.start(sample)
-        if sample.state is SampleState.RUNNING:
-            generate(pool, group, sample, ToolScript(GAME), 1000)
-        if sample.state is SampleState.ACTING:
-            land(pool, sample, turns(group, sample))
-
-
 @pytest.mark.parametrize(("factory", "replays"), [(Counting, False), (Forgetful, True)])
 def test_samples_without_their_environments_start_again(tmp_path, factory, replays):
     """Those whose tools were called differ from the replay; the finished ones, too, since they were not scored."""
     stock = make_stock(tmp_path, factory, [ROW])
     turns = make_turns(stock, replay_environments=replays)
-    pool = make_pool(over_provisioning=1.0)
-    pool.begin_round(0)
-    pool.admit(0, ROW, [], num_generations=len(GAME), max_completion_length=BUDGET)
+    pool = pool_of(ROW)
     for _ in range(3):  # reset, two turns with their calls
         advance(pool, turns)
     (group,) = pool
     lengths = [len(sample) for sample in group.samples]
     turns.environments._occupied.clear()
-    again = resumed(pool, turns)
+    again = resumed(pool, turns.environments)
     (group,) = again
-    calls = [not replays or index in (0, 1, 5, 6, 7) for index in range(len(GAME))]  # whose results show the counter
+    calls = [not replays or index in (0, 1, 5, 6, 7) for index in range(SIZE)]  # whose results show the counter
     assert [len(sample) for sample in group.samples] == [
         0 if called else length for called, length in zip(calls, lengths, strict=True)
     ]
     assert turns.environments.num_restarted == sum(calls)
     assert [sample.state is SampleState.WAITING for sample in group.samples] == calls
-    # They play to the end.
     while again.ready():
         advance(again, turns)
-    again.check()
-    assert len(turns.environments.of([group])) == len(GAME)
+    assert len(turns.environments.of([group])) == SIZE
 
 
 def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_batch(tmp_path, monkeypatch):
@@ -259,17 +211,11 @@ def test_turns_are_parsed_with_the_tools_of_their_environment_while_trl_takes_a_
 
 def one_sample(turns, text="", group_id=0, **row):
     """A sample of a group after its reset, and after a first turn."""
-    pool = make_pool()
-    pool.begin_round(0)
-    group = pool.admit(group_id, {**ROW, **row}, [], num_generations=1, max_completion_length=300)
-    (sample,) = group.samples
-    pool.start(sample)
-    land(pool, sample, turns(group, sample))
-    if text:
-        pool.start(sample)
-        generate(pool, group, sample, ToolScript([[text + END]]), 1000)
-        land(pool, sample, turns(group, sample))
-    return group, sample
+    pool = pool_of({**ROW, **row}, samples=1, first=group_id, budget=300)
+    for _ in range(1 + bool(text)):
+        advance(pool, turns, script=ToolScript([[text + END]]))
+    (group,) = pool
+    return group, group.samples[0]
 
 
 def test_an_instance_is_reused_after_its_score_and_not_before(tmp_path):
@@ -352,16 +298,8 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
     ("factory", "row", "message"),
     [
         ({"a": Counting}, {"environment": "b"}, "environment='b', and environment_factory has 'a'"),
-        (
-            type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}),
-            {},
-            "after the reset .*no room",
-        ),
-        (
-            type("Odd", (Counting,), {"reset": lambda self, **row: [{1}]}),
-            {},
-            "reset of Odd returned .* cannot hold a builtins.set",
-        ),
+        (type("Long", (Counting,), {"reset": lambda self, **row: "x" * 4000}), {}, "after the reset .*no room"),
+        (type("Odd", (Counting,), {"reset": lambda self, **row: [{1}]}), {}, "reset of Odd .* hold a builtins.set"),
         (type("Odd", (Saved,), {"_april_state": lambda self: {1: 2}}), {}, "_april_state of Odd returned {1: 2}"),
         (type("Image", (Counting,), {"reset": lambda self, **row: [{"type": "image", "image": "x"}]}), {}, "an image"),
     ],

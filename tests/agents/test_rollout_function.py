@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
-
 import pytest
-from accelerate import PartialState
 from PIL import Image
 
-from tests.support.tool_calling import END, HEADER, ToolScript, encode
-from trl_april.agents.rollout_function import RolloutTurns
+from tests.agents import agent_runs
+from tests.agents.agent_runs import new_pool, question, resumed
+from tests.support.tool_calling import END, HEADER, TOKENIZER, ToolScript, encode
 from trl_april.errors import ConfigError
-from trl_april.pool.budget import Budget
-from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
-from trl_april.rollout.user_code import UserCode
 
 
-PROMPT = encode("<|im_start|>user\nq<|im_end|>\n") + HEADER
+PROMPT = TOKENIZER.apply_chat_template(question("q0"), add_generation_prompt=True)["input_ids"]
 FOLLOW_UP = encode("\n<|im_start|>user\nAre you sure?<|im_end|>\n") + HEADER
 BUDGET = 200
 TURNS = [["Yes." + END, "Quite." + END, "Sure." + END], ["Perhaps." + END, "x" * 400], ["y" * 400]]
@@ -31,63 +25,27 @@ async def ask_again(prompt, engine, row):
     return {"answers": [len(turn.token_ids) for turn in turns], "logprobs": sum(sum(turn.logprobs) for turn in turns)}
 
 
-@pytest.fixture
-def acts():
-    """Makes a `RolloutTurns` of a rollout function."""
-    made = []
-    PartialState()  # for log messages
-
-    def make(rollout):
-        made.append(RolloutTurns(rollout, lambda prompt: [*PROMPT], UserCode()))
-        return made[-1]
-
-    yield make
-    for act in made:
-        act.close()
+class Script(ToolScript):
+    asked = None
 
 
-def new_group(budget=BUDGET, turns=TURNS, context_length=4000):
-    samples = [Sample(0, index, conversation=Conversation(awaits_reset=True)) for index in range(len(turns))]
-    return Group(0, {"prompt": "q"}, [], Budget(budget, context_length), 0, samples)
+def pool_of(turns=TURNS, budget=BUDGET, context_length=4000):
+    return new_pool(len(turns), budget=budget, context_length=context_length)
 
 
-def play(act, group, piece, *, most=None, turns=TURNS):
-    """Generate in requests of at most `piece` tokens, until all samples are complete or have made `most` of them."""
-    script = ToolScript(turns)
-    for sample in group.samples:
-        conversation, made = sample.conversation, 0
-        if conversation.awaits_reset:
-            conversation.prompt_ids, conversation.awaits_reset = act(group, sample).prompt_ids, False
-        while sample.finish_reason is None and made != most:
-            made += 1
-            rest, logprobs = script.rest([*conversation.prompt_ids, *sample.token_ids], sample.index)
-            length = min(len(rest), group.remaining(sample), piece)
-            sample.append(rest[:length], logprobs[:length], version=len(sample.segments))
-            sample.segment_open = False
-            if length < len(rest) and group.remaining(sample):
-                continue
-            conversation.turn_ended = reason = FinishReason.STOP if length == len(rest) else FinishReason.LENGTH
-            result = act(group, sample)
-            sample.append(result.token_ids, [0.0] * len(result.token_ids), None)
-            sample.segment_open = False
-            conversation.columns = result.columns
-            conversation.next_turn(result.messages, calls=0, failures=0, start=len(sample), environment=None)
-            if result.is_complete:
-                sample.finish_reason = reason
-    return group
-
-
-def outcome(group):
+def play(act, pool, piece=1000, *, most=None, turns=TURNS):
+    agent_runs.play(pool, act, Script(turns), piece=piece, most=most)
     return [
         (sample.token_ids.tolist(), sample.logprobs.tolist(), sample.finish_reason, sample.conversation.columns)
+        for group in pool
         for sample in group.samples
     ]
 
 
 def test_turns_in_pieces_are_those_of_whole_ones(acts):
-    whole = outcome(play(acts(ask_again), new_group(), 1000))
+    whole = play(acts(ask_again), pool_of())
     for piece in (1, 17):
-        assert outcome(play(acts(ask_again), new_group(), piece)) == whole
+        assert play(acts(ask_again), pool_of(), piece) == whole
     (first, logprobs, reason, columns), second, third = whole
     yes, quite, sure = map(encode, TURNS[0])
     assert first == [*yes, *FOLLOW_UP, *quite, *FOLLOW_UP, *sure] and reason == "stop"
@@ -102,7 +60,7 @@ def test_turns_in_pieces_are_those_of_whole_ones(acts):
 def test_what_leaves_no_budget_is_dropped_and_the_turn_is_empty(acts):
     yes = len(encode(TURNS[0][0]))
     for budget in (yes + 1, yes + len(FOLLOW_UP), yes + len(FOLLOW_UP) + 1):
-        ((token_ids, _, reason, columns),) = outcome(play(acts(ask_again), new_group(budget, TURNS[:1]), 1000))
+        ((token_ids, _, reason, columns),) = play(acts(ask_again), pool_of(TURNS[:1], budget))
         fits = budget > yes + len(FOLLOW_UP)
         assert len(token_ids) == (budget if fits else yes) and columns["answers"] == [yes, int(fits)]
         assert reason == ("length" if fits else "stop")
@@ -121,7 +79,7 @@ def test_ids_that_do_not_continue_the_sample_are_refused(acts, change, message):
         await engine.generate(change(PROMPT, await engine.generate(PROMPT)))
 
     with pytest.raises(ConfigError, match=message):
-        play(acts(rollout), new_group(), 1000)
+        play(acts(rollout), pool_of())
 
 
 async def returns_early(prompt, engine, row):
@@ -161,12 +119,12 @@ async def exits(prompt, engine, row):
 )
 def test_errors_of_a_rollout_reach_the_round(acts, rollout, error, message):
     with pytest.raises(error, match=message):
-        play(acts(rollout), new_group(turns=TURNS[1:]), 1000, turns=TURNS[1:])
+        play(acts(rollout), pool_of(TURNS[1:]), turns=TURNS[1:])
 
 
 def test_a_prompt_beyond_the_context_is_refused(acts):
     with pytest.raises(ConfigError, match=rf"has {len(PROMPT)} tokens.*context {len(PROMPT)}: no room is left"):
-        play(acts(ask_again), new_group(context_length=len(PROMPT)), 1000)
+        play(acts(ask_again), pool_of(context_length=len(PROMPT)))
 
 
 def test_a_prompt_with_images_is_that_of_the_row(acts):
@@ -175,39 +133,27 @@ def test_a_prompt_with_images_is_that_of_the_row(acts):
     async def begins_elsewhere(prompt, engine, row):
         await engine.generate([*engine.prompt_ids, 5])
 
-    for rollout in (ask_again, begins_elsewhere):
-        group = new_group(turns=TURNS[:1])
-        group.row = {"prompt": [{"role": "user", "content": "q"}], "image": Image.new("RGB", (2, 2))}
-        if rollout is ask_again:
-            assert len(play(acts(rollout), group, 1000).samples[0]) > 0
-        else:
-            with pytest.raises(ConfigError, match="engine.generate\\(engine.prompt_ids\\)"):
-                play(acts(rollout), group, 1000)
+    pool = pool_of(TURNS[:1])
+    (group,) = pool
+    group.row = {"prompt": question("q0"), "image": Image.new("RGB", (2, 2))}
+    with pytest.raises(ConfigError, match="engine.generate\\(engine.prompt_ids\\)"):
+        play(acts(begins_elsewhere), pool)
+    for sample in group.samples:
+        pool.park(sample)
+    assert len(play(acts(ask_again), pool)[0][0]) > 0
 
 
 # Checkpoints
 
 
-def copied(group):
-    """The group as a checkpoint brings it back."""
-    samples = [
-        replace(
-            sample,
-            segments=[Segment(segment.version, segment.length) for segment in sample.segments],
-            conversation=Conversation(**json.loads(json.dumps(asdict(sample.conversation)))),
-        )
-        for sample in group.samples
-    ]
-    return replace(group, samples=samples)
-
-
 @pytest.mark.parametrize("requests", [1, 2, 3, 9, 20])
 def test_coroutines_continue_from_a_checkpoint(acts, requests):
-    whole = outcome(play(acts(ask_again), new_group(), 1000))
-    group = copied(play(acts(ask_again), new_group(), 9, most=requests))
+    whole, pool = play(acts(ask_again), pool_of()), pool_of()
+    play(acts(ask_again), pool, 9, most=requests)
     act = acts(ask_again)
-    assert act.restore([group]) == [] and act.take_restarted() == 0
-    assert outcome(play(act, group, 1000)) == whole
+    pool = resumed(pool, act)
+    assert act.take_restarted() == 0
+    assert play(act, pool) == whole
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -218,9 +164,11 @@ def test_a_sample_whose_rollout_asks_for_other_turns_starts_again(acts, caplog, 
             raise OSError("gone")
         await engine.generate([*PROMPT, *turn.token_ids, 5])
 
-    group = copied(play(acts(ask_again), new_group(), 1000, most=2))
+    pool = pool_of()
+    play(acts(ask_again), pool, most=2)
     act = acts(other)
-    (new,) = act.restore([group])  # the other samples are complete
-    assert new.key == group.samples[0].key and new.conversation.awaits_reset and not len(new)
+    (group,) = resumed(pool, act)
+    assert [len(sample) for sample in group.samples] == [0, BUDGET, BUDGET], "the other samples are complete"
+    assert group.samples[0].conversation.awaits_reset
     assert (act.take_restarted(), act.take_restarted()) == (1, 0)
     assert "1 samples start again, and lose " in caplog.text and ("OSError('gone')" in caplog.text) == fails

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 from trl import GRPOConfig
 
+from tests.agents.agent_runs import step
 from tests.support.tool_calling import (
     DATASET,
     END,
@@ -32,7 +33,8 @@ from trl_april.config import AprilOptions
 from trl_april.data.row_json import decode_messages
 from trl_april.errors import ConfigError
 from trl_april.pool.budget import Budget
-from trl_april.pool.samples import Conversation, FinishReason, Group, Sample, Segment
+from trl_april.pool.pool import Pool
+from trl_april.pool.samples import Conversation, Group, Sample
 from trl_april.training.batch import completion_columns, loss_mask
 
 
@@ -56,12 +58,8 @@ def stock(tmp_path_factory):
 
 def generate(stock, turns, budget, iterations):
     """What TRL's own loop makes of the turns."""
-    stock.script, stock.max_completion_length, stock.max_tool_calling_iterations = (
-        ToolScript(turns),
-        budget,
-        iterations,
-    )
-    stock.num_generations = len(turns)
+    stock.script, stock.num_generations = ToolScript(turns), len(turns)
+    stock.max_completion_length, stock.max_tool_calling_iterations = budget, iterations
     stock._metrics["train"].clear()
     stock.model.train()
     functions, coroutines = {tool.__name__: tool for tool in stock.tools[:3]}, {"add": stock.tools[3]}
@@ -70,38 +68,15 @@ def generate(stock, turns, budget, iterations):
 
 
 def play(act, turns, budget, piece):
-    """A group whose turns come in pieces of at most so many tokens, each in a request of its own."""
-    script, prompt_ids = ToolScript(turns), PROMPT_IDS
-    samples = [Sample(0, index, conversation=Conversation()) for index in range(len(turns))]
-    group = Group(0, {}, prompt_ids, Budget(budget), 0, samples)
-    for sample in samples:
+    """A group whose turns come in pieces of at most so many tokens, each in a request under a version of its own."""
+    pool, script = Pool(1, max_staleness=None, has_tools=True), ToolScript(turns)
+    pool.begin_round(0)
+    group = pool.admit(0, {}, PROMPT_IDS, num_generations=len(turns), max_completion_length=budget)
+    for sample in group.samples:
         while sample.finish_reason is None:
-            rest, logprobs = script.rest([*prompt_ids, *sample.token_ids], sample.index)
-            length = min(len(rest), group.remaining(sample), piece)
-            sample.append(rest[:length], logprobs[:length], version=len(sample.segments))
-            sample.segment_open = False
-            if length == len(rest):
-                end_turn(group, sample, act, FinishReason.STOP)
-            elif not group.remaining(sample):
-                end_turn(group, sample, act, FinishReason.LENGTH)
+            step(pool, group, sample, act, script, piece)
+            pool.begin_round(pool.schedule.version + 1)
     return group
-
-
-def end_turn(group, sample, act, reason):
-    result, conversation = act(group, sample), sample.conversation
-    conversation.messages += json.loads(json.dumps(result.messages))  # as a checkpoint keeps them
-    conversation.calls += result.calls
-    conversation.failures += result.failures
-    conversation.iterations += 1
-    if result.token_ids:
-        sample.token_ids.extend(result.token_ids)
-        sample.logprobs.extend([0.0] * len(result.token_ids))
-        sample.segments.append(Segment(None, len(result.token_ids)))
-    conversation.turn_start = len(sample)
-    if result.is_complete:
-        sample.finish_reason = reason
-    elif not group.remaining(sample):
-        sample.finish_reason = FinishReason.LENGTH
 
 
 def handed_over(group):
@@ -114,17 +89,10 @@ def handed_over(group):
 
 def expected(stock, turns, budget, iterations):
     prompt_ids, token_ids, mask, messages, logprobs, *_ = generate(stock, turns, budget, iterations)
-    metrics = {name: values[-1] for name, values in stock._metrics["train"].items() if name.startswith("tools/")}
-    calls = metrics["tools/call_frequency"] * len(turns)
-    return (
-        prompt_ids,
-        token_ids,
-        mask,
-        messages,
-        logprobs,
-        round(calls),
-        round(metrics["tools/failure_frequency"] * calls),
-    )
+    metrics = stock._metrics["train"]
+    calls = metrics["tools/call_frequency"][-1] * len(turns)
+    failures = metrics["tools/failure_frequency"][-1] * calls
+    return prompt_ids, token_ids, mask, messages, logprobs, round(calls), round(failures)
 
 
 @pytest.mark.parametrize(("piece", "iterations"), [(1, 9), (17, 0), (17, 1), (17, 2), (1000, 9)])
@@ -153,19 +121,16 @@ def test_budgets_around_every_edge_equal_stock(stock):
 def test_old_tokens_and_results_leave_the_loss(stock):
     """Under `staleness_policy="mask"`; TRL multiplies no other mask in when there are tools."""
     group = play(tool_turns(stock, AprilOptions()), SCRIPT[:1], BUDGET, 17)
-    versions = [segment.version for segment in group.samples[0].segments for _ in range(segment.length)]
+    (versions,) = (sample.versions for sample in group.samples)
     output = rollout_output([group])
     assert loop_results(output, [group])[0] == [[int(version is not None) for version in versions]]
-    assert loss_mask([group], 2) == [[int(version in (2, 3, 5)) for version in versions]]
-    assert 2 in versions and 5 in versions and None in versions and 0 in versions
+    assert loss_mask([group], 2) == [[int(version in (2, 3, 4)) for version in versions]]
+    assert {0, 2, 4, None} <= {*versions}
     # What TRL itself parses is the first turn.
     first = first_turns(output, [group])
-    assert first["completion_ids"] == [encode(SCRIPT[0][0])] and first.keys() == {
-        "prompt_ids",
-        "completion_ids",
-        "logprobs",
-    }
-    assert completion_columns([group]) == {"versions": ["0,1,2,3,tool,5"]}
+    assert first["completion_ids"] == [encode(SCRIPT[0][0])]
+    assert first.keys() == {"prompt_ids", "completion_ids", "logprobs"}
+    assert completion_columns([group]) == {"versions": ["0,1,2,3,tool,4"]}
 
 
 def turn_with(stock, tools, text, timeout=None):
@@ -218,10 +183,7 @@ def test_a_late_tool_is_an_error_of_its_call(stock):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            [{"type": "image", "image": "pixels"}],
-            "an image in a result of the tool 'look', and the model .* takes text only",
-        ),
+        ([{"type": "image", "image": "pixels"}], "an image in a result of the tool 'look', .* takes text only"),
         ([{1, 2}], "'look' returned a list, and a checkpoint cannot hold a builtins.set in it"),
     ],
 )

@@ -123,16 +123,8 @@ def saved_group(group_id: int = 7, *, samples: int = 4, token_id: int = 5) -> Gr
 @pytest.mark.parametrize(
     ("group", "columns", "words"),
     [
-        (
-            saved_group(samples=2),
-            ["prompt"],
-            "has 2 samples, .* is 4. Resume with the num_generations",
-        ),
-        (
-            saved_group(token_id=50),
-            ["prompt"],
-            "has token id 50, .* vocabulary of 50. Resume with the model",
-        ),
+        (saved_group(samples=2), ["prompt"], "has 2 samples, .* is 4. Resume with the num_generations"),
+        (saved_group(token_id=50), ["prompt"], "has token id 50, .* vocabulary of 50. Resume with the model"),
         (saved_group(), ["prompt", "level", "unit"], "has no column 'level', 'unit', .* Resume with the dataset"),
     ],
 )

@@ -102,16 +102,19 @@ def stock_rounds(
     return rounds
 
 
-def stock_rows(plan: TrainingPlan, chunks: Callable[[int], list], *, has_length: bool, start_step: int = 0) -> list:
-    rounds = stock_rounds(
+def stock_rounds_of(plan: TrainingPlan, chunks: Callable[[int], list], **options) -> list[tuple[int, object]]:
+    return stock_rounds(
         chunks,
         micro=plan.micro_steps_per_round,
         accumulation=plan.gradient_accumulation_steps,
         max_steps=plan.max_steps,
-        has_length=has_length,
-        start_step=start_step,
         skip_rows=plan.skip_trained_rows,
+        **options,
     )
+
+
+def stock_rows(plan: TrainingPlan, chunks: Callable[[int], list], *, has_length: bool, start_step: int = 0) -> list:
+    rounds = stock_rounds_of(plan, chunks, has_length=has_length, start_step=start_step)
     return [row for _, chunk in rounds for row in chunk]
 
 
@@ -317,12 +320,6 @@ def test_dataset_without_rows_for_a_replacement_is_refused():
 # Continuing after the rows of a checkpoint
 
 
-def test_rows_that_training_cannot_use_are_counted():
-    source = plain_source(10, max_steps=3)
-    assert source.pass_over(9, rejected=1, next_id=0) == 2  # three rounds of two, and one replacement
-    assert source.next_rows(1) == []
-
-
 def test_source_delegates_rows_and_keeps_its_count():
     counted, read = plain_source(4, max_steps=3), plain_source(10, max_steps=1)
     counted.next_rows(2)
@@ -383,12 +380,9 @@ class Interrupted:
         assert self.numbers(row for _, row in source.next_rows(handed_out)) == self.endless[:handed_out]
         return source.state_dict()
 
-    def resume(self, step: int, cursor: dict, *, held: int, rejected: int = 0) -> tuple[RowSource, int]:
-        return resumed_source(self.rows, self.plan, step, cursor, held=held, rejected=rejected, next_id=1000)
-
     def resumed(self, step: int, cursor: dict, *, held: int, rejected: int = 0) -> tuple[list[int], int]:
         """The rows after resuming, and the number of groups in flight that training cannot use."""
-        source, unused = self.resume(step, cursor, held=held, rejected=rejected)
+        source, unused = resumed_source(self.rows, self.plan, step, cursor, held=held, rejected=rejected, next_id=1000)
         rows = drain(source, step)
         assert [group_id for group_id, _ in rows] == list(range(1000, 1000 + len(rows)))
         return self.numbers(row for _, row in rows), unused
@@ -417,14 +411,9 @@ def stream_rows(rows: int, plan: TrainingPlan) -> TrainingRows:
     )
 
 
-@pytest.fixture(params=RESUMED, ids=lambda sizes: "-".join(map(str, sizes)))
-def sizes(request):
-    return request.param
-
-
-@pytest.fixture(params=[False, True], ids=["map", "stream"])
-def interrupted(request, sizes) -> Interrupted:
-    return Interrupted(sizes, request.param)
+@pytest.fixture(params=[(sizes, is_stream) for sizes in RESUMED for is_stream in (False, True)], ids=str)
+def interrupted(request) -> Interrupted:
+    return Interrupted(*request.param)
 
 
 @pytest.mark.parametrize("rejected", [0, 3])
@@ -477,7 +466,7 @@ def test_cursor_of_a_later_run_is_refused():
     interrupted = Interrupted((1, 1, 1, 5), is_stream=False)
     cursor = {**interrupted.cursor(0), "origin": 10**12}
     with pytest.raises(CheckpointError, match="began at step 1000000000000, .* weights are of step 3"):
-        interrupted.resume(3, cursor, held=0)
+        interrupted.resumed(3, cursor, held=0)
 
 
 # The order of TRL, by its own trainer
@@ -611,12 +600,4 @@ def check_source_of(trainer: APRILGRPOTrainer, start_step: int = 0) -> None:
     def chunks(epoch: int) -> list:
         return [epochs[epoch][i : i + quota] for i in range(0, len(epochs[epoch]), quota)]
 
-    assert trainer.generations == stock_rounds(
-        chunks,
-        micro=plan.micro_steps_per_round,
-        accumulation=plan.gradient_accumulation_steps,
-        max_steps=plan.max_steps,
-        has_length=not rows.is_stream,
-        start_step=start_step,
-        skip_rows=plan.skip_trained_rows,
-    )
+    assert trainer.generations == stock_rounds_of(plan, chunks, has_length=not rows.is_stream, start_step=start_step)

@@ -70,13 +70,9 @@ def test_rows_are_kept_no_longer_than_until_all_readers_have_them():
     assert len(list(shared)) == 9 and source.opened == 2 and source.taken == 18
 
 
-def test_rows_are_not_kept_for_a_data_loader_that_reads_in_another_process():
+def test_rows_that_nobody_else_reads_are_not_kept():
+    """By a data loader in another process, or of those that are skipped."""
     shared = SharedStream(Once(9).stream(), 3, is_loaded=False)
-    reader = shared.reader()
-    rows = reader(0)
-    assert next(rows)["number"] == 0 and not shared._begun
-
-
-def test_skipped_rows_are_not_kept():
+    assert next(shared.reader()(0))["number"] == 0 and not shared._begun
     shared = SharedStream(Once(9).stream(), 3, skipped=lambda: 4)
     assert [row["number"] for row in shared] == [0, 0, 0, 0, 4, 5, 6, 7, 8]

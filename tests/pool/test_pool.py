@@ -254,10 +254,7 @@ def test_version_begins_while_requests_run_that_were_held_for_it():
         Pool(1).hold(0)
     pool = pool_in_round(1, groups=1, max_staleness=None)
     (sample,) = next(iter(pool)).samples
-    pool.start(sample)
-    pool.record(sample, [1], [-1.0])
-    with pytest.raises(PoolError, match="1 requests"):
-        pool.begin_round(1)
+    generate(pool, sample, 1)
     pool.hold(1)
     with pytest.raises(PoolError, match="1 requests"):
         pool.begin_round(2)
@@ -326,18 +323,16 @@ def test_group_that_falls_due_holds_the_round_open():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quota": 0}, ["quota is 0", "at least 1"]),
-        ({"over_provisioning": math.nan}, ["over_provisioning is nan", "finite"]),
-        ({"versions_per_round": 0}, ["versions_per_round is 0", "at least 1"]),
-        ({"over_provisioning": 2.5, "max_staleness": 1}, ["2.5", "max_staleness=1", "at most 2", "at least 2"]),
-        ({"over_provisioning": 2.0, "max_staleness": 2, "versions_per_round": 3}, ["wait for 0 round", "to 3"]),
+        ({"quota": 0}, "quota is 0.*at least 1"),
+        ({"over_provisioning": math.nan}, "over_provisioning is nan.*finite"),
+        ({"versions_per_round": 0}, "versions_per_round is 0.*at least 1"),
+        ({"over_provisioning": 2.5, "max_staleness": 1}, "2.5.*max_staleness=1.*at most 2.*at least 2"),
+        ({"over_provisioning": 2.0, "max_staleness": 2, "versions_per_round": 3}, "wait for 0 round.*at least 3"),
     ],
 )
 def test_bad_options_are_refused_with_value_rule_and_remedy(options, words):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=words):
         Pool(**({"quota": 2} | options))
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_pool_does_not_learn_that_its_own_unfinished_group_is_finished():

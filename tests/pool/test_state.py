@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.closing import in_time
 from tests.support.driven import DrivenRun, canonical
-from tests.support.pools import complete, pool_in_round, refused
+from tests.support.pools import admit, complete, pool_in_round, refused
 from trl_april.distributed.scatter import owner_of
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, SampleState
@@ -158,15 +159,6 @@ def test_pools_of_any_number_are_restored_into_any_number(seed, before, after, r
 # By hand
 
 
-def run_of(processes: int = 2, *, rounds: int = 2, seed: int = 0, **options: Any) -> DrivenRun:
-    options = {"quota": 2, "over_provisioning": 2.0, "max_staleness": 3, "versions_per_round": 1, **options}
-    run = DrivenRun(random.Random(seed), processes, **{"dynamic_sampling": False, **options})
-    run.version = 0
-    for _ in range(rounds):
-        run.round()
-    return run
-
-
 def test_what_was_in_training_is_started_over_where_it_would_make_others_too_old():
     """By hand: quota 1, bound 1. Groups 0 and 1 are of version 0; 0 is in training when version 1 is there, under
     which both had to be trained, and a round trains one."""
@@ -206,18 +198,20 @@ def test_a_bound_that_cannot_be_kept_is_refused_whole():
 
 def test_states_of_different_moments_are_refused():
     """Each of them is whole. Together they would train some rows twice and others never."""
-    run = run_of()
-    first = run.states()
-    run.round()
-    second = run.states()
-    for states in ([first[0], second[1]], [second[0], first[1]]):
-        pool = Pool(**run.options)
-        refused(pool, restore, pool, states, words="of different moments")
+    pool, empty = pool_in_round(1, groups=1), Pool(1)
+    states = [state_dict(pool)]
+    for step in (partial(admit, pool, 1), partial(pool.begin_round, 1)):
+        step()
+        states.append(state_dict(pool))
+        for pair in (states[-2:], states[:-3:-1]):
+            refused(empty, restore, empty, pair, words="of different moments")
 
 
 def test_groups_that_training_can_no_longer_use_are_the_youngest_and_count_as_rejected():
     """Of three processes together, in two; one of them may belong to the batch in training."""
-    run = run_of(3)
+    run = DrivenRun(random.Random(0), 3, quota=2, over_provisioning=2.0, max_staleness=3, dynamic_sampling=False)
+    for _ in range(2):
+        run.round()
     states = run.states()
     held = sorted(head["group_id"] for state in states for head in state["groups"])
     rejected = sum(state["groups_rejected"] for state in states)

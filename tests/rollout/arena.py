@@ -55,9 +55,20 @@ def make_driver(pool: Pool, engine: ScriptedEngine, *, run_id: str = "run", **op
     return RolloutDriver(pool, engine, run_id=run_id, **options)
 
 
-def run(pool: Pool, engine: ScriptedEngine, **options: Any) -> Round:
-    """One round of a new driver, after which nothing may run."""
-    done = simulate(make_driver(pool, engine, run_id=f"run{len(engine.requests)}", **options).run_round())
+def setup(
+    script: dict | None = None, *, quota: int = 1, groups: int = 2, samples: int = 1, budget: int = 100,
+    default: Any = None, pool_options: dict[str, Any] | None = None, **options: Any,
+) -> tuple[Pool, ScriptedEngine, RolloutDriver]:  # fmt: skip
+    """A pool with so many groups, a scripted engine, and a driver with these options."""
+    pool = make_pool(quota, outstanding=max(groups, 2 * quota), **(pool_options or {}))
+    admit(pool, *range(groups), samples=samples, budget=budget)
+    engine = ScriptedEngine(script, default=default)
+    return pool, engine, make_driver(pool, engine, **options)
+
+
+def run(pool: Pool, engine: ScriptedEngine, driver: RolloutDriver) -> Round:
+    """A round, after which nothing may run."""
+    done = simulate(driver.run_round())
     assert_at_rest(pool, engine)
     return done
 

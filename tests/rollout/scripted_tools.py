@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from tests.rollout.arena import SlowThread, admit, assert_tokens, make_driver, make_pool
+from tests.rollout.arena import SlowThread, assert_tokens, setup
 from tests.support.scripted_engine import ScriptedEngine, natural, prompt_ids, token_ids
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import Group, Sample
@@ -59,18 +59,18 @@ class Waits(SlowThread):
         return super().submit(function, *args, **kwargs)
 
 
-def setup(
-    script: dict | None = None, *, groups: int = 1, samples: int = 1, budget: int = 100,
-    threads: Executor | None = None, tools: Tools | None = None, overlap: bool = False,
-    idle_timeout: float = 240.0, **options: Any,
+def with_tools(
+    script: dict | None = None, *, groups: int = 1, threads: Executor | None = None, tools: Tools | None = None,
+    has_environments: bool = False, **options: Any,
 ) -> tuple[Pool, ScriptedEngine, RolloutDriver, Tools]:  # fmt: skip
     """A round of quota 1 with so many groups, whose turns have 3 tokens, one a second."""
-    pool = make_pool(1, outstanding=groups, has_tools=True, **options)
-    admit(pool, *range(groups), samples=samples, budget=budget)
-    engine, tools = ScriptedEngine(script, default=natural(3)), tools or Tools()
-    threads = threads or Waits()
-    driver = make_driver(pool, engine, act=tools, threads=threads, overlap=overlap, idle_timeout=idle_timeout)
-    return pool, engine, driver, tools
+    tools = tools or Tools()
+    pool_options = {"has_tools": True, "has_environments": has_environments}
+    made = setup(
+        script, groups=groups, default=natural(3), pool_options=pool_options, act=tools, threads=threads or Waits(),
+        **options,
+    )  # fmt: skip
+    return *made, tools
 
 
 def assert_complete(group: Group, *, turns: int = 3) -> None:

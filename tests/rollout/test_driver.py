@@ -15,8 +15,8 @@ from tests.rollout.arena import (
     finished,
     ids,
     make_driver,
-    make_pool,
     run,
+    setup,
     tokens,
 )
 from tests.support.scripted_engine import (
@@ -34,7 +34,6 @@ from trl_april.engine.protocol import GenerationRequest
 from trl_april.errors import EngineError, PoolError, ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason
-from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.record import Round, drain_grace
 
 
@@ -48,10 +47,9 @@ RACING = Attempt([Silence()], tail=4, wins_race="stop")  # finishes at the momen
 @pytest.mark.parametrize(("seconds", "late", "cut"), [(5.0, 0.04, False), (5.0, 0.06, True), (500.0, 1.1, True)])
 def test_requests_about_to_finish_are_not_cut(seconds, late, cut):
     """The drain grace is a hundredth of the time until the quota was met, at most a second."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    script = {(0, 0): Attempt([Tokens(1, seconds), End()]), (1, 0): Attempt([Tokens(1, seconds + late), End()])}
-    done = run(pool, ScriptedEngine(script), idle_timeout=1000.0)
+    script = {(i, 0): Attempt([Tokens(1, seconds + late * i), End()]) for i in (0, 1)}
+    pool, engine, driver = setup(script, idle_timeout=1000.0)
+    done = run(pool, engine, driver)
     assert ids(done.groups) == [0]
     assert finished(pool) == ([] if cut else [1])
     assert done.seconds == pytest.approx(seconds + drain_grace(seconds))
@@ -60,18 +58,12 @@ def test_requests_about_to_finish_are_not_cut(seconds, late, cut):
 
 def test_waiting_for_groups_that_are_due_is_counted():
     """The quota is met after a second of the second round, whose oldest group falls due, and has ten more to go."""
-    pool = make_pool(1, max_staleness=1)
-    admit(pool, 0, 1)
-    engine = ScriptedEngine({(0, 0): natural(12), (1, 0): natural(2)}, default=natural(1))
-    driver = make_driver(pool, engine)
-
-    async def main() -> list[Round]:
-        first = await driver.run_round()
-        pool.begin_round(1)
-        admit(pool, 2)
-        return [first, await driver.run_round()]
-
-    first, second = simulate(main())
+    script = {(0, 0): natural(12), (1, 0): natural(2)}
+    pool, _, driver = setup(script, default=natural(1), pool_options={"max_staleness": 1})
+    first = simulate(driver.run_round())
+    pool.begin_round(1)
+    admit(pool, 2)
+    second = simulate(driver.run_round())
     assert ids(first.groups) == [1] and ids(second.groups) == [0]
     assert first.due_seconds == 0.0
     assert second.seconds == pytest.approx(10.0) and second.due_seconds == pytest.approx(9.0)
@@ -79,33 +71,24 @@ def test_waiting_for_groups_that_are_due_is_counted():
 
 @pytest.mark.parametrize("admitted", [0, 1])
 def test_round_with_too_few_groups_fails_and_loses_nothing(admitted: int):
-    pool = make_pool(2)
-    admit(pool, *range(admitted))
-    engine = ScriptedEngine()
-    driver = make_driver(pool, engine)
-
-    async def main() -> Round:
-        with pytest.raises(PoolError, match=f"{admitted} of 2 groups are finished"):
-            await driver.run_round()
-        assert_at_rest(pool, engine)
-        assert finished(pool) == list(range(admitted))
-        admit(pool, 2, 3)
-        return await driver.run_round()
-
-    assert len(simulate(main()).groups) == 2
+    pool, engine, driver = setup(quota=2, groups=admitted)
+    with pytest.raises(PoolError, match=f"{admitted} of 2 groups are finished"):
+        simulate(driver.run_round())
+    assert_at_rest(pool, engine)
+    assert finished(pool) == list(range(admitted))
+    admit(pool, 2, 3)
+    assert len(simulate(driver.run_round()).groups) == 2
 
 
 # Surplus
 
 
 def test_quota_met_by_surplus_needs_no_request():
-    pool = make_pool(1, outstanding=3)
-    admit(pool, 0, 1, 2)
-    engine = ScriptedEngine({(0, 0): natural(3), (1, 0): RACING, (2, 0): SILENT})
-    assert ids(run(pool, engine).groups) == [0]
+    pool, engine, driver = setup({(0, 0): natural(3), (1, 0): RACING, (2, 0): SILENT}, groups=3)
+    assert ids(run(pool, engine, driver).groups) == [0]
     pool.begin_round(1)
     sent, aborts = len(engine.requests), len(engine.aborts)
-    done = run(pool, engine)
+    done = run(pool, engine, driver)
     assert ids(done.groups) == [1]
     assert (len(engine.requests), len(engine.aborts)) == (sent, aborts)
     assert (done.requests, done.generated_tokens, done.in_flight_mean) == (0, 0, 0.0)
@@ -117,10 +100,7 @@ def test_quota_met_by_surplus_needs_no_request():
 
 def test_finished_sample_of_an_unfinished_group_is_not_generated_again():
     """Rule 5."""
-    pool = make_pool(1)
-    admit(pool, 0, 1, samples=2)
-    engine = ScriptedEngine({(0, 0): natural(2), (0, 1): natural(40)}, default=natural(5))
-    driver = make_driver(pool, engine)
+    pool, engine, driver = setup({(0, 0): natural(2), (0, 1): natural(40)}, default=natural(5), samples=2)
     simulate(driver.run_round())
     pool.begin_round(1)
     admit(pool, 2, samples=2)
@@ -134,10 +114,9 @@ def test_finished_sample_of_an_unfinished_group_is_not_generated_again():
 
 def test_only_our_own_running_requests_are_aborted():
     """By id. The server takes an empty list to mean everybody's requests."""
-    pool = make_pool(2)
-    admit(pool, 0, 1, 2, 3)
-    engine = ScriptedEngine({(2, 0): SILENT, (3, 0): natural(80)}, default=natural(4))
-    done = run(pool, engine)
+    script = {(2, 0): SILENT, (3, 0): natural(80)}
+    pool, engine, driver = setup(script, default=natural(4), quota=2, groups=4)
+    done = run(pool, engine, driver)
     assert engine.aborts
     for request_ids, live in zip(engine.aborts, engine.live_at_abort, strict=True):
         assert request_ids and set(request_ids) <= live
@@ -147,11 +126,9 @@ def test_only_our_own_running_requests_are_aborted():
 
 def test_abort_is_repeated_for_requests_that_still_run():
     """The server may not know a request yet when the first abort arrives."""
-    pool = make_pool(1, outstanding=3)
-    admit(pool, 0, 1, 2)
     late = Attempt([Silence()], deaf_to=3, tail=1)
-    engine = ScriptedEngine({(0, 0): natural(2), (1, 0): SILENT, (2, 0): late})
-    assert run(pool, engine).abort_seconds == pytest.approx(0.15)
+    pool, engine, driver = setup({(0, 0): natural(2), (1, 0): SILENT, (2, 0): late}, groups=3)
+    assert run(pool, engine, driver).abort_seconds == pytest.approx(0.15)
     swept = [{key_of(request_id)[0] for request_id in request_ids} for request_ids in engine.aborts]
     assert swept == [{1, 2}, {2}, {2}, {2}]
     assert tokens(pool) == {1: 0, 2: 1}
@@ -160,10 +137,8 @@ def test_abort_is_repeated_for_requests_that_still_run():
 @pytest.mark.parametrize("attempt", [Attempt([Tokens(2), Silence()], tail=4), Attempt([Tokens(6, 3.0), BROKEN])])
 def test_sample_without_remaining_budget_is_finished_without_a_request(attempt: Attempt):
     """Rule 2: its last tokens may come with the abort, or before the stream breaks."""
-    pool = make_pool(1)
-    admit(pool, 0, 1, budget=6)
-    engine = ScriptedEngine({(0, 0): attempt, (1, 0): natural(4, pace=1.01)})
-    done = run(pool, engine)
+    pool, engine, driver = setup({(0, 0): attempt, (1, 0): natural(4, pace=1.01)}, budget=6)
+    done = run(pool, engine, driver)
     assert ids(done.groups) == [0]
     assert done.groups[0].samples[0].finish_reason is FinishReason.LENGTH
     assert len(engine.requests_of(0)) == 1
@@ -174,10 +149,8 @@ def test_sample_without_remaining_budget_is_finished_without_a_request(attempt: 
 
 @pytest.mark.parametrize("ending", [[BROKEN], [], [End("abort")]], ids=["broken", "no finish reason", "abort"])
 def test_broken_stream_is_requested_again_from_the_prefix(ending: list):
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0, budget=20)
-    engine = ScriptedEngine({(0, 0): [Attempt([Tokens(3), *ending]), natural(8)]})
-    done = run(pool, engine)
+    pool, engine, driver = setup({(0, 0): [Attempt([Tokens(3), *ending]), natural(8)]}, groups=1, budget=20)
+    done = run(pool, engine, driver)
     assert [(r.generated, r.max_tokens) for r in engine.requests_of(0)] == [(0, 20), (3, 17)]
     assert_tokens(done.groups[0])
     assert (done.generated_tokens, done.aborted_requests, done.broken_streams) == (8, 0, 1)
@@ -189,11 +162,9 @@ def test_broken_stream_is_requested_again_from_the_prefix(ending: list):
     [(BROKEN, "The connection broke"), (End("abort"), "sample 0 of group 0 was aborted by another")],
 )
 def test_retries_without_progress_are_bounded(retries: int, step, message: str):
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0)
-    engine = ScriptedEngine(default=Attempt([step]))
+    pool, engine, driver = setup(default=Attempt([step]), groups=1, retries=retries)
     with pytest.raises(ServerError, match=message):
-        run(pool, engine, retries=retries)
+        simulate(driver.run_round())
     assert len(engine.requests) == retries + 1
     assert_at_rest(pool, engine)
 
@@ -212,12 +183,9 @@ def test_retries_without_progress_are_bounded(retries: int, step, message: str):
 )
 def test_error_aborts_all_requests_and_loses_nothing(attempt: Attempt, error: type[Exception], message: str):
     """The first error ends the round, without a retry. The pool keeps every valid token and can continue."""
-    pool = make_pool(2)
-    admit(pool, 0, 1, 2, 3)
     cut = Attempt([Tokens(3, 0.5), Silence()], tail=2)
     script = {(0, 0): [cut, natural(8)], (1, 0): [attempt, natural(8)], (2, 0): [cut, natural(9)]}
-    engine = ScriptedEngine(script, default=[SILENT, natural(30)])
-    driver = make_driver(pool, engine)
+    pool, engine, driver = setup(script, default=[SILENT, natural(30)], quota=2, groups=4)
     with pytest.raises(error, match=message):
         simulate(driver.run_round())
     assert_at_rest(pool, engine)
@@ -234,11 +202,9 @@ def test_error_aborts_all_requests_and_loses_nothing(attempt: Attempt, error: ty
 
 def test_silent_server_ends_the_round():
     """No token from any request for `idle_timeout` seconds. Tokens that come with the abort are kept."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    engine = ScriptedEngine(default=[Attempt([Tokens(2), Silence()], tail=1), SILENT])
+    pool, engine, driver = setup(default=[Attempt([Tokens(2), Silence()], tail=1), SILENT], idle_timeout=30.0)
     with pytest.raises(ServerError, match="not sent a token for 30 s with 2 requests in flight"):
-        run(pool, engine, idle_timeout=30.0)
+        simulate(driver.run_round())
     assert_at_rest(pool, engine)
     assert tokens(pool) == {0: 3, 1: 3}
 
@@ -249,15 +215,13 @@ def test_silent_server_ends_the_round():
 @pytest.mark.parametrize("fault", ["ignored", "hangs"])
 def test_requests_that_do_not_end_fail_the_round(fault: str):
     """Silence after the abort is bounded, too. Finished groups stay in the pool."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
     deaf = Attempt([Tokens(1), Silence()], deaf_to=float("inf") if fault == "ignored" else 0)
-    engine = ScriptedEngine({(0, 0): natural(2), (1, 0): deaf})
+    pool, engine, driver = setup({(0, 0): natural(2), (1, 0): deaf}, idle_timeout=30.0)
     engine.abort_hangs = fault == "hangs"
 
     async def main() -> None:
         with pytest.raises(ServerError, match="1 aborted requests have not ended in 30 s"):
-            await make_driver(pool, engine, idle_timeout=30.0).run_round()
+            await driver.run_round()
         assert_at_rest(pool, engine)
         assert engine.aborting == 0
 
@@ -269,26 +233,20 @@ def test_requests_that_do_not_end_fail_the_round(fault: str):
 # Cancellation
 
 
-async def cancel_after(seconds: float, driver: RolloutDriver) -> None:
-    task = asyncio.create_task(driver.run_round())
-    await asyncio.sleep(seconds)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 @pytest.mark.parametrize("fault", ["ignored", "fails", "hangs"])
 def test_cancelled_round_ends_within_seconds_whatever_the_server_does(fault: str):
     """After 5 s the connections are closed. Streamed tokens are kept."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
     deaf_to = float("inf") if fault == "ignored" else 0
-    engine = ScriptedEngine(default=Attempt([Tokens(3), Silence()], deaf_to=deaf_to))
+    pool, engine, driver = setup(default=Attempt([Tokens(3), Silence()], deaf_to=deaf_to))
     engine.abort_hangs = fault == "hangs"
     engine.abort_error = ServerError("The server did not take an abort.") if fault == "fails" else None
 
     async def main() -> float:
-        await cancel_after(2.0, make_driver(pool, engine))
+        task = asyncio.create_task(driver.run_round())
+        await asyncio.sleep(2.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         return asyncio.get_running_loop().time()
 
     assert simulate(main()) == pytest.approx(7.0, abs=0.1)
@@ -300,10 +258,7 @@ def test_cancelled_round_ends_within_seconds_whatever_the_server_does(fault: str
 
 
 def test_record_of_a_round():
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    engine = ScriptedEngine({(0, 0): natural(7), (1, 0): natural(3), (2, 0): Attempt([Silence()], tail=2)})
-    driver = make_driver(pool, engine)
+    pool, _, driver = setup({(0, 0): natural(7), (1, 0): natural(3), (2, 0): Attempt([Silence()], tail=2)})
 
     async def main() -> tuple[Round, Round]:
         first = await driver.run_round()

@@ -6,8 +6,9 @@ from contextvars import ContextVar
 
 import pytest
 
-from tests.rollout.arena import USEFUL, USELESS, Arena, admit, ids, make_pool
+from tests.rollout.arena import USEFUL, USELESS, Arena, ids
 from tests.rollout.scripted_tools import Tools
+from tests.support.pools import complete, pool_in_round
 from tests.support.scripted_engine import simulate
 from trl_april.errors import PoolError
 from trl_april.pool.samples import Score
@@ -103,11 +104,8 @@ def test_reward_functions_run_in_the_context_of_the_caller():
         seen.append(tracker_run.get())
         return []
 
-    pool = make_pool(1, outstanding=2, dynamic_sampling=True)
-    for group in admit(pool, 0, 1):
-        pool.start(group.samples[0])
-        pool.record(group.samples[0], [4], [-1.0])
-        pool.finish(group.samples[0], "stop")
+    pool = pool_in_round(groups=2, dynamic_sampling=True)
+    complete(pool, *pool)
     dynamic = DynamicSampling(score, lambda score: False, replace, max_rejected=9)
     tracker_run.set("mine")
     try:
@@ -118,28 +116,15 @@ def test_reward_functions_run_in_the_context_of_the_caller():
     assert seen == ["mine", "mine"]
 
 
-class TestErrors:
-    def test_error_of_a_reward_function_ends_the_round_and_loses_nothing(self):
-        def rewards(group: int) -> list[float]:
-            raise ZeroDivisionError("mine")
-
-        arena = Arena(rewards, factor=2.0, lengths={0: 1, 1: 100})
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            arena.run()
-        arena.pool.check()
-        assert len(arena.pool) == 2
-        assert arena.engine.live == set()
-
-    def test_round_fails_when_the_dataset_runs_out_of_rows(self):
-        with pytest.raises(PoolError, match="0 of 2 groups"):
-            Arena(lambda group: USELESS, quota=2, rows=5).run()
+def test_round_fails_when_the_dataset_runs_out_of_rows():
+    with pytest.raises(PoolError, match="0 of 2 groups"):
+        Arena(lambda group: USELESS, quota=2, rows=5).run()
 
 
-class TestRejectionLimit:
-    def test_round_at_its_limit_is_filled_with_the_oldest_rejected_groups(self, caplog):
-        arena = Arena(lambda group: USELESS, quota=2, max_rejected=6)
-        with caplog.at_level(logging.WARNING):
-            done = arena.run()
-        assert ids(done.groups) == [0, 1] and done.filled_groups == 2
-        assert sum(map(len, arena.calls)) == 6
-        assert "is filled with 2 of them" in caplog.text and "max_rejected_groups_per_round is 6" in caplog.text
+def test_round_at_its_limit_is_filled_with_the_oldest_rejected_groups(caplog):
+    arena = Arena(lambda group: USELESS, quota=2, max_rejected=6)
+    with caplog.at_level(logging.WARNING):
+        done = arena.run()
+    assert ids(done.groups) == [0, 1] and done.filled_groups == 2
+    assert sum(map(len, arena.calls)) == 6
+    assert "is filled with 2 of them" in caplog.text and "max_rejected_groups_per_round is 6" in caplog.text

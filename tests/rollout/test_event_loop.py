@@ -20,14 +20,14 @@ def loop() -> Iterator[BackgroundLoop]:
     background.close()
 
 
-async def where() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    return asyncio.get_running_loop(), threading.current_thread()
-
-
 def test_all_coroutines_run_in_one_loop_on_one_daemon_thread(loop: BackgroundLoop):
     """Connections belong to the loop that they were opened in."""
-    first, second = loop.run(where()), loop.run(where())
-    assert first == second
+
+    async def where() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+        return asyncio.get_running_loop(), threading.current_thread()
+
+    first = loop.run(where())
+    assert first == loop.run(where())
     assert first[1] is not threading.current_thread() and first[1].daemon
 
 

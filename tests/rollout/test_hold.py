@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rollout.arena import admit, assert_at_rest, ids, make_driver, make_pool, segments
-from tests.support.scripted_engine import Attempt, Break, End, ScriptedEngine, Tokens, key_of, natural, simulate
+from tests.rollout.arena import admit, assert_at_rest, ids, segments, setup
+from tests.support.scripted_engine import Attempt, Break, End, Tokens, key_of, natural, simulate
 from trl_april.engine.protocol import Chunk, GenerationRequest
 from trl_april.errors import EngineError, ServerError
 from trl_april.pool.samples import Sample
@@ -51,24 +51,22 @@ def test_each_token_has_the_version_that_sampled_it(sizes: list[int], changes: l
     assert found == [sum(change <= position for change in changes) for position in range(sum(sizes))]
 
 
-def setup(script, *, default=None, outstanding: int = 2):
+def held(script, *, default=None, groups: int = 2):
     """A pool, an engine and an overlapping driver. Group 0 finishes after 2 s."""
-    pool = make_pool(1, outstanding=outstanding)
-    admit(pool, *range(outstanding))
-    engine = ScriptedEngine({(0, 0): natural(2), **script}, default=default or natural(30))
-    return pool, engine, make_driver(pool, engine, overlap=True)
+    return setup({(0, 0): natural(2), **script}, default=default or natural(30), groups=groups, overlap=True)
 
 
-def two_rounds(pool, driver, *, seconds: float, between=None):
-    """A round of version 0, a hold `seconds` and a half later, and a round of version 1."""
+def two_rounds(pool, engine, driver, *, seconds: float, between: float = 0.0):
+    """A round of version 0, a hold `seconds` and a half later, and a round of version 1 `between` seconds later."""
 
     async def main():
         await driver.run_round()
         await asyncio.sleep(seconds + 0.5)
         await driver.stop_asking()
         await driver.hold(1)
-        if between is not None:
-            await between
+        requests = len(engine.requests)
+        await asyncio.sleep(between)
+        assert len(engine.requests) == requests
         pool.begin_round(1)
         return await driver.run_round()
 
@@ -76,8 +74,8 @@ def two_rounds(pool, driver, *, seconds: float, between=None):
 
 
 def test_held_request_is_not_cut_and_has_both_versions():
-    pool, engine, driver = setup({}, default=natural(20))
-    done = two_rounds(pool, driver, seconds=11.0)
+    pool, engine, driver = held({}, default=natural(20))
+    done = two_rounds(pool, engine, driver, seconds=11.0)
     assert ids(done.groups) == [1]
     assert engine.aborts == [] and len(engine.requests) == 2
     assert done.aborted_requests == done.broken_streams == 0
@@ -89,15 +87,15 @@ def test_held_request_is_not_cut_and_has_both_versions():
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 4])
 def test_tokens_in_transit_have_the_version_that_sampled_them(ahead):
-    pool, engine, driver = setup({(1, 0): Attempt([*[Tokens(4, 3.0)] * 6, End()])})
+    pool, engine, driver = held({(1, 0): Attempt([*[Tokens(4, 3.0)] * 6, End()])})
     engine.ahead[1, 0] = ahead
-    done = two_rounds(pool, driver, seconds=5.0)
+    done = two_rounds(pool, engine, driver, seconds=5.0)
     assert segments(done.groups[0]) == [(0, 8 + ahead), (1, 16 - ahead)]
 
 
 def test_requests_stay_on_their_adapters():
     """Of the versions that the engine keeps; older ones are cut and resumed. Nothing is asked about progress."""
-    pool, engine, driver = setup({(1, 0): natural(20)}, default=natural(60), outstanding=3)
+    pool, engine, driver = held({(1, 0): natural(20)}, default=natural(60), groups=3)
     engine.generated_error = AssertionError("The engine is not paused.")
 
     async def main():
@@ -122,7 +120,7 @@ def test_requests_stay_on_their_adapters():
 def test_freed_slot_aborts_waiting_requests_and_the_shortest():
     """Requests without tokens may be queued before the one that needs the slot."""
     waits, late = Attempt([Tokens(1, 100.0), End()]), Attempt([Tokens(1, 9.0), *[Tokens(1, 1.0)] * 9, End()])
-    pool, engine, driver = setup({(2, 0): [waits, natural(4)], (3, 0): [late, natural(9)]}, outstanding=4)
+    pool, engine, driver = held({(2, 0): [waits, natural(4)], (3, 0): [late, natural(9)]}, groups=4)
 
     async def main():
         await driver.run_round()
@@ -146,20 +144,15 @@ def test_freed_slot_aborts_waiting_requests_and_the_shortest():
 def test_nothing_is_requested_between_the_hold_and_the_round():
     """Such a request would sample from the new weights under the old version."""
     broken = [Attempt([Tokens(1), Break(ServerError("The connection broke."), 3.0)]), natural(20)]
-    pool, engine, driver = setup({(1, 0): broken})
-
-    async def wait():
-        await asyncio.sleep(10.0)
-        assert len(engine.requests) == 2
-
-    done = two_rounds(pool, driver, seconds=1.0, between=wait())
+    pool, engine, driver = held({(1, 0): broken})
+    done = two_rounds(pool, engine, driver, seconds=1.0, between=10.0)
     assert len(engine.requests) == 3
     assert segments(done.groups[0]) == [(0, 1), (1, 19)]
 
 
 def test_last_old_token_may_arrive_while_the_engine_is_asked_about_another_request():
     chunk = Attempt([Tokens(5, 5.5), Tokens(5, 10.0), End()])
-    pool, engine, driver = setup({(1, 0): chunk}, outstanding=3)
+    pool, engine, driver = held({(1, 0): chunk}, groups=3)
     engine.ahead[1, 0] = 5
     engine.unknown.add((2, 0))
 
@@ -178,7 +171,7 @@ def test_last_old_token_may_arrive_while_the_engine_is_asked_about_another_reque
 
 @pytest.mark.parametrize("answer", ["unknown", "error", "nonsense"])
 def test_requests_are_cut_without_a_usable_answer(answer, caplog):
-    pool, engine, driver = setup({})
+    pool, engine, driver = held({})
     if answer == "unknown":
         engine.unknown.add((1, 0))
     elif answer == "error":
@@ -186,7 +179,7 @@ def test_requests_are_cut_without_a_usable_answer(answer, caplog):
     else:
         engine.ahead[1, 0] = -2
     with caplog.at_level(logging.WARNING, "trl_april"):
-        done = two_rounds(pool, driver, seconds=4.0)
+        done = two_rounds(pool, engine, driver, seconds=4.0)
     assert "Requests are cut instead." in caplog.text
     assert len(engine.requests) == 3 and len(engine.aborts) == 1
     assert [version for version, _ in segments(done.groups[0])] == [0, 1]

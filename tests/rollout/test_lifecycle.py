@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.rollout.arena import admit, ids, make_driver, make_pool
-from tests.support.scripted_engine import ScriptedEngine, natural, simulate
+from tests.rollout.arena import ids, setup
+from tests.support.scripted_engine import natural, simulate
 from trl_april.errors import PoolError
 from trl_april.rollout.lifecycle import TRANSITIONS, RoundLifecycle, RoundState
 
@@ -38,9 +38,7 @@ def test_first_error_is_kept_and_closes_only_a_running_round(state: RoundState):
 
 def test_driver_refuses_calls_out_of_order():
     """Not even a batch that is complete is taken before the round has closed, nor is it taken twice."""
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    driver = make_driver(pool, ScriptedEngine({(0, 0): natural(3)}, default=natural(9)))
+    _, _, driver = setup({(0, 0): natural(3)}, default=natural(9))
 
     async def main() -> None:
         with pytest.raises(PoolError, match="The round is idle and cannot become idle"):

@@ -8,18 +8,8 @@ import asyncio
 
 import pytest
 
-from tests.rollout.arena import (
-    SILENT,
-    admit,
-    assert_at_rest,
-    assert_tokens,
-    ids,
-    make_driver,
-    make_pool,
-    requested,
-    tokens,
-)
-from tests.support.scripted_engine import Attempt, Break, ScriptedEngine, Silence, Tokens, natural, simulate
+from tests.rollout.arena import SILENT, admit, assert_at_rest, assert_tokens, ids, requested, setup, tokens
+from tests.support.scripted_engine import Attempt, Break, Silence, Tokens, natural, simulate
 from trl_april.errors import RoundSuspended, ServerError
 from trl_april.rollout.record import drain_grace
 
@@ -32,26 +22,14 @@ def breaks_after(count: int) -> Attempt:
     return Attempt([*[Tokens(1)] * count, Break(BROKE, 0.5)])
 
 
-async def suspended_after(driver, seconds: float) -> None:
-    running = asyncio.create_task(driver.generate())
-    await asyncio.sleep(seconds)
-    driver.suspend("A signal has asked training to end.")
-    driver.suspend("Again.")
-    with pytest.raises(RoundSuspended, match="^A signal has asked training to end"):
-        await running
-
-
 # Outages
 
 
 def test_server_without_its_weights_ends_the_round_at_once():
     """Nothing is requested again, and tokens that come with the abort are kept."""
-    pool = make_pool(2)
-    admit(pool, 0, 1, 2, 3)
     script = {(0, 0): breaks_after(3), (1, 0): Attempt([Tokens(2), Silence()], tail=4)}
-    engine = ScriptedEngine(script, default=natural(50))
+    pool, engine, driver = setup(script, default=natural(50), quota=2, groups=4)
     engine.held = 7
-    driver = make_driver(pool, engine)
 
     async def main() -> float:
         with pytest.raises(ServerError, match="broke.*no longer has the weights of policy version 0"):
@@ -66,8 +44,6 @@ def test_server_without_its_weights_ends_the_round_at_once():
 
 def test_round_continues_after_an_outage_with_one_record():
     """Its counters cover both parts, and no token is generated twice."""
-    pool = make_pool(2)
-    admit(pool, 0, 1, 2, 3)
     one_token = Attempt([Silence()], tail=1)  # groups 2 and 3 have one from the first round
     script = {
         (0, 0): natural(1),
@@ -77,8 +53,7 @@ def test_round_continues_after_an_outage_with_one_record():
         (4, 0): [breaks_after(2), natural(6)],
         (5, 0): [breaks_after(2), natural(40)],
     }
-    engine = ScriptedEngine(script)
-    driver = make_driver(pool, engine)
+    pool, engine, driver = setup(script, quota=2, groups=4)
 
     async def main() -> None:
         await driver.run_round()
@@ -119,11 +94,9 @@ def test_round_continues_after_an_outage_with_one_record():
 
 
 def test_server_that_dies_during_the_drain_does_not_cost_the_batch():
-    pool = make_pool(1)
-    admit(pool, 0, 1)
-    engine = ScriptedEngine({(0, 0): natural(3), (1, 0): Attempt([Tokens(1, 2.5), Break(BROKE, 0.6)])})
+    pool, engine, driver = setup({(0, 0): natural(3), (1, 0): Attempt([Tokens(1, 2.5), Break(BROKE, 0.6)])})
     engine.held, engine.abort_error = 99, ServerError("gone")
-    done = simulate(make_driver(pool, engine).run_round())
+    done = simulate(driver.run_round())
     assert ids(done.groups) == [0]
     assert tokens(pool) == {1: 1}
     assert (done.broken_streams, done.aborted_requests, engine.asked_for) == (1, 0, [])
@@ -133,17 +106,18 @@ def test_server_that_dies_during_the_drain_does_not_cost_the_batch():
 
 
 def test_suspended_round_keeps_all_tokens_and_continues():
-    pool = make_pool(2)
-    admit(pool, 0, 1, 2, 3)
     cut = Attempt([Tokens(3), Silence()], tail=2, abort_seconds=1.0)
-    engine = ScriptedEngine(
-        {(0, 0): natural(2), (1, 0): [cut, natural(7)], (2, 0): [cut, natural(40)]}, default=[SILENT, natural(40)]
-    )
-    driver = make_driver(pool, engine)
+    script = {(0, 0): natural(2), (1, 0): [cut, natural(7)], (2, 0): [cut, natural(40)]}
+    pool, engine, driver = setup(script, default=[SILENT, natural(40)], quota=2, groups=4)
 
     async def main() -> None:
         driver.suspend("Too early: no round is open.")
-        await suspended_after(driver, 5.0)
+        running = asyncio.create_task(driver.generate())
+        await asyncio.sleep(5.0)
+        driver.suspend("A signal has asked training to end.")
+        driver.suspend("Again.")
+        with pytest.raises(RoundSuspended, match="^A signal has asked training to end"):
+            await running
         assert_at_rest(pool, engine)
         assert engine.asked_for == []
         first = driver.round

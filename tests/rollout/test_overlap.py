@@ -4,38 +4,16 @@ import asyncio
 
 import pytest
 
-from tests.rollout.arena import (
-    SlowThread,
-    admit,
-    assert_at_rest,
-    ids,
-    make_driver,
-    make_pool,
-    simulate_and_close,
-)
-from tests.support.scripted_engine import (
-    Attempt,
-    Break,
-    ScriptedEngine,
-    Tokens,
-    natural,
-    simulate,
-)
+from tests.rollout.arena import SlowThread, admit, assert_at_rest, ids, setup, simulate_and_close
+from tests.support.scripted_engine import Attempt, Break, Tokens, natural, simulate
 from trl_april.errors import ServerError
 from trl_april.pool.samples import Score
 from trl_april.rollout.dynamic_sampling import DynamicSampling
 
 
-def overlapping(pool, engine, **options):
-    return make_driver(pool, engine, overlap=True, **options)
-
-
-def two_groups(script=None, *, default=None, outstanding: int = 2, **options):
-    """A pool of `outstanding` groups, a scripted engine and an overlapping driver. Group 0 finishes after 3 s."""
-    pool = make_pool(1, outstanding=outstanding)
-    admit(pool, *range(outstanding))
-    engine = ScriptedEngine({(0, 0): natural(3), **(script or {})}, default=default or natural(20))
-    return pool, engine, overlapping(pool, engine, **options)
+def two_groups(script=None, *, default=None, groups: int = 2):
+    """Groups, a scripted engine and an overlapping driver. Group 0 finishes after 3 s."""
+    return setup({(0, 0): natural(3), **(script or {})}, default=default or natural(20), groups=groups, overlap=True)
 
 
 class TestBetweenTheRounds:
@@ -65,26 +43,27 @@ class TestBetweenTheRounds:
 class TestScoring:
     """Group 0 is finished after 3 s and group 1 after 8 s. A reward call takes 2 s."""
 
-    def run(self, trains: float, *, between_rounds: bool, rewards=lambda groups: [Score([[0.0]]) for _ in groups]):
-        """Two rounds, with `trains` seconds between them; their records, and the groups of each reward call."""
-        pool, calls = make_pool(1, outstanding=2, dynamic_sampling=True), []
-        admit(pool, 0, 1)
+    @pytest.mark.parametrize(("between_rounds", "waits"), [(True, 0.0), (False, 2.0)])
+    def test_groups_are_scored_while_a_batch_is_trained(self, between_rounds, waits):
+        calls = []
 
         def score(groups):
             calls.append(ids(groups))
-            return rewards(groups)
+            return [Score([[0.0]]) for _ in groups]
 
         dynamic = DynamicSampling(
             score, None, lambda count: [], max_rejected=9, between_rounds=between_rounds,
             executor=SlowThread(2.0, at_once=True),
         )  # fmt: skip
-        engine = ScriptedEngine({(0, 0): natural(3)}, default=natural(8))
-        driver = overlapping(pool, engine, dynamic_sampling=dynamic)
+        pool, engine, driver = setup(
+            {(0, 0): natural(3)}, default=natural(8), pool_options={"dynamic_sampling": True}, overlap=True,
+            dynamic_sampling=dynamic,
+        )  # fmt: skip
 
         async def main():
             first = await driver.run_round()
             await driver.dispatch_ahead()
-            await asyncio.sleep(trains)
+            await asyncio.sleep(10.0)
             await driver.cut()
             pool.begin_round(1)
             return first, await driver.run_round()
@@ -92,19 +71,7 @@ class TestScoring:
         first, second = simulate_and_close(driver, main())
         assert (ids(first.groups), ids(second.groups), first.seconds) == ([0], [1], 5.0)
         assert_at_rest(pool, engine)
-        return second, calls
-
-    @pytest.mark.parametrize(("between_rounds", "waits"), [(True, 0.0), (False, 2.0)])
-    def test_groups_are_scored_while_a_batch_is_trained(self, between_rounds, waits):
-        second, calls = self.run(10.0, between_rounds=between_rounds)
         assert second.seconds == pytest.approx(waits) and calls == [[0], [1]]
-
-    def test_error_of_a_reward_function_is_raised_at_the_cut(self):
-        def rewards(groups):
-            return [Score([[1 / (1 - group.group_id)]]) for group in groups]
-
-        with pytest.raises(ZeroDivisionError):
-            self.run(10.0, between_rounds=True, rewards=rewards)
 
 
 class TestErrors:
@@ -113,7 +80,7 @@ class TestErrors:
 
     def test_lost_server_fails_the_next_round_at_once_without_a_sync(self):
         """It does not wait for requests that still run. The round can continue afterwards."""
-        pool, engine, driver = two_groups({**self.broken(), (2, 0): natural(90)}, outstanding=3)
+        pool, engine, driver = two_groups({**self.broken(), (2, 0): natural(90)}, groups=3)
 
         async def main():
             await driver.run_round()
@@ -132,7 +99,7 @@ class TestErrors:
 
     def test_satisfied_round_does_not_need_the_server(self):
         """Its error is kept for the round after it."""
-        pool, engine, driver = two_groups({**self.broken(), (2, 0): natural(3)}, outstanding=3)
+        pool, engine, driver = two_groups({**self.broken(), (2, 0): natural(3)}, groups=3)
 
         async def main():
             assert ids((await driver.run_round()).groups) == [0]
@@ -151,10 +118,7 @@ class TestErrors:
     @pytest.mark.parametrize("cuts", [True, False])
     def test_server_restarted_while_nothing_ran_gets_no_groups_ahead(self, cuts):
         """No stream broke to tell. It would sample from its initial weights."""
-        pool = make_pool(1)
-        admit(pool, 0)
-        engine = ScriptedEngine(default=natural(3))
-        driver = overlapping(pool, engine)
+        pool, engine, driver = setup(default=natural(3), groups=1, overlap=True)
 
         async def main():
             await driver.run_round()

@@ -16,22 +16,18 @@ pytestmark = pytest.mark.timeout(60)
 SIZE, WORTH, GROUPS = 4, 8, 12
 
 
-def groups_of(count: int = GROUPS, size: int = SIZE) -> list[Group]:
-    return [Group(i, {}, [], Budget(9), 0, [Sample(i, index) for index in range(size)]) for i in range(count)]
+def groups_of(count: int = GROUPS) -> list[Group]:
+    return [Group(i, {}, [], Budget(9), 0, [Sample(i, index) for index in range(SIZE)]) for i in range(count)]
 
 
 def play(places: Places, capacity: int, groups: list[Group], draw: random.Random) -> list[int]:
     """All samples at once, each in a thread; returns the groups in the order in which they finished."""
     lock, finished, opened = threading.Lock(), [], []
-    left = {group.group_id: len(group.samples) for group in groups}
     used: dict[int, list[object]] = {group.group_id: [] for group in groups}
     pauses = {sample.key: draw.uniform(0, 0.003) for group in groups for sample in group.samples}
 
     def reset(group: Group, sample: Sample) -> object:
-        while True:
-            instance = places.take(group.group_id, len(group.samples))
-            if instance is not None:
-                return instance
+        while (instance := places.take(group.group_id, len(group.samples))) is None:
             time.sleep(pauses[sample.key])
             with lock:
                 is_open = len(opened) < capacity
@@ -39,17 +35,17 @@ def play(places: Places, capacity: int, groups: list[Group], draw: random.Random
                     opened.append(instance := object())
             if is_open:
                 places.opened()
-                return instance
+                break
             if not places.failed():
                 raise ValueError("CAPACITY_REACHED")
+        return instance
 
     def work(group: Group, sample: Sample) -> None:
         instance = reset(group, sample)
         time.sleep(pauses[sample.key])
         with lock:
             used[group.group_id].append(instance)
-            left[group.group_id] -= 1
-            if left[group.group_id]:
+            if len(used[group.group_id]) < len(group.samples):
                 return
             finished.append(group.group_id)
         for one in used[group.group_id]:

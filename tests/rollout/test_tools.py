@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.rollout.arena import admit, assert_at_rest, assert_tokens, ids, make_driver, segments, simulate_and_close
-from tests.rollout.scripted_tools import Tools, Waits, assert_complete, setup
+from tests.rollout.scripted_tools import Tools, Waits, assert_complete, with_tools
 from tests.support.effort import cases
 from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Tokens, key_of, natural, prompt_ids
 from trl_april.errors import ServerError
@@ -23,7 +23,7 @@ from trl_april.rollout.user_code import carried
 
 def test_sample_alternates_between_model_and_tools():
     """By hand: turns of 3 s, tools of 2 s, results of 2 tokens. The tools answer the last turn, too."""
-    pool, engine, driver, tools = setup()
+    pool, engine, driver, tools = with_tools()
     done = simulate_and_close(driver, driver.run_round())
     assert_complete(done.groups[0])
     assert segments(done.groups[0]) == [(0, 3), (None, 2), (0, 3), (None, 2), (0, 3)]
@@ -56,7 +56,7 @@ def test_results_count_towards_the_budget(budget, segments_, reason):
             return TurnResult(result.messages[:1], [])  # the result does not fit
         return result
 
-    pool, engine, driver, _ = setup(budget=budget, tools=act)
+    pool, engine, driver, _ = with_tools(budget=budget, tools=act)
     (group,) = simulate_and_close(driver, driver.run_round()).groups
     assert segments(group) == segments_
     assert group.samples[0].finish_reason is reason
@@ -70,7 +70,7 @@ def test_results_count_towards_the_budget(budget, segments_, reason):
 @pytest.mark.parametrize("cut", [2, 3, 4, 5, 7, 10, 12])
 def test_sample_is_complete_wherever_it_was_cut(cut, overlap):
     """Group 0 closes the round after so many seconds, in a turn or while tools run. Each turn is acted on once."""
-    pool, engine, driver, tools = setup(
+    pool, engine, driver, tools = with_tools(
         {(0, 0): Attempt([Tokens(1, float(cut)), End()])}, groups=2, overlap=overlap,
         threads=Waits({0: 0.0}), tools=Tools(answering=(0,)),
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_sample_is_complete_wherever_it_was_cut(cut, overlap):
 
 def test_slow_tool_does_not_delay_the_cut():
     """It takes 5 s, and lands in the next round, in which its sample continues at once."""
-    pool, engine, driver, tools = setup(
+    pool, engine, driver, tools = with_tools(
         {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0, 1: 5.0}), tools=Tools(answering=(0,))
     )
 
@@ -124,7 +124,7 @@ def test_result_that_lands_as_a_round_begins_does_not_close_it():
             ended.append(lambda: future.set_result(function(*args)))
             return future
 
-    pool, _, driver, _ = setup(
+    pool, _, driver, _ = with_tools(
         {(1, 1): natural(50)}, groups=2, samples=2, threads=ByHand(), tools=Tools(answering=(0, 1))
     )
 
@@ -141,7 +141,7 @@ def test_result_that_lands_as_a_round_begins_does_not_close_it():
 
 def test_held_requests_do_not_include_acting_samples():
     """Group 2 acts when the weights change. The server is asked about group 1 only, whose second turn is kept."""
-    pool, engine, driver, _ = setup(
+    pool, engine, driver, _ = with_tools(
         {(0, 0): natural(4), (1, 0): [natural(1), natural(40)]}, groups=3, overlap=True,
         threads=Waits({0: 0.0, 1: 0.0, 2: 9.0}), tools=Tools(turns=2, answering=(0,)),
     )  # fmt: skip
@@ -176,13 +176,15 @@ def test_held_requests_do_not_include_acting_samples():
 def test_tools_may_take_longer_than_a_server_may_be_silent():
     """All samples act, so nothing is wrong with the server. The request after them has its time, too."""
     slow = Attempt([Tokens(3, 8.0), End()])
-    pool, engine, driver, _ = setup({(0, 0): [natural(3), slow, slow]}, threads=Waits({0: 26.0}), idle_timeout=10.0)
+    pool, engine, driver, _ = with_tools(
+        {(0, 0): [natural(3), slow, slow]}, threads=Waits({0: 26.0}), idle_timeout=10.0
+    )
     assert_complete(simulate_and_close(driver, driver.run_round()).groups[0])
 
 
 def test_restarted_server_is_not_asked_for_the_next_turn():
     """While all samples acted, no stream broke. The new server has its initial weights."""
-    pool, engine, driver, _ = setup()
+    pool, engine, driver, _ = with_tools()
 
     async def main() -> None:
         asyncio.get_running_loop().call_later(4.0, lambda: setattr(engine, "held", 99))
@@ -202,7 +204,7 @@ def test_restarted_server_is_not_asked_for_the_next_turn():
 @pytest.mark.parametrize("seconds", [1.0, 4.5, 8.0])
 def test_sample_is_reset_once_before_its_first_request(seconds, overlap):
     """Group 0 closes the round after 5 s. Before or after it the environment of group 1 is reset."""
-    pool, engine, driver, tools = setup(
+    pool, engine, driver, tools = with_tools(
         {(0, 0): natural(5)}, groups=2, overlap=overlap, has_environments=True,
         threads=Waits({0: 0.0, 1: seconds}), tools=Tools(answering=(0,)),
     )  # fmt: skip
@@ -230,7 +232,7 @@ def test_sample_is_reset_once_before_its_first_request(seconds, overlap):
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(3)], ids=["error", "exit"])
 def test_error_of_act_ends_the_round_and_the_sample_acts_again(error):
-    pool, engine, driver, tools = setup()
+    pool, engine, driver, tools = with_tools()
 
     async def main() -> None:
         tools.error = error
@@ -246,7 +248,7 @@ def test_error_of_act_ends_the_round_and_the_sample_acts_again(error):
 
 
 def test_result_for_a_group_that_was_withdrawn_is_dropped(caplog):
-    pool, engine, driver, _ = setup(
+    pool, engine, driver, _ = with_tools(
         {(0, 0): natural(4)}, groups=2, threads=Waits({0: 0.0, 1: 9.0}), tools=Tools(answering=(0,))
     )
 

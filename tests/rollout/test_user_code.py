@@ -72,7 +72,9 @@ def test_what_user_code_raises_reaches_the_caller_as_it_was(error, where, left):
     loop = BackgroundLoop("test")
     try:
         with pytest.raises(type(error)) as raised:
-            if not armed:
+            if armed:
+                loop.run(driver.generate())
+            else:
                 loop.run(driver.run_round())
                 armed = True
                 loop.run(driver.dispatch_ahead())
@@ -80,9 +82,10 @@ def test_what_user_code_raises_reaches_the_caller_as_it_was(error, where, left):
                 while driver._lifecycle.error is None and time.monotonic() < deadline:
                     time.sleep(0.01)
                 loop.run(driver.cut())
-            loop.run(driver.generate())
         assert raised.value is error
         assert loop.run(asyncio.sleep(0, "still usable")) == "still usable"
+        assert len(pool) == (1 if where == "reward between rounds" else 2) and engine.live == set()
+        pool.check()
     finally:
         loop.run(driver.close())
         loop.close()

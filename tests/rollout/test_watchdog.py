@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.rollout.arena import admit, assert_at_rest, assert_tokens, make_driver, make_pool
-from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, key_of, natural, simulate
-from trl_april.pool.pool import Pool
+from tests.rollout.arena import assert_tokens, run, setup
+from tests.support.scripted_engine import Attempt, End, ScriptedEngine, Silence, Tokens, key_of, natural
 from trl_april.rollout.record import Round
 from trl_april.rollout.running_request import ABORT_SECONDS
 
@@ -13,26 +12,11 @@ PATIENCE = 20.0  # checked every 5 s
 DEAF = float("inf")
 
 
-def setup(*attempts, seconds: int = 90, **options) -> tuple[Pool, ScriptedEngine]:
-    """A group whose sample 0 gets a token a second. Sample 1 makes these attempts."""
-    pool = make_pool(1, outstanding=1)
-    admit(pool, 0, samples=2, budget=1000)
-    engine = ScriptedEngine({(0, 0): natural(seconds), (0, 1): list(attempts)})
-    for name, value in options.items():
-        setattr(engine, name, value)
-    return pool, engine
-
-
-def run(pool: Pool, engine: ScriptedEngine) -> Round:
-    done = simulate(make_driver(pool, engine, idle_timeout=PATIENCE).run_round())
-    assert_at_rest(pool, engine)
-    return done
-
-
-def beside_a_live_stream(*attempts, seconds: int = 100, **options) -> tuple[ScriptedEngine, Round]:
-    """Sample 1 makes these attempts and then finishes. Sample 0 must not be affected."""
-    pool, engine = setup(*attempts, natural(8), seconds=seconds, **options)
-    done = run(pool, engine)
+def beside_a_live_stream(*attempts, seconds: int = 100) -> tuple[ScriptedEngine, Round]:
+    """Sample 1 makes these attempts and then finishes. Sample 0 gets a token a second, and must not be affected."""
+    script = {(0, 0): natural(seconds), (0, 1): [*attempts, natural(8)]}
+    pool, engine, driver = setup(script, groups=1, samples=2, budget=1000, idle_timeout=PATIENCE)
+    done = run(pool, engine, driver)
     assert_tokens(done.groups[0])
     assert done.seconds == pytest.approx(seconds)
     assert {key_of(request_id) for request_ids in engine.aborts for request_id in request_ids} <= {(0, 1)}

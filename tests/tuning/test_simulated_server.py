@@ -50,19 +50,6 @@ class Arena:
         self.server.submit(job)
         return job
 
-    def run(self, jobs, cuts=()):
-        """Submit jobs by name, as arguments of `submit`, and cut some of them at given times."""
-
-        async def main():
-            made = {name: self.submit(name, *job) for name, job in jobs.items()}
-            for name, at in cuts:
-                await asyncio.sleep(at - asyncio.get_running_loop().time())
-                self.cut[name] = self.server.cut(made[name])
-            await self.idle()
-
-        simulate(main())
-        return self.ended
-
     async def idle(self):
         while self.server.load:
             await asyncio.sleep(1000)
@@ -71,11 +58,8 @@ class Arena:
 BATCHES_OF_8 = dict(step_time=PREFILL, max_batched_tokens=8)
 
 
-@pytest.mark.parametrize(
-    ("settings", "jobs", "ended"),
-    [
-        # A job takes a step per token.
-        ({}, {"a": (1,), "b": (2,), "c": (4,)}, {"a": 1.0, "b": 2.0, "c": 4.0}),
+# Settings, jobs by name as arguments of `submit`, and when they end.
+ENDS = [
         # The duration of a step depends on its sequences.
         (dict(step_time=LINEAR), {"a": (1,), "b": (2,), "c": (4,)}, {"a": 2.0, "b": 3.5, "c": 5.5}),
         # Jobs beyond max_sequences wait, first come, first served.
@@ -92,8 +76,6 @@ BATCHES_OF_8 = dict(step_time=PREFILL, max_batched_tokens=8)
         ),
         # Context makes steps longer. With 5 tokens and none: 1.5, 1.7; then a alone with 7 and 8: 1.7, 1.8.
         (dict(step_time=GROWING), {"a": (4, 1, 0.0, 5), "b": (2,)}, {"b": 1.5 + 1.7, "a": 1.5 + 1.7 + 1.7 + 1.8}),
-        # An arrival waits for the end of a step.
-        ({}, {"a": (10,), "b": (1, 1, 2.5)}, {"b": 4.0, "a": 10.0}),
         # A long prefill is split over steps: 8 + 8 + 4 tokens. The first token comes in the third.
         (BATCHES_OF_8, {"a": (2, 20)}, {"a": 1.8 + 1.8 + 1.4 + 1.0}),
         # Decoding a leaves 7 of 8 tokens to the prefill of b.
@@ -102,42 +84,47 @@ BATCHES_OF_8 = dict(step_time=PREFILL, max_batched_tokens=8)
         (dict(step_time=PREFILL, kv_tokens=10), {"a": (8, 0), "b": (8, 0)}, {"a": 8.0, "b": 8.0 + 1.5 + 2.0}),
         # An idle server starts at once.
         ({}, {"late": (1, 1, 7.25), "early": (2, 1, 0.25)}, {"early": 2.25, "late": 8.25}),
-    ],
-)  # fmt: skip
-def test_jobs_end_when_steps_counted_by_hand_say(settings, jobs, ended):
-    arena = Arena(**settings)
-    assert arena.run(jobs) == ended
-    assert arena.server.tokens == sum(tokens for tokens, *_ in jobs.values())
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("settings", "jobs", "cuts", "tokens", "ended"),
+    ("settings", "jobs", "ended", "cuts", "tokens"),
     [
+        *((settings, jobs, ended, [], {}) for settings, jobs, ended in ENDS),
         # A step that has begun runs to its end: steps of 1.5 until 4.5, then 7 of 1.0.
-        (dict(step_time=LINEAR), {"a": (10,), "b": (10,)}, [("a", 4.0)], {"a": 2}, {"b": 4.5 + 7.0}),
+        (dict(step_time=LINEAR), {"a": (10,), "b": (10,)}, {"b": 4.5 + 7.0}, [("a", 4.0)], {"a": 2}),
         # Context goes with its job: 1.0 + 2.0 and 1.0 + 2.2 with a's 20 tokens; b alone with two: 1.2.
         (
-            dict(step_time=GROWING), {"a": (9, 1, 0.0, 20), "b": (3,)}, [("a", 4.0)], {"a": 1},
-            {"b": 3.0 + 3.2 + 1.2},
+            dict(step_time=GROWING), {"a": (9, 1, 0.0, 20), "b": (3,)}, {"b": 3.0 + 3.2 + 1.2},
+            [("a", 4.0)], {"a": 1},
         ),
         # A waiting job leaves its turn to the next.
         (
-            dict(max_sequences=1), {"a": (2,), "b": (2,), "c": (2,), "d": (2, 1, 50.0)}, [("b", 1.5), ("d", 1.5)],
-            {"b": 0, "d": 0}, {"a": 2.0, "c": 4.0},
+            dict(max_sequences=1), {"a": (2,), "b": (2,), "c": (2,), "d": (2, 1, 50.0)}, {"a": 2.0, "c": 4.0},
+            [("b", 1.5), ("d", 1.5)], {"b": 0, "d": 0},
         ),
         # A place is free with the next step.
-        (dict(max_sequences=1), {"a": (9,), "b": (2,)}, [("a", 1.5)], {"a": 1}, {"b": 4.0}),
+        (dict(max_sequences=1), {"a": (9,), "b": (2,)}, {"b": 4.0}, [("a", 1.5)], {"a": 1}),
         # Growing steps end at 1.0, 2.1, 3.3 and 4.6.
         *(
-            (dict(step_time=GROWING), {"a": (10,)}, [("a", at)], {"a": tokens}, {})
+            (dict(step_time=GROWING), {"a": (10,)}, {}, [("a", at)], {"a": tokens})
             for at, tokens in ((0.99, 0), (4.59, 3), (4.61, 4))
         ),
     ],
 )  # fmt: skip
-def test_a_cut_job_has_the_tokens_of_completed_steps(settings, jobs, cuts, tokens, ended):
+def test_jobs_end_when_steps_counted_by_hand_say(settings, jobs, ended, cuts, tokens):
+    """A job that is cut has the tokens of completed steps."""
     arena = Arena(**settings)
-    assert arena.run(jobs, cuts) == ended
-    assert arena.cut == tokens
+
+    async def main():
+        made = {name: arena.submit(name, *job) for name, job in jobs.items()}
+        for name, at in cuts:
+            await asyncio.sleep(at - asyncio.get_running_loop().time())
+            arena.cut[name] = arena.server.cut(made[name])
+        await arena.idle()
+
+    simulate(main())
+    assert (arena.ended, arena.cut) == (ended, tokens)
     assert arena.server.tokens == sum(tokens.values()) + sum(jobs[name][0] for name in ended)
 
 
