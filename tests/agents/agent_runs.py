@@ -56,18 +56,14 @@ class Model:
         return turn[len(done) :], [-((start + n) % 16 + 1) / 16 for n in range(len(done), len(turn))]
 
 
-def chat_format() -> TrainersChatFormat:
-    tokenizer = build_chat_tokenizer()
+def rollout_turns(rollout, *, timeout=None, stop=()) -> RolloutTurns:
+    user_code, tokenizer = UserCode(), build_chat_tokenizer()
     trainer = SimpleNamespace(
         processing_class=tokenizer, chat_template=None, chat_template_kwargs={}, _is_vlm=False,
         eos_token_ids=[tokenizer.eos_token_id],
     )  # fmt: skip
-    return TrainersChatFormat(trainer)
-
-
-def rollout_turns(rollout, *, timeout=None, stop=()) -> RolloutTurns:
-    user_code = UserCode()
-    server = AddressServer(chat_format(), "tiny", {**SAMPLING, "stop": [*stop]}, user_code.threads("chat-template"))
+    chat_format = TrainersChatFormat(trainer)
+    server = AddressServer(chat_format, "tiny", {**SAMPLING, "stop": [*stop]}, user_code.threads("chat-template"))
     return RolloutTurns(
         rollout,
         lambda prompt: TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"],
@@ -91,11 +87,10 @@ def row_of(index: int) -> dict:
     return {"prompt": question(f"q{index}")}
 
 
-def new_pool(samples: int = 1, *, budget: int = 600, context_length: int = 4000, groups: int = 1) -> Pool:
-    pool = Pool(groups, over_provisioning=1.0, has_environments=True, budget=Budget(budget, context_length))
+def new_pool(samples: int = 1, *, budget: int = 600, context_length: int = 4000) -> Pool:
+    pool = Pool(1, over_provisioning=1.0, has_environments=True, budget=Budget(budget, context_length))
     pool.begin_round(0)
-    for index in range(groups):
-        pool.admit(index, row_of(index), [], num_generations=samples, row_index=index)
+    pool.admit(0, row_of(0), [], num_generations=samples, row_index=0)
     return pool
 
 
@@ -180,6 +175,11 @@ def client(engine, **options) -> OpenAI:
 
 def ask(client, messages, **options):
     return client.chat.completions.create(model="any", messages=messages, **options).choices[0]
+
+
+def continued(client, messages):
+    """The messages, and the answer to them."""
+    return [*messages, {"role": "assistant", "content": ask(client, messages).message.content}]
 
 
 def outcome(pool):

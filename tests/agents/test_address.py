@@ -20,6 +20,7 @@ from tests.agents.agent_runs import (
     Parallel,
     ask,
     client,
+    continued,
     new_pool,
     outcome,
     play,
@@ -131,8 +132,7 @@ def test_what_an_sdk_changes_is_no_branch(acts):
 def test_a_rewritten_history_is_a_branch_and_the_last_is_trained(acts, caplog):
     def compacts(prompt, engine, row):
         with client(engine) as api:
-            answer = ask(api, question("A")).message.content
-            ask(api, [*question("A"), {"role": "assistant", "content": answer}, *question("B")])
+            ask(api, [*continued(api, question("A")), *question("B")])
             return {"last": ask(api, [{"role": "system", "content": "Short."}, *question("C")]).message.content}
 
     pool = new_pool()
@@ -146,12 +146,10 @@ def test_a_rewritten_history_is_a_branch_and_the_last_is_trained(acts, caplog):
 def test_a_branch_keeps_the_turns_that_it_shares_and_may_be_entered_again(acts):
     def returns(prompt, engine, row):
         with client(engine) as api:
-            start = [*question("A"), {"role": "assistant", "content": ask(api, question("A")).message.content}]
-            first = [*start, *question("B")]
-            second = [*start, *question("C")]
-            answer = ask(api, first).message.content
-            ask(api, second)
-            ask(api, [*first, {"role": "assistant", "content": answer}, *question("D")])
+            start = continued(api, question("A"))
+            first = continued(api, [*start, *question("B")])
+            ask(api, [*start, *question("C")])
+            ask(api, [*first, *question("D")])
 
     pool = new_pool()
     asked = play(pool, acts(returns))
@@ -198,10 +196,6 @@ def test_max_tokens_limits_a_turn_and_the_budget_the_sample(acts):
     assert text.startswith("Re: " + END + "\n" + user("long" * 9)), "the template's end of a turn that was cut short"
 
 
-def never_calls(prompt, engine, row):
-    return {}
-
-
 def raises(prompt, engine, row):
     with client(engine) as api:
         ask(api, question("A"))
@@ -216,7 +210,7 @@ def fails(prompt, engine, row):
 @pytest.mark.parametrize(
     ("rollout", "error", "message"),
     [
-        (never_calls, ConfigError, "did not begin with a turn .*send a request to engine.base_url"),
+        (lambda prompt, engine, row: {}, ConfigError, "did not begin with a turn .*send a request to engine.base_url"),
         (raises, OSError, "gone"),
         (fails, openai.BadRequestError, "temperature=0.5 differs from the trainer's 1.0"),
     ],
@@ -238,10 +232,10 @@ def test_an_agent_that_hangs_ends_its_sample(acts, caplog):
             never.wait()
 
     pool = new_pool(2)
-    play(pool, acts(hangs, timeout=3.0))
+    play(pool, acts(hangs, timeout=1.5))
     never.set()
     assert [columns for *_, columns in outcome(pool)] == [{"score": 1}, {"score": None}]
-    assert "nor returned within 3 seconds" in caplog.text
+    assert "nor returned within 1.5 seconds" in caplog.text
     first = threading.Event()
     with pytest.raises(ConfigError, match="no turn within 0.2 seconds .*3 times"):
         play(new_pool(), acts(lambda prompt, engine, row: first.wait(), timeout=0.2))
@@ -401,7 +395,7 @@ def test_an_agent_that_hangs_when_it_starts_anew_is_ended(acts):
 
     pool = new_pool()
     play(pool, acts(agent), Model(), piece=29, most=3)
-    again = acts(hangs, timeout=2.0)
+    again = acts(hangs, timeout=0.5)
     resumed(pool, again)
     assert ended.is_set() and again.take_restarted() == 1
 
@@ -409,7 +403,7 @@ def test_an_agent_that_hangs_when_it_starts_anew_is_ended(acts):
 def branching(prompt, engine, row):
     """As an agent that compacts its history, and retries."""
     with client(engine) as api:
-        start = [*question("A"), {"role": "assistant", "content": ask(api, question("A")).message.content}]
+        start = continued(api, question("A"))
         ask(api, [*start, *question("B")])
         ask(api, [*start, *question("C")])
         ask(api, question("summary"))
@@ -427,7 +421,7 @@ def whole(rollout):
 
 @pytest.mark.parametrize(
     ("rollout", "piece", "most"),
-    [*((branching, 5, most) for most in range(1, 12)), *((agent, 29, most) for most in (1, 2, 3, 5, 9, 14, 30))],
+    [*((branching, 5, most) for most in range(1, 12)), *((agent, 29, most) for most in (1, 3, 9, 14))],
 )
 @pytest.mark.parametrize("acts_last", [True, False])
 def test_branches_come_back_from_a_checkpoint(acts, rollout, piece, most, acts_last):
@@ -447,10 +441,8 @@ def test_an_agent_that_differs_after_a_checkpoint_opens_a_branch(acts, caplog):
 
     def differs(prompt, engine, row):
         with client(engine) as api:
-            start = [*question("A"), {"role": "assistant", "content": ask(api, question("A")).message.content}]
-            second = [*start, *question(next(texts))]
-            answer = ask(api, second).message.content
-            ask(api, [*second, {"role": "assistant", "content": answer}, *question("C")])
+            second = continued(api, [*continued(api, question("A")), *question(next(texts))])
+            ask(api, [*second, *question("C")])
 
     pool, model = new_pool(), Model()
     play(pool, acts(differs), model, most=3, acts_last=False)
@@ -512,7 +504,7 @@ def test_errors_of_a_program_reach_the_round(acts, program, flag, error, message
 
 def test_a_program_ends_with_its_sample(acts, program):
     pool = new_pool()
-    act = acts(CommandRollout(f"{program} --hang"), timeout=5.0)
+    act = acts(CommandRollout(f"{program} --hang"), timeout=3.0)
     play(pool, act)
     assert outcome(pool)[0][1] == "Re: q0" + END
     with pytest.raises(ConfigError, match="cannot be run"):

@@ -39,19 +39,6 @@ class TestFilter:
         assert (done.rejected_groups, done.rejected_tokens) == (1, 8), "without the tokens of tools"
         assert all(len(sample.conversation.messages) == 3 for sample in done.groups[0].samples)
 
-    def test_rejected_groups_are_replaced_only_below_the_target(self):
-        """`over_provisioning="auto"` may lower the target, and a checkpoint may hold more groups."""
-        arena = Arena(useless(1, 2, 3), factor=4.0, lengths={group: 2 + group for group in range(6)})
-
-        async def main() -> None:
-            assert ids((await arena.round()).groups) == [0]
-            arena.pool.schedule.set_target(1.0)
-            assert len(arena.pool) == 3
-            assert ids((await arena.round(1)).groups) == [4]
-            assert arena.replaced == [1] and arena.dynamic.replaced == 1
-
-        simulate(main())
-
 
 class TestSlowRewards:
     def test_groups_that_finish_during_a_call_are_scored_together_by_the_next(self):

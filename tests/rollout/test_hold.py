@@ -85,14 +85,6 @@ def test_held_request_is_not_cut_and_has_both_versions():
     assert_at_rest(pool, engine)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3, 4])
-def test_tokens_in_transit_have_the_version_that_sampled_them(ahead):
-    pool, engine, driver = held({(1, 0): Attempt([*[Tokens(4, 3.0)] * 6, End()])})
-    engine.ahead[1, 0] = ahead
-    done = two_rounds(pool, engine, driver, seconds=5.0)
-    assert segments(done.groups[0]) == [(0, 8 + ahead), (1, 16 - ahead)]
-
-
 def test_requests_stay_on_their_adapters():
     """Of the versions that the engine keeps; older ones are cut and resumed. Nothing is asked about progress."""
     pool, engine, driver = held({(1, 0): natural(20)}, default=natural(60), groups=3)

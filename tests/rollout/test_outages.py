@@ -25,23 +25,6 @@ def breaks_after(count: int) -> Attempt:
 # Outages
 
 
-def test_server_without_its_weights_ends_the_round_at_once():
-    """Nothing is requested again, and tokens that come with the abort are kept."""
-    script = {(0, 0): breaks_after(3), (1, 0): Attempt([Tokens(2), Silence()], tail=4)}
-    pool, engine, driver = setup(script, default=natural(50), quota=2, groups=4)
-    engine.held = 7
-
-    async def main() -> float:
-        with pytest.raises(ServerError, match="broke.*no longer has the weights of policy version 0"):
-            await driver.generate()
-        return asyncio.get_running_loop().time()
-
-    assert simulate(main()) == pytest.approx(3.5)
-    assert engine.asked_for == [0] and len(engine.requests) == 4
-    assert_at_rest(pool, engine)
-    assert tokens(pool) == {0: 3, 1: 6, 2: 3, 3: 3}
-
-
 def test_round_continues_after_an_outage_with_one_record():
     """Its counters cover both parts, and no token is generated twice."""
     one_token = Attempt([Silence()], tail=1)  # groups 2 and 3 have one from the first round
