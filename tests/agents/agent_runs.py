@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from types import SimpleNamespace
 
 from openai import OpenAI
@@ -188,25 +187,3 @@ def outcome(pool):
          sample.logprobs.tolist(), sample.versions, sample.finish_reason, sample.conversation.columns)
         for group in pool for sample in group.samples
     ]  # fmt: skip
-
-
-class Parallel:
-    """Threads that are joined, with their errors."""
-
-    def __init__(self, functions) -> None:
-        self.errors: list[BaseException] = []
-        self.threads = [threading.Thread(target=self._run, args=(function,), daemon=True) for function in functions]
-
-    def _run(self, function) -> None:
-        try:
-            function()
-        except BaseException as error:
-            self.errors.append(error)
-
-    def run(self) -> list[BaseException]:
-        for thread in self.threads:
-            thread.start()
-        for thread in self.threads:
-            thread.join(20)
-        assert not any(thread.is_alive() for thread in self.threads)
-        return self.errors

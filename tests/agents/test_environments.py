@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -232,36 +233,8 @@ def test_an_instance_is_reused_after_its_score_and_not_before(tmp_path):
     assert LOG["reset"] == 3 and LOG["construction"] <= 2
 
 
-def test_an_instance_whose_tool_is_late_is_discarded(tmp_path):
-    never = threading.Event()
-
-    class Slow(Saved):
-        def wait(self) -> None:
-            """Waits."""
-            never.wait()
-
-        async def wait_in_loop(self) -> None:
-            """Waits."""
-            while not never.is_set():
-                await __import__("asyncio").sleep(0.01)
-
-    stock = make_stock(tmp_path, Slow, [ROW])
-    turns = make_turns(stock, tool_timeout=0.05)
-    idle = turns.environments.places[None].idle
-    for name in ("wait", "wait_in_loop"):
-        group, sample = one_sample(turns, call(name))
-        assert "did not return within 0.05 seconds" in sample.conversation.messages[1]["content"]
-        assert sample.conversation.environment is None, "its state may still change"
-        (late,) = turns.environments.of([group])
-        turns.environments.release([group])
-        assert late not in idle
-    group, _ = one_sample(turns, call("count", by=1))
-    turns.environments.release([group])
-    assert len(idle) == 1
-    never.set()
-
-
-def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, caplog):
+def test_an_instance_that_is_late_is_discarded(tmp_path, caplog):
+    """In its reset, in a tool, or while it is restored."""
     never, hanging = threading.Event(), {1}  # numbers of instances
 
     class Slow(Saved):
@@ -277,20 +250,37 @@ def test_an_instance_whose_reset_or_restoration_is_late_is_discarded(tmp_path, c
             assert self.number not in hanging or never.wait()
             super()._april_restore(state)
 
+        def wait(self) -> None:
+            """Waits."""
+            never.wait()
+
+        async def wait_in_loop(self) -> None:
+            """Waits."""
+            while not never.is_set():
+                await asyncio.sleep(0.01)
+
     LOG.clear()
-    stock = make_stock(tmp_path, Slow, [ROW])
-    turns = make_turns(stock, tool_timeout=0.3)
+    turns = make_turns(make_stock(tmp_path, Slow, [ROW]), tool_timeout=0.2)
     environments = turns.environments
-    assert [instance.number for instance in environments.places[None].idle] == [1]
-    group, sample = one_sample(turns)
-    assert [instance.number for instance in environments.of([group])] == [2]
-    hanging.update(range(10))
+    idle = environments.places[None].idle
+    assert [instance.number for instance in idle] == [1]
+    for number, name in ((2, "wait"), (3, "wait_in_loop")):
+        group, sample = one_sample(turns, call(name))
+        assert "did not return within 0.2 seconds" in sample.conversation.messages[1]["content"]
+        assert sample.conversation.environment is None, "its state may still change"
+        assert [instance.number for instance in environments.of([group])] == [number]
+        environments.release([group])
+        assert idle == []
+    group, sample = one_sample(turns, call("count", by=1))
+    environments.release([group])
+    assert [instance.number for instance in idle] == [4]
+    hanging.update(range(20))
     (new,) = environments.restore([group])
     assert new.key == sample.key and new.conversation.awaits_reset
-    assert "_april_restore of Slow did not return within 0.3 seconds" in caplog.text
-    with pytest.raises(ConfigError, match="reset of Slow did not return within 0.3 seconds. 3 instances in a row"):
+    assert "_april_restore of Slow did not return within 0.2 seconds" in caplog.text
+    with pytest.raises(ConfigError, match="reset of Slow did not return within 0.2 seconds. 3 instances in a row"):
         environments.reset(group, sample)
-    assert environments.places[None].idle == [], "all of them still hang"
+    assert idle == [], "all of them still hang"
     never.set()
 
 

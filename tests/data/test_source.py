@@ -252,7 +252,7 @@ def test_rows_are_read_when_they_are_wanted():
 def test_training_ends_with_an_empty_pool_and_every_row_trained_as_often_as_in_stock(
     start_step, seed, factor, quota, micro, accumulation, rounds_per_epoch, max_steps, has_length
 ):
-    """Rule 9, with the staleness guarantee on: policy versions are those that stock would have, also when resuming.
+    """With the staleness guarantee on: policy versions are those that stock would have, also when resuming.
 
     The examples are the short optimizer step at the end of an epoch, which is a version too, and a resumed epoch whose
     last round reaches over its end, where steps count anew.

@@ -1,4 +1,4 @@
-"""The pool by examples. Rule numbers are those of DESIGN.md, "Rules that hold always"."""
+"""The pool by examples."""
 
 import math
 from array import array
@@ -24,7 +24,7 @@ from trl_april.pool.samples import FinishReason, Sample, SampleState, Score
 from trl_april.pool.state import restore, state_dict
 
 
-# Rule 1: one state per group
+# One state per group
 
 
 def test_group_is_in_exactly_one_state_from_admission_to_training():
@@ -134,7 +134,7 @@ def test_check_finds_damage(damage, words):
         pool.check()
 
 
-# Rule 2: tokens append within the budget
+# Tokens append within the budget
 
 
 def test_resumed_sample_keeps_its_remaining_budget():
@@ -206,7 +206,7 @@ def test_malformed_tokens_are_refused_whole(token_ids, logprobs, words):
     refused(pool, pool.record, sample, token_ids, logprobs, words=words, error=EngineError)
 
 
-# Rule 3: token ids in, token ids out
+# Token ids in, token ids out
 
 
 def test_token_ids_survive_abort_and_checkpoint():
@@ -222,7 +222,7 @@ def test_token_ids_survive_abort_and_checkpoint():
     assert taken.prompt_ids == [1, 2]
 
 
-# Rule 4: a segment never spans a weight sync
+# A segment never spans a weight sync
 
 
 def test_version_cannot_change_under_a_running_request():
@@ -270,7 +270,7 @@ def test_version_begins_while_requests_run_that_were_held_for_it():
     pool.check()
 
 
-# Rule 5: a finished sample is not generated again
+# A finished sample is not generated again
 
 
 def test_finished_sample_of_an_unfinished_group_is_kept():
@@ -288,7 +288,7 @@ def test_finished_sample_of_an_unfinished_group_is_kept():
     assert segments(done) == [(0, 2)]
 
 
-# Rule 6: surplus
+# Surplus
 
 
 def test_surplus_stays_and_is_delivered_first_next_round():
@@ -304,7 +304,7 @@ def test_surplus_stays_and_is_delivered_first_next_round():
     assert ids(pool) == [0, 5]
 
 
-# Rule 8: the staleness bound
+# The staleness bound
 
 
 def test_group_that_falls_due_holds_the_round_open():
@@ -336,7 +336,7 @@ def test_bad_options_are_refused_with_value_rule_and_remedy(options, words):
 
 
 def test_pool_does_not_learn_that_its_own_unfinished_group_is_finished():
-    """Rule 1: a group cannot leave because another process, which counts differently, believes it finished."""
+    """A group cannot leave because another process, which counts differently, believes it finished."""
     pool = pool_in_round(1, groups=1)
     refused(pool, pool.learn, [0], words="group 0 as finished, but it is waiting here")
 

@@ -1,7 +1,4 @@
-"""The pool under arbitrary schedules: the order of arrival, and the staleness guarantee.
-
-Rule numbers are those of DESIGN.md, "Rules that hold always".
-"""
+"""The pool under arbitrary schedules: the order of arrival, and the staleness guarantee."""
 
 import random
 from collections.abc import Iterable
@@ -20,7 +17,6 @@ from trl_april.pool.state import restore, state_dict
 
 @given(data=st.data(), quota=st.integers(1, 4), spare=st.integers(0, 4))
 def test_batch_does_not_depend_on_the_order_of_arrival(data, quota, spare):
-    """Rule 7."""
     count = quota + spare
     finished = data.draw(st.sets(st.integers(0, count - 1), min_size=quota))
     for order in (data.draw(st.permutations(sorted(finished))), sorted(finished)):
@@ -113,7 +109,7 @@ def park_everything(pools: Iterable[Pool]) -> None:
 
 
 def test_no_trained_token_is_older_than_the_bound():
-    """Rules 8 and 9, in one pool and in several, with a fixed and a changing factor.
+    """In one pool and in several, with a fixed and a changing factor.
 
     Every row is trained exactly once and the run ends with empty pools. That the bound is also reached shows that the
     schedules press against it.

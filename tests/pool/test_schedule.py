@@ -1,4 +1,4 @@
-"""The schedule by examples and by brute force; rule 8 of DESIGN.md as arithmetic."""
+"""The schedule by examples and by brute force."""
 
 import math
 import random
@@ -32,7 +32,7 @@ def holding(start_versions: dict[int, int], *finished: int, version: int, **opti
 
 
 def test_oldest_finished_groups_are_the_next_batch():
-    """Rules 6 and 7: in whatever order they are learned of, twice or not."""
+    """In whatever order they are learned of, twice or not."""
     schedule = in_round(0, 0, 1, 2, 3)
     schedule.learn([3])
     schedule.learn([1, 2, 1])
@@ -152,7 +152,7 @@ def schedule_of(start_versions: dict[int, int], options: dict[str, int], *finish
 
 
 def test_round_may_close_exactly_when_the_rest_can_be_delivered_in_time():
-    """Rule 8, in every state from which the deadlines can be met at all. Another finished group never reverses it."""
+    """In every state from which the deadlines can be met at all. Another finished group never reverses it."""
     seen = {"closes": 0, "too few": 0, "due": 0}
     seed = 0
     while sum(seen.values()) < CASES:

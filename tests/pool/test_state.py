@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,27 +36,15 @@ def through_json(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**state, "groups": json.loads(json.dumps(state["groups"]))} for state in states]
 
 
-def content(group: Group) -> tuple:
-    """All that is known of a group when nothing of it runs."""
-    return (
-        group.group_id,
-        group.row["number"],
-        group.prompt_ids,
-        group.budget.max_completion_length,
-        group.start_version,
-        repr(group.score),
-        [
-            (s.group_id, s.index, s.token_ids.tolist(), s.logprobs.tobytes(), s.versions, s.finish_reason)
-            for s in group.samples
-        ],
-        # The calls of an acting sample run again.
-        [
-            s.state if s.state is not SampleState.ACTING else SampleState.PARKED if len(s) else SampleState.WAITING
-            for s in group.samples
-        ],
-        [s.conversation for s in group.samples],
-        [[(x.version, x.length) for x in sample.segments] for sample in group.samples],
-    )
+def content(group: Group) -> str:
+    """All that is known of a group when nothing of it runs. The calls of an acting sample run again."""
+    samples = []
+    for sample in group.samples:
+        state = sample.state
+        if state is SampleState.ACTING:
+            state = SampleState.PARKED if len(sample) else SampleState.WAITING
+        samples.append(replace(sample, state=state, segment_open=False))
+    return repr(replace(group, samples=samples))
 
 
 def view(pool: Pool) -> tuple:

@@ -39,15 +39,10 @@ def make_pool(quota: int = 1, *, outstanding: int | None = None, max_staleness: 
 
 
 def admit(pool: Pool, *group_ids: int, samples: int = 1, budget: int = 100) -> list[Group]:
+    prompts = [[] if pool.has_environments else prompt_ids(i) for i in group_ids]
     return [
-        pool.admit(
-            i,
-            {"row": i},
-            [] if pool.has_environments else prompt_ids(i),
-            num_generations=samples,
-            max_completion_length=budget,
-        )
-        for i in group_ids
+        pool.admit(i, {"row": i}, prompt, num_generations=samples, max_completion_length=budget)
+        for i, prompt in zip(group_ids, prompts, strict=True)
     ]
 
 
@@ -162,20 +157,13 @@ class Arena:
         factor: float = 1.0,
         lengths: dict[int, int] | None = None,  # tokens, and seconds, of each group; 2 by default
         seconds: float = 0.0,  # of a reward call
-        at_once: bool = False,
         max_rejected: int = 100,
         max_staleness: int | None = None,
         rows: int = 10**6,
-        script: dict | None = None,
         act: Any = None,  # which takes 2 s
     ) -> None:
-        self.pool = Pool(
-            quota,
-            over_provisioning=factor,
-            max_staleness=max_staleness,
-            dynamic_sampling=True,
-            has_tools=act is not None,
-        )
+        options = {"max_staleness": max_staleness, "has_tools": act is not None}
+        self.pool = Pool(quota, over_provisioning=factor, dynamic_sampling=True, **options)
         self.rewards = rewards
         self.calls: list[list[int]] = []  # groups of each reward call
         self.replaced: list[int] = []
@@ -183,14 +171,14 @@ class Arena:
         self._ids = count()
         self._rows = rows
         self.engine = ScriptedEngine(
-            script, default=lambda request: natural((lengths or {}).get(key_of(request.request_id)[0], 2))(request)
+            default=lambda request: natural((lengths or {}).get(key_of(request.request_id)[0], 2))(request)
         )
         self.dynamic = DynamicSampling(
             self._score,
             lambda score: len({rewards[0] for rewards in score.rewards}) > 1,
             self._replace,
             max_rejected=max_rejected,
-            executor=SlowThread(seconds, at_once),
+            executor=SlowThread(seconds, at_once=False),
         )
         self.driver = make_driver(
             self.pool, self.engine, dynamic_sampling=self.dynamic, act=act, threads=SlowThread(2.0, at_once=True)

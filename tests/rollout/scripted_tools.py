@@ -86,9 +86,6 @@ def assert_complete(group: Group, *, turns: int = 3) -> None:
         expected.append({"role": "tool", "content": f"{start + 3}"})
     conversation = sample.conversation
     assert conversation.messages == expected[:-1]
-    assert (conversation.iterations, conversation.calls, conversation.failures) == (
-        turns - 1,
-        2 * turns - 2,
-        turns - 1,
-    )
+    counts = conversation.iterations, conversation.calls, conversation.failures
+    assert counts == (turns - 1, 2 * turns - 2, turns - 1)
     assert (conversation.turn_start, conversation.turn_ended) == (len(sample), None)

@@ -1,4 +1,4 @@
-"""The rollout driver and a scripted engine, on a simulated clock. Rules are those of DESIGN.md."""
+"""The rollout driver and a scripted engine, on a simulated clock."""
 
 import asyncio
 
@@ -83,7 +83,6 @@ def test_round_with_too_few_groups_fails_and_loses_nothing(admitted: int):
 
 
 def test_finished_sample_of_an_unfinished_group_is_not_generated_again():
-    """Rule 5."""
     pool, engine, driver = setup({(0, 0): natural(2), (0, 1): natural(40)}, default=natural(5), samples=2)
     simulate(driver.run_round())
     pool.begin_round(1)
@@ -120,7 +119,7 @@ def test_abort_is_repeated_for_requests_that_still_run():
 
 @pytest.mark.parametrize("attempt", [Attempt([Tokens(2), Silence()], tail=4), Attempt([Tokens(6, 3.0), BROKEN])])
 def test_sample_without_remaining_budget_is_finished_without_a_request(attempt: Attempt):
-    """Rule 2: its last tokens may come with the abort, or before the stream breaks."""
+    """Its last tokens may come with the abort, or before the stream breaks."""
     pool, engine, driver = setup({(0, 0): attempt, (1, 0): natural(4, pace=1.01)}, budget=6)
     done = run(pool, engine, driver)
     assert ids(done.groups) == [0]
@@ -279,7 +278,7 @@ ATTEMPTS = st.one_of(
 
 @given(st.data())
 def test_no_token_is_lost_or_doubled_in_any_schedule(data: st.DataObject):
-    """Rules 1, 2, 4 and 8 with random lengths, paces, broken streams, late aborts and completions at the abort."""
+    """With random lengths, paces, broken streams, late aborts and completions at the abort."""
     quota = data.draw(st.integers(1, 3), "quota")
     bound = data.draw(st.integers(1, 3), "max_staleness")
     budget = 12

@@ -1,7 +1,4 @@
-"""Requests held across a weight sync: the driver and a scripted engine, on a simulated clock.
-
-Rule 4: a segment has the policy version that sampled its tokens.
-"""
+"""Requests held across a weight sync: the driver and a scripted engine, on a simulated clock."""
 
 import asyncio
 import logging

@@ -18,7 +18,7 @@ def two_groups(script=None, *, default=None, groups: int = 2):
 
 class TestBetweenTheRounds:
     def test_requests_continue_and_count_for_the_next_round(self):
-        """Rule 6: group 1 finishes while the batch of group 0 is trained."""
+        """Group 1 finishes while the batch of group 0 is trained."""
         pool, engine, driver = two_groups(default=natural(8))
 
         async def main():
