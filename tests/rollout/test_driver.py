@@ -79,6 +79,22 @@ def test_round_with_too_few_groups_fails_and_loses_nothing(admitted: int):
     assert len(simulate(driver.run_round()).groups) == 2
 
 
+# Surplus
+
+
+def test_quota_met_by_surplus_needs_no_request():
+    """Group 1 finishes at the moment of the abort."""
+    racing = Attempt([Silence()], tail=4, wins_race="stop")
+    pool, engine, driver = setup({(0, 0): natural(3), (1, 0): racing, (2, 0): SILENT}, groups=3)
+    assert ids(run(pool, engine, driver).groups) == [0]
+    pool.begin_round(1)
+    sent, aborts = len(engine.requests), len(engine.aborts)
+    done = run(pool, engine, driver)
+    assert ids(done.groups) == [1]
+    assert (len(engine.requests), len(engine.aborts)) == (sent, aborts)
+    assert (done.requests, done.generated_tokens, done.in_flight_mean, done.carried_tokens) == (0, 0, 0.0, 4)
+
+
 # Resuming
 
 

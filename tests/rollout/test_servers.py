@@ -11,37 +11,34 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.arena import admit, assert_tokens, ids, make_pool, segments
+from tests.rollout.arena import admit, assert_tokens, ids, make_driver, make_pool, segments
 from tests.support.mortal_engine import MortalEngine
 from tests.support.scripted_engine import Attempt, key_of, natural, simulate
 from trl_april.engine.protocol import GenerationRequest
 from trl_april.engine.servers import ServersEngine
 from trl_april.errors import ServerError
-from trl_april.pool.pool import Pool
-from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.record import Round
 
 
 class Servers:
     """Servers `a`, `b`, ... with one driver, and the weight syncs between its rounds."""
 
-    def __init__(self, pool: Pool, count: int = 2, *, length: Any = 4, resume_kv: str = "reuse", **options: Any):
+    def __init__(
+        self, count: int = 2, *, quota: int = 1, groups: int = 0, samples: int = 1, length: Any = 4,
+        resume_kv: str = "reuse", overlap: bool = False,
+    ) -> None:  # fmt: skip
         def attempt(request: GenerationRequest) -> Attempt:
             return natural(length(key_of(request.request_id)) if callable(length) else length)(request)
 
-        self.pool = pool
+        self.pool = make_pool(quota, outstanding=max(groups, 2 * quota))
+        admit(self.pool, *range(groups), samples=samples)
         self.engines = {name: MortalEngine(default=attempt) for name in "abcd"[:count]}
         self.lost: list[str] = []
         self.engine = ServersEngine(
-            list(self.engines),
-            self.engines.__getitem__,
-            is_sticky=resume_kv != "recompute",
-            on_lost=self.lost.append,
-            **options,
+            [*self.engines], self.engines.__getitem__, is_sticky=resume_kv != "recompute", on_lost=self.lost.append
         )
-        self.driver = RolloutDriver(
-            pool, self.engine, run_id="run", resume_kv=resume_kv, server_of=self.engine.server_of
-        )
+        options = {"resume_kv": resume_kv, "server_of": self.engine.server_of, "overlap": overlap}
+        self.driver = make_driver(self.pool, self.engine, **options)
 
     async def sync(self, version: int) -> None:
         """Give the living servers weights of this version."""
@@ -86,8 +83,8 @@ def lognormal(key: tuple[int, int]) -> int:
 
 
 def test_requests_are_divided_evenly():
-    pool = make_pool(15, outstanding=30)
-    servers = Servers(pool, 3, length=lognormal, resume_kv="recompute")
+    servers = Servers(3, quota=15, length=lognormal, resume_kv="recompute")
+    pool = servers.pool
 
     async def rounds() -> tuple[list[Any], float]:
         next_id = 0
@@ -111,9 +108,7 @@ def test_requests_are_divided_evenly():
 @pytest.mark.parametrize(("resume_kv", "stays"), [("reuse", True), ("keep", True), ("recompute", False)])
 def test_a_resumed_sample_stays_where_its_blocks_are(resume_kv, stays):
     """Group 1 was on `b`. In the next round `a` is free, since its group finished, and comes first in the order."""
-    pool = make_pool(1, outstanding=2)
-    servers = Servers(pool, length=lambda key: 40 if key[0] else 2, resume_kv=resume_kv)
-    admit(pool, 0, 1)
+    servers = Servers(groups=2, length=lambda key: 40 if key[0] else 2, resume_kv=resume_kv)
 
     async def rounds() -> None:
         await servers.round(0)
@@ -124,9 +119,7 @@ def test_a_resumed_sample_stays_where_its_blocks_are(resume_kv, stays):
 
 
 def test_a_fresh_sample_does_not_follow_its_group():
-    pool = make_pool(1, outstanding=1)
-    servers = Servers(pool)
-    admit(pool, 0, samples=4)
+    servers = Servers(groups=1, samples=4)
     run(servers, servers.round(0))
     assert servers.requests_by_server() == {"a": 2, "b": 2}
 
@@ -136,9 +129,7 @@ def test_a_fresh_sample_does_not_follow_its_group():
 
 @pytest.mark.parametrize("resume_kv", ["recompute", "reuse"])
 def test_the_samples_of_a_dead_server_continue_on_the_other(resume_kv, caplog):
-    pool = make_pool(4, outstanding=4)
-    servers = Servers(pool, length=10, resume_kv=resume_kv)
-    admit(pool, 0, 1, 2, 3)
+    servers = Servers(quota=4, groups=4, length=10, resume_kv=resume_kv)
 
     async def die() -> None:
         await asyncio.sleep(5.5)
@@ -156,8 +147,7 @@ def test_the_samples_of_a_dead_server_continue_on_the_other(resume_kv, caplog):
 
 
 def test_a_server_that_returns_takes_part_from_the_next_sync(caplog):
-    pool = make_pool(4, outstanding=4)
-    servers = Servers(pool, length=10)
+    servers = Servers(quota=4, length=10)
 
     async def die_and_return() -> None:
         servers.engines["b"].die()
@@ -167,7 +157,7 @@ def test_a_server_that_returns_takes_part_from_the_next_sync(caplog):
     async def rounds() -> list[Round]:
         done = []
         for version in range(3):
-            admit(pool, *range(4 * version, 4 * version + 4))
+            admit(servers.pool, *range(4 * version, 4 * version + 4))
             done.append(await servers.round(version, die_and_return if version == 1 else None))
         return done
 
@@ -180,9 +170,7 @@ def test_a_server_that_returns_takes_part_from_the_next_sync(caplog):
 
 
 def test_an_outage_of_all_servers_is_an_outage_of_the_round():
-    pool = make_pool(4, outstanding=4)
-    servers = Servers(pool, length=10)
-    admit(pool, 0, 1, 2, 3)
+    servers = Servers(quota=4, groups=4, length=10)
 
     async def all_die() -> None:
         await asyncio.sleep(2.5)
@@ -213,10 +201,7 @@ def test_an_outage_of_all_servers_is_an_outage_of_the_round():
 @pytest.mark.parametrize("how", ["dies", "without weights", "removed"])
 def test_held_requests_continue_elsewhere_where_their_server_leaves(how):
     """Also if it answers: its streams would continue, with weights that nobody knows."""
-    pool = make_pool(1, outstanding=5)
-    servers = Servers(pool, length=lambda key: 20 if key[0] else 3, resume_kv="keep")
-    servers.driver._overlap = True
-    admit(pool, 0, 1, 2, 3, 4)
+    servers = Servers(groups=5, length=lambda key: 20 if key[0] else 3, resume_kv="keep", overlap=True)
 
     async def rounds() -> Round:
         await servers.round(0)
@@ -226,7 +211,7 @@ def test_held_requests_continue_elsewhere_where_their_server_leaves(how):
         await servers.driver.hold(1)
         servers.engines["a"].version = 1
         await servers.engine.route_to(["a"] if how == "removed" else ["a", "b"], ["a"], 1)
-        pool.begin_round(1)
+        servers.pool.begin_round(1)
         return await servers.driver.run_round()
 
     done = run(servers, rounds())

@@ -15,7 +15,6 @@ from trl_april.errors import ServerError
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
 from trl_april.rollout.acting import TurnResult
-from trl_april.rollout.user_code import carried
 
 
 # One round
@@ -230,13 +229,12 @@ def test_sample_is_reset_once_before_its_first_request(seconds, overlap):
 # Errors
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(3)], ids=["error", "exit"])
-def test_error_of_act_ends_the_round_and_the_sample_acts_again(error):
+def test_error_of_act_ends_the_round_and_the_sample_acts_again():
     pool, engine, driver, tools = with_tools()
 
     async def main() -> None:
-        tools.error = error
-        with pytest.raises(type(carried(error)), match=str(error)):
+        tools.error = OSError("disk full")
+        with pytest.raises(OSError, match="disk full"):
             await driver.run_round()
         assert_at_rest(pool, engine)
         tools.error = None
