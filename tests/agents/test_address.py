@@ -505,7 +505,7 @@ def test_errors_of_a_program_reach_the_round(acts, program, flag, error, message
 
 def test_a_program_ends_with_its_sample(acts, program):
     pool = new_pool()
-    act = acts(CommandRollout(f"{program} --hang"), timeout=3.0)
+    act = acts(CommandRollout(f"{program} --hang"), timeout=2.0)
     play(pool, act)
     assert outcome(pool)[0][1] == "Re: q0" + END
     with pytest.raises(ConfigError, match="cannot be run"):
