@@ -141,4 +141,4 @@ def test_a_game_of_textarena_comes_back_from_a_checkpoint(acts):  # noqa: F811
     again = acts(player)
     pool = resumed(pool, again)
     play(pool, again, model)
-    assert outcome(pool) == outcome(whole) and again.take_restarted() == 0
+    assert outcome(pool) == outcome(whole) and again.take_restored()[1] == 0

@@ -205,8 +205,8 @@ def copied(group):
 def test_coroutines_continue_from_a_checkpoint(acts, requests):
     whole = outcome(play(acts(ask_again), new_group(), 1000))
     group = copied(play(acts(ask_again), new_group(), 9, most=requests))
-    act = acts(ask_again)
-    assert act.restore([group]) == [] and act.take_restarted() == 0
+    act, unfinished = acts(ask_again), sum(sample.finish_reason is None for sample in group.samples)
+    assert act.restore([group]) == [] and act.take_restored() == (unfinished, 0)
     assert outcome(play(act, group, 1000)) == whole
 
 
@@ -222,5 +222,5 @@ def test_a_sample_whose_rollout_asks_for_other_turns_starts_again(acts, caplog, 
     act = acts(other)
     (new,) = act.restore([group])  # the other samples are complete
     assert new.key == group.samples[0].key and new.conversation.awaits_reset and not len(new)
-    assert (act.take_restarted(), act.take_restarted()) == (1, 0)
+    assert (act.take_restored(), act.take_restored()) == ((0, 1), (0, 0))
     assert "1 samples start again, and lose " in caplog.text and ("OSError('gone')" in caplog.text) == fails
