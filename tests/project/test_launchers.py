@@ -56,7 +56,7 @@ if os.environ.get("TRAINER") == "saves":
     def save(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (records / "trainer-saves").write_text("")
-        time.sleep(1)
+        time.sleep(0.5)
         (records / "trainer-saved").write_text("")
         sys.exit(143)
 
@@ -107,6 +107,7 @@ if [[ $2 == -m ]]; then
 fi
 exec {os.path.realpath(sys.executable)} "$@"
 """
+SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"  # between two looks at a server that starts
 GPUS = {
     "nvidia-smi": 'print("\\n".join(str(n) for n in range({count})))\n',
     "amd-smi": 'print("gpu,gpu_bdf,gpu_uuid\\n" + "\\n".join(f"{{n}},0000:0{{n}}:00.0,u" for n in range({count})))\n',
@@ -121,12 +122,12 @@ def machine(tmp_path):
         folder.mkdir()
 
     def put(name: str, program: str) -> None:
-        (commands / name).write_text(program if program is PYTHON else RECORD + program)
+        (commands / name).write_text(program if program.startswith("#!") else RECORD + program)
         (commands / name).chmod(0o755)
 
     for name, program in {
         "trl-april": SERVER, "accelerate": TRAINER, "srun": SRUN, "ray": RAY, "scontrol": SCONTROL, "python3": PYTHON,
-        **dict.fromkeys(("nvidia-smi", "amd-smi", "rocm-smi"), "sys.exit(9)\n"),
+        "sleep": SLEEP, **dict.fromkeys(("nvidia-smi", "amd-smi", "rocm-smi"), "sys.exit(9)\n"),
     }.items():  # fmt: skip
         put(name, program)
 
