@@ -209,6 +209,6 @@ def test_product_of_the_ratios_is_unbiased(policies, tmp_path, cuts):
 def test_half_the_drift_is_half_the_bias(policies, tmp_path, options):
     """A correction to first order would leave a quarter."""
     larger, smaller = (
-        bias(with_drift(policies, scale), tmp_path, AFTER_TOKENS, **options) for scale in (1 / 16, 1 / 32)
+        bias(with_drift(policies, scale), tmp_path, AFTER_TOKENS, **options) for scale in (1 / 64, 1 / 128)
     )
     assert smaller / larger == pytest.approx(0.5, abs=0.05)
