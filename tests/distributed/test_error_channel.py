@@ -89,9 +89,8 @@ def beat(channel: ErrorChannel) -> None:
         time.sleep(0.002)
 
 
-def failing(error: BaseException, *, after: float = 0.0) -> Body:
+def failing(error: BaseException) -> Body:
     def body_that_fails(channel: ErrorChannel) -> None:
-        time.sleep(after)
         raise error
 
     return body_that_fails
