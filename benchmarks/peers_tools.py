@@ -2,11 +2,14 @@
 
     python benchmarks/peers_tools.py                                     # 2 seeds, 24 steps
     python benchmarks/peers_tools.py --contestants default trl-8-96 --seeds 1
+    python benchmarks/peers_tools.py --contestants agent-synchronous agent trl-8-96
     python benchmarks/peers_tools.py --quick                             # a few steps, as a smoke test
 
 Game and model are those of games.py, and a move takes as long as in kills.py. Contestants are those of peers.py:
 `synchronous` (no sample waits for the turns of another, as it would in TRL's loop), `default`, `ours-B-F`, and
-`trl-B-R`. Batches have 8 groups of 6 games. Trained tokens are those of the model. A stopped benchmark resumes.
+`trl-B-R`. `agent` has the default options too, and `agent-synchronous` those of `synchronous`, but the agent of
+kills.py plays, by address, instead of the trainer's environment. Batches have 8 groups of 6 games. Trained tokens are
+those of the model. A stopped benchmark resumes.
 
 Prompts are prefilled in one piece (`--max-num-batched-tokens`): TRL's requests have seeds, and in the middle of a
 prompt vLLM fails on a CPU with those ("CPU Generator does not use offset").
@@ -29,9 +32,10 @@ from typing import Any
 import requests
 import transformers
 from games import GAMES, GUESSES, NAME, TRAINING_SEEDS, WARM_START_STEPS, build_tokenizer, started, training_args
-from kills import GROUPS, SlowGame
+from kills import GROUPS, SlowGame, arms
 from learning import OBJECTIVE, prepare, training_parser
-from peers import DEFAULT, SYNCHRONOUS, contestant
+from peers import DEFAULT, SYNCHRONOUS
+from peers import contestant as peer
 from report import earlier_results, markdown, write_json
 from trl.chat_template_utils import get_training_chat_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -43,12 +47,16 @@ from trl_april import APRILGRPOTrainer
 GAMES_PER_GROUP, MICRO_BATCH = 6, 12
 SAMPLES = GROUPS * GAMES_PER_GROUP
 CONTESTANTS = [SYNCHRONOUS, DEFAULT, "trl-4-96", "trl-8-96", "trl-16-96"]
+AGENTS = "agent", "agent-synchronous"
 
 
-def train_ours(args: Any, rows: Any, model_dir: Path) -> dict[str, Any]:
-    trainer = APRILGRPOTrainer(
-        str(model_dir), args=args, train_dataset=rows, environment_factory=partial(SlowGame, NAME)
-    )
+def contestant(text: str) -> str:
+    """A name of the form that the module's docstring describes."""
+    return text if text in AGENTS else peer(text)
+
+
+def train_ours(args: Any, rows: Any, model_dir: Path, agent: bool) -> dict[str, Any]:
+    trainer = APRILGRPOTrainer(str(model_dir), args=args, train_dataset=rows, **arms(agent))
     trainer.remove_callback(transformers.PrinterCallback)
     seconds = trainer.train().metrics["train_runtime"]
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -103,12 +111,12 @@ def run(name: str, seed: int, steps: int, model_dir: Path, base_url: str) -> dic
             )  # fmt: skip
             train = partial(train_theirs, theirs, rows, model_dir, base_url)
         else:
-            options: dict[str, Any] = {"over_provisioning": 1.0} if name == SYNCHRONOUS else {}
+            options: dict[str, Any] = {"over_provisioning": 1.0} if name.endswith(SYNCHRONOUS) else {}
             if name.startswith("ours"):
                 _, bound, factor = name.split("-")
                 options = {"max_staleness": int(bound), "over_provisioning": float(factor)}
             args = training_args(folder, base_url, seed=seed, max_steps=steps, **OBJECTIVE, **options)
-            train = partial(train_ours, args, rows, model_dir)
+            train = partial(train_ours, args, rows, model_dir, name in AGENTS)
         before = generated_tokens(base_url)
         found = train()
     return {"contestant": name, "seed": seed, "generated_tokens": generated_tokens(base_url) - before, **found}

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerState
 from trl import GRPOConfig
 
-from .agents.rollout_function import RolloutTurns
+from .agents.rollout_function import FILES, RolloutTurns
 from .agents.tools import ToolTurns
 from .bridge.construction import rollout_engine
 from .checkpoint.resume import RunCheckpoints, account_of
@@ -104,7 +104,8 @@ class RolloutSession:
         self._source, elsewhere = self._restore(saved, rows, num_reward_funcs, checkpoints.resumed_from)
         # A checkpoint written under a higher target can hold more groups.
         groups_here = math.ceil(max(self.pool.schedule.target, len(self.pool.schedule)) / processes.count)
-        connections = reserve_connections(groups_here * plan.num_generations)
+        files = FILES if isinstance(act, RolloutTurns) else 1
+        connections = reserve_connections(groups_here * plan.num_generations, files)
         admission = Admission(plan, self._source, rows.read, tokenize, processes.owns)
         if processes.rank == 0:
             check_longest(budget, rows, tokenize, silent=args.disable_tqdm)
@@ -262,7 +263,7 @@ class RolloutSession:
             sync_mismatch=self._server.sync_mismatch,
             max_staleness=self._options.max_staleness,
             stream_interval=max(self._options.stream_interval, self._server.server_info.stream_interval),
-            restarted_samples=self._restorable.take_restarted() if self._restorable else 0,
+            restored=self._restorable.take_restored() if self._restorable else (0, 0),
             reduce_sum=self._processes.reduce_sum,
             reduce_max=self._processes.reduce_max,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import openai
+import psutil
 import pytest
 import requests
 from openai import AsyncOpenAI
@@ -29,10 +32,12 @@ from tests.agents.agent_runs import (
     resumed,
     rollout_turns,
 )
+from tests.server.test_process import wait_for
 from tests.support.tool_calling import END, TOKENIZER, call, encode
 from trl_april.agents import address
 from trl_april.agents.command import CommandRollout
 from trl_april.errors import ConfigError
+from trl_april.server.process import session_members
 
 
 def user(text):
@@ -398,7 +403,7 @@ def test_an_agent_that_hangs_when_it_starts_anew_is_ended(acts):
     play(pool, acts(agent), Model(), piece=29, most=3)
     again = acts(hangs, timeout=0.5)
     resumed(pool, again)
-    assert ended.is_set() and again.take_restarted() == 1
+    assert ended.is_set() and again.take_restored()[1] == 1
 
 
 def branching(prompt, engine, row):
@@ -431,7 +436,7 @@ def test_branches_come_back_from_a_checkpoint(acts, rollout, piece, most, acts_l
     play(pool, acts(rollout), model, piece=piece, most=most, acts_last=acts_last)
     again = acts(rollout)
     pool = resumed(pool, again)
-    assert again.take_restarted() == 0
+    assert again.take_restored()[1] == 0
     play(pool, again, model)
     assert (outcome(pool), pool.counters.tokens_branched) == whole(rollout)
     assert len({tuple(ids) for ids in model.asked}) == len(model.asked), "no token is generated twice"
@@ -449,7 +454,7 @@ def test_an_agent_that_differs_after_a_checkpoint_opens_a_branch(acts, caplog):
     play(pool, acts(differs), model, most=3, acts_last=False)
     again = acts(differs)
     pool = resumed(pool, again)
-    assert again.take_restarted() == 1 and "1 samples start again, and lose" in caplog.text
+    assert again.take_restored()[1] == 1 and "1 samples start again, and lose" in caplog.text
     play(pool, again, model)
     ((_, text, *_),) = outcome(pool)
     assert [part.split(END)[0] for part in text.split(HEADER_TEXT)] == ["Re: A", "Re: other", "Re: C"]
@@ -512,3 +517,24 @@ def test_a_program_ends_with_its_sample(acts, program):
         play(new_pool(), acts(CommandRollout("no-such-program-anywhere")))
     with pytest.raises(ConfigError, match="must name a program"):
         CommandRollout(" ")
+
+
+ONE_PROGRAM = """
+from types import SimpleNamespace
+from trl_april.agents.command import CommandRollout
+engine = SimpleNamespace(base_url="", api_key="", at_close=lambda end: None)
+CommandRollout("sleep 100")([], engine, {})
+"""
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="only util-linux has setpriv")
+def test_a_program_ends_with_a_trainer_that_is_killed():
+    trainer = subprocess.Popen([sys.executable, "-c", ONE_PROGRAM])
+    try:
+        wait_for(lambda: psutil.Process(trainer.pid).children())
+        (program,) = psutil.Process(trainer.pid).children()
+        wait_for(lambda: program.name() == "sleep")
+    finally:
+        trainer.kill()
+        trainer.wait()
+    wait_for(lambda: not session_members(program.pid))

@@ -150,9 +150,9 @@ def test_a_prompt_with_images_is_that_of_the_row(acts):
 def test_coroutines_continue_from_a_checkpoint(acts, requests):
     whole, pool = play(acts(ask_again), pool_of()), pool_of()
     play(acts(ask_again), pool, 9, most=requests)
-    act = acts(ask_again)
+    act, unfinished = acts(ask_again), sum(sample.finish_reason is None for group in pool for sample in group.samples)
     pool = resumed(pool, act)
-    assert act.take_restarted() == 0
+    assert act.take_restored() == (unfinished, 0)
     assert play(act, pool) == whole
 
 
@@ -170,5 +170,5 @@ def test_a_sample_whose_rollout_asks_for_other_turns_starts_again(acts, caplog, 
     (group,) = resumed(pool, act)
     assert [len(sample) for sample in group.samples] == [0, BUDGET, BUDGET], "the other samples are complete"
     assert group.samples[0].conversation.awaits_reset
-    assert (act.take_restarted(), act.take_restarted()) == (1, 0)
+    assert (act.take_restored(), act.take_restored()) == ((0, 1), (0, 0))
     assert "1 samples start again, and lose " in caplog.text and ("OSError('gone')" in caplog.text) == fails

@@ -28,10 +28,12 @@ Body = Callable[[ErrorChannel], None]
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # An interrupt would reach the main thread of the tests.
     for name, seconds in {"POLL": 0.01, "HEARD": WAIT, "HOLD_BACK": 0.05, "INTERRUPT": 60.0}.items():
         monkeypatch.setattr(module, name, seconds)
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Process(threading.Thread):
@@ -87,9 +89,8 @@ def beat(channel: ErrorChannel) -> None:
         time.sleep(0.002)
 
 
-def failing(error: BaseException, *, after: float = 0.0) -> Body:
+def failing(error: BaseException) -> Body:
     def body_that_fails(channel: ErrorChannel) -> None:
-        time.sleep(after)
         raise error
 
     return body_that_fails
@@ -141,12 +142,6 @@ def test_process_that_never_asks_gets_the_error_when_its_run_ends(consequence):
             raise consequence
 
     assert [type(error) for error in run(failing(ValueError("the words")), lose_the_connection)] == 2 * [ValueError]
-
-
-def test_failed_collective_call_waits_for_the_report_of_its_cause(monkeypatch):
-    monkeypatch.setattr(module, "HOLD_BACK", WAIT)
-    raised = run(failing(ValueError("the words"), after=0.1), failing(RuntimeError("connection closed by peer")))
-    assert [type(error) for error in raised] == [ValueError, ValueError]
 
 
 def test_first_of_two_errors_reaches_the_others_and_each_failing_process_raises_its_own(monkeypatch):
@@ -352,28 +347,24 @@ def test_main_thread_that_does_not_ask_is_interrupted(monkeypatch):
             time.sleep(2 * WAIT)
     assert time.monotonic() - began < WAIT
     assert type(other.end()) is ValueError
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_sigterm_of_a_launcher_does_not_hide_the_error(monkeypatch):
     """Also not while the process cleans up; afterwards SIGTERM ends it."""
     monkeypatch.setattr(module, "HOLD_BACK", WAIT)
     store = HashStore()
-    try:
-        with pytest.raises(ValueError, match="Process 0 failed with ValueError: the words"):
-            with ErrorChannel(store, 1, 2).watched():
-                assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or this ends the tests
-                assert type(Process(ErrorChannel(store, 0, 2), failing(ValueError("the words"))).end()) is ValueError
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(WAIT)
-        signal.raise_signal(signal.SIGTERM)
-        killed: list[int] = []
-        monkeypatch.setattr(module, "CLEAN_UP", 0.0)
-        monkeypatch.setattr(module.os, "kill", lambda pid, number: killed.append(number))
-        signal.raise_signal(signal.SIGTERM)
-        assert killed == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pytest.raises(ValueError, match="Process 0 failed with ValueError: the words"):
+        with ErrorChannel(store, 1, 2).watched():
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or this ends the tests
+            assert type(Process(ErrorChannel(store, 0, 2), failing(ValueError("the words"))).end()) is ValueError
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(WAIT)
+    signal.raise_signal(signal.SIGTERM)
+    killed: list[int] = []
+    monkeypatch.setattr(module, "CLEAN_UP", 0.0)
+    monkeypatch.setattr(module.os, "kill", lambda pid, number: killed.append(number))
+    signal.raise_signal(signal.SIGTERM)
+    assert killed == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_handlers_of_the_user_are_left_alone():
@@ -402,4 +393,3 @@ def test_sigterm_of_a_launcher_does_not_replace_an_error_that_waits_for_its_caus
         threading.Timer(0.03, os.kill, [os.getpid(), signal.SIGTERM]).start()
         raise RuntimeError("Connection closed by peer")
     assert isinstance(other.end(), ZeroDivisionError)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)

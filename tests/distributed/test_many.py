@@ -1,7 +1,7 @@
 """Several processes on the real server: training does not depend on their number."""
 
 from collections import Counter
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 
@@ -53,12 +53,13 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def launched(server, forker, tiny_model_dir, tmp_path_factory):
-    """The runs above, in 1 and 2 processes."""
+    """The runs above in 2 processes, and those that are compared in 1."""
     folder = tmp_path_factory.mktemp("many")
     done = {}
     for count in NUMS_PROCESSES:
+        runs = [run for run in RUNS if count > 1 or run["name"] in ("plain", "seeded")]
         done[count] = launch_preloaded(
-            forker, count, RUNS, folder / str(count), model=tiny_model_dir, url=server.base_url
+            forker, count, runs, folder / str(count), model=tiny_model_dir, url=server.base_url
         )
         assert done[count].code == 0, done[count].output[-6000:]
     return done
@@ -76,16 +77,13 @@ def trained(results: list[dict], step: int | None = None) -> list[tuple[int, int
     ]
 
 
-@pytest.mark.parametrize("count", NUMS_PROCESSES)
-@pytest.mark.parametrize(("name", "epochs"), [("plain", 2), ("straddling", 1)])
+@pytest.mark.parametrize(("count", "name", "epochs"), [(1, "plain", 2), (2, "plain", 2), (2, "straddling", 1)])
 class TestRows:
     def test_every_row_is_trained_once_per_epoch_in_equal_parts_of_batches(self, launched, count, name, epochs):
         results = launched[count].results(name, count)
         samples = Counter((number, index) for _, number, index in trained(results))
         assert samples == {(number, index): epochs for number in range(24) for index in range(4)}
         assert len(set(trained(results))) == len(trained(results))  # each group once
-        rows = {(group, number) for group, number, _ in trained(results)}
-        assert rows == {(group, number) for group, number, _ in trained(launched[1].results(name, 1))}
         assert [result["left"] for result in results] == [0] * count
         # Each process has generated an equal part, whoever trained it.
         assert [result["taken"] for result in results] == [24 * epochs // count] * count
@@ -93,7 +91,10 @@ class TestRows:
             batch = trained(results, step)
             assert batch == sorted(batch)
             assert {len(trained([result], step)) for result in results} == {len(batch) // count}
-        if name == "plain":  # otherwise samples that are carried over would not be covered
+        if name == "plain":
+            rows = {(group, number) for group, number, _ in trained(results)}
+            assert rows == {(group, number) for group, number, _ in trained(launched[1].results(name, 1))}
+            # Otherwise samples that are carried over would not be covered.
             assert all(sum(result["carried_here"]) > 0 for result in results)
 
     def test_log_counts_over_all_processes(self, launched, count, name, epochs):
@@ -125,8 +126,7 @@ class TestRows:
 
 
 def test_table_of_completions_has_the_samples_of_all_processes_in_their_order(launched):
-    num_segments = 0
-    for count, name in product(NUMS_PROCESSES, ("plain", "dynamic")):
+    for count, name in ((1, "plain"), (2, "plain"), (2, "dynamic")):
         results = launched[count].results(name, count)
         assert len(results[0]["completions"]) == len(results[0]["rounds"])
         for step, shown in enumerate(results[0]["completions"]):
@@ -136,8 +136,6 @@ def test_table_of_completions_has_the_samples_of_all_processes_in_their_order(la
             of_segments = [[int(version) for version in text.split(",")] for text in shown]
             assert [sorted(set(segments)) for segments in of_segments] == versions
             assert [len(segments) - 1 for segments in of_segments] == resumed
-            num_segments += sum(map(len, of_segments))
-    assert num_segments > 500  # a slow trainer resumes few samples, or none
 
 
 class TestLosses:
@@ -158,56 +156,42 @@ class TestLosses:
         for count in NUMS_PROCESSES if "april" not in name else ():
             assert self.values(launched, count, "stock_log", name) == pytest.approx(alone, abs=1e-4)
 
-    @pytest.mark.parametrize("count", NUMS_PROCESSES)
-    def test_processes_fill_the_same_micro_batches_and_learn_like_trls_own_trainer(self, launched, count):
-        passes = [result["training_passes"] for result in launched[count].results("filled", count)]
+    def test_processes_fill_the_same_micro_batches_and_learn_like_trls_own_trainer(self, launched):
+        passes = [result["training_passes"] for result in launched[2].results("filled", 2)]
         assert len(set(passes)) == 1 and 2 <= passes[0] < 2 * 4
         for name in ("loss", "grad_norm"):
-            found = self.values(launched, count, "log", name, "filled")
-            assert found == pytest.approx(self.values(launched, count, "stock_log", name, "filled"), abs=1e-4)
-            assert found == pytest.approx(self.values(launched, 1, "log", name, "filled"), abs=1e-4)
+            found = self.values(launched, 2, "log", name, "filled")
+            assert found == pytest.approx(self.values(launched, 2, "stock_log", name, "filled"), abs=1e-4)
 
 
-@pytest.mark.parametrize("count", NUMS_PROCESSES)
-class TestDynamicSampling:
-    def test_every_trained_group_has_differing_rewards_and_batches_are_full(self, launched, count):
-        results = launched[count].results("dynamic", count)
-        assert all(number % 3 == 0 for _, number, _ in trained(results))
-        for step in range(6):
-            samples = trained(results, step)
-            assert samples == sorted(samples) and len(set(samples)) == 12
-        assert results[0]["log"][-2]["frac_reward_zero_std"] == 0
+def test_dynamic_sampling_loses_no_row_and_logs_what_is_trained(launched):
+    results = launched[2].results("dynamic", 2)
+    assert all(number % 3 == 0 for _, number, _ in trained(results)), "rewards differ"
+    for step in range(6):
+        samples = trained(results, step)
+        assert samples == sorted(samples) and len(set(samples)) == 12, "a batch is full"
+    for result in results:
+        assert result["left"] == 0
+        assert result["admitted"] == result["taken"] + result["rejected"]
+        generated, taken, rejected = result["tokens"]
+        assert generated == taken + rejected
+        scored = Counter(number for call in result["scored"] for number in call)
+        assert set(scored.values()) == {4} and len(scored) == result["admitted"], "its own groups, once"
+    assert sum(result["taken"] for result in results) == 6 * 3
+    assert sum(result["rejected"] for result in results) >= 6 * 3
+    log = results[0]["log"]
+    assert log[-2]["frac_reward_zero_std"] == 0
+    assert results[0]["logged_rows"][-12:] == [number for _, number, _ in trained(results, 5)]
+    assert results[0]["logged_rewards"][-12:] == [float(index) for *_, index in trained(results, 5)]
+    lines = [entry for entry in log if "april/rejected_groups" in entry]
+    assert sum(entry["april/rejected_groups"] for entry in lines) == sum(r["rejected"] for r in results)
+    assert all(entry["calls"] == 1.0 for entry in lines)
 
-    def test_no_row_or_token_is_lost_in_any_process(self, launched, count):
-        results = launched[count].results("dynamic", count)
-        for result in results:
-            assert result["left"] == 0
-            assert result["admitted"] == result["taken"] + result["rejected"]
-            generated, taken, rejected = result["tokens"]
-            assert generated == taken + rejected
-        assert sum(result["taken"] for result in results) == 6 * 3
-        assert sum(result["rejected"] for result in results) >= 6 * 3
 
-    def test_every_process_scores_its_own_groups_once(self, launched, count):
-        results = launched[count].results("dynamic", count)
-        for result in results:
-            scored = Counter(number for call in result["scored"] for number in call)
-            assert set(scored.values()) == {4}
-            assert len(scored) == result["admitted"]
-
-    def test_rewards_and_logs_belong_to_the_trained_samples(self, launched, count):
-        results = launched[count].results("dynamic", count)
-        rows = [number for _, number, _ in trained(results, 5)]
-        assert results[0]["logged_rows"][-12:] == rows
-        assert results[0]["logged_rewards"][-12:] == [float(index) for *_, index in trained(results, 5)]
-        lines = [entry for entry in results[0]["log"] if "april/rejected_groups" in entry]
-        assert sum(entry["april/rejected_groups"] for entry in lines) == sum(r["rejected"] for r in results)
-        assert all(entry["calls"] == 1.0 for entry in lines)
-
-    def test_hopeless_round_is_filled_with_rejected_groups_of_any_process(self, launched, count):
-        results = launched[count].results("hopeless", count)
-        for step in range(2):
-            samples = trained(results, step)
-            assert samples == sorted(samples) and len(set(samples)) == 16
-        assert sum(sum(result["filled"]) for result in results) == 8
-        assert [result["left"] for result in results] == [0] * count
+def test_hopeless_round_is_filled_with_rejected_groups_of_any_process(launched):
+    results = launched[2].results("hopeless", 2)
+    for step in range(2):
+        samples = trained(results, step)
+        assert samples == sorted(samples) and len(set(samples)) == 16
+    assert sum(sum(result["filled"]) for result in results) == 8
+    assert [result["left"] for result in results] == [0, 0]

@@ -42,13 +42,8 @@ class Processes:
         for group_id in group_ids:
             self.schedules[owner_of(group_id, len(self.schedules))].finish(group_id)
 
-    def reject(self, *group_ids: int) -> None:
-        for group_id in group_ids:
-            self.schedules[owner_of(group_id, len(self.schedules))].reject(group_id)
-
-    @property
-    def finished(self) -> list[int]:
-        return sorted({group_id for schedule in self.schedules for group_id in schedule.finished})
+    def reject(self, group_id: int) -> None:
+        self.schedules[owner_of(group_id, len(self.schedules))].reject(group_id)
 
     def update(self, *ranks: int) -> list[bool]:
         """Update these processes, one after the other; by default all of them."""
@@ -72,27 +67,11 @@ class Processes:
             quota.publish_rejected()
         for quota in self.quotas:
             quota.refresh()
-        finished = self.finished
+        finished = sorted({group_id for schedule in self.schedules for group_id in schedule.finished})
         for schedule in self.schedules:
             schedule.learn(finished)
         self.quotas[0].end_round()
         assert self.store.num_keys() == 0
-
-    def resume(self) -> None:
-        self.agree()
-        for quota in self.quotas:
-            quota.begin_round()
-
-    def end_round(self) -> list[int]:
-        self.stop()
-        self.agree()
-        batches = [schedule.deliver() for schedule in self.schedules]
-        assert batches == [batches[0]] * len(batches)
-        return batches[0]
-
-    @property
-    def num_finished(self) -> list[int]:
-        return [quota.num_finished for quota in self.quotas]
 
 
 # Counting
@@ -108,7 +87,7 @@ def test_round_closes_in_all_processes_once_the_quota_is_met_over_all():
     assert processes.update(0) == [False]  # process 1 has not published yet
     assert processes.update(1, 0) == [True, True]
     assert processes.update() == [True, True]
-    assert processes.num_finished == [4, 4]
+    assert [quota.num_finished for quota in processes.quotas] == [4, 4]
     assert not any(schedule.quota_met for schedule in processes.schedules)  # as far as each of them knows
 
 
@@ -126,7 +105,9 @@ def test_tokens_of_one_round_are_no_progress_of_the_next():
     processes.finish(0, 1)
     received[:] = 10, 5
     assert update() == [10, 15]
-    processes.end_round()
+    processes.stop()
+    processes.agree()
+    assert [schedule.deliver() for schedule in processes.schedules] == [[0, 1]] * 2
     processes.begin_round(1)
     assert update() == [0, 0]
     received[:] = 12, 5
@@ -158,7 +139,9 @@ def test_groups_rejected_before_a_suspension_count_once(max_rejected: int, is_fi
     processes.update(0)
     processes.reject(1)
     processes.stop(suspending=(1,))
-    processes.resume()
+    processes.agree()
+    for quota in processes.quotas:
+        quota.begin_round()
     assert [sorted(schedule.rejected) for schedule in processes.schedules] == [[0, 1]] * 2
     assert processes.update(0, 1, 0, 1) == [is_filled] * 4
     if not is_filled:

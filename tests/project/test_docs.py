@@ -11,6 +11,7 @@ from typing import Any
 
 import measured_tables
 import pytest
+import report
 import trl
 import yaml
 
@@ -25,8 +26,6 @@ from trl_april.cli import COMMANDS
 from trl_april.commands.simulate import main as simulate
 from trl_april.config import AprilOptions
 from trl_april.engine.servers import Traffic
-from trl_april.pool.budget import Budget
-from trl_april.pool.samples import FinishReason, Group, Sample, SampleState
 from trl_april.rollout.record import Round
 from trl_april.training.batch import round_metrics, server_metrics
 from trl_april.training.correction import AGES, MASKED_FRACTION, correction_metrics
@@ -100,14 +99,10 @@ class GivenCompletions(ServerlessTrainer):
     """Trains on completions of two tokens."""
 
     def _april_run_round(self) -> Round:
-        size, row = self.args.num_generations, {"prompt": "1+1=", "answer": "2"}
-        self.groups = [
-            Group(group_id, row, [5, 6], Budget(8), 0, [Sample(group_id, i) for i in range(size)])
-            for group_id in range(self.args.generation_batch_size // size)
-        ]
-        for made in (made for one in self.groups for made in one.samples):
-            made.append([7 + made.index, 8], [-1.0, -2.0], 0)
-            made.state, made.finish_reason = SampleState.FINISHED, FinishReason.STOP
+        samples = [sample(index, (0, 2)) for index in range(self.args.num_generations)]
+        self.groups = [group(*samples) for _ in range(self.args.generation_batch_size // len(samples))]
+        for one in self.groups:
+            one.row = {"prompt": "1+1=", "answer": "2"}
         return super()._april_run_round()
 
 
@@ -216,6 +211,10 @@ def test_results_stand_in_measured_tables_only(name):
     """A ratio or a share in other text could not be compared with a file."""
     text = measured_tables.BLOCK.sub("", re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL))
     assert re.findall(r"\d+\.\d+ times|\d+ ?%|\d tok/s|±", text) == []
+
+
+def test_results_name_the_versions_that_they_were_measured_with():
+    assert set(report.machine()["versions"]) == {"trl", "transformers", "torch", "vllm"}
 
 
 # Generated files

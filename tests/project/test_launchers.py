@@ -56,7 +56,7 @@ if os.environ.get("TRAINER") == "saves":
     def save(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (records / "trainer-saves").write_text("")
-        time.sleep(1)
+        time.sleep(0.5)
         (records / "trainer-saved").write_text("")
         sys.exit(143)
 
@@ -107,6 +107,7 @@ if [[ $2 == -m ]]; then
 fi
 exec {os.path.realpath(sys.executable)} "$@"
 """
+SLEEP = "#!/bin/bash\nexec /bin/sleep 0.1\n"  # between two looks at a server that starts
 GPUS = {
     "nvidia-smi": 'print("\\n".join(str(n) for n in range({count})))\n',
     "amd-smi": 'print("gpu,gpu_bdf,gpu_uuid\\n" + "\\n".join(f"{{n}},0000:0{{n}}:00.0,u" for n in range({count})))\n',
@@ -121,12 +122,12 @@ def machine(tmp_path):
         folder.mkdir()
 
     def put(name: str, program: str) -> None:
-        (commands / name).write_text(program if program is PYTHON else RECORD + program)
+        (commands / name).write_text(program if program.startswith("#!") else RECORD + program)
         (commands / name).chmod(0o755)
 
     for name, program in {
         "trl-april": SERVER, "accelerate": TRAINER, "srun": SRUN, "ray": RAY, "scontrol": SCONTROL, "python3": PYTHON,
-        **dict.fromkeys(("nvidia-smi", "amd-smi", "rocm-smi"), "sys.exit(9)\n"),
+        "sleep": SLEEP, **dict.fromkeys(("nvidia-smi", "amd-smi", "rocm-smi"), "sys.exit(9)\n"),
     }.items():  # fmt: skip
         put(name, program)
 
@@ -191,81 +192,70 @@ def test_server_and_trainer_run_on_a_cpu_without_gpus(machine):
 @pytest.mark.parametrize(
     ("tool", "options", "environment", "server_gpus", "trainer_gpus"),
     [
-        ("nvidia-smi", [], {}, "0,1,2,3", "4,5,6,7"),
+        ("nvidia-smi", ["--", "--", "--dtype", "half"], {"FIT": "2"}, "0,1 2,3", "4,5,6,7"),
         ("nvidia-smi", ["--server-gpus", "1"], {"CUDA_VISIBLE_DEVICES": "3,5,7"}, "3", "5,7"),
         ("amd-smi", [], {"HIP_VISIBLE_DEVICES": "1,3"}, "1", "3"),
         ("amd-smi", [], {"ROCR_VISIBLE_DEVICES": "2,3"}, "0", "1"),
     ],
 )
 def test_gpus_are_divided(machine, tool, options, environment, server_gpus, trainer_gpus):
+    """A server gets as many as its weights need."""
     machine.put(tool, GPUS[tool].format(count=8))
-    finish(machine.start(SINGLE_NODE, "dir/model", "--port", str(free_port(4)), *options, **environment))
+    finish(machine.start(SINGLE_NODE, "dir/model", "--port", str(free_port(2)), *options, **environment))
     servers, (trainer,) = machine.calls("trl-april"), machine.calls("accelerate")
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # vLLM on ROCm refuses two lists that differ
     visible, other = names if tool == "nvidia-smi" else reversed(names)
     by_port = sorted(servers, key=lambda server: int(option(server.arguments, "--port")))
-    assert ",".join(server.environment[visible] for server in by_port) == server_gpus
+    assert [server.environment[visible] for server in by_port] == server_gpus.split()
     assert trainer.environment[visible] == trainer_gpus
     assert not any(other in call.environment for call in (*servers, trainer))
     addresses = [f"http://127.0.0.1:{option(server.arguments, '--port')}" for server in by_port]
     assert option(trainer.arguments, "--vllm_server_base_url") == ",".join(addresses)
     assert option(trainer.arguments, "--num_processes") == str(len(trainer_gpus.split(",")))
-
-
-def test_a_server_gets_as_many_gpus_as_its_weights_need(machine):
-    machine.put("nvidia-smi", GPUS["nvidia-smi"].format(count=8))
-    arguments = ["--port", str(free_port(4)), "--", "--", "--dtype", "half"]
-    finish(machine.start(SINGLE_NODE, "dir/model", *arguments, FIT="2"))
+    if "FIT" not in environment:
+        assert "--tensor-parallel-size" not in servers[0].arguments
+        return
     asked = "0,1,2,3 -P -m trl_april.server.model_size dir/model 4 --dtype half"
     assert (machine.records / "fit").read_text().strip() == asked
-    calls = machine.calls("trl-april")
-    assert sorted(call.environment["CUDA_VISIBLE_DEVICES"] for call in calls) == ["0,1", "2,3"]
-    assert [option(call.arguments, "--tensor-parallel-size") for call in calls] == ["2", "2"]
+    assert [option(server.arguments, "--tensor-parallel-size") for server in servers] == ["2", "2"]
 
 
-def test_server_is_on_the_last_node_and_the_trainer_on_the_others(machine):
-    port = str(free_port())
-    arguments = ["--server-address", "127.0.0.1", "--port", port, "--", "--output_dir", "my out", "--", "--seed", "3"]
-    finish(machine.job(*arguments, FIT="1"))
-    (server,) = machine.calls("trl-april")
-    assert server.arguments == [
-        "serve", "dir/model", "--tensor-parallel-size", "8", "--seed", "3", "--host", "127.0.0.1", "--port", port,
-    ]  # fmt: skip
+def test_each_server_of_a_node_has_gpus_and_a_port_of_its_own(machine):
+    """The last nodes have servers, and the trainer has the others."""
+    port = free_port(2)
+    arguments = ["--server-nodes", "2", "--server-address", "127.0.0.1,127.0.0.2", "--port", str(port)]
+    arguments += ["--", "--output_dir", "my out", "--", "--seed", "3"]
+    environment = {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "3,4,6,7", "FIT": "2"}
+    finish(machine.job(*arguments, nodes="n1,n2,n3,n4", **environment))
+    servers = sorted(machine.calls("trl-april"), key=lambda call: call.arguments[-4:])
+    where = [(host, port + number) for host in ("127.0.0.1", "127.0.0.2") for number in range(2)]
+    for call, (host, own_port) in zip(servers, where, strict=True):
+        assert call.arguments == [
+            "serve", "dir/model", "--tensor-parallel-size", "2", "--seed", "3", "--host", host, "--port",
+            str(own_port),
+        ]  # fmt: skip
+        gpus = "3,4" if own_port == port else "6,7"
+        assert call.environment["CUDA_VISIBLE_DEVICES"] == call.environment["HIP_VISIBLE_DEVICES"] == gpus
     ranks = sorted(machine.calls("accelerate"), key=lambda call: option(call.arguments, "--machine_rank"))
+    addresses = ",".join(f"http://{host}:{own_port}" for host, own_port in where)
     assert [call.arguments for call in ranks] == [
         [
             "launch", "--machine_rank", rank, "--config_file", "scripts/accelerate/ddp.yaml",
-            "--num_machines", "2", "--num_processes", "16", "--main_process_ip", "n1", "--main_process_port", "29500",
+            "--num_machines", "2", "--num_processes", "8", "--main_process_ip", "n1", "--main_process_port", "29500",
             "--rdzv_backend", "static", "--same_network", "scripts/grpo.py", "--model_name_or_path", "dir/model",
-            "--vllm_server_base_url", f"http://127.0.0.1:{port}", "--output_dir", "my out",
+            "--vllm_server_base_url", addresses, "--output_dir", "my out",
         ]
         for rank in "01"
     ]  # fmt: skip
     serving, training = machine.calls("srun")
-    assert {"--nodelist=n3", "--nodes=1", "--ntasks=1", "--export=ALL"} <= set(serving.arguments)
+    assert {"--nodelist=n3,n4", "--nodes=2", "--ntasks=2", "--export=ALL"} <= set(serving.arguments)
     assert {"--nodelist=n1,n2", "--nodes=2", "--ntasks=2", "--export=ALL"} <= set(training.arguments)
     assert (machine.records / "server-stopped").exists() and not machine.calls("ray")
     # Every user of a node sees command lines.
-    key = server.environment["VLLM_API_KEY"]
+    key = servers[0].environment["VLLM_API_KEY"]
     assert len(key) >= 32 and ranks[0].environment["VLLM_API_KEY"] == key
     assert not any(key in word for name in ("srun", "trl-april", "accelerate") for call in machine.calls(name)
                    for word in call.arguments)  # fmt: skip
-
-
-def test_each_server_of_a_node_has_gpus_and_a_port_of_its_own(machine):
-    port = free_port(2)
-    arguments = ["--server-nodes", "2", "--gpus-per-node", "4", "--server-address", "127.0.0.1,127.0.0.2"]
-    finish(machine.job(*arguments, "--port", str(port), FIT="2", CUDA_VISIBLE_DEVICES="3,4,6,7"))
-    where = [(host, str(port + number)) for host in ("127.0.0.1", "127.0.0.2") for number in range(2)]
-    servers = machine.calls("trl-april")
-    assert sorted((option(call.arguments, "--host"), option(call.arguments, "--port")) for call in servers) == where
-    for call in servers:
-        assert option(call.arguments, "--tensor-parallel-size") == "2"
-        gpus = "3,4" if option(call.arguments, "--port") == str(port) else "6,7"
-        assert call.environment["CUDA_VISIBLE_DEVICES"] == call.environment["HIP_VISIBLE_DEVICES"] == gpus
-    (trainer,) = machine.calls("accelerate")
-    addresses = [f"http://{host}:{port}" for host, port in where]
-    assert option(trainer.arguments, "--vllm_server_base_url") == ",".join(addresses)
 
 
 def test_several_server_nodes_are_joined_by_ray(machine):

@@ -36,41 +36,30 @@ def fresh_interpreter(program: str, *, path: Path = ROOT) -> str:
     return result.stdout.strip()
 
 
+COMMAND = """from contextlib import suppress
+from trl_april.cli import main
+with suppress(SystemExit):
+    main({arguments})
+"""
+FIRST_USE = """import rlcompleter, trl_april
+trl_april.Pool, trl_april.Group, trl_april.ConfigError
+assert rlcompleter.Completer({'trl_april': trl_april}).complete('trl_april.Lo', 0) == 'trl_april.LocalServer('
+"""
+
+
 @pytest.mark.parametrize(
-    ("modules", "others"),
+    ("program", "others"),
     [
-        ("trl_april.pool.pool, trl_april.pool.state", ("asyncio", "socket", "http", "psutil")),
-        ("trl_april.server.local, trl_april.tuning.simulated_clock, trl_april.commands.doctor", ()),
+        ("import trl_april.pool.pool, trl_april.pool.state", ("asyncio", "socket", "http", "psutil")),
+        ("import trl_april.server.local, trl_april.tuning.simulated_clock, trl_april.commands.doctor", ()),
+        (COMMAND.format(arguments=["--version"]), ()),
+        (COMMAND.format(arguments=["serve", "--help"]), ()),
+        (FIRST_USE, ()),
     ],
 )
-def test_light_modules_import_no_heavy_library(modules, others):
-    program = f"import {modules}, sys; print([name for name in {(*HEAVY, *others)} if name in sys.modules])"
-    assert fresh_interpreter(program) == "[]"
-
-
-@pytest.mark.parametrize("arguments", ["--version", "serve --help"])
-def test_help_of_the_command_line_imports_no_heavy_library(arguments):
-    program = (
-        "import sys\n"
-        "from trl_april.cli import main\n"
-        "try:\n"
-        f"    main({arguments.split()})\n"
-        "except SystemExit as end:\n"
-        "    assert end.code == 0\n"
-        f"print([name for name in {HEAVY} if name in sys.modules])"
-    )
-    *answer, loaded = fresh_interpreter(program).splitlines()
-    assert answer and loaded == "[]"
-
-
-def test_exported_names_are_imported_on_first_use_and_completed_by_tab():
-    program = (
-        "import rlcompleter, sys, trl_april;"
-        "trl_april.Pool, trl_april.Group, trl_april.ConfigError;"
-        "found = rlcompleter.Completer({'trl_april': trl_april}).complete('trl_april.Lo', 0);"
-        "print(found, 'torch' in sys.modules or 'trl' in sys.modules)"
-    )
-    assert fresh_interpreter(program) == "trl_april.LocalServer( False"
+def test_light_modules_import_no_heavy_library(program, others):
+    program += f"\nimport sys; print([name for name in {(*HEAVY, *others)} if name in sys.modules])"
+    assert fresh_interpreter(program).splitlines()[-1] == "[]"
 
 
 def test_all_exported_names_exist():

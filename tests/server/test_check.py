@@ -97,23 +97,19 @@ def test_server_is_accepted(says, options):
         (ServerError, {"api_key": "secret"}, ["VLLM_API_KEY", "/v1/models"]),
         (ServerError, {"answers": {"/server_info": (500, "EngineCore died")}}, ["answered 500", "EngineCore died"]),
         (ServerError, {"answers": {"/v1/completions": (503, "try again later")}}, ["answered 503"]),
+        (ServerError, {"answers": {"/server_info": (200, "<html>")}}, ["does not answer as a vLLM server does"]),
+        (
+            ServerError,
+            {"answers": {"/server_info": (200, '{"vllm_config": {"model_config": {}}}')}},
+            ["does not answer as a vLLM server does"],
+        ),
+        (ConfigError, {"vocab_size": VOCAB - 2}, ["does not know token id 99", "vocabulary of 100"]),
+        (ConfigError, {"vocab_size": VOCAB + 1}, ["knows token id 101", "vocabulary of 100"]),  # vLLM accepts the size
     ],
 )
 def test_server_that_training_cannot_use_is_refused(error, says, words):
     message = refusal(error, **says)
     assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    ("served", "words"),
-    [
-        (VOCAB - 2, f"does not know token id {VOCAB - 1}"),
-        (VOCAB + 1, f"knows token id {VOCAB + 1}"),  # vLLM accepts the id that equals the size
-    ],
-)
-def test_other_vocabulary_is_refused(served: int, words: str):
-    message = refusal(ConfigError, vocab_size=served, model_path="/on/another/host")
-    assert words in message and f"vocabulary of {VOCAB}" in message
 
 
 @pytest.mark.parametrize(
@@ -152,8 +148,3 @@ def test_other_model_of_the_hub_is_refused(own, served, alias, has_name, tmp_pat
         assert "serves org/judge, but the trainer's model is org/policy" in refusal(ConfigError, **arguments)
     else:
         assert check(**arguments).has_name(own) is has_name
-
-
-@pytest.mark.parametrize("answer", ["<html>Welcome to nginx!</html>", '{"vllm_config": {"model_config": {}}}'])
-def test_other_program_is_refused(answer: str):
-    assert "does not answer as a vLLM server does" in refusal(ServerError, answers={"/server_info": (200, answer)})

@@ -122,39 +122,31 @@ def test_environment_is_that_of_the_process_without_its_launcher(monkeypatch):
     assert not set(launcher) & env.keys()
 
 
-@pytest.mark.parametrize(
-    ("variables", "port", "folder"),
-    [
-        ({"VLLM_PORT": "tcp://10.0.0.7:8000"}, None, None),  # Kubernetes', for a service that is called vllm
-        ({"VLLM_PORT": "8123", "TMPDIR": "/" + "x" * 69}, "8123", None),
-        ({"TMPDIR": "/" + "x" * 70}, None, "/tmp"),
-        ({"VLLM_RPC_BASE_PATH": "/short", "TMPDIR": "/" + "x" * 70}, None, "/short"),
-    ],
-)
-def test_environment_fits_vllm(variables, port, folder, monkeypatch):
-    """Its sockets have 37 characters after the folder, and Unix allows 107."""
-    monkeypatch.delenv("VLLM_PORT", raising=False)
-    env = server_environment(variables, platform="gpu")
-    assert (env.get("VLLM_PORT"), env.get("VLLM_RPC_BASE_PATH")) == (port, folder)
+LONG = "/" + "x" * 70  # vLLM's sockets have 37 characters after the folder, and Unix allows 107
 
 
 @pytest.mark.parametrize(
-    ("platform", "env", "flags", "name", "value"),
+    ("platform", "env", "flags", "expected"),
     [
-        ("gpu", {}, ["--enable-lora"], "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"),
-        ("gpu", {}, [], "VLLM_ALLOW_RUNTIME_LORA_UPDATING", None),
+        ("gpu", {"VLLM_PORT": "tcp://10.0.0.7:8000"}, [], {"VLLM_PORT": None}),  # Kubernetes', of a service "vllm"
+        ("gpu", {"VLLM_PORT": "8123", "TMPDIR": LONG[:-1]}, [], {"VLLM_PORT": "8123", "VLLM_RPC_BASE_PATH": None}),
+        ("gpu", {"TMPDIR": LONG}, [], {"VLLM_RPC_BASE_PATH": "/tmp"}),
+        ("gpu", {"VLLM_RPC_BASE_PATH": "/short", "TMPDIR": LONG}, [], {"VLLM_RPC_BASE_PATH": "/short"}),
+        ("gpu", {}, ["--enable-lora"], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}),
         # vLLM 0.31 gives latent attention new tensors at each reload, while its graphs keep the old ones.
-        ("gpu", {}, [], "VLLM_ROCM_USE_AITER_FP8BMM", "0"),
-        ("gpu", {"VLLM_ROCM_USE_AITER_FP4BMM": "1"}, [], "VLLM_ROCM_USE_AITER_FP4BMM", "1"),
-        ("cpu", {}, [], "VLLM_CPU_KVCACHE_SPACE", "1"),
-        ("cpu", {"VLLM_CPU_KVCACHE_SPACE": "8"}, [], "VLLM_CPU_KVCACHE_SPACE", "8"),
-        ("cpu", {}, ["--kv-cache-memory-bytes=2000000000"], "VLLM_CPU_KVCACHE_SPACE", None),  # it overrides the flag
-        ("gpu", {}, [], "VLLM_CPU_KVCACHE_SPACE", None),
+        ("gpu", {}, [], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": None, "VLLM_ROCM_USE_AITER_FP8BMM": "0"}),
+        ("gpu", {"VLLM_ROCM_USE_AITER_FP4BMM": "1"}, [], {"VLLM_ROCM_USE_AITER_FP4BMM": "1"}),
+        ("cpu", {}, [], {"VLLM_CPU_KVCACHE_SPACE": "1"}),
+        ("cpu", {"VLLM_CPU_KVCACHE_SPACE": "8"}, [], {"VLLM_CPU_KVCACHE_SPACE": "8"}),
+        ("cpu", {}, ["--kv-cache-memory-bytes=2000000000"], {"VLLM_CPU_KVCACHE_SPACE": None}),  # overrides the flag
+        ("gpu", {}, [], {"VLLM_CPU_KVCACHE_SPACE": None}),
     ],
 )
-def test_environment_has_what_training_needs_unless_the_user_sets_it(monkeypatch, platform, env, flags, name, value):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert server_environment(env, flags, platform=platform).get(name) == value
+def test_environment_has_what_training_needs_unless_the_user_sets_it(monkeypatch, platform, env, flags, expected):
+    for variable in ("VLLM_PORT", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(variable, raising=False)
+    found = server_environment(env, flags, platform=platform)
+    assert {name: found.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(

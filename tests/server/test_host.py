@@ -111,14 +111,16 @@ A, B = "http://127.0.0.1:8000", "https://gpu-2:8001/served"
 PAIR = f"{A},{B}"
 
 
-@pytest.mark.parametrize("value", [[A, B], (f"{A}/", B), PAIR, f" {A}/ , {B} ", [f"{A} ", f"{B}/"]])
-def test_several_addresses_are_a_list_or_a_text_with_commas(value):
-    assert server_addresses(value) == [A, B]
-
-
-@pytest.mark.parametrize("value", [A, f"{A}/", "http://[::1]:8000", "no address at all"])
-def test_a_single_address_is_left_to_the_connection(value):
-    assert server_addresses(value) == [value.rstrip("/")]
+@pytest.mark.parametrize(
+    ("value", "addresses"),
+    [
+        *((value, [A, B]) for value in ((f"{A}/", B), PAIR, f" {A}/ , {B} ", [f"{A} ", f"{B}/"])),
+        *((value, [value]) for value in (A, "http://[::1]:8000", "no address at all")),  # left to the connection
+        (f"{A}/", [A]),
+    ],
+)
+def test_several_addresses_are_a_list_or_a_text_with_commas(value, addresses):
+    assert server_addresses(value) == addresses
 
 
 @pytest.mark.parametrize(

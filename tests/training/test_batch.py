@@ -8,12 +8,7 @@ from trl_april.bridge.hand_over import HandOver, rollout_output
 from trl_april.pool.pool import Pool
 from trl_april.pool.samples import FinishReason, Group
 from trl_april.rollout.record import Round
-from trl_april.training.batch import (
-    batch_rows,
-    length_bins,
-    length_quantile,
-    round_metrics,
-)
+from trl_april.training.batch import batch_rows, length_bins, length_quantile, round_metrics
 
 
 def round_of_a_small_pool() -> tuple[Round, Pool]:

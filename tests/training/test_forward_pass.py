@@ -30,7 +30,6 @@ from trl_april.training.forward_pass import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT, COMPLETION = 3, 20
-LENGTHS = (2, 5, 20, 1, 7)
 PartialState(cpu=True)  # of the logger
 
 # TRL's method, without a trainer.
@@ -39,99 +38,7 @@ trl_score = partial(
     SimpleNamespace(accelerator=SimpleNamespace(autocast=nullcontext, is_main_process=True)),
 )
 score = with_positions(trl_score)
-
-
-# Rows side by side
-
-
-@pytest.fixture(autouse=True)
-def no_warning_was_given():
-    """By another test."""
-    type(forward_pass.logger).warning_once.cache_clear()
-
-
-class Model(torch.nn.Module):
-    """A causal model that records the `widths` of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(11, 4, dtype=torch.float64)
-        self.head = torch.nn.Linear(4, 11, dtype=torch.float64)
-        self.widths: list[int] = []
-
-    def forward(self, input_ids, attention_mask):
-        self.widths.append(input_ids.size(1))
-        seen = (self.embedding(input_ids) * attention_mask[..., None]).cumsum(dim=1)
-        return self.head(torch.tanh(seen)).log_softmax(dim=-1)
-
-
-def stock(model, input_ids, attention_mask, logits_to_keep, *, compute_entropy=False, compute_aux_loss=False):
-    """TRL's computation for one micro-batch."""
-    logs = model(input_ids, attention_mask)
-    chosen = logs[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
-    entropy = -(logs[:, :-1].exp() * logs[:, :-1]).sum(-1)
-    aux_loss = logs[:, 0].mean()
-    return (
-        chosen[:, -logits_to_keep:],
-        entropy[:, -logits_to_keep:] if compute_entropy else None,
-        aux_loss if compute_aux_loss else None,
-    )
-
-
-@pytest.fixture
-def batch():
-    generator = torch.Generator().manual_seed(1)
-    input_ids = torch.randint(0, 11, (len(LENGTHS), PROMPT + COMPLETION), generator=generator)
-    attention_mask = torch.ones_like(input_ids)
-    attention_mask[1, :2] = 0  # a shorter prompt, padded on its left
-    for row, length in enumerate(LENGTHS):
-        attention_mask[row, PROMPT + length :] = 0
-    return input_ids, attention_mask
-
-
-@pytest.mark.parametrize("batch_size", [None, 1, 2])
-def test_values_and_gradients_are_those_with_padding(batch, batch_size):
-    input_ids, attention_mask = batch
-    mask = attention_mask[:, PROMPT:]
-    model, wide = Model(), Model()
-    expected, entropy, _ = stock(wide, input_ids, attention_mask, COMPLETION, compute_entropy=True)
-    found, found_entropy, aux_loss = without_padding(
-        stock, model, input_ids, attention_mask, COMPLETION, batch_size, multiple=1, compute_entropy=True
-    )
-    assert found.shape == found_entropy.shape == (len(LENGTHS), COMPLETION)
-    torch.testing.assert_close(found * mask, expected * mask)
-    torch.testing.assert_close(found_entropy * mask, entropy * mask)
-    assert aux_loss is None
-    for logps, chosen in ((found, model), (expected, wide)):
-        (logps * mask).sum().backward()
-        assert chosen.embedding.weight.grad.abs().sum() > 0
-    torch.testing.assert_close(model.embedding.weight.grad, wide.embedding.weight.grad)
-
-
-def test_a_pass_has_the_width_of_its_longest_completion(batch):
-    model = Model()
-    without_padding(stock, model, *batch, COMPLETION, 2, multiple=1)
-    assert model.widths == [PROMPT + 20, PROMPT + 5, PROMPT + 1]  # 20 and 7, 5 and 2, 1
-    model.widths.clear()
-    without_padding(stock, model, *batch, COMPLETION, 2, multiple=8)
-    assert model.widths == [PROMPT + 20, PROMPT + 8, PROMPT + 8]
-
-
-def test_the_auxiliary_loss_is_returned_if_requested(batch):
-    _, entropies, aux_loss = without_padding(stock, Model(), *batch, COMPLETION, 2, compute_aux_loss=True)
-    assert entropies is None and aux_loss.shape == ()
-
-
-def test_a_micro_batch_without_tokens_is_scored(batch):
-    """All of its completions may be truncated and masked."""
-    input_ids, attention_mask = batch
-    attention_mask[:, PROMPT:] = 0
-    logps, _, _ = without_padding(stock, Model(), input_ids, attention_mask, COMPLETION, 2, multiple=1)
-    assert logps.shape == (len(LENGTHS), COMPLETION)
-
-
-# Rows in blocks
+unpadded = partial(without_padding, score)
 
 
 def build(model_type: str, *, attn_implementation: str = "sdpa", **options):
@@ -164,16 +71,42 @@ def groups():
     return input_ids, attention_mask
 
 
-def values_and_gradients(model, input_ids, attention_mask, **options):
+def values_and_gradients(model, input_ids, attention_mask, call=unpadded, **options):
     mask = attention_mask[:, PROMPT:]
-    logps, entropies, _ = without_padding(
-        score, model, input_ids, attention_mask, COMPLETION, compute_entropy=True, **options
-    )
+    logps, entropies, _ = call(model, input_ids, attention_mask, COMPLETION, compute_entropy=True, **options)
     model.zero_grad()
     ((logps * mask).square().sum() + (entropies * mask).sum()).backward()
     gradients = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
     return logps.detach() * mask, entropies.detach() * mask, gradients
 
+
+# Rows side by side
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2])
+def test_values_and_gradients_are_those_with_padding(groups, batch_size):
+    model = build("qwen3")
+    expected = values_and_gradients(model, *groups, call=score)
+    found = values_and_gradients(model, *groups, batch_size=batch_size, multiple=1)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape and (one - other).norm() <= 2e-5 * other.norm()
+
+
+@pytest.mark.parametrize(("multiple", "widths"), [(1, [20, 9, 3, 1]), (8, [20, 16, 8, 8])])
+def test_a_pass_has_the_width_of_its_longest_completion(groups, multiple, widths):
+    """Of two rows. One without tokens has a column. The auxiliary loss is the mean of the passes."""
+    found = []
+
+    def per_token(model, input_ids, attention_mask, logits_to_keep):
+        found.append(input_ids.size(1) - PROMPT)
+        return torch.zeros(len(input_ids), logits_to_keep), None, torch.tensor(float(found[-1]))
+
+    logps, entropies, aux_loss = without_padding(per_token, None, *groups, COMPLETION, 2, multiple=multiple)
+    assert found == widths and logps.shape == (len(groups[0]), COMPLETION)
+    assert entropies is None and aux_loss == sum(widths) / 4
+
+
+# Rows in blocks
 
 # Windows hide tokens from the longest rows. Gemma 3 has a second layer without one.
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -196,7 +129,7 @@ class TestPositions:
         for in_blocks in (False, True):
             with torch.no_grad(), attention_in_blocks([model]) if in_blocks else nullcontext():
                 assert (base_attention(model) == "sdpa") == in_blocks
-                found, _, _ = without_padding(score, model, *groups, COMPLETION)
+                found, _, _ = unpadded(model, *groups, COMPLETION)
             torch.testing.assert_close(found * attention_mask[:, PROMPT:], alone, atol=1e-5, rtol=0)
 
     def test_models_with_multimodal_positions_compute_their_own(self):
@@ -206,7 +139,7 @@ class TestPositions:
         )
         assert not takes_positions(Qwen2VLForConditionalGeneration(config))
         adapted = get_peft_model(build("qwen3"), LoraConfig(target_modules=["q_proj"]))
-        assert takes_positions(adapted) and not takes_positions(Model())
+        assert takes_positions(adapted) and not takes_positions(torch.nn.Linear(1, 1))
 
 
 @pytest.fixture
@@ -274,8 +207,8 @@ class TestBlocks:
         monkeypatch.setattr(forward_pass, "FLASH_DTYPES", (torch.float32, torch.bfloat16))
         monkeypatch.setattr(blocks, "POSITIONS_PER_BLOCK", {"cpu": 2})
         model = build(model_type, **options)
-        with monkeypatch.context() as without:
-            without.setattr(varlen, "varlen_attn", None)
+        with monkeypatch.context() as no_flash:
+            no_flash.setattr(varlen, "varlen_attn", None)
             with attention_in_blocks([model]):
                 expected = values_and_gradients(model, *groups)
         if checkpoints:
@@ -294,10 +227,10 @@ class TestBlocks:
         model, (input_ids, attention_mask) = build("qwen3"), groups
         with torch.no_grad(), attention_in_blocks([model]):
             flash.clear()
-            exact, _, _ = without_padding(score, model, input_ids, attention_mask, COMPLETION)
+            exact, _, _ = unpadded(model, input_ids, attention_mask, COMPLETION)
             assert not flash
             with torch.autocast("cpu", torch.bfloat16):
-                found, _, _ = without_padding(score, model, input_ids, attention_mask, COMPLETION)
+                found, _, _ = unpadded(model, input_ids, attention_mask, COMPLETION)
         assert {dtype for _, dtype in flash} == {torch.bfloat16}
         assert 0 < ((found - exact) * attention_mask[:, PROMPT:]).abs().max() < 0.5
 
@@ -333,13 +266,14 @@ class TestBlocks:
     def test_prompts_of_one_token(self, groups):
         input_ids, attention_mask = (one[:, PROMPT - 1 :] for one in groups)
         model, mask = build("llama"), attention_mask[:, 1:]
-        expected, _, _ = without_padding(score, model, input_ids, attention_mask, COMPLETION)
+        expected, _, _ = unpadded(model, input_ids, attention_mask, COMPLETION)
         with attention_in_blocks([model]):
-            found, _, _ = without_padding(score, model, input_ids, attention_mask, COMPLETION)
+            found, _, _ = unpadded(model, input_ids, attention_mask, COMPLETION)
         torch.testing.assert_close(found * mask, expected * mask)
 
     def test_models_that_cannot_are_left_alone(self, caplog):
         """The reason is said once."""
+        type(forward_pass.logger).warning_once.cache_clear()  # of another test
         models = [
             build("llama4_text", intermediate_size_mlp=32, num_local_experts=2),  # attention in chunks
             build("qwen2_moe", use_sliding_window=True, sliding_window=20),  # by its mask alone

@@ -361,22 +361,17 @@ class TestAgainstThePapers:
         assert_as_in_the_papers(trainer, policies, groups)
 
     @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, ["token_truncate", "sequence_truncate"]))
-    def test_masked_tokens_leave_the_loss(self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path):
+    def test_masked_tokens_and_those_out_of_the_trust_region_leave_the_loss(
+        self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path
+    ):
         """`staleness_policy="mask"` sets TRL's `env_mask`. A sample without any token left counts as 0."""
         oldest = VERSIONS - 2
         trainer = make_april(
             loss_type, tiny_model_dir, tmp_path, vllm_importance_sampling_mode=mode, staleness_policy="mask",
-            max_staleness=1,
+            max_staleness=1, dppo_threshold=0.004,
         )  # fmt: skip
         assert any(max(sample.versions) < oldest for group in groups for sample in group.samples)
         assert_as_in_the_papers(trainer, policies, groups, kept=lambda sample, place: sample.versions[place] >= oldest)
-
-    @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, ["token_truncate", "sequence_truncate"]))
-    def test_tokens_out_of_the_trust_region_leave_the_loss(
-        self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path
-    ):
-        options = {"vllm_importance_sampling_mode": mode, "dppo_threshold": 0.004}
-        assert_as_in_the_papers(make_april(loss_type, tiny_model_dir, tmp_path, **options), policies, groups)
 
 
 # Micro-batches
@@ -445,6 +440,7 @@ class TestMicroBatches:
 
 # One forward pass
 
+OF_MODES = [{"vllm_importance_sampling_mode": mode} for mode in MODES]
 SPECIAL_CASES = [
     ("vespo", {"vllm_importance_sampling_mode": "token_mask"}),
     ("grpo", {"beta": 0.1, "off_policy_mask_threshold": 0.05, "staleness_policy": "mask", "max_staleness": 1}),
@@ -483,7 +479,10 @@ class TestTrainingPass:
         metrics = {name: v for name, v in trainer._metrics["train"].items() if not name.startswith(of_time)}
         return loss, gradients, metrics, passes
 
-    def assert_equal(self, loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch) -> None:
+    @pytest.mark.parametrize(("loss_type", "options"), [*once_each(LOSSES, OF_MODES), *SPECIAL_CASES])
+    def test_loss_gradients_and_metrics_are_those_of_two_passes(
+        self, loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch
+    ):
         options = {"steps_per_generation": ACCUMULATION, **options}
         trainer = make_april(loss_type, tiny_model_dir, tmp_path, **options)
         loss, gradients, metrics, passes = self.train(trainer, policies, groups)
@@ -500,19 +499,6 @@ class TestTrainingPass:
         assert metrics.keys() == expected_metrics.keys()
         for name, values in metrics.items():
             assert values == pytest.approx(expected_metrics[name], rel=1e-6, abs=1e-9, nan_ok=True), name
-
-    @pytest.mark.parametrize(("loss_type", "mode"), once_each(LOSSES, MODES))
-    def test_loss_gradients_and_metrics_are_those_of_two_passes(
-        self, loss_type, mode, policies, groups, tiny_model_dir, tmp_path, monkeypatch
-    ):
-        options = {"vllm_importance_sampling_mode": mode}
-        self.assert_equal(loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch)
-
-    @pytest.mark.parametrize(("loss_type", "options"), SPECIAL_CASES)
-    def test_so_they_are_with_other_options(
-        self, loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch
-    ):
-        self.assert_equal(loss_type, options, policies, groups, tiny_model_dir, tmp_path, monkeypatch)
 
     def test_two_passes_remain_if_the_policy_moves_or_a_subclass_may_read_the_first(self):
         def corrects(cls=MixedTrainer, **options) -> bool:

@@ -1,6 +1,7 @@
 """Agents that are programs: a process per sample.
 
-Invariant: a process ends with its sample, and so do those that it started.
+Invariant: a process ends with its sample, and so do those that it started. Where util-linux has `setpriv`, it also ends
+with a trainer that is killed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 from contextlib import suppress
@@ -19,6 +21,7 @@ from .turn_engine import TurnEngine
 
 SHOWN = 2000  # characters of output in errors
 LOOPBACK = "127.0.0.1"
+ENDS_WITH_TRAINER = ["setpriv", "--pdeathsig", "KILL", "--"]
 
 
 class CommandRollout:
@@ -43,9 +46,10 @@ class CommandRollout:
             ) from None
         bypass = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK)))
         address = {"OPENAI_BASE_URL": engine.base_url, "OPENAI_API_KEY": engine.api_key}
+        prefix = ENDS_WITH_TRAINER if all(map(shutil.which, (ENDS_WITH_TRAINER[0], self._arguments[0]))) else []
         try:
             process = subprocess.Popen(
-                self._arguments,
+                [*prefix, *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

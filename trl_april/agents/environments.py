@@ -51,7 +51,7 @@ class Restorable:
     lost_because = ""
     user_code: UserCode
     threads: DaemonThreads
-    num_restarted = 0  # since the last `take_restarted`
+    num_restored = num_restarted = 0  # samples with tokens, since the last `take_restored`
 
     def restore(self, groups: Sequence[Group]) -> list[Sample]:
         """Rebuild the state of unscored groups from a checkpoint; returns samples that replace those that are lost."""
@@ -65,6 +65,10 @@ class Restorable:
         restored = self.user_code.gather(self.threads.submit(self._try_to_restore, *pair) for pair in lacking)
         found = [(sample, new) for (_, sample), new in zip(lacking, restored, strict=True) if new is not sample]
         self.num_restarted = sum(len(sample) > 0 for sample, _ in found)
+        self.num_restored = sum(
+            new is sample and len(sample) > 0 and sample.finish_reason is None
+            for (_, sample), new in zip(lacking, restored, strict=True)
+        )
         if self.num_restarted:
             lost = sum(len(sample) - len(new) for sample, new in found)
             logger.warning(
@@ -73,10 +77,11 @@ class Restorable:
             )
         return [new for _, new in found]
 
-    def take_restarted(self) -> int:
-        """Samples that lost tokens since the last call."""
-        restarted, self.num_restarted = self.num_restarted, 0
-        return restarted
+    def take_restored(self) -> tuple[int, int]:
+        """Unfinished samples that continue with all their tokens, and samples that lost tokens, since the last call."""
+        counts = self.num_restored, self.num_restarted
+        self.num_restored = self.num_restarted = 0
+        return counts
 
     def _try_to_restore(self, group: Group, sample: Sample) -> Sample:
         """The sample, or its replacement if its state is lost."""

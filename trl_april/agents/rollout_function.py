@@ -31,6 +31,7 @@ logger = get_logger(__name__)
 
 CANCEL_SECONDS = 1.0  # for coroutines to end
 MAX_REFUSED = 32  # requests without room, after which a sample ends
+FILES = 5  # of a sample: its request, both ends of a connection to its address, or a program's pipes
 
 
 Rollout = Callable[[Any, TurnEngine, dict[str, Any]], Awaitable[dict[str, Any] | None] | dict[str, Any] | None]

@@ -22,6 +22,8 @@ from .command_line import PROCESSED_LOGPROBS, RAW_LOGPROBS
 
 # Fields for the number of experts in a layer.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Methods of speculative decoding without weights.
+_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 _SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -98,6 +100,13 @@ def check_server(
         raise ConfigError(
             f"The vLLM server at {base_url} runs with --logprobs-mode {info.logprobs_mode}, but training needs "
             f"log-probabilities. Restart it with --logprobs-mode {RAW_LOGPROBS}, the default of `trl-april serve`."
+        )
+    drafts = (described.get("speculative_config") or {}).get("method")
+    if drafts is not None and drafts not in _DRAFTS:
+        raise ConfigError(
+            f"The vLLM server at {base_url} drafts tokens by the method {drafts!r} (--speculative-config), which has "
+            "weights that no weight sync brings: its drafts would be accepted ever less as the model is trained. Draft "
+            "by 'ngram' or 'suffix', which have no weights, or not at all."
         )
     if max_completion_length is not None and info.max_model_len <= max_completion_length:
         raise ConfigError(

@@ -166,23 +166,24 @@ def _is_gpu(node: Path) -> bool:
         return True
 
 
-def reserve_connections(number: int) -> int:
-    """Raise this process's limit of open files as far as allowed, and return how many connections it permits.
+def reserve_connections(number: int, files_each: int = 1) -> int:
+    """Raise this process's limit of open files as far as allowed, and return how many requests it permits.
 
-    Each request in flight needs one connection. Raises [`ConfigError`] if the limit is too low for `number` requests.
+    A request in flight needs a connection and whatever else makes up its `files_each`. Raises [`ConfigError`] if the
+    limit is too low for `number` requests.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return sys.maxsize
     allowed = max(soft, MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if number + OTHER_FILES > allowed:
+    if number * files_each + OTHER_FILES > allowed:
         raise ConfigError(
-            f"This process would have {number} requests in flight, each with a connection, but may open only "
-            f"{allowed} files. Raise the limit (`ulimit -Hn`), lower over_provisioning or the batch size, or train "
+            f"This process would have {number} requests in flight, for each of which it opens {files_each} files, but "
+            f"may open only {allowed}. Raise the limit (`ulimit -Hn`), lower over_provisioning or the batch size, or train "
             "in more processes."
         )
-    return allowed - OTHER_FILES
+    return (allowed - OTHER_FILES) // files_each
 
 
 def server_addresses(value: str | Sequence[str], name: str = "vllm_server_base_url") -> list[str]:

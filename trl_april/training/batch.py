@@ -31,16 +31,17 @@ QUANTILES = {"p10": 0.10, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p90": 0.90, "p
 def batch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """A row per sample, each a separate copy, since TRL and reward functions write into them.
 
-    Prompts include the observation of the environment's reset, and columns the result of the rollout function.
+    Prompts include the observation of the environment's reset, and columns the result of the rollout function. A column
+    that only other samples returned is `None`, since TRL reads the names of all rows from the first.
     """
+    samples = [(group, sample, sample.conversation) for group in groups for sample in group.samples]
+    returned = [(conversation and conversation.columns) or {} for *_, conversation in samples]
+    missing = dict.fromkeys(name for columns in returned for name in columns)
     rows = []
-    for group in groups:
-        for sample in group.samples:
-            rows.append(copy.deepcopy(group.row))
-            if sample.conversation is not None:
-                if sample.conversation.prompt is not None:
-                    rows[-1]["prompt"] = decode_messages(sample.conversation.prompt)
-                rows[-1] |= copy.deepcopy(sample.conversation.columns or {})
+    for (group, _, conversation), columns in zip(samples, returned, strict=True):
+        rows.append(copy.deepcopy({**missing, **group.row, **columns}))
+        if conversation is not None and conversation.prompt is not None:
+            rows[-1]["prompt"] = decode_messages(conversation.prompt)
     return rows
 
 
@@ -69,7 +70,7 @@ def round_metrics(
     sync_mismatch: float = 0.0,
     max_staleness: int | None,
     stream_interval: int = 64,
-    restarted_samples: int = 0,
+    restored: tuple[int, int] = (0, 0),
     reduce_sum: Reduction = list,
     reduce_max: Reduction = list,
 ) -> dict[str, float]:
@@ -102,7 +103,8 @@ def round_metrics(
     has_tools = samples[0].conversation is not None
     if has_tools:
         counted |= {"acting_samples": done.acting_samples, "repeated_tool_steps": done.repeated_tool_steps}
-        counted |= {"restarted_samples": restarted_samples, "branched_tokens": done.branched_tokens}
+        counted |= {"restored_samples": restored[0], "restarted_samples": restored[1]}
+        counted |= {"branched_tokens": done.branched_tokens}
     sums = counted | {
         "samples": len(samples),
         "requests": done.requests,
