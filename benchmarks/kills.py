@@ -67,7 +67,7 @@ class SlowGame(GAMES["Game"]):
         self._moves = state["moves"]
 
 
-CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="")  # for its connections, since each client has a TLS context
+CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="-")  # for its connections, since each client has a TLS context
 
 
 def player(prompt: list[dict[str, Any]], engine: TurnEngine, row: dict[str, Any]) -> dict[str, Any]:

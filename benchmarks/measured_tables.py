@@ -85,7 +85,7 @@ def compared_rows(found: dict[str, dict[int, peers.Run]], reference: str) -> lis
             "1" if name == reference else spread([rate(run) / rate(other) for run, other in pairs], "{:.2f}"),
             f"{statistics.median(dropped):.0%}", f"{statistics.fmean(run.mean_length for run in runs):.0f}",
             str(max(run.oldest for run in runs)), f"{statistics.fmean(map(final_reward, runs)):.3f}",
-            "" if name == reference else signed(differences),
+            signed(differences) if len(differences) > 1 and name != reference else "",
         ])  # fmt: skip
     return rows
 
@@ -113,6 +113,33 @@ def headline() -> str:
 
 def peers_table() -> str:
     return markdown(compared_header("synchronous"), compared_rows(contestants("peers"), "synchronous"))
+
+
+def split_devices() -> str:
+    found = contestants("peers_split")
+    ordered = {name: found[name] for name in sorted(found, key=lambda name: list(map(int, re.findall(r"\d+", name))))}
+    return markdown(compared_header("synchronous"), compared_rows(ordered, "synchronous"))
+
+
+def best_at(found: dict[str, dict[int, peers.Run]], bound: int) -> tuple[dict[int, peers.Run], dict[int, peers.Run]]:
+    """Our trainings and TRL's at a staleness bound, each with the setting of the highest median rate."""
+    ours = [name for name in found if name.startswith(f"ours-{bound}-") or (name == "default" and bound == 8)]
+    theirs = [name for name in found if name.startswith(f"trl-{bound}-")]
+    best = [max((found[name] for name in names), key=lambda runs: statistics.median(map(rate, runs.values())))
+            for names in (ours, theirs)]  # fmt: skip
+    return best[0], best[1]
+
+
+def by_theirs(found: dict[str, dict[int, peers.Run]], bound: int) -> str:
+    """Our trained tokens per second by TRL's, each seed by itself."""
+    ours, theirs = best_at(found, bound)
+    return spread([rate(ours[seed]) / rate(run) for seed, run in theirs.items() if seed in ours], "{:.2f}")
+
+
+def dropped(found: dict[str, dict[int, peers.Run]], bound: int) -> str:
+    """The share of tokens that TRL's trainer drops."""
+    runs = best_at(found, bound)[1].values()
+    return f"{statistics.median(run.dropped_tokens / (run.dropped_tokens + run.trained_tokens) for run in runs):.0%}"
 
 
 def in_flight() -> str:
@@ -279,18 +306,11 @@ def recipes() -> str:
 
 def claims() -> str:
     """The main results, each with its interval, command and file."""
-    found, at_8 = contestants("peers"), contestants("peers_in_flight_8")
+    found, split = contestants("peers"), contestants("peers_split")
     synchronous, default = found["synchronous"], found["default"]
     speed = spread([rate(run) / rate(synchronous[seed]) for seed, run in default.items()], "{:.2f}")
     change = signed([final_reward(run) - final_reward(synchronous[seed]) for seed, run in default.items()])
     seconds = [statistics.median(run.seconds for run in runs.values()) for runs in (default, synchronous)]
-    theirs = {name: runs for name, runs in at_8.items() if name.startswith("trl")}
-    best = [rate(run) / max(rate(runs[seed]) for runs in theirs.values()) for seed, run in at_8["default"].items()]
-    fastest = min(theirs, key=lambda name: statistics.median(run.seconds for run in theirs[name].values()))
-    in_time = [statistics.median(run.seconds for run in at_8[name].values()) for name in (fastest, "default")]
-    dropped = statistics.median(
-        run.dropped_tokens / (run.dropped_tokens + run.trained_tokens) for run in theirs[fastest].values()
-    )
     rolled = rollout_report.rows(rollout_report.Report.read(MEASURED / "rollout_defaults.json").measurements)
     limit = rollout_report.rows(rollout_report.Report.read(MEASURED / "rollout_limit.json").measurements)
     kept = next(row for row in limit if (row["sigma"], row["mode"]) == ("1", "overlap and keep"))
@@ -310,11 +330,12 @@ def claims() -> str:
             "`peers.py --contestants synchronous default --seeds 10`", "peers.json",
         ),
         (
-            f"At a staleness bound of 8, default options train {spread(best, '{:.2f}')} times the tokens per second "
-            f"of TRL's async trainer at the best of three numbers of requests in flight. TRL's fastest 40 steps take "
-            f"{in_time[0]:.0f} s, ours {in_time[1]:.0f} s: TRL's trainer drops {dropped:.0%} of its tokens, the long "
-            "completions. Rewards cannot be told apart.",
-            "`peers.py --contestants trl-8-48 trl-8-96 trl-8-192 default --seeds 3`", "peers_in_flight_8.json",
+            "With engine and trainer on separate cores, trl-april trains "
+            f"{by_theirs(split, 4)} times the tokens per second of TRL's async trainer at a staleness bound of 4, "
+            f"{by_theirs(split, 8)} times at 8, and {by_theirs(split, 16)} times at 16, each at its best setting. "
+            f"TRL's drops {dropped(split, 4)}, {dropped(split, 8)} and {dropped(split, 16)} of its tokens, the long "
+            "completions, trl-april none. Rewards cannot be told apart.",
+            "`peers.py --split` as below", "peers_split.json",
         ),
         (
             f"In rollouts alone, at sigma 1, default options train {rolled[1]['ratio (range)']} times the tokens of "
@@ -377,7 +398,7 @@ def files() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
-        headline, claims, peers_table, in_flight, peers_long, slow_rewards, tools, turns, rollout_limit,
+        headline, claims, peers_table, split_devices, in_flight, peers_long, slow_rewards, tools, turns, rollout_limit,
         rollout_limit_all, rollout_defaults, tasks, off_policy, off_policy_all, recipes, weight_sync, files,
     )
 }  # fmt: skip

@@ -7,9 +7,9 @@ import runpy
 
 import pytest
 
-from tests.agents.agent_runs import HEADER_TEXT, Model, new_pool, outcome, play, result
+from tests.agents.agent_runs import HEADER_TEXT, Model, ask, client, new_pool, outcome, play, question, result, resumed
 from tests.support.docs_pages import ROOT
-from tests.support.tool_calling import END, call, multiply
+from tests.support.tool_calling import END, TOKENIZER, call, multiply
 
 
 def test_an_agent_of_langgraph(acts):
@@ -88,3 +88,43 @@ def test_the_example_is_an_agent(acts):
     play(pool, acts(script["agent"]), Calculator(), piece=11)
     (columns,) = (sample.conversation.columns for group in pool for sample in group.samples)
     assert script["is_right"]([columns["last"]], [row["answer"]]) == [1.0] and pool.counters.tokens_branched == 0
+
+
+def test_a_game_of_textarena_comes_back_from_a_checkpoint(acts):
+    """The agent plays by messages. Seed and recorded moves bring the game back."""
+    games = runpy.run_path(str(ROOT / "scripts" / "games.py"))
+
+    class Bisection(Model):
+        """Guesses by the answers so far."""
+
+        def rest(self, token_ids, index=0):
+            text = TOKENIZER.decode(token_ids)
+            self.low, self.high = 1, 20
+            for guess, answer in re.findall(r"\[(\d+)\]<\|im_end\|>\n<\|im_start\|>user\n(.*?)<", text, re.DOTALL):
+                if "higher" in answer:
+                    self.low = int(guess) + 1
+                elif "lower" in answer:
+                    self.high = int(guess) - 1
+            return super().rest(token_ids, index)
+
+        def turn(self, question):
+            return f"[{(self.low + self.high) // 2}]" + END
+
+    def player(prompt, engine, row):
+        game = games["Game"]("GuessTheNumber-v0")
+        messages = question(game.reset(seed=5))
+        with client(engine) as api:
+            while not game._is_over:
+                move = ask(api, messages).message.content
+                messages += [{"role": "assistant", "content": move}, *question(game.play(move))]
+        return {"score": game.get_reward(), "moves": len(messages) // 2}
+
+    whole = new_pool(budget=3000, context_length=9000)
+    play(whole, acts(player), Bisection())
+    assert outcome(whole)[0][-1]["score"] > 0 and outcome(whole)[0][-1]["moves"] > 2
+    pool, model = new_pool(budget=3000, context_length=9000), Bisection()
+    play(pool, acts(player), model, piece=2, most=4)
+    again = acts(player)
+    pool = resumed(pool, again)
+    play(pool, again, model)
+    assert outcome(pool) == outcome(whole) and again.take_restored() == (1, 0)
