@@ -1,6 +1,5 @@
 """Weight transports: which one is chosen, and what each of them reads and sends."""
 
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import torch
 from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
-from trl_april.weights import files, nccl, transport
+from trl_april.weights import files, transport
 from trl_april.weights.files import FileTransport, SharedMemoryTransport
 from trl_april.weights.nccl import NcclTransport
 from trl_april.weights.synced_server import for_each
@@ -168,23 +167,3 @@ def test_other_processes_read_the_same_parameters_and_send_none(parameters, made
     with made.stage(parameters, sends=False, dtypes=DTYPES) as load:
         load([None], for_each)
     assert parameters.read == [parameters.all] * iterations
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("NCCL error: invalid usage"), OSError(113, "No route to host")], ids=["gpu", "network"]
-)
-def test_a_failed_nccl_connection_names_its_remedies(monkeypatch, error):
-    answer = threading.Event()
-    server = Mock(base_url="http://there", info=info())
-    server.control.request.return_value = {"world_size": 1}
-    server.control.load = lambda *_: answer.wait()
-    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    monkeypatch.setattr(NcclTransport, "_open", Mock(side_effect=error))
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.0)
-    transport = NcclTransport(torch.device("cuda"), 51216)
-    transport.connect(server)
-    with pytest.raises(WeightSyncError) as caught:
-        transport.join([server])
-    answer.set()
-    for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
-        assert words in str(caught.value)
