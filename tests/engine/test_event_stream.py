@@ -18,15 +18,10 @@ MAX_LINE = BYTES_PER_LINE + BYTES_PER_TOKEN * (3 + 50)
 DONE = b"data: [DONE]\n\n"
 
 
-def event(token_ids: Any = (5,), logprobs: Any = (-1.0,), finish_reason: Any = None, **other: Any) -> bytes:
-    choice = {
-        "index": 0,
-        "token_ids": token_ids,
-        "logprobs": {"token_logprobs": logprobs},
-        "finish_reason": finish_reason,
-        **other,
-    }
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+def event(token_ids: Any = (5,), logprobs: Any = (-1.0,), reason: Any = None, *, error: Any = None, **other) -> bytes:
+    found = {"token_logprobs": logprobs}
+    choice = {"index": 0, "token_ids": token_ids, "logprobs": found, "finish_reason": reason, **other}
+    return b"data: " + json.dumps({"error": error, "choices": [choice]}).encode() + b"\n\n"
 
 
 def read(*pieces: bytes, request: GenerationRequest = REQUEST, vocab_size: int | None = 1000) -> list[Chunk]:
@@ -55,25 +50,20 @@ def test_nothing_counts_after_the_end(ending: bytes, reason: str):
     assert read(ending) == [Chunk([], [], reason)]
 
 
-def test_length_limit_of_the_server_is_refused():
-    """It would start anew after every abort, so lengths would depend on the aborts."""
-    error = error_of(event([5] * 48, [-1.0] * 48), event([6], [-2.0], "length"))
-    assert type(error) is EngineError
-    assert "for its length after 49 tokens, but 50 were requested" in str(error)
-    assert read(event([5] * 50, [-1.0] * 50, "length"))[-1].finish_reason == "length"
-
-
-def test_nan_is_a_server_error():
-    """vLLM writes NaN as `null`. A retry may succeed."""
-    error = error_of(event([5, 6, 7], [-1.0, None, -2.0], "stop"))
-    assert type(error) is ServerError and "NaN" in str(error)
-
-
-@pytest.mark.parametrize("error", ["died", ["died"], {"message": "died" * 10_000}])
-def test_error_of_the_server_is_quoted_in_part(error: Any):
-    raised = error_of(event(), b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
-    assert type(raised) is ServerError and "died" in str(raised)
-    assert read(event().replace(b'{"choices"', b'{"error": null, "choices"')) == [Chunk([5], [-1.0])]
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        # The server's limit would start anew after every abort, so lengths would depend on the aborts.
+        (event([5] * 49, [-1.0] * 49, "length"), EngineError, "for its length after 49 tokens, but 50 were requested"),
+        (event([5, 6, 7], [-1.0, None, -2.0], "stop"), ServerError, "NaN"),  # vLLM writes it as `null`
+        (event(error="died"), ServerError, "died"),
+        (event(error={"message": "died" * 10_000}), ServerError, "died"),
+    ],
+)
+def test_error_quotes_what_the_server_sent_in_part(data: bytes, error: type[AprilError], words: str):
+    """As `ServerError` if a retry may succeed."""
+    raised = error_of(data)
+    assert type(raised) is error and words in str(raised)
 
 
 @pytest.mark.parametrize("size", [1000, MAX_LINE, 2 * MAX_LINE])

@@ -16,7 +16,7 @@ from trl_april.engine.sampling import SamplingOptions, sampling_options
 from trl_april.engine.vllm import VLLMEngine
 from trl_april.errors import EngineError, ServerError
 from trl_april.pool.pool import Pool
-from trl_april.pool.samples import FinishReason, SampleState
+from trl_april.pool.samples import FinishReason
 from trl_april.rollout.driver import RolloutDriver
 from trl_april.rollout.record import Round
 from trl_april.server.command_line import GENERATED_TOKENS_PATH, TOKEN_IDS_ONLY
@@ -396,26 +396,6 @@ def test_resumed_request_asks_for_the_rest_of_the_budget():
     assert list(sample.token_ids) == list(range(100, 110))
     assert list(sample.logprobs) == pytest.approx([-1 / (place + 1) for place in range(10)])
     assert sample.finish_reason is FinishReason.STOP
-
-
-def test_invalid_event_ends_the_round():
-    """No bad token passes from the engine to the pool, and no good token is lost."""
-
-    async def script(stream: Stream) -> None:
-        await stream.tokens([1, 2])
-        await stream.raw(stream.event([5, 6], logprobs=[-1.0]))
-        await stream.tokens([], finish_reason="stop")
-        await stream.done()
-
-    pool = one_group()
-    with FakeVLLM() as server:
-        server.script = script
-        with pytest.raises(EngineError, match="2 tokens and 1 log-probabilities"):
-            run_round(server, pool)
-    pool.check()
-    [group] = pool
-    assert list(group.samples[0].token_ids) == [1, 2]
-    assert group.samples[0].state is SampleState.PARKED
 
 
 def letters(token_ids: list[int]) -> str:

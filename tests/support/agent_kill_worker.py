@@ -2,16 +2,11 @@
 
 import random
 import time
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from datasets import Dataset
 from openai import OpenAI
 
 from tests.support import kill_worker
-from tests.trainer.test_tools_on_server import calling_tokenizer
-from tests.trainer.test_trainer import make_config
 
 
 def agent(prompt: Any, engine: Any, row: dict[str, Any]) -> dict[str, Any]:
@@ -31,19 +26,6 @@ def reward(completions: Any, turns: list[int], **kwargs: Any) -> list[float]:
     ]
 
 
-def train(spec: dict[str, Any], journal: Path) -> None:
-    folder = Path(spec["folder"])
-    args = make_config(SimpleNamespace(base_url=spec["url"]), folder, **spec["options"])
-    rows = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "number": n} for n in range(spec["rows"])]
-    trainer = kill_worker.JournalTrainer(
-        spec["model"], reward, args, Dataset.from_list(rows), processing_class=calling_tokenizer(),
-        rollout=agent, journal=journal,
-    )  # fmt: skip
-    started = any(path.name == "trainer_state.json" for path in folder.glob("checkpoint-*/*"))
-    trainer.train(resume_from_checkpoint=started)
-    Path(f"{journal}.done").touch()
-
-
 def main() -> None:
-    kill_worker.train = train
+    kill_worker.TRAINED = {"reward_funcs": reward, "rollout": agent}
     kill_worker.main()

@@ -14,10 +14,10 @@ def cases(few: int, many: int) -> int:
     return many if THOROUGH else few
 
 
-def until_shown(run: Callable[[], T], is_shown: Callable[[T], bool], times: int = 3) -> T:
+def until_shown(run: Callable[[], T], is_shown: Callable[[T], bool]) -> T:
     """The result of the first run in which the situation of a test arose: on a busy machine, timing may prevent it."""
-    for _ in range(times):
+    for _ in range(3):
         result = run()
         if is_shown(result):
             return result
-    raise AssertionError(f"In {times} runs, the situation that is tested did not arise.")
+    raise AssertionError("In three runs, the situation that is tested did not arise.")

@@ -68,25 +68,14 @@ class Stream:
     ) -> bytes:
         """One event as vLLM writes it; the first one of a stream echoes the prompt."""
         logprobs = [-1.0] * len(token_ids) if logprobs is None else logprobs
-        found: dict[str, Any] = {
-            "text_offset": [0] * len(token_ids),
-            "token_logprobs": logprobs,
-            "tokens": [f"token_id:{token_id}" for token_id in token_ids],
-            "top_logprobs": [None] * len(token_ids),
-        }
+        names = [f"token_id:{token_id}" for token_id in token_ids]
+        found: dict[str, Any] = {"token_logprobs": logprobs, "tokens": names}
         if "features" in self.body:
-            pairs = zip(token_ids, logprobs, strict=True)
-            found = {"content": [{"token": f"token_id:{token_id}", "logprob": value} for token_id, value in pairs]}
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": "",
-            "logprobs": found,
-            "finish_reason": finish_reason,
-            "stop_reason": None,
-            "token_ids": token_ids,
-            "prompt_token_ids": self.body["prompt"] if not self.events else None,
-            **other,
-        }
+            pairs = zip(names, logprobs, strict=True)
+            found = {"content": [{"token": name, "logprob": value} for name, value in pairs]}
+        echo = self.body["prompt"] if not self.events else None
+        choice = {"index": 0, "text": "", "logprobs": found, "token_ids": token_ids, "prompt_token_ids": echo}
+        choice |= {"finish_reason": finish_reason, **other}
         self.events += 1
         self.generated += len(token_ids)
         answer = {"id": self.request_id, "object": "text_completion", "created": 1, "model": self.body["model"]}
@@ -170,12 +159,6 @@ class FakeVLLM:
         """Ids of the completions that are being streamed."""
         return set(self._streams)
 
-    @property
-    def connections(self) -> int:
-        """Number of open connections."""
-        assert self._runner.server is not None
-        return len(self._runner.server.connections)
-
     def __enter__(self) -> FakeVLLM:
         self._loop = asyncio.new_event_loop()
         self._resumed = asyncio.Event()
@@ -212,10 +195,10 @@ class FakeVLLM:
         if self.dev_endpoints:
             for path in ("server_info", "weight_info", "is_paused"):
                 app.router.add_get(f"/{path}", getattr(self, f"_{path}"))
-            app.router.add_post("/reset_encoder_cache", self._reset_encoder_cache)
-            for path in ("abort_requests", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
-                app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
-            for path in ("pause", "resume"):
+            app.router.add_post("/reset_encoder_cache", self._health)
+            for path in (
+                "abort_requests", "collective_rpc", "reset_prefix_cache", "update_weight_version", "pause", "resume",
+            ):  # fmt: skip
                 app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
         # As in vLLM, a client that leaves ends its requests.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -325,9 +308,6 @@ class FakeVLLM:
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         return web.json_response({"success": not self._streams})
-
-    async def _reset_encoder_cache(self, request: web.Request) -> web.Response:
-        return web.Response()
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         # Unknown ids are counted and ignored; no ids at all mean all requests.

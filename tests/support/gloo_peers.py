@@ -189,12 +189,7 @@ class GlooWorker:
         return {name: param.detach().float().numpy() for name, param in whole_state(self.served.inner)}
 
 
-REQUESTS = {
-    "init_weight_transfer_engine": lambda worker, body: worker.init_weight_transfer_engine(body["init_info"]),
-    "start_weight_update": lambda worker, body: worker.start_weight_update(),
-    "update_weights": lambda worker, body: worker.update_weights(body["update_info"]),
-    "finish_weight_update": lambda worker, body: worker.finish_weight_update(),
-}
+REQUESTS = {"init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"}
 
 
 class GlooVLLM(FakeVLLM):
@@ -230,7 +225,7 @@ class GlooVLLM(FakeVLLM):
         if "update" in name and (refusal := self.refuse_unless_paused(request.path)):
             return refusal
         body = await request.json()
-        return await self._ask(lambda worker: REQUESTS[name](worker.worker, body))
+        return await self._ask(lambda worker: getattr(worker.worker, name)(*body.values()))
 
 
 def serve(pipe: Any, chunk_bytes: int, device: str, tie: bool, workers: int) -> None:

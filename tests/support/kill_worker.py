@@ -85,13 +85,16 @@ def results_of(sample: Any) -> list[str]:
     return [message["content"] for message in messages if message["role"] == "tool"]
 
 
+TRAINED = {"reward_funcs": distinct, "environment_factory": Calls}
+
+
 def train(spec: dict[str, Any], journal: Path) -> None:
     folder = Path(spec["folder"])
     args = make_config(SimpleNamespace(base_url=spec["url"]), folder, **spec["options"])
     rows = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "number": n} for n in range(spec["rows"])]
     trainer = JournalTrainer(
-        spec["model"], distinct, args, Dataset.from_list(rows), processing_class=calling_tokenizer(),
-        environment_factory=Calls, journal=journal,
+        spec["model"], args=args, train_dataset=Dataset.from_list(rows), processing_class=calling_tokenizer(),
+        journal=journal, **TRAINED,
     )  # fmt: skip
     started = any(path.name == "trainer_state.json" for path in folder.glob("checkpoint-*/*"))
     trainer.train(resume_from_checkpoint=started)

@@ -14,16 +14,14 @@ from trl_april.rollout.loop import NewGroup, RoundLoop, RoundSteps, run_blocking
 from trl_april.rollout.record import Round
 
 
+GROUP_SIZE = 4
 LONGEST = 1000
 PROMPT = [1] * 10
+PREFILL_SECONDS = 1e-5  # of a token
+OVERHEAD_SECONDS = 0.01  # of a round after its last token
 
 Curve = Callable[[int], float]
 Lengths = Callable[[int, int], int]  # by group id and index
-
-
-def flat(count: int) -> float:
-    """More requests cost nothing."""
-    return 0.010
 
 
 def bent(count: int) -> float:
@@ -31,41 +29,32 @@ def bent(count: int) -> float:
     return 0.0027 + 0.00005 * count
 
 
-def lognormal(sigma: float, *, seed: int = 0, median: float = 40.0, longest: int = LONGEST) -> Lengths:
-    """Lengths with a standard deviation of `sigma` of their logarithm."""
+def lognormal(sigma: float, *, seed: int = 0) -> Lengths:
+    """Lengths around 40 with a standard deviation of `sigma` of their logarithm."""
 
     @cache
     def length(group_id: int, index: int) -> int:
         drawn = random.Random(f"{seed}/{group_id}/{index}").lognormvariate(0.0, sigma)
-        return round(min(longest, max(2.0, median * drawn)))
+        return round(min(LONGEST, max(2.0, 40.0 * drawn)))
 
     return length
 
 
 class Row(NamedTuple):
     group_id: int
-    group_size: int
 
     def admit_to(self, pool: Pool) -> None:
-        pool.admit(self.group_id, {}, PROMPT, num_generations=self.group_size, max_completion_length=LONGEST)
+        pool.admit(self.group_id, {}, PROMPT, num_generations=GROUP_SIZE, max_completion_length=LONGEST)
 
 
 class SimulatedRounds(RoundSteps):
-    """A pool, its driver and its server. Costs are in seconds; `curve` is that of a step, by running samples."""
+    """A pool, its driver and its server.
 
-    def __init__(
-        self,
-        pool: Pool,
-        lengths: Lengths,
-        curve: Curve,
-        *,
-        group_size: int = 4,
-        prefill: float = 0.0,  # cost of a prefilled token
-        overhead: float = 0.0,  # cost of a round after its last token
-        rows: int | None = None,  # of the whole training; by default it does not end
-    ) -> None:
-        self.pool, self.lengths, self.curve, self.group_size, self.rows = pool, lengths, curve, group_size, rows
-        self.prefill, self.overhead = prefill, overhead
+    `curve` has the seconds of a step, by running samples. With `rows`, training ends.
+    """
+
+    def __init__(self, pool: Pool, lengths: Lengths, curve: Curve, *, rows: int | None = None) -> None:
+        self.pool, self.lengths, self.curve, self.rows = pool, lengths, curve, rows
         self.version = self.next_id = 0
         self._loop = RoundLoop(pool, self, self)
 
@@ -78,7 +67,7 @@ class SimulatedRounds(RoundSteps):
     def next_groups(self, count: int) -> Sequence[NewGroup]:
         first = self.next_id
         self.next_id += count if self.rows is None else min(count, self.rows - first)
-        return [Row(group_id, self.group_size) for group_id in range(first, self.next_id)]
+        return [Row(group_id) for group_id in range(first, self.next_id)]
 
     async def generate(self, driver: object) -> None:
         if not self.pool.schedule.quota_met:
@@ -104,7 +93,7 @@ class SimulatedRounds(RoundSteps):
             waiting.append((self.lengths(*key) - len(sample), key, sample))
             pool.start(sample)
         waiting.sort(key=lambda entry: entry[:2])
-        stall = self.prefill * sum(len(PROMPT) + count for count in held.values())
+        stall = PREFILL_SECONDS * sum(len(PROMPT) + count for count in held.values())
         seconds, clock = stall, 0
         for place, (left, key, sample) in enumerate(waiting):
             seconds += (left - clock) * self.curve(len(waiting) - place)
@@ -123,6 +112,6 @@ class SimulatedRounds(RoundSteps):
                 pool.park(sample)
             self.requests.append((seconds, held[key], clock))
         assert not pool.count(SampleState.RUNNING)
-        done.seconds = seconds + self.overhead
+        done.seconds = seconds + OVERHEAD_SECONDS
         done.requests = len(waiting)
         done.generated_tokens = sum(tokens for _, _, tokens in self.requests)

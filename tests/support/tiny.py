@@ -50,9 +50,9 @@ def build_model(
         return Qwen3ForCausalLM(config)
 
 
-def save_tiny_model(path: str | Path, *, tie_word_embeddings: bool = True, seed: int = 0) -> str:
+def save_tiny_model(path: Path) -> str:
     """Save model and tokenizer into the folder `path`, and return it."""
-    build_model(tie_word_embeddings=tie_word_embeddings, seed=seed).save_pretrained(path)
+    build_model().save_pretrained(path)
     build_tokenizer().save_pretrained(path)
     return str(path)
 

@@ -81,11 +81,8 @@ def make_trainer(
     options = {"overlap_generation": False, "resume_kv": "recompute", "vllm_server_base_url": spec["url"]}
     options |= {"over_provisioning": 2.0, "max_staleness": 5}
     options |= OPTIONS | run.get("options", {})
-    batch = run.get("batch", 16)
-    options.setdefault(
-        "per_device_train_batch_size",
-        batch // NUM_PROCESSES // options.get("steps_per_generation", 1),
-    )
+    batch = run.get("batch", 16) // NUM_PROCESSES // options.get("steps_per_generation", 1)
+    options.setdefault("per_device_train_batch_size", batch)
     peft_config = None
     if run.get("lora"):
         from peft import LoraConfig
@@ -189,15 +186,14 @@ def train_until_a_signal(spec: dict[str, Any], run: dict[str, Any]) -> dict[str,
         def _april_run_round(self):
             is_long = run["when"] == "round" and self.state.global_step == 2
             limit_length(self, self.longest if is_long else 40)
-            if RANK == 1 and self.state.global_step == 2:
-                if run["when"] == "round":
-                    before = self.pool.counters.tokens_generated
-                    threading.Thread(target=self.wait_for_tokens, args=[before], daemon=True).start()
-                    return super()._april_run_round()
-                done = super()._april_run_round()
+            gets_it = RANK == 1 and self.state.global_step == 2
+            if gets_it and run["when"] == "round":
+                before = self.pool.counters.tokens_generated
+                threading.Thread(target=self.wait_for_tokens, args=[before], daemon=True).start()
+            done = super()._april_run_round()
+            if gets_it and run["when"] != "round":
                 os.kill(os.getpid(), run["signal"])
-                return done
-            return super()._april_run_round()
+            return done
 
         def wait_for_tokens(self, before: int) -> None:
             while self.pool.counters.tokens_generated == before:
@@ -400,18 +396,11 @@ def train_in_turns_and_compare(spec: dict[str, Any], run: dict[str, Any]) -> dic
     """With a rollout function, on a real server. Compares every token."""
     from tests.trainer import test_tools_on_server
 
-    trainer = test_tools_on_server.trainer_in_turns(
-        SimpleNamespace(base_url=spec["url"]),
-        spec["model"],
-        Path(spec["folder"]) / "out",
-        per_device_train_batch_size=8,
-    )
+    server, folder = SimpleNamespace(base_url=spec["url"]), Path(spec["folder"]) / "out"
+    trainer = test_tools_on_server.trainer_in_turns(server, spec["model"], folder, per_device_train_batch_size=8)
     trainer.train()
-    return {
-        **outcome(trainer),
-        "compared": test_trainer.check_logprobs(trainer),
-        "turns": test_tools_on_server.check_turns(trainer),
-    }
+    compared, turns = test_trainer.check_logprobs(trainer), test_tools_on_server.check_turns(trainer)
+    return {**outcome(trainer), "compared": compared, "turns": turns}
 
 
 def train_with_an_environment_that_hangs(spec: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

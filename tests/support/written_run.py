@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.simulated_rounds import Curve, Lengths, SimulatedRounds, bent, lognormal
+from tests.support.simulated_rounds import Lengths, SimulatedRounds, bent, lognormal
 from trl_april.pool.pool import Pool
 from trl_april.rollout.record import Round
 from trl_april.training.batch import round_metrics
 from trl_april.training.run_log import RunLog
 
 
-class WrittenRun:
-    """A training run on a simulated clock, whose `output_dir` is `folder`.
+MAX_STALENESS = 5
+SYNC_SECONDS = 0.05
 
-    `lengths` and `curve` are as for [`SimulatedRounds`]; `options` are added to the `run` line.
-    """
+
+class WrittenRun:
+    """A training run on a simulated clock, whose `output_dir` is `folder`. `options` are added to the `run` line."""
 
     def __init__(
         self,
@@ -24,39 +25,23 @@ class WrittenRun:
         factor: float = 2.0,
         *,
         lengths: Lengths | None = None,
-        curve: Curve = bent,
         quota: int = 8,
-        max_staleness: int = 5,
         training_seconds: float = 0.3,
-        sync_seconds: float = 0.05,
         resumed_at: int | None = None,
         reward: Callable[[int], float] = lambda step: 0.9 - 0.6 / (1 + step / 8),
         **options: object,
     ) -> None:
         self.now = 1000.0
-        self.pool = Pool(quota, over_provisioning=factor, max_staleness=max_staleness)
-        self.rounds = SimulatedRounds(self.pool, lengths or lognormal(1.0), curve, prefill=1e-5, overhead=0.01)
-        self.training_seconds, self.sync_seconds, self.reward = training_seconds, sync_seconds, reward
-        self.max_staleness = max_staleness
-        self.log = RunLog(
-            folder,
-            {
-                "over_provisioning": factor,
-                "max_staleness": max_staleness,
-                "staleness_policy": "wait",
-                "overlap_generation": False,
-                "resume_kv": "recompute",
-                "dynamic_sampling": False,
-                "quota": quota,
-                "group_size": 4,
-                "max_completion_length": 1000,
-                "versions_per_round": 1,
-                **options,
-            },  # fmt: skip
-            resumed_at_step=resumed_at,
-            clock=lambda: self.now,
-        )
+        self.pool = Pool(quota, over_provisioning=factor, max_staleness=MAX_STALENESS)
+        self.rounds = SimulatedRounds(self.pool, lengths or lognormal(1.0), bent)
         self.rounds.version = resumed_at or 0
+        self.training_seconds, self.reward = training_seconds, reward
+        run = {
+            "over_provisioning": factor, "max_staleness": MAX_STALENESS, "staleness_policy": "wait",
+            "overlap_generation": False, "resume_kv": "recompute", "dynamic_sampling": False, "quota": quota,
+            "group_size": 4, "max_completion_length": 1000, "versions_per_round": 1, **options,
+        }  # fmt: skip
+        self.log = RunLog(folder, run, resumed_at_step=resumed_at, clock=lambda: self.now)
 
     def go(self, count: int = 20) -> WrittenRun:
         """Write rounds of one optimizer step each, and return self."""
@@ -70,7 +55,7 @@ class WrittenRun:
         log.step_began()
         log.round_began()
         with log.timing("sync"):
-            self.now += self.sync_seconds
+            self.now += SYNC_SECONDS
         done = self.rounds.run_round()
         done.started = self.now
         done.in_flight = in_flight([ended for ended, _, _ in self.rounds.requests])
@@ -79,7 +64,7 @@ class WrittenRun:
         done.carried_tokens = sum(s.length for one in samples for s in one.segments if s.version < done.version)
         done.abort_seconds = min(done.seconds, 0.01)
         self.now += done.seconds
-        metrics = round_metrics(done, self.pool, sync_seconds=self.sync_seconds, max_staleness=self.max_staleness)
+        metrics = round_metrics(done, self.pool, sync_seconds=SYNC_SECONDS, max_staleness=MAX_STALENESS)
         log.note(metrics)
         with log.timing("scoring"):
             self.now += 0.005

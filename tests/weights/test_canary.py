@@ -30,7 +30,6 @@ from trl_april.weights.client import ServerControl
 
 
 BASE = [-(place % 7) - 0.5 for place in range(NUM_TOKENS - 1)]
-precisions = pytest.mark.parametrize(("exact", "visible"), [(True, VISIBLE_FLOAT32), (False, VISIBLE_OTHER)])
 
 
 def shifted(by: float) -> list[float]:
@@ -61,7 +60,7 @@ def test_a_value_that_is_not_finite_is_an_error(comparable: bool, value: float):
             Canary(10, exact=True, comparable=comparable).compare(trainer, server, 0)
 
 
-@precisions
+@pytest.mark.parametrize(("exact", "visible"), [(True, VISIBLE_FLOAT32), (False, VISIBLE_OTHER)])
 def test_a_server_that_stays_while_the_trainer_moves_has_old_weights(exact, visible):
     """Even if the difference is within the tolerance, but not if rounding hides the move. Small moves add up."""
     canary = Canary(10, exact=exact)
@@ -125,19 +124,18 @@ def model() -> Qwen3ForCausalLM:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_trainers_values_are_those_of_each_next_token_without_dropout(model: Qwen3ForCausalLM, training: bool):
-    ids = [3, 1, 4, 1, 5]
+def test_the_trainers_values_are_those_of_each_next_token_without_dropout(model: Qwen3ForCausalLM):
+    ids, device = [3, 1, 4, 1, 5], torch.device("cpu")
     model.eval()
     with torch.no_grad():
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [table[place, token_id].item() for place, token_id in enumerate(ids[1:])]
-    model.train(training)
     following = [table[-1, token_id].item() for token_id in ids[1:]]
-    found = trainer_logprobs(model, ids, torch.device("cpu"), as_next=True)
-    assert found == pytest.approx(following, abs=1e-6) and found[0] == found[2]
-    assert trainer_logprobs(model, ids, torch.device("cpu")) == pytest.approx(expected, abs=1e-6)
-    assert model.training is training
+    for training in (True, False):
+        model.train(training)
+        assert trainer_logprobs(model, ids, device, as_next=True) == pytest.approx(following, abs=1e-6)
+        assert trainer_logprobs(model, ids, device) == pytest.approx(expected, abs=1e-6)
+        assert model.training is training
 
 
 def test_autocast_stays_where_weights_have_several_data_types(model: Qwen3ForCausalLM):
@@ -152,9 +150,8 @@ def test_autocast_stays_where_weights_have_several_data_types(model: Qwen3ForCau
     assert distance(trainer_logprobs(wrapped, ids, device), expected) < 0.1
 
 
-@pytest.fixture
-def like_flash_attention(monkeypatch) -> list[torch.dtype]:
-    """Data types that a kernel of 16 bits was given, under the attention "like_flash" of transformers."""
+def test_autocast_stays_where_the_attention_needs_it(model: Qwen3ForCausalLM, monkeypatch):
+    """FlashAttention takes no float32, in which TRL loads a model. Values are then those of 16 bits."""
     seen: list[torch.dtype] = []
 
     def kernel(query, key, value, attention_mask, *, target_dtype=None, softmax_scale=None, **_):
@@ -169,11 +166,6 @@ def like_flash_attention(monkeypatch) -> list[torch.dtype]:
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", kernel)
     AttentionInterface.register("like_flash", flash_attention.flash_attention_forward)
     AttentionMaskInterface.register("like_flash", flash_attention_mask)
-    return seen
-
-
-def test_autocast_stays_where_the_attention_needs_it(model: Qwen3ForCausalLM, like_flash_attention):
-    """FlashAttention takes no float32, in which TRL loads a model. Values are then those of 16 bits."""
     ids, device = [3, 1, 4, 1, 5], torch.device("cpu")
     expected = trainer_logprobs(model, ids, device)
     assert not needs_autocast(model)
@@ -183,7 +175,7 @@ def test_autocast_stays_where_the_attention_needs_it(model: Qwen3ForCausalLM, li
     Accelerator(mixed_precision="bf16", cpu=True).prepare_model(flash)
     AcceleratorState._reset_state()
     found = trainer_logprobs(flash, ids, device)
-    assert like_flash_attention == [torch.bfloat16] and needs_autocast(flash)
+    assert seen == [torch.bfloat16] and needs_autocast(flash)
     assert 0 < distance(found, expected) < 0.1
 
 

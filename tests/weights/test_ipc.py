@@ -10,6 +10,7 @@ import requests
 import torch
 
 from tests.support.synced_trainer import SyncedTrainer, sync_in_steps
+from tests.weights.test_files import assert_same, passing, tensors
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.shared_memory import handle_of, opened
 from trl_april.weights import files
@@ -20,33 +21,20 @@ from trl_april.weights.files import SharedMemoryTransport, packed
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 500, 2**20])
-def test_parameters_are_read_as_they_were_written(monkeypatch, chunk_bytes):
-    """Of any shape and data type, in views of other tensors, and although the caller changes them afterwards."""
+@pytest.mark.parametrize(("chunk_bytes", "chunks"), [(1, 18), (500, 4), (2**20, 1)])
+def test_parameters_are_read_as_they_were_written(monkeypatch, chunk_bytes, chunks):
     monkeypatch.setattr(files, "CHUNK_BYTES", chunk_bytes)
-    written = {
-        "odd": torch.randn(3, dtype=torch.bfloat16), "scalar": torch.tensor(1.5),
-        "none": torch.zeros(0, 2), "transposed": torch.randn(3, 4).T, "strided": torch.randn(9)[::2],
-        "bool": torch.tensor([True, False]), "float8": torch.randn(3).to(torch.float8_e4m3fn),
-        **{f"p{number}": torch.randn(20) for number in range(20)}, "large": torch.randn(600, 600),
-    }  # fmt: skip
+    several = {f"p{number}": torch.randn(20) for number in range(8)}
+    written = {**tensors(), **several, "large": torch.randn(600, 600)}
     expected = {name: tensor.clone() for name, tensor in written.items()}
     expected["large"] = expected["large"].bfloat16()
-
-    def parameters():
-        for name, tensor in written.items():
-            yield name, tensor
-            tensor.fill_(0)
-
     found, ends = {}, []
-    for buffer, entries, last in packed(parameters(), CPU, torch.bfloat16):
+    for buffer, entries, last in packed(passing(written), CPU, torch.bfloat16):
         entries = json.loads(json.dumps(entries))
         found |= {name: tensor.clone() for name, tensor in opened(handle_of(buffer), entries, CPU)}
         ends.append(last)
-    assert list(found) == list(expected) and ends == [False] * (len(ends) - 1) + [True]
-    assert len(ends) == {1: 28, 500: 7, 2**20: 1}[chunk_bytes]
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float()), name
+    assert ends == [False] * (chunks - 1) + [True]
+    assert_same(found, expected)
 
 
 def server(answer=None, *, base_url: str = "http://127.0.0.1:8000", engines: int = 1):

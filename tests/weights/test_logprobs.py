@@ -26,8 +26,7 @@ def warnings_of(model_dir, caplog, mode, addresses=1, **options) -> list[str]:
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        (RAW, {"top_p": 0.8, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}),
-        (RAW, {"generation_kwargs": {"top_k": 5, "min_tokens": 3}}),
+        (RAW, {"top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.2, "generation_kwargs": {"top_k": 5}}),
         (RAW, {"temperature": 0.7, "needs_logprobs": False}),
         (PROCESSED, {"top_p": 0.8, "needs_logprobs": False}),
         (PROCESSED, {"temperature": 0.7, "top_k": -1, "min_p": None, "generation_kwargs": {"logit_bias": {}}}),

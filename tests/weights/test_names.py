@@ -79,15 +79,6 @@ def test_tensors_are_sent_as_a_checkpoint_has_them(model, saved, tmp_path, is_lo
     assert names_in_checkpoint(model) == set(saved)
 
 
-@pytest.mark.parametrize("model", ["apertus"], indirect=True)
-def test_a_tensor_that_is_not_sent_is_named(model, saved):
-    """vLLM makes a module that receives some of its tensors anew, so a buffer beside them would be lost."""
-    expected, lost = names_in_checkpoint(model), "model.layers.1.mlp.act_fn.beta"
-    check_complete(set(saved) | {"lm_head.more"}, expected, "apertus")
-    with pytest.raises(WeightSyncError, match=rf"1 of the {len(saved)} tensors .* such as {lost}: .* 'apertus'"):
-        check_complete(set(saved) - {lost}, expected, "apertus")
-
-
 @pytest.mark.parametrize("model", ["mixtral"], indirect=True)
 def test_conversions_of_several_parameters_together_are_named(model):
     model._weight_conversions = [chunked()]
@@ -130,17 +121,9 @@ class Wrapper(torch.nn.Module):
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
-def test_a_checkpoint_with_the_models_own_names_keeps_them(model, tmp_path):
-    """The server was started from the same checkpoint."""
-    model.save_pretrained(tmp_path, save_original_format=False)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert_same(sent(model), dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
-def test_only_one_parameter_is_held_at_a_time(model):
-    """A sharded parameter stays gathered while it is held."""
-    live = set()
+def test_a_checkpoint_keeps_its_own_names_and_one_parameter_is_held_at_a_time(model, tmp_path):
+    """The server was started from the same checkpoint. A sharded parameter stays gathered while it is held."""
+    live, most = set(), 0
 
     def gathered():
         for name, param in model.named_parameters():
@@ -149,7 +132,11 @@ def test_only_one_parameter_is_held_at_a_time(model):
             live.remove(name)
 
     for _ in in_checkpoint_format(gathered(), model):
-        assert len(live) == 1
+        most = max(most, len(live))
+    assert most == 1
+    model.save_pretrained(tmp_path, save_original_format=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same(sent(model), dict(model.named_parameters()))
 
 
 def chunked():

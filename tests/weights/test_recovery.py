@@ -130,11 +130,7 @@ def test_a_server_that_stays_down_is_an_error(training: Training):
         training.recovery.wait_for_server(lost)
     assert 1060.0 < training.clock.now <= 1060.0 + LONGEST_INTERVAL + 1
     assert caught.value.__cause__ is lost
-    for part in (
-        "The vLLM server at http://127.0.0.1:8000 has not answered for 6",
-        "s, which is more than vllm_server_timeout=60.",
-        "See its log and start it again; training resumes from its last checkpoint. The connection broke.",
-    ):
+    for part in ("127.0.0.1:8000 has not answered for 6", "vllm_server_timeout=60.", "The connection broke."):
         assert part in str(caught.value)
     training.processes.others = lambda: [1.0, 61.0, 0.0, 0.0]
     training.recovery.progress_was_made()

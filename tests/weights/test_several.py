@@ -1,7 +1,7 @@
 """Weight syncs to two servers over HTTP, of which one fails, returns, is added or removed."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,47 +18,45 @@ from trl_april.weights.sync import ServerGeneration
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Connected(SyncedTrainer):
-    """Ends the watches of its connections."""
-
-    def connect(self, server, **options) -> ServerGeneration:
-        self.generations.append(super().connect(server, **options))
-        return self.generations[-1]
+Connect = Callable[..., ServerGeneration]
 
 
 @pytest.fixture
-def trainer(tiny_model_dir: str) -> Iterator[SyncedTrainer]:
-    trainer = Connected(tiny_model_dir)
-    trainer.generations = []
-    yield trainer
-    for generation in trainer.generations:
-        generation.servers.give_up()
-    wait_for(lambda: not any(thread.name == "trl-april-watch" for thread in threading.enumerate()))
+def trainer(tiny_model_dir: str) -> SyncedTrainer:
+    return SyncedTrainer(tiny_model_dir)
 
 
 @pytest.fixture
 def fakes(trainer: SyncedTrainer, tiny_model_dir: str, monkeypatch) -> Iterator[list[MortalVLLM]]:
     monkeypatch.setattr(synced_server, "WATCH_SECONDS", 0.01)
-    with (
-        MortalVLLM(trainer.model, model_path=tiny_model_dir) as first,
-        MortalVLLM(trainer.model, model_path=tiny_model_dir) as second,
-    ):
+    options = {"model_path": tiny_model_dir}
+    with MortalVLLM(trainer.model, **options) as first, MortalVLLM(trainer.model, **options) as second:
         yield [first, second]
 
 
-def connect(trainer: SyncedTrainer, fakes: list[MortalVLLM], **options) -> ServerGeneration:
-    address = SimpleNamespace(base_url=",".join(fake.base_url for fake in fakes))
-    generation = trainer.connect(address, **{"server_timeout": 10.0, **options})
-    for fake in fakes:
-        fake.canary_ids = generation._sequences[0]
-        fake.received.clear()
-    return generation
+@pytest.fixture
+def connect(trainer: SyncedTrainer, fakes: list[MortalVLLM]) -> Iterator[Connect]:
+    """Connects the trainer to servers, by default to both, and ends the watches at the end."""
+    generations = []
+
+    def connect(servers: list[MortalVLLM] = fakes, **options) -> ServerGeneration:
+        address = SimpleNamespace(base_url=",".join(server.base_url for server in servers))
+        generations.append(trainer.connect(address, **{"server_timeout": 10.0, **options}))
+        for server in servers:
+            server.canary_ids = generations[-1]._sequences[0]
+            server.received.clear()
+        return generations[-1]
+
+    yield connect
+    for generation in generations:
+        generation.servers.give_up()
+    wait_for(lambda: not any(thread.name == "trl-april-watch" for thread in threading.enumerate()))
 
 
 @pytest.fixture
-def generation(trainer, fakes) -> ServerGeneration:
+def generation(trainer, fakes, connect) -> ServerGeneration:
     """Connected, and synced once as version 1."""
-    generation = connect(trainer, fakes)
+    generation = connect()
     trainer.change(0.1)
     generation.sync_weights()
     trainer.change(0.1)
@@ -69,11 +67,6 @@ def generation(trainer, fakes) -> ServerGeneration:
 
 def versions(fakes: list[MortalVLLM]) -> list[str]:
     return [fake.weight_version for fake in fakes]
-
-
-def wait_for_watch(generation: ServerGeneration, number: int) -> None:
-    server = list(generation.servers)[number]
-    wait_for(lambda: server.has_returned)
 
 
 def test_both_servers_load_the_same_files(trainer, fakes, generation):
@@ -96,7 +89,7 @@ def test_a_server_that_dies_in_the_sync_is_left_out(trainer, fakes, generation, 
     generation.sync_weights()  # while it is down: it is not asked
     assert [path for path in paths(fakes[1]) if path != "health"] == []
     fakes[1].restart()
-    wait_for_watch(generation, 1)
+    wait_for(lambda: list(generation.servers)[1].has_returned)
     trainer.change(0.1)
     generation.sync_weights()
     assert versions(fakes) == ["3", "3"] and generation.servers.holding == {fake.base_url for fake in fakes}
@@ -131,27 +124,27 @@ def test_servers_come_and_go_with_the_option(trainer, fakes, tiny_model_dir, gen
             generation.sync_weights()
 
 
-def test_requests_are_kept_only_if_all_servers_can(trainer, fakes, caplog):
+def test_requests_are_kept_only_if_all_servers_can(fakes, connect, caplog):
     """The fakes have no /april/generated_tokens; here the first one has."""
     fakes[0].answers = {"/april/generated_tokens": (200, "{}")}
-    generation = connect(trainer, fakes, resume_kv="keep")
+    generation = connect(resume_kv="keep")
     assert not generation.servers.pause()
     assert "needs all servers" in caplog.text and fakes[1].base_url in caplog.text
 
 
-def test_what_servers_can_together(trainer, fakes):
+def test_what_servers_can_together(fakes, connect):
     fakes[0].max_model_len, fakes[1].max_model_len = 500, 400
     for fake, number in zip(fakes, (8, 3), strict=True):
         fake.more_config = {"scheduler_config": {"max_num_seqs": number}}
-    generation = connect(trainer, fakes)
+    generation = connect()
     assert generation.server_info.max_model_len == 400
     assert generation.server_info.max_sequences == 11 and generation.servers.queues() == [(0.0, 8.0), (0.0, 3.0)]
 
 
-def test_the_check_asks_every_engine_of_a_server(trainer, fakes):
-    (fake,) = fakes[:1]
+def test_the_check_asks_every_engine_of_a_server(trainer, fakes, connect):
+    fake = fakes[0]
     fake.more_config = {"parallel_config": {"data_parallel_size": 2}}
-    generation = connect(trainer, [fake])
+    generation = connect([fake])
     current, asked = fake.prompt_logprobs, []
 
     def of_engine(token_ids):

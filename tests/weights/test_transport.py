@@ -1,6 +1,5 @@
 """Weight transports: which one is chosen, and what each of them reads and sends."""
 
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import torch
 from trl_april.distributed.processes import OneProcess
 from trl_april.errors import ConfigError, WeightSyncError
 from trl_april.server.check import ServerInfo
-from trl_april.weights import files, nccl, transport
+from trl_april.weights import files, transport
 from trl_april.weights.files import FileTransport, SharedMemoryTransport
 from trl_april.weights.nccl import NcclTransport
 from trl_april.weights.synced_server import for_each
@@ -32,43 +31,35 @@ def info(*, device: str = "cuda", has_transfer: bool = True) -> ServerInfo:
     )  # fmt: skip
 
 
-def choose(
-    asked: str = "auto", *, device: str = "cuda", base_url: str = "http://127.0.0.1:8000", server_info=None,
-) -> str:  # fmt: skip
-    servers = [SimpleNamespace(base_url=base_url, info=server_info or info())]
-    return choose_transport(asked, device=torch.device(device), servers=servers)
+def choose(asked: str = "auto", *, trainer: str = "cuda", host: str = "127.0.0.1", **server) -> str:
+    servers = [SimpleNamespace(base_url=f"http://{host}:8000", info=info(**server))]
+    return choose_transport(asked, device=torch.device(trainer), servers=servers)
+
+
+def connected(asked: str, folder: str | None = None, *, trainer: str = "cuda", host: str = "127.0.0.1") -> str:
+    servers = [SimpleNamespace(base_url=f"http://{host}:8000", info=info())]
+    common = {"device": torch.device(trainer), "servers": servers, "processes": OneProcess(), "group_port": 0}
+    return connected_transport(asked, folder, **common).name
 
 
 @pytest.mark.parametrize(
-    ("asked", "trainer_device", "server_device", "has_transfer", "chosen"),
+    ("gpus_of_host", "options", "chosen"),
     [
-        ("auto", "cuda", "cuda", True, "nccl"),
-        ("auto", "cuda", "cuda", False, "filesystem"),
-        ("auto", "cpu", "cuda", True, "filesystem"),
-        ("auto", "cuda", "cpu", True, "filesystem"),
-        ("filesystem", "cuda", "cuda", True, "filesystem"),
-        ("nccl", "cuda", "cuda", True, "nccl"),
-        ("ipc", "cuda", "cuda", True, "ipc"),
+        (2, {}, "nccl"),
+        (2, {"has_transfer": False}, "filesystem"),
+        (2, {"trainer": "cpu"}, "filesystem"),
+        (2, {"device": "cpu"}, "filesystem"),
+        (2, {"asked": "filesystem"}, "filesystem"),
+        (2, {"asked": "nccl"}, "nccl"),
+        (2, {"asked": "ipc"}, "ipc"),
+        (1, {}, "ipc"),
+        (1, {"host": "192.0.2.1"}, "nccl"),
+        (None, {}, "nccl"),
     ],
 )
-def test_nccl_needs_a_gpu_on_both_sides(monkeypatch, asked, trainer_device, server_device, has_transfer, chosen):
-    monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
-    server_info = info(device=server_device, has_transfer=has_transfer)
-    assert choose(asked, device=trainer_device, server_info=server_info) == chosen
-
-
-@pytest.mark.parametrize(
-    ("gpus", "base_url", "chosen"),
-    [
-        (1, "http://127.0.0.1:8000", "ipc"),
-        (1, "http://192.0.2.1:8000", "nccl"),  # on another host
-        (2, "http://127.0.0.1:8000", "nccl"),
-        (None, "http://127.0.0.1:8000", "nccl"),
-    ],
-)
-def test_trainer_and_server_on_one_gpu_share_its_memory(monkeypatch, gpus, base_url, chosen):
-    monkeypatch.setattr(transport, "gpus_of_host", lambda: gpus)
-    assert choose(base_url=base_url) == chosen
+def test_nccl_needs_a_gpu_for_each_side(monkeypatch, gpus_of_host, options, chosen):
+    monkeypatch.setattr(transport, "gpus_of_host", lambda: gpus_of_host)
+    assert choose(**options) == chosen
 
 
 @pytest.mark.parametrize(("visible", "ours", "chosen"), [(1, True, "ipc"), (2, True, "nccl"), (1, False, "nccl")])
@@ -83,39 +74,27 @@ def test_files_are_used_where_a_connection_by_nccl_fails(monkeypatch, caplog):
     """Unless it was asked for. `auto` cannot know all GPUs that a server shares with the trainer."""
     monkeypatch.setattr(transport, "gpus_of_host", lambda: 2)
     monkeypatch.setattr(NcclTransport, "connect", Mock(side_effect=WeightSyncError("Duplicate GPU.")))
-    servers = [SimpleNamespace(base_url="http://127.0.0.1:8000", info=info())]
-    common = {"device": torch.device("cuda"), "servers": servers, "processes": OneProcess(), "group_port": 0}
-    assert connected_transport("auto", None, **common).name == "filesystem"
+    assert connected("auto") == "filesystem"
     assert "Duplicate GPU. So files are used" in caplog.text
     with pytest.raises(WeightSyncError, match="Duplicate GPU"):
-        connected_transport("nccl", None, **common)
+        connected("nccl")
 
 
-@pytest.mark.parametrize("asked", ["auto", "auto by NCCL", "filesystem"])
-def test_files_that_the_server_cannot_see_are_not_written(monkeypatch, tmp_path, asked):
+@pytest.mark.parametrize(("asked", "trainer"), [("auto", "cpu"), ("auto", "cuda"), ("filesystem", "cpu")])
+def test_files_that_the_server_cannot_see_are_not_written(monkeypatch, tmp_path, asked, trainer):
     """Its reload would fail when its parameters are gone."""
-    remote = [SimpleNamespace(base_url="http://192.0.2.1:8000", info=info())]
-    device = torch.device("cuda" if "NCCL" in asked else "cpu")
-    common = {"device": device, "servers": remote, "processes": OneProcess(), "group_port": 0}
     monkeypatch.setattr(NcclTransport, "connect", Mock(side_effect=WeightSyncError("no open port.")))
     says = "192.0.2.1:8000 is on another host.*weight_sync_dir.*same path.*'nccl'"
-    with pytest.raises(ConfigError, match=f"no open port. For files: .*{says}" if "NCCL" in asked else says):
-        connected_transport(asked.split()[0], None, **common)
-    assert connected_transport(asked.split()[0], str(tmp_path), **common).name == "filesystem"
+    with pytest.raises(ConfigError, match=f"no open port. For files: .*{says}" if trainer == "cuda" else says):
+        connected(asked, trainer=trainer, host="192.0.2.1")
+    assert connected(asked, str(tmp_path), trainer=trainer, host="192.0.2.1") == "filesystem"
 
 
 def test_an_impossible_choice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="weight_sync='nccl' needs.*cpu.*filesystem"):
-        choose("nccl", device="cpu")
+        choose("nccl", trainer="cpu")
     with pytest.raises(ConfigError, match="nowhere.*not a folder"):
-        connected_transport(
-            "auto",
-            str(tmp_path / "nowhere"),
-            device=torch.device("cpu"),
-            servers=[],
-            processes=OneProcess(),
-            group_port=0,
-        )
+        connected("auto", str(tmp_path / "nowhere"), trainer="cpu")
 
 
 # Reading and sending
@@ -126,6 +105,7 @@ class Parameters:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self.all = [name for name, _ in module.named_parameters()]
         self.read: list[list[str]] = []
 
     def __call__(self):
@@ -161,15 +141,8 @@ def parameters() -> Parameters:
     return Parameters(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))))
 
 
-@pytest.fixture
-def everything(parameters) -> list[str]:
-    return [name for name, _ in parameters.module.named_parameters()]
-
-
 @pytest.mark.parametrize("fails_at", ["write", "load", None])
-def test_files_are_removed_and_all_parameters_read_whatever_fails(
-    tmp_path, monkeypatch, parameters, everything, fails_at
-):
+def test_files_are_removed_and_all_parameters_read_whatever_fails(tmp_path, monkeypatch, parameters, fails_at):
     server = Loads()
     monkeypatch.setattr(files, "SHARD_BYTES", 1)  # a file per parameter
     error = OSError(28, "No space left on device") if fails_at == "write" else WeightSyncError("refused")
@@ -179,9 +152,9 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
         server.error = error
     with pytest.raises(WeightSyncError, match="No space left.*--shm-size|refused") if fails_at else nullcontext():
         with FileTransport(str(tmp_path)).stage(parameters, sends=True, dtypes=DTYPES) as load:
-            assert parameters.read == [everything]
+            assert parameters.read == [parameters.all]
             load([server], for_each)
-    assert parameters.read == [everything] and list(tmp_path.iterdir()) == []
+    assert parameters.read == [parameters.all] and list(tmp_path.iterdir()) == []
     assert len(server.sizes) == (0 if fails_at == "write" else 6)
 
 
@@ -189,28 +162,8 @@ def test_files_are_removed_and_all_parameters_read_whatever_fails(
     ("made", "iterations"),
     [(FileTransport(None), 1), (SharedMemoryTransport(None), 1), (NcclTransport(None, 0), 2)],
 )
-def test_other_processes_read_the_same_parameters_and_send_none(parameters, everything, made, iterations):
+def test_other_processes_read_the_same_parameters_and_send_none(parameters, made, iterations):
     """Gathering takes all processes. With a server of `None`, sending would fail."""
     with made.stage(parameters, sends=False, dtypes=DTYPES) as load:
         load([None], for_each)
-    assert parameters.read == [everything] * iterations
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("NCCL error: invalid usage"), OSError(113, "No route to host")], ids=["gpu", "network"]
-)
-def test_a_failed_nccl_connection_names_its_remedies(monkeypatch, error):
-    answer = threading.Event()
-    server = Mock(base_url="http://there", info=info())
-    server.control.request.return_value = {"world_size": 1}
-    server.control.load = lambda *_: answer.wait()
-    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    monkeypatch.setattr(NcclTransport, "_open", Mock(side_effect=error))
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.0)
-    transport = NcclTransport(torch.device("cuda"), 51216)
-    transport.connect(server)
-    with pytest.raises(WeightSyncError) as caught:
-        transport.join([server])
-    answer.set()
-    for words in (str(error), "different GPUs", "vllm_group_port=51216", "'filesystem'"):
-        assert words in str(caught.value)
+    assert parameters.read == [parameters.all] * iterations
