@@ -109,26 +109,18 @@ class TestBatchesOfSeveralSteps:
         "max_completion_length": 100, "over_provisioning": 1.5, **SAVED,
     }  # fmt: skip
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def first(cls, server, tiny_model_dir, tmp_path_factory, one_thread):
-        trainer = make_trainer(server, tiny_model_dir, tmp_path_factory.mktemp("first"), **cls.OPTIONS)
+    def test_batch_is_trained_again_from_its_tokens(self, server, tiny_model_dir, tmp_path):
+        """tests/pool/test_state.py generates it anew where its tokens would be too old."""
+        options = {**self.OPTIONS, "staleness_policy": "ignore"}
+        trainer = make_trainer(server, tiny_model_dir, tmp_path / "first", **options)
         trainer.train()
-        return trainer
-
-    @pytest.mark.parametrize("policy", ["wait", "ignore"])
-    def test_batch_is_trained_again_from_its_tokens_or_generated_anew_if_they_are_too_old(
-        self, server, tiny_model_dir, tmp_path, first, policy
-    ):
-        trainer, folder = first, Path(first.args.output_dir)
         assert len(trainer.rounds) == 3
-        checkpoint = folder / "checkpoint-6"
+        checkpoint = tmp_path / "first" / "checkpoint-6"
         (state,) = load_rollouts(checkpoint).pools
-        batch = {group.group_id for group in trainer.rounds[1].groups}
-        assert set(state["in_training"]) == batch
-        (state,) = load_rollouts(folder / "checkpoint-8").pools
+        assert set(state["in_training"]) == {group.group_id for group in trainer.rounds[1].groups}
+        (state,) = load_rollouts(tmp_path / "first" / "checkpoint-8").pools
         assert state["in_training"] == [], "the batch is trained"
-        resumed = make_trainer(server, tiny_model_dir, tmp_path, **self.OPTIONS, staleness_policy=policy)
+        resumed = make_trainer(server, tiny_model_dir, tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         # As in stock GRPO, rounds continue from there, and the batch in training comes first, once more.
         assert [done.version for done in resumed.rounds] == [6, 10]
@@ -136,14 +128,7 @@ class TestBatchesOfSeveralSteps:
         rows = {group.row["number"] for group in trainer.rounds[1].groups}
         assert rows <= {group.row["number"] for group in trained}
         assert set(numbers(trainer.rounds[0].groups + trained).values()) == {1}
-        others = {i: group for i, group in saved_groups(checkpoint).items() if i not in batch}
-        assert_continued(others, trained)
-        again = {i: group for i, group in saved_groups(checkpoint).items() if i in batch}
-        if policy == "ignore":
-            assert_continued(again, trained)
-        for done in resumed.rounds:
-            ages = [done.version - v for g in done.groups for s in g.samples for v in s.versions]
-            assert policy == "ignore" or max(ages) <= 5
+        assert_continued(saved_groups(checkpoint), trained)
 
 
 class TestStock:
