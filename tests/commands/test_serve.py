@@ -101,7 +101,7 @@ def foreground(script):  # noqa: F811
     return start
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_the_server_with_its_children(foreground, number):
     process, pid = foreground()
     assert len(session_members(pid)) == 2

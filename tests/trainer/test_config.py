@@ -33,10 +33,6 @@ OWN = {
 }
 
 
-def own(args: APRILGRPOConfig) -> dict:
-    return {name: getattr(args, name) for name in OWN}
-
-
 def test_the_fields_and_the_defaults_that_differ_from_trls():
     """docs/api.md has the defaults of our own, and test_docs.py compares them."""
     ours = {field.name: field for field in dataclasses.fields(APRILGRPOConfig)}
@@ -124,7 +120,7 @@ def test_the_command_line(parser):
     (args,) = parser(APRILGRPOConfig).parse_args_into_dataclasses(
         [*COMMAND_LINE, *options, "--num_generations", "4", "--use_vllm", "false"]
     )
-    assert own(args) == OWN
+    assert dataclasses.asdict(AprilOptions.of(args)) == OWN
     assert (args.num_generations, args.use_vllm, args.vllm_mode) == (4, False, None)
 
 

@@ -113,18 +113,13 @@ class Beside(ProcessorMixin):
         self.chat_template = tokenizer.chat_template
 
 
-def test_a_text_model_may_have_an_image_processor(tmp_path):
-    model = build_model()
-    trainer = make_trainer(tmp_path, arguments={"model": model, "processing_class": Beside(build_tokenizer())})
-    assert trainer.april_enabled
+def test_a_loaded_text_model_may_have_an_image_processor(tmp_path):
+    model, processor = build_model(), Beside(build_tokenizer())
+    assert make_trainer(tmp_path, arguments={"model": model, "processing_class": processor}).april_enabled
     assert not hasattr(model.config, "image_token_id"), "the config is restored"
-
-
-def test_a_text_model_by_name_with_an_image_processor_is_refused(tmp_path):
-    build_model().save_pretrained(tmp_path / "model")
-    arguments = {"model": str(tmp_path / "model"), "processing_class": Beside(build_tokenizer())}
+    model.save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match="takes text only, but its processor takes images. Pass the loaded model"):
-        make_trainer(tmp_path, arguments=arguments)
+        make_trainer(tmp_path, arguments={"model": str(tmp_path / "model"), "processing_class": processor})
 
 
 def rope(kind: str, **more: float) -> dict:

@@ -23,12 +23,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LOOKS: Counter[int] = Counter()  # calls of `look`, by their argument
 
 
-def look(at: int) -> list:
-    """Shows a picture.
+def tool(function):
+    """A tool `look`, with the text that TRL reads."""
+    function.__doc__ = "Shows a picture.\n\nArgs:\n    at: Its number.\n"
+    return function
 
-    Args:
-        at: Its number.
-    """
+
+@tool
+def look(at: int) -> list:
     LOOKS[at] += 1
     return [{"type": "image", "image": picture(at)}, {"type": "text", "text": f"no. {at}"}]
 
@@ -50,12 +52,8 @@ class Gallery:
     def reset(self, **row) -> list:
         return [{"type": "image", "image": picture(40)}, {"type": "text", "text": "Look."}]
 
+    @tool
     def look(self, at: int) -> list:
-        """Shows a picture.
-
-        Args:
-            at: Its number.
-        """
         return look(at)
 
 
@@ -270,12 +268,8 @@ def test_prompts_with_images_are_rendered_with_the_tools_of_their_environments(f
 
 
 def test_an_image_that_is_no_picture_ends_training(fake, tmp_path):
+    @tool
     def look(at: int) -> list:
-        """Draws.
-
-        Args:
-            at: What.
-        """
         return [{"type": "image", "image": "picture.png"}]
 
     trainer = april(fake, tmp_path, **OPTIONS, **arguments(TEXT, tools=[look]), overlap_generation=True)

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import sqlite3
 from contextlib import contextmanager
-from functools import wraps
 
 import pytest
 
@@ -67,12 +66,14 @@ def number_of_tokens(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def ask(number: int) -> str:
-    """Asks.
+def tool(function):
+    """A tool `ask`, with the text that TRL reads."""
+    function.__name__, function.__doc__ = "ask", "Asks.\n\nArgs:\n    number: A number.\n"
+    return function
 
-    Args:
-        number: A number.
-    """
+
+@tool
+def ask(number: int) -> str:
     with time_limit(5):
         return "z" * number
 
@@ -108,16 +109,12 @@ def make_raiser(where, error, calls=5):
     async def reward_later(completions, **kwargs):
         return reward(completions)
 
+    @tool
     def ask(number: int) -> int:
-        """Asks.
-
-        Args:
-            number: A number.
-        """
         fail()
         return number
 
-    @wraps(ask)
+    @tool
     async def ask_later(number: int) -> int:
         return ask(number)
 
@@ -168,12 +165,8 @@ def test_what_user_code_raises_ends_training_as_in_stock(fake, left, tmp_path, w
 
 
 def test_a_tool_that_never_works_ends_training(fake, tmp_path):
+    @tool
     def ask(number: int) -> str:
-        """Asks.
-
-        Args:
-            number: A number.
-        """
         raise ConnectionRefusedError(111, f"no service for {number}")
 
     turns = [[call("ask", number=10 * n + turn) + END for turn in range(9)] for n in range(8)]
@@ -204,12 +197,8 @@ class Limited:
     def reset(self, **row):
         pass
 
+    @tool
     def ask(self, number: int) -> str:
-        """Acts.
-
-        Args:
-            number: The action.
-        """
         with time_limit(5):
             return str(self.connection.execute("select ?", [number]).fetchone()[0])
 
